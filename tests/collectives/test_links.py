@@ -84,7 +84,8 @@ def test_of_l_ranks_each_moves_one_lth_of_a_hosts_bytes(hosts: str, codec: str, 
 
     def act(group: MultiHostGroup) -> int:
         before = group.between_hosts_bytes
-        group.start_all_reduce(made(group.rank, count), Compression(codec))()
+        tensor = made(group.rank, count)
+        group.start_all_reduce(tensor, Compression(codec, tensor))()
         return group.between_hosts_bytes - before
 
     names = len(set(hosts))
@@ -98,8 +99,8 @@ def test_all_ranks_read_the_same_bits_and_int8_makes_up_for_what_it_has_rounded(
     rounds, count = 12, 100_000
 
     def act(group: MultiHostGroup) -> tuple[Tensor, float]:
-        compression, total = Compression(codec), torch.zeros(count)
-        tensor, error = torch.empty(count), 0.0
+        tensor, total, error = torch.empty(count), torch.zeros(count), 0.0
+        compression = Compression(codec, tensor)
         for _ in range(rounds):
             tensor.copy_(made(group.rank, count))
             group.start_all_reduce(tensor, compression)()
@@ -121,7 +122,7 @@ def test_what_is_not_finite_on_one_rank_is_not_finite_on_all(codec: str) -> None
     def act(group: MultiHostGroup) -> Tensor:
         tensor = made(group.rank, 60_000)
         tensor[group.rank * 40_000] = torch.inf if group.rank else torch.nan
-        group.start_all_reduce(tensor, Compression(codec))()
+        group.start_all_reduce(tensor, Compression(codec, tensor))()
         return tensor
 
     first, second = on_hosts(["a", "b"], act)

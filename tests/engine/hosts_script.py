@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import runpy
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import headrace as hr
 from engine.networks import go_there
@@ -55,9 +57,19 @@ def hybrid() -> None:
     tell(hr.fit(again, hr.TensorParallel(rules={"0": "column"}), run_dir="run", resume=True))
 
 
+def wide_model() -> nn.Module:
+    """Its gradients are too large to be gathered, so they go by a codec."""
+    return nn.Sequential(nn.Linear(4, 8192), nn.Tanh(), nn.Linear(8192, 1))
+
+
 def resume() -> None:
     tell(hr.fit(make_job(epochs=1), "mirrored", run_dir="run"))
     tell(hr.fit(make_job(epochs=2), "mirrored", run_dir="run", resume=True))
+    slow = functools.partial(torch.optim.SGD, lr=1e-4)
+    coded, wide = hr.Mirrored(codec="int8"), functools.partial(make_job, model=wide_model, optimizer=slow)
+    tell(hr.fit(wide(epochs=2), coded, run_dir="whole"))
+    hr.fit(wide(epochs=1), coded, run_dir="coded")
+    tell(hr.fit(wide(epochs=2), coded, run_dir="coded", resume=True))
 
 
 def own_data() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,21 +10,31 @@ from headrace.transport.codec import Codec, codec_for
 
 
 class Compression:
-    """The codec of a group's gradients, and the residuals of what has been sent; see `transport.codec`."""
+    """The codec of gradients that lie in `region`, and the residuals of what this rank has sent; see `transport.codec`.
 
-    def __init__(self, name: str) -> None:
+    Attributes:
+        residuals: `(nbytes,)` uint8, each at the place of its gradient in the region.
+        parts: of the residuals that this rank uses, `(start, stop)` in bytes.
+    """
+
+    def __init__(self, name: str, region: Tensor) -> None:
         self.name = name
-        self._residuals: dict[Hashable, Tensor] = {}
+        self.parts: set[tuple[int, int]] = set()
+        self._start = region.data_ptr()
+        # By numpy, because the system gives it only the pages that are written.
+        self.residuals = torch.from_numpy(np.zeros(region.nbytes, np.uint8))
 
-    def encoder(self, place: Hashable, like: Tensor) -> Encoder:
-        """Returns what encodes a flat tensor; `place` is the same whenever the same gradients are sent."""
+    def encoder(self, place: int, like: Tensor) -> Encoder:
+        """Returns what encodes a flat tensor, of gradients at the address `place`."""
         codec = codec_for(self.name, like.dtype)
-        if codec.feedback and place not in self._residuals:
-            self._residuals[place] = torch.zeros_like(like)
-        return Encoder(codec, self._residuals.get(place))
+        if not codec.feedback:
+            return Encoder(codec, None)
+        part = (place - self._start, place - self._start + like.nbytes)
+        self.parts.add(part)
+        return Encoder(codec, self.residuals[slice(*part)].view(like.dtype))
 
 
-PLAIN = Compression("plain")
+PLAIN = Compression("plain", torch.empty(0))
 
 
 class Encoder:

@@ -242,7 +242,7 @@ class MultiHostGroup(ProcessGroup):
             total = sources[0][low:high]
             for source in sources[1:]:
                 total.add_(source[low:high])
-            self._between_hosts(total, compression, window.data_ptr())
+            self._between_hosts(total, compression, window[low:].data_ptr())
         local.barrier()
         window.copy_(sources[0])
         # Before any rank writes the next one.
@@ -250,7 +250,7 @@ class MultiHostGroup(ProcessGroup):
 
     def _between_hosts(self, flat: Tensor, compression: Compression, place: int) -> None:
         assert self._links
-        self._links.all_reduce(flat, compression.encoder((place, flat.dtype), flat))
+        self._links.all_reduce(flat, compression.encoder(place, flat))
 
     def _gather(self, tensor: Tensor) -> Tensor:
         every = tensor.new_empty(self.world, len(tensor))

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.collectives.compression import Compression
 from headrace.errors import InfeasiblePlan, UnknownName
 from headrace.policies.roles import data_parallel_plan
 from headrace.spec.cluster import Cluster
@@ -84,9 +83,9 @@ class Mirrored(Strategy):
             reduction = SharedMemoryReduction(trainable, group)
         elif self.overlap and not always and not _leaves_at_end(context):
             # If layers communicate during backward, a bucket that lacks a gradient on one worker would meet their sums.
-            reduction = OverlappedReduction(trainable, group, devices, module, Compression(self.codec))
+            reduction = OverlappedReduction(trainable, group, devices, module, self.codec)
         else:
-            reduction = CollectiveReduction(trainable, group, devices, context.device, Compression(self.codec))
+            reduction = CollectiveReduction(trainable, group, devices, context.device, self.codec)
         updater = context.updater_of(plan.segments)
         views = dict(zip(reduction.layout.names, reduction.layout.views(reduction.result), strict=True))
         # Not get_parameter(), which script modules lack.

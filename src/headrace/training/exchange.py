@@ -48,6 +48,10 @@ class Exchange(SwappableWeights):
     def state(self) -> tuple[StatePiece, ...]:
         """Returns the optimizer state that this rank holds."""
 
+    def own(self) -> tuple[StatePiece, ...]:
+        """Returns the state that belongs to this worker alone."""
+        return ()
+
     @abstractmethod
     def settings(self) -> dict[str, Any]:
         """Returns the rest of the state, the same on every rank, as JSON values: groups, schedule, loss scale."""
@@ -193,7 +197,7 @@ class Replica:
 
     def own_state(self) -> tuple[StatePiece, ...]:
         """Returns the state that belongs to this worker alone."""
-        pieces = self.sync.own() if isinstance(self.sync, PeriodicSync) else ()
+        pieces = self.sync.own() if isinstance(self.sync, PeriodicSync) else self.exchange.own()
         return self.slices.mark(pieces) if self.slices else pieces
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:

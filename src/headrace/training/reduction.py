@@ -12,8 +12,9 @@ would exchange are those that compute, so it is not used there: see benchmarks/o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,11 @@ from headrace.spec.model import ParameterSpec
 from headrace.training.clipping import GradientClipper
 from headrace.training.exchange import Reduced, ReducingExchange
 from headrace.training.gradients import FlatGradients, FlatLayout, GradientSink, SharedGradients, UsedParameters
+from headrace.training.optimizer import StatePiece
 from headrace.training.update import Updater
+
+RESIDUAL = "headrace.residual"
+"""The key, in a worker's own state, of what a codec has rounded."""
 
 
 class Reduction(ABC):
@@ -35,6 +40,7 @@ class Reduction(ABC):
         result: where the sum appears, `(nbytes,)` uint8.
         held: what this rank changes of the sum, where it is to be changed on all.
         measured: what this rank measures; all ranks together measure every element once.
+        compression: of gradients that leave the host.
     """
 
     layout: FlatLayout
@@ -43,10 +49,29 @@ class Reduction(ABC):
     result: Tensor
     held: list[Tensor]
     measured: list[Tensor]
+    compression = PLAIN
 
     @abstractmethod
     def reduce(self) -> None:
         """Sums; all workers have stored their gradients."""
+
+    def residuals(self) -> Iterator[StatePiece]:
+        """Yields copies of what a codec has rounded and will send later."""
+        kept = self.compression.residuals
+        for name in self.layout.names:
+            flat = self.layout.flat(kept, name)
+            begin, size = flat.data_ptr() - kept.data_ptr(), flat.element_size()
+            for start, stop in sorted(self.compression.parts):
+                low, high = max(start, begin), min(stop, begin + flat.nbytes)
+                if low < high:
+                    first = (low - begin) // size
+                    yield StatePiece(name, RESIDUAL, first, flat[first : (high - begin) // size].clone())
+
+    def load_residuals(self, pieces: Iterable[StatePiece]) -> None:
+        """Loads those that belong to this rank."""
+        for piece in pieces:
+            if piece.key == RESIDUAL:
+                piece.copy_to(self.layout.flat(self.compression.residuals, piece.parameter), 0)
 
     def _lay_out(
         self, trainable: Sequence[ParameterSpec], group: ProcessGroup, rank: int, device: torch.device
@@ -92,16 +117,16 @@ class CollectiveReduction(Reduction):
         group: ProcessGroup,
         collective: Collective,
         device: torch.device,
-        compression: Compression = PLAIN,
+        codec: str = "plain",
     ) -> None:
         self._collective = collective
-        self._compression = compression
         self._lay_out(trainable, group, collective.rank, device)
+        self.compression = Compression(codec, self.result)
         self.sink = FlatGradients(self.layout, self.result, self.used)
 
     def reduce(self) -> None:
         for total in self.held:
-            self._collective.start_all_reduce(total, self._compression)()
+            self._collective.start_all_reduce(total, self.compression)()
 
 
 class OverlappedReduction(Reduction):
@@ -118,12 +143,12 @@ class OverlappedReduction(Reduction):
         group: ProcessGroup,
         collective: Collective,
         module: nn.Module,
-        compression: Compression = PLAIN,
+        codec: str = "plain",
     ) -> None:
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._collective = collective
-        self._compression = compression
         self._lay_out(trainable, group, collective.rank, next(module.parameters()).device)
+        self.compression = Compression(codec, self.result)
         self.sink = self
         self._views = self.layout.views(self.result)
         runs = buckets([parameter.bytes for parameter in trainable], *collective.bucket_bytes)
@@ -169,7 +194,7 @@ class OverlappedReduction(Reduction):
             self._send()
 
     def _send(self) -> None:
-        self._waits += [self._collective.start_all_reduce(flat, self._compression) for flat in self._flats[self._sent]]
+        self._waits += [self._collective.start_all_reduce(flat, self.compression) for flat in self._flats[self._sent]]
         self._sent += 1
 
     def _send_rest(self) -> None:
@@ -204,6 +229,14 @@ class MirroredExchange(ReducingExchange):
     def reduce(self) -> Reduced:
         self._reduction.reduce()
         return self._reduction.measured, self._reduction.held
+
+    def own(self) -> tuple[StatePiece, ...]:
+        return tuple(self._reduction.residuals())
+
+    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
+        every = tuple(pieces)
+        super().load(every, settings)
+        self._reduction.load_residuals(every)
 
     def update(self, round_: int) -> None:
         if self._private:
