@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 HOSTS = Path(__file__).parents[1] / "scripts" / "hosts"
 MASTER = {"MASTER_ADDR": "10.97.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
@@ -57,3 +60,47 @@ def run(
         if codes := [process.wait() for rank, process in enumerate(ranks) if process.wait() and rank not in lost]:
             raise RuntimeError(f"{' '.join([script.name, *arguments])} failed with {codes}")
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(count) if rank not in lost]
+
+
+def run_forked(
+    act: Callable[[int, Path], dict[str, float]], on: Sequence[int], lost: Sequence[int] = ()
+) -> dict[str, float]:
+    """Runs `act(rank, folder)` in forks of this process, which must have no threads; returns what rank 0 says.
+
+    They need not import anything, so that many runs take less time than with `run`. Arguments are those of `run`.
+    """
+    told = {**MASTER, "HEADRACE_SECRET": secrets.token_hex(32), "WORLD_SIZE": str(len(on))}
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        for rank, host in enumerate(on):
+            process = os.fork()
+            if process == 0:
+                os.environ.update(told, RANK=str(rank), HEADRACE_HOST=f"host-{host}")
+                _be_rank(act, rank, host, Path(folder))
+            ranks.append(process)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in ranks]
+        if any(code for rank, code in enumerate(codes) if rank not in lost):
+            raise RuntimeError(f"the ranks ended with {codes}")
+        said: dict[str, float] = json.loads(Path(folder, "0.json").read_text())
+        return said
+
+
+def enter(host: int) -> None:
+    """Brings this thread, and those that it starts, to a host."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{os.environ.get('HEADRACE_HOSTS', 'headrace')}-{host}") as namespace:
+        if libc.setns(namespace.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def _be_rank(act: Callable[[int, Path], dict[str, float]], rank: int, host: int, folder: Path) -> NoReturn:
+    code = 1
+    try:
+        enter(host)
+        (folder / f"{rank}.json").write_text(json.dumps(act(rank, folder)))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Not what this process has opened before.
+        os._exit(code)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import alternate, ratio, report
-from on_hosts import hosts, run
+from on_hosts import hosts, run, run_forked
+from one_rank import SERVER, struck
 
 HERE = Path(__file__).parent
 RANK = HERE / "one_rank.py"
 CODECS = ("plain", "bf16", "int8")
 WORKERS_AND_SERVERS = (0, 1, 2, 3, 0, 1)
 WORKERS_SERVER_BACKUP = (0, 1, 2, 3)
-SERVER = 2
 
 
 def rate(codec: str, steps: int) -> float:
@@ -31,7 +31,7 @@ def rate(codec: str, steps: int) -> float:
 def failover(deed: str) -> float:
     """Returns the seconds from the loss of a server to the next round that all workers have done."""
     hosts("up", "4")
-    said = run(RANK, len(WORKERS_SERVER_BACKUP), deed, "40", on=WORKERS_SERVER_BACKUP, lost=(SERVER,))[0]
+    said = run_forked(partial(struck, deed, 40), WORKERS_SERVER_BACKUP, lost=(SERVER,))
     if said["wrong"]:
         raise RuntimeError(f"{said['wrong']:g} gradients were lost or applied twice")
     return said["seconds"]

@@ -1,4 +1,4 @@
-"""One of the ranks: one_rank.py CODEC STEPS FOLDER trains; with "kill" or "cut" as codec rank 0 strikes a server."""
+"""One of the ranks: one_rank.py CODEC STEPS FOLDER trains. `struck` is a run in which rank 0 strikes a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ BATCH = 64
 SIZES = (1024, 1536, 1024, 10)
 """3.2 million parameters, 12.7 MB."""
 
-RANK = int(os.environ["RANK"])
 SERVER = 2
 TIMEOUT_S = 2.0
 
@@ -62,7 +61,7 @@ def coded(codec: str, steps: int, folder: str) -> dict[str, float]:
             worker.step(batch)
 
     run = hr.launch(train, job, strategy, run_dir=f"{folder}/run", checkpoints=False, timeout_s=60)
-    if RANK:
+    if int(os.environ["RANK"]):
         return {}
     last = {event.rank: event.staleness for event in run.events if isinstance(event, ServerStats)}
     return {
@@ -72,8 +71,10 @@ def coded(codec: str, steps: int, folder: str) -> dict[str, float]:
     }
 
 
-def struck(deed: str, steps: int, folder: str) -> dict[str, float]:
-    Path(folder, f"pid-{RANK}").write_text(str(os.getpid()))
+def struck(deed: str, steps: int, rank: int, folder: Path) -> dict[str, float]:
+    """Trains while a server is killed ("kill") or cut off ("cut"); returns how long it took, and what is wrong."""
+    torch.set_num_threads(1)
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
     job = hr.Job(
         model=Counter,
         loss=lambda output, target: output.mean(),
@@ -89,21 +90,21 @@ def struck(deed: str, steps: int, folder: str) -> dict[str, float]:
             worker.step(batch)
             if times and len(times) < 2:
                 times.append(perf_counter())
-            if RANK == 0 and worker.round == steps // 2:
+            if rank == 0 and worker.round == steps // 2:
                 _strike(deed, folder)
                 times.append(perf_counter())
 
     strategy = hr.ParameterServer(backups=1, staleness_bound=0)
     run = hr.launch(train, job, strategy, run_dir=f"{folder}/run", checkpoints=False, timeout_s=TIMEOUT_S)
-    if RANK:
+    if rank:
         return {}
     wrong = float((run.model.get_parameter("count").detach() - steps).abs().sum())
     return {"seconds": times[1] - times[0], "wrong": wrong}
 
 
-def _strike(deed: str, folder: str) -> None:
+def _strike(deed: str, folder: Path) -> None:
     if deed == "kill":
-        os.kill(int(Path(folder, f"pid-{SERVER}").read_text()), signal.SIGKILL)
+        os.kill(int((folder / f"pid-{SERVER}").read_text()), signal.SIGKILL)
     else:
         host = f"{os.environ.get('HEADRACE_HOSTS', 'headrace')}-{SERVER}"
         subprocess.run(["ip", "-n", host, "link", "set", "eth0", "down"], check=True)
@@ -117,5 +118,4 @@ def _mean(counts: list[Mapping[str, int]]) -> float:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     way, count, place = sys.argv[1:]
-    said = (struck if way in ("kill", "cut") else coded)(way, int(count), place)
-    Path(place, f"{RANK}.json").write_text(json.dumps(said))
+    Path(place, f"{os.environ['RANK']}.json").write_text(json.dumps(coded(way, int(count), place)))
