@@ -12,6 +12,9 @@ from harness import alternate, ratio, report
 from on_hosts import hosts, run, run_forked
 from one_rank import SERVER, struck
 
+import headrace.engine.torchrun.engine  # noqa: F401
+from headrace.engine.local.fork_server_main import load
+
 HERE = Path(__file__).parent
 RANK = HERE / "one_rank.py"
 CODECS = ("plain", "bf16", "int8")
@@ -50,6 +53,8 @@ def main() -> None:
             ratios = {f"{each} / plain": ratio(figures, each, "plain") for each in CODECS[1:]}
             report(HERE, "codecs", "examples a second", figures, ratios)
         if arguments.losses:
+            # So that its forks need not import it.
+            load()
             figures = alternate({each: partial(failover, each) for each in ("kill", "cut")}, arguments.losses)
             report(HERE, "failover", "s to the next round", figures, {})
     finally:
