@@ -48,6 +48,14 @@ def average() -> None:
     tell(hr.fit(job, hr.DiLoCo(period=5, codec="int8"), run_dir="run"))
 
 
+def gossip() -> None:
+    """With neighbours that are drawn in each round, and on a ring, from a checkpoint."""
+    job = functools.partial(make_job, eval_data=(INPUTS, TARGETS))
+    tell(hr.fit(job(epochs=2), hr.Gossip(topology="random")))
+    hr.fit(job(epochs=1), hr.Gossip(), run_dir="run")
+    tell(hr.fit(job(epochs=2), hr.Gossip(), run_dir="run", resume=True))
+
+
 def hybrid() -> None:
     """Two replicas of two hosts each, with what is checked and saved; then it goes on with one of each."""
     job = make_job(model=split_model, epochs=1, eval_data=(INPUTS, TARGETS), options=hr.Options(clip_norm=0.1))
@@ -107,6 +115,7 @@ def plain_script() -> None:
 DEEDS: dict[str, Callable[[], None]] = {
     "fit": fit,
     "average": average,
+    "gossip": gossip,
     "resume": resume,
     "hybrid": hybrid,
     "own data": own_data,

@@ -65,6 +65,17 @@ def test_averaging_on_several_hosts_is_that_on_one(start: Start) -> None:
         assert [every, apart, coded] == [line["total"] for line in ended.said[0]]
 
 
+def test_gossip_on_several_hosts_is_that_on_one(start: Start) -> None:
+    ended = start("gossip", on=(0, 0, 1, 2))
+    assert set(ended.codes.values()) == {0}, ended.logs
+    expected = [
+        total(hr.fit(make_job(epochs=2), hr.Gossip(4, topology), engine=hr.ThreadEngine()).model)
+        for topology in ("random", "ring")
+    ]
+    for said in ended.said:
+        assert [line["total"] for line in said] == pytest.approx(expected, abs=1e-6)
+
+
 def test_replicas_of_several_hosts_are_one_device(start: Start) -> None:
     ended = start("hybrid", on=(0, 1, 2, 3))
     assert set(ended.codes.values()) == {0}, ended.logs

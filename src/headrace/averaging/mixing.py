@@ -1,10 +1,11 @@
 """Workers that keep parameters of their own, and mix them with those of some others.
 
     every round          gradients at the worker's own parameters x
-    every period rounds  show x to the others, barrier, `mix`: replace x by what a strategy makes of all workers' x
+    every period rounds  show x to those who read it, `mix`: replace x by what a strategy makes of the workers' x
     every round          the worker's own optimizer makes its step, from x as it now is
 
-The trained model is the mean of all workers' parameters. A strategy writes `mix`.
+The trained model is the mean of all workers' parameters. A strategy writes `mix`, and `reads` where a worker does not
+read all others. On one host the workers share memory; over several each sends its x to those who read it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from headrace.averaging.local_steps import LocalStepsSync
 from headrace.averaging.worker_average import squared
+from headrace.channels.mailboxes import Mailboxes, Route
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import RunFailed
 from headrace.training.batch_norm import averaged_buffers
@@ -35,7 +37,7 @@ _STATISTIC = "headrace.statistic"
 class ParameterMixing(LocalStepsSync):
     """Mixes the workers' trainable parameters and their running statistics, every `period` rounds.
 
-    `updater` makes this worker's own steps. The workers share the memory of one host.
+    `updater` makes this worker's own steps.
 
     Attributes:
         tensors: what this worker mixes: its parameters and statistics, which `mix` changes in place.
@@ -52,7 +54,8 @@ class ParameterMixing(LocalStepsSync):
         self._named = {**parameters, **self._statistics}
         self.tensors = list(self._named.values())
         self._layout = FlatLayout([describe_tensor(name, each) for name, each in self._named.items()])
-        self._regions = group.share(self._layout.nbytes)
+        self._mail = None if group.one_memory else Mailboxes(_routes(group.world), group)
+        self._regions = self._make_regions()
         self._shown = self._layout.views(self._regions[group.rank])
         self.kept_bytes = self._layout.nbytes
         self._saved: list[Tensor] | None = None
@@ -62,8 +65,20 @@ class ParameterMixing(LocalStepsSync):
     def mix(self, round_: int) -> None:
         """Replaces this worker's `tensors`; `theirs(rank)` are those of any worker. Every worker calls it."""
 
+    def reads(self, rank: int, round_: int) -> Sequence[int]:
+        """Returns the workers whose tensors a worker reads in a round: here all others; the same on every worker."""
+        return [other for other in range(self.group.world) if other != rank]
+
+    def close(self) -> None:
+        """Closes connections to other hosts."""
+        if self._mail:
+            self._mail.close()
+
     def theirs(self, rank: int) -> list[Tensor]:
-        """Returns a worker's tensors as they were before anyone mixed in this round; to read, not to change."""
+        """Returns the tensors of a worker that this one reads, as they were before anyone mixed in this round.
+
+        They are to read, not to change.
+        """
         self.group.moved_bytes += self._layout.nbytes
         return [view.to(own.device) for view, own in zip(self._views(rank), self.tensors, strict=True)]
 
@@ -78,7 +93,10 @@ class ParameterMixing(LocalStepsSync):
             return
         self._show()
         self._finite = all_finite(self.tensors)
-        self.group.barrier()
+        if self._mail:
+            self._exchange(self._mail, round_)
+        else:
+            self.group.barrier()
         self.mix(round_)
         moved = sum(squared(own.cpu() - shown) for own, shown in zip(self.tensors, self._shown, strict=True))
         norm = sum(squared(own) for own in self.tensors)
@@ -136,6 +154,22 @@ class ParameterMixing(LocalStepsSync):
             if piece.key == _STATISTIC and piece.parameter in self._statistics:
                 piece.copy_to(self._statistics[piece.parameter], 0)
 
+    def _make_regions(self) -> Mapping[int, Tensor]:
+        if self.group.one_memory:
+            return dict(enumerate(self.group.share(self._layout.nbytes)))
+        return {self.group.rank: torch.zeros(self._layout.nbytes, dtype=torch.uint8)}
+
+    def _exchange(self, mail: Mailboxes, round_: int) -> None:
+        """Sends what this worker shows to those who read it, and receives what it reads."""
+        rank, world = self.group.rank, self.group.world
+        for target in range(world):
+            if target != rank and rank in self.reads(target, round_):
+                mail.outboxes[rank * world + target].send(b"", [self._regions[rank]])
+        shown = {rank: self._regions[rank]}
+        for source in self.reads(rank, round_):
+            shown[source] = mail.inboxes[source * world + rank].receive(lambda _, content: content.clone())
+        self._regions = shown
+
     def _views(self, rank: int) -> tuple[Tensor, ...]:
         return self._layout.views(self._regions[rank])
 
@@ -144,3 +178,8 @@ class ParameterMixing(LocalStepsSync):
         self.group.moved_bytes += self._layout.nbytes
         for shown, own in zip(self._shown, self.tensors, strict=True):
             shown.copy_(own)
+
+
+def _routes(world: int) -> list[Route]:
+    """Returns a mailbox from each worker to each other one, at place `source * world + target`."""
+    return [Route(source, target, 1) for source in range(world) for target in range(world)]

@@ -14,7 +14,7 @@ symmetric and those of a worker sum to 1, so mixing keeps the mean of all worker
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.averaging.local_steps import LocalStepsExchange, check_local_steps, refuse_moving_average
@@ -35,7 +35,7 @@ TOPOLOGIES = ("hypercube", "random", "ring")
 
 @dataclass(frozen=True)
 class Gossip(Strategy):
-    """Averages each worker's parameters with its neighbours' (D-PSGD), on one host.
+    """Averages each worker's parameters with its neighbours' (D-PSGD).
 
     Attributes:
         workers: how many; None for the launcher's processes or the machine's accelerators.
@@ -64,8 +64,12 @@ class Gossip(Strategy):
         refuse_moving_average(self.name, options)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
-        # Each worker: its parameters and gradients, what the others see, and a copy during evaluations.
-        plan = data_parallel_plan(self.name, describe_options(self), self.workers, model, cluster, copies=(4, 0))
+        # Each worker: its parameters and gradients, what the others see, and a copy during evaluations. Over several
+        # hosts, too, what it receives from two neighbours.
+        each = 4 if len(cluster.hosts) == 1 else 6
+        plan = data_parallel_plan(
+            self.name, describe_options(self), self.workers, model, cluster, copies=(each, 0), spread=True
+        )
         count = plan.workers
         if self.topology == "hypercube" and count & (count - 1):
             less = 1 << (count.bit_length() - 1)
@@ -79,6 +83,7 @@ class Gossip(Strategy):
         broadcast(context.module, context.group)
         local = LocalExchange(plan.segments, context, first=rank)
         mixing = NeighbourMixing(self, context, local)
+        context.closing.callback(mixing.close)
         compute = context.whole_model(local_shares=len(plan.shares))
         return Replica(compute, LocalStepsExchange(local, mixing), mixing)
 
@@ -91,9 +96,11 @@ class NeighbourMixing(ParameterMixing):
         self._topology = gossip.topology
         self._seed = context.batches.seed
 
+    def reads(self, rank: int, round_: int) -> Sequence[int]:
+        return neighbours(self._topology, rank, self.group.world, self._seed, round_)
+
     def mix(self, round_: int) -> None:
-        rank, world = self.group.rank, self.group.world
-        others = neighbours(self._topology, rank, world, self._seed, round_)
+        others = self.reads(self.group.rank, round_)
         # All have as many neighbours, or none: so the weights are symmetric, and each row of them sums to 1.
         weight = 1 / (1 + len(others))
         for tensor in self.tensors:
