@@ -45,6 +45,8 @@ def main() -> None:
     ways = {**WAYS, **({TENSORFLOW: TENSORFLOW} if arguments.tensorflow.exists() else {})}
     sent: dict[str, list[float]] = {name: [] for name in ways}
 
+    updates: dict[str, list[float]] = {f"{name}, update": [] for name, way in WAYS.items() if way != "ddp"}
+
     def seconds(name: str, way: str) -> float:
         on, steps = [rank // EACH for rank in range(WORLD)], str(arguments.steps)
         if way == TENSORFLOW:
@@ -54,6 +56,8 @@ def main() -> None:
             said = run(HERE / "one_rank.py", WORLD, way, steps, on=on)
         # All ranks of a host count what the host has sent.
         sent[name].append(sum(rank["bytes"] for rank in said) / WORLD / 1e6)
+        if way not in ("ddp", TENSORFLOW):
+            updates[f"{name}, update"].append(max(rank["update"] for rank in said))
         return max(rank["seconds"] for rank in said)
 
     try:
@@ -65,7 +69,7 @@ def main() -> None:
     ratios = {f"{DDP} / {name}": ratio(figures, DDP, name) for name in ways}
     if TENSORFLOW in ways:
         ratios[f"{TENSORFLOW} / Mirrored"] = ratio(figures, TENSORFLOW, "Mirrored")
-    report(HERE, "seconds", unit, figures, ratios)
+    report(HERE, "seconds", unit, figures | updates, ratios)
     told = sent | {f"{name}, predicted": [predicted(way) / 1e6] * arguments.rounds for name, way in ways.items()}
     report(HERE, "bytes", "MB a step and host", told, {name: ratio(told, name, f"{name}, predicted") for name in ways})
 

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from rank_on_host import Said, ddp, main, ours
 
 import headrace as hr
+from headrace.spec.events import Stepped
 
 SHAPE = (784,)
 
@@ -23,7 +24,9 @@ def mlp() -> nn.Sequential:
 
 
 def mirrored(codec: str, steps: int, folder: str, said: Said) -> None:
-    ours(mlp, SHAPE, hr.Mirrored(codec=codec), steps, folder, said)
+    run = ours(mlp, SHAPE, hr.Mirrored(codec=codec), steps, folder, said)
+    updates = [event.update_s for event in run.events if isinstance(event, Stepped) and event.step]
+    said["update"] = sum(updates) / len(updates)
 
 
 if __name__ == "__main__":

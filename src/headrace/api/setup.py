@@ -70,7 +70,7 @@ def setup(
         raise UsageError(f"one_device is one process and the launcher started {ranks}; use strategy='mirrored'")
     group, mates = _join(ranks, timeout_s, encrypt)
     if strategy == "central_storage" and not group.one_memory:
-        raise UsageError("central_storage keeps one copy in the memory of one host, and there are several; mirrored")
+        raise UsageError("central_storage keeps one copy in one host's memory, and there are several; use mirrored")
     shares = ShareLoader(loader, group)
     if ranks > 1:
         torch.set_num_threads(threads_per_worker(cores(), mates))

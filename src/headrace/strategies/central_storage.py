@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace.errors import InfeasiblePlan
 from headrace.policies.roles import data_parallel_plan
 from headrace.policies.sharding import slices, whole
 from headrace.spec.cluster import Cluster
@@ -45,6 +46,13 @@ class CentralStorage(Strategy):
         check_count("workers", self.workers)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
+        if len(cluster.hosts) > 1:
+            # docs/ideas/central-storage-against-all-reduce.md says what was measured.
+            names = ", ".join(host.name for host in cluster.hosts)
+            raise InfeasiblePlan(
+                f"central_storage keeps one copy in the memory of one host, and there are {len(cluster.hosts)}: "
+                f"{names}; between hosts it would send what mirrored sends, so use mirrored there"
+            )
         # Each worker: what autograd makes, what it shares; all together: the parameters.
         cut = slices if model.sliceable else whole
         return data_parallel_plan(
