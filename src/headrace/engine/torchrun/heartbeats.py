@@ -36,7 +36,7 @@ class HeartbeatRelay:
                         ├─► store: a key a rank ─┤            four times a second
         rank 1   page ──┘                        └─► page
 
-    After a suspicion it does so at once. On the rank that decides which processes are lost, `decide` is called after
+    After a suspicion, and when a backup can be promoted, it does so at once. On the rank that decides which processes are lost, `decide` is called after
     each exchange, and these follow each other faster.
 
     Attributes:
@@ -53,7 +53,7 @@ class HeartbeatRelay:
         self._rank = rank
         self._left: set[int] = set()
         self._decide: Callable[[], None] | None = None
-        self._suspicions = 0
+        self._urgent = (0, 0)
         self._over = threading.Event()
         try:
             # The first one waits until all ranks have started.
@@ -76,9 +76,10 @@ class HeartbeatRelay:
     def _follow(self) -> None:
         try:
             while not self._over.wait(_TICK_S):
-                suspicions = self._page.ranks[self._rank].suspicion.count
-                if self._decide or suspicions > self._suspicions or monotonic() - self.told_s > _EVERY_S:
-                    self._suspicions = suspicions
+                record = self._page.ranks[self._rank]
+                urgent = record.suspicion.count, record.heartbeat.promotable_epoch
+                if self._decide or urgent != self._urgent or monotonic() - self.told_s > _EVERY_S:
+                    self._urgent = urgent
                     self._exchange()
                 if self._decide:
                     self._decide()
