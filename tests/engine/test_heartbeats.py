@@ -32,6 +32,12 @@ class BreakingStore:
     def close(self) -> None:
         self.closed = True
 
+    def leave(self, key: str, value: bytes) -> None:
+        """It sees no connection end."""
+
+    def lose(self, name: str) -> None:
+        """No members meet in it."""
+
     def multi_get(self, keys: list[str]) -> list[bytes]:
         if self.gone:
             raise ConnectionResetError("connection reset")

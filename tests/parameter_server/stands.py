@@ -70,7 +70,7 @@ class Stand:
         self._faults = faults
         self._patience_s = patience_s
         self._stop = threading.Event()
-        self._between: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._between: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._clients: list[Client] = []
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -102,19 +102,22 @@ class Stand:
         self._clients.append(client)
         return client, copy
 
+    def between(self, act: Callable[[], object]) -> None:
+        """Does something in the server's thread, between two turns."""
+        done = threading.Event()
+        self._between.put(lambda: (act(), done.set()))
+        assert done.wait(PATIENCE_S)
+
     def cut(self, worker: int = 0) -> None:
         """Ends the link of a worker, whatever it has asked."""
-        done = threading.Event()
 
         def cut() -> None:
             for peer, member in list(self.server._members._at.items()):
                 if member.worker == worker and not member.away:
                     self.port.drop(peer)
                     self.server._end(peer)
-            done.set()
 
-        self._between.put(cut)
-        assert done.wait(PATIENCE_S)
+        self.between(cut)
 
     def close(self) -> None:
         for client in self._clients:

@@ -205,13 +205,16 @@ class Conversations(RuleBasedStateMachine):
         if worker.question is not None:
             self.send(worker, True)
 
-    @rule(which=st.integers(0, WORKERS - 1), dies=st.integers(0, 2))
-    def is_replaced(self, which: int, dies: int) -> None:
+    @rule(which=st.integers(0, WORKERS - 1), dies=st.integers(0, 2), declared=st.booleans())
+    def is_replaced(self, which: int, dies: int, declared: bool) -> None:
         worker = self.workers[which]
         if dies:
             return
         if worker.question is not None:
             self.old.append((worker.peer, encode(worker.question)))
+        if declared:
+            # Its link may be open still.
+            self.server.lose(which, worker.incarnation + 1)
         self.workers[which] = Worker(which, worker.incarnation + 1, next(self.sessions))
         self.link(self.workers[which])
 
@@ -260,6 +263,23 @@ class Conversations(RuleBasedStateMachine):
 @pytest.mark.slow
 def test_every_conversation_ends_with_everything_counted_once() -> None:
     run_state_machine_as_test(Conversations)
+
+
+def test_who_is_lost_before_it_has_joined_is_not_waited_for() -> None:
+    wire = Wire()
+    optimizer = ShardOptimizer(FORM, partial(torch.optim.SGD, lr=1.0), [ParameterSpec("count", (WIDTH,))])
+    table = LeaseTable(1, 1, workers=range(WORKERS))
+    server = Server(wire, FORM, optimizer, [Shard(range(WORKERS), Unbounded(), EveryPush())], (table, 0, 1, 1), 0.0)
+    worker = Worker(1, 0, session=1)
+    peer = wire.open()
+    for number, message in enumerate((worker.joining(), Message(Kind.ASK), Message(Kind.ASK, lease=0))):
+        wire.mail.append(ReceivedMessage(peer, encode(message._replace(number=number)), memoryview(FORM.describe())))
+        server.turn(0.0)
+    assert [message.kind for message, _ in wire.sent[peer]] == [Kind.DONE, Kind.GRANT]
+    server.lose(0, 1)
+    met, _ = wire.sent[peer][-1]
+    assert (met.kind, met.numbers[-2:]) == (Kind.SYNC_POINT, (1, 0)), "the worker alone, of its first incarnation"
+    server.close()
 
 
 PLANTED = {

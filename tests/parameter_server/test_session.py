@@ -99,6 +99,22 @@ def test_what_is_administered_is_done_once(way: str) -> None:
     assert done == [0, 1, 2]
 
 
+def test_who_was_declared_lost_is_told_so_and_holds_nothing(way: str) -> None:
+    with standing(way, workers=2) as stand:
+        lost, _ = stand.client()
+        other, _ = stand.client(1)
+        lost.tell(Message(Kind.ASK, lease=-1))
+        held = lost.lease().lease
+        stand.between(lambda: stand.server.lose(0, 1))
+        with pytest.raises(Replaced, match="the run goes on without this process"):
+            lost.push(one_hot(0), held)
+        with pytest.raises(Replaced):
+            stand.client()
+        other.tell(Message(Kind.ASK, lease=-1))
+        assert other.lease().lease == held
+        stand.client(incarnation=1)[0].pull()
+
+
 def test_who_wakes_up_late_is_told_that_it_was_replaced(way: str) -> None:
     with standing(way) as stand:
         old, _ = stand.client()

@@ -6,11 +6,13 @@
                    all meet    member 1 is lost: no member passes, both raise here
 
 A member that has reached a barrier has written its data before it, and a lost member reaches no further one. So either
-all live members pass a barrier, or none does, and no other agreement is needed.
+all live members pass a barrier, or none does, and no other agreement is needed. On one host the members write into the
+control page; on several, into a store, which decides.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -37,29 +39,115 @@ class MemberLost(Exception):
         self.rank = rank
 
 
-class ElasticGroup(ProcessGroup):
-    """The workers of a host that are members now; `rank` and `world` are among them, and the first one leads."""
+class ElasticBarrier(ABC):
+    """Where the members of an elastic group tell that they have come, and a few numbers each.
 
-    def __init__(
-        self, page: ControlPage, place: int, members: Sequence[tuple[int, int]], check: Callable[[], None]
-    ) -> None:
+    `one_memory` tells whether the members share memory.
+    """
+
+    one_memory: bool = True
+
+    @abstractmethod
+    def restart(self, meeting: int) -> None:
+        """Lets the members count from the same barrier on; see `ProcessGroup.regroup`."""
+
+    @abstractmethod
+    def meet(self, members: Sequence[tuple[int, int]], numbers: Tensor) -> list[Tensor]:
+        """Returns every member's float64 numbers, of which there are at most `NUMBERS`, when all have come.
+
+        `members` has each one's rank in the run and its incarnation. Raises MemberLost, on all of them, if one of them
+        was lost before it came.
+        """
+
+    @abstractmethod
+    def is_gone(self, member: int, incarnation: int) -> bool:
+        """Whether a member was lost."""
+
+    def close(self) -> None:  # noqa: B027  (the page is the run's)
+        """Releases connections."""
+
+
+class PageBarrier(ElasticBarrier):
+    """Of the members of one host: a counter and numbers of each rank in the control page."""
+
+    def __init__(self, page: ControlPage, place: int, check: Callable[[], None], ends: FinishedRanks) -> None:
         self._page = page
         self._place = place
         self._check = check
-        self.ends = FinishedRanks([record.heartbeat for record in page.ranks])
+        self._ends = ends
+        self._turn = 0
         self._numbers = [
             [torch.frombuffer(half, dtype=torch.float64) for half in record.numbers] for record in page.ranks
         ]
+
+    def restart(self, meeting: int) -> None:
+        # Not earlier: others may still read the counter of the process that had this place before.
+        self._page.ranks[self._place].elastic_counter = (meeting * _MEETINGS) & 0x7FFFFFFF
+        self._turn = 0
+
+    def meet(self, members: Sequence[tuple[int, int]], numbers: Tensor) -> list[Tensor]:
+        own, count = self._page.ranks[self._place], len(numbers)
+        if count:
+            self._turn ^= 1
+            self._numbers[self._place][self._turn][:count].copy_(numbers)
+        futex.fence()
+        target = (own.elastic_counter + 1) & 0x7FFFFFFF
+        own.elastic_counter = target
+        futex.wake(own.address_of("elastic_counter"))
+        others = [member for member in members if member[0] != self._place]
+        lost = [rank for rank, incarnation in others if not self._comes(rank, incarnation, target)]
+        futex.fence()
+        if lost:
+            raise MemberLost(lost[0])
+        return [self._numbers[rank][self._turn][:count] for rank, _ in members]
+
+    def is_gone(self, member: int, incarnation: int) -> bool:
+        # A process whose loss the launcher tells writes nothing any more.
+        return self._page.ranks[member].restarts > incarnation
+
+    def _comes(self, member: int, incarnation: int, target: int) -> bool:
+        """Waits until a member has reached a barrier, or is lost; returns whether it has reached it."""
+        record = self._page.ranks[member]
+        while not reached(seen := record.elastic_counter, target):
+            if self.is_gone(member, incarnation) and not reached(record.elastic_counter, target):
+                return False
+            futex.wait(record.address_of("elastic_counter"), seen, _SLICE_S)
+            self._check()
+            self._ends.check(member, self._place, lambda: reached(record.elastic_counter, target))
+        return True
+
+
+class ElasticGroup(ProcessGroup):
+    """The workers that are members now; `rank` and `world` are among them, and the first one leads."""
+
+    def __init__(
+        self,
+        barrier: ElasticBarrier,
+        place: int,
+        members: Sequence[tuple[int, int]],
+        check: Callable[[], None],
+        ends: FinishedRanks,
+    ) -> None:
+        self.one_memory = barrier.one_memory
+        self.ends = ends
+        self._barrier = barrier
+        self._place = place
+        self._check = check
         self.regroup(members, 0)
+
+    @classmethod
+    def on_page(
+        cls, page: ControlPage, place: int, members: Sequence[tuple[int, int]], check: Callable[[], None]
+    ) -> ElasticGroup:
+        """Returns the group of workers of one host."""
+        ends = FinishedRanks([record.heartbeat for record in page.ranks])
+        return cls(PageBarrier(page, place, check, ends), place, members, check, ends)
 
     def regroup(self, members: Sequence[tuple[int, int]], meeting: int) -> None:
         self._incarnations = dict(members)
         self._members = list(self._incarnations)
         if meeting:
-            # All count from the same number on. Not earlier: others may still read the counter of the process that had
-            # this place before.
-            self._page.ranks[self._place].elastic_counter = (meeting * _MEETINGS) & 0x7FFFFFFF
-        self._turn = 0
+            self._barrier.restart(meeting)
         self._renumber()
 
     def together(self, act: Callable[[], _Result]) -> _Result:
@@ -75,22 +163,11 @@ class ElasticGroup(ProcessGroup):
         return self._members[:]
 
     def is_gone(self, member: int) -> bool:
-        # A process whose loss the launcher tells writes nothing any more.
-        return self._page.ranks[member].restarts > self._incarnations[member]
+        return self._barrier.is_gone(member, self._incarnations[member])
 
     def barrier(self) -> None:
         """Returns when all other members have come; a MemberLost if one of them was lost."""
-        if self.world == 1:
-            return
-        futex.fence()
-        own = self._page.ranks[self._place]
-        target = (own.elastic_counter + 1) & 0x7FFFFFFF
-        own.elastic_counter = target
-        futex.wake(own.address_of("elastic_counter"))
-        lost = [member for member in self._members if member != self._place and not self._comes(member, target)]
-        futex.fence()
-        if lost:
-            raise MemberLost(lost[0])
+        self._meet(torch.empty(0, dtype=torch.float64))
 
     def check(self, peer: int | None = None, broken: str = "") -> None:
         self._check()
@@ -105,33 +182,25 @@ class ElasticGroup(ProcessGroup):
         flat = tensor.view(-1)
         for start in range(0, flat.numel(), NUMBERS):
             piece = flat[start : start + NUMBERS]
-            self._turn ^= 1
-            count = piece.numel()
-            self._numbers[self._place][self._turn][:count].copy_(piece)
-            self.barrier()
-            total = self._numbers[self._members[0]][self._turn][:count].clone()
-            for member in self._members[1:]:
-                total += self._numbers[member][self._turn][:count]
+            first, *others = self._meet(piece.to(torch.float64))
+            total = first.clone()
+            for other in others:
+                total += other
             piece.copy_(total)
-            self.moved_bytes += 16 * count
+            self.moved_bytes += 16 * piece.numel()
 
     def share(self, nbytes: int) -> tuple[Tensor, ...]:
         # Memory of a lost member would be lost with it.
         raise NotImplementedError("workers that may be lost share no memory; their servers do")
 
     def close(self) -> None:
-        """Releases nothing: the page is the run's."""
+        """Releases connections; the page is the run's."""
+        self._barrier.close()
+
+    def _meet(self, numbers: Tensor) -> list[Tensor]:
+        if self.world == 1:
+            return [numbers]
+        return self._barrier.meet([(member, self._incarnations[member]) for member in self._members], numbers)
 
     def _renumber(self) -> None:
         self.rank, self.world = self._members.index(self._place), len(self._members)
-
-    def _comes(self, member: int, target: int) -> bool:
-        """Waits until a member has reached a barrier, or is lost; returns whether it has reached it."""
-        record = self._page.ranks[member]
-        while not reached(seen := record.elastic_counter, target):
-            if self.is_gone(member) and not reached(record.elastic_counter, target):
-                return False
-            futex.wait(record.address_of("elastic_counter"), seen, _SLICE_S)
-            self._check()
-            self.ends.check(member, self._place, lambda: reached(record.elastic_counter, target))
-        return True

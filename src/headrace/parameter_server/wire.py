@@ -204,6 +204,7 @@ class Kind(IntEnum):
     REST = 17
     CLOSE = 18
     ROUND_MEMBERS = 19
+    LOST = 20
     FOLLOW = 32
     HELD = 33
 
@@ -230,7 +231,8 @@ class Message(NamedTuple):
             of its round, if servers measure it.
         numbers: of a push or pull, a version for each shard, `~version` if the push has no gradient for it. Of an
             answer, the versions. Of ADVANCE, see `ServerDataLeases`. Of ROUND_MEMBERS, a round and its workers, or none
-            to ask for them. Of JOIN, worker, incarnation, session. Of OPEN, the requests that are not answered yet. Of
+            to ask for them. Of JOIN, worker, incarnation, session. Of LOST, which only the server's own process says,
+            worker and incarnation of the process that may follow. Of OPEN, the requests that are not answered yet. Of
             ERROR with `flag`, worker and incarnation of the process that has replaced this one.
         steps: how many gradients a push is the sum of; each has that share.
         number: counted by the client, from 1; an answer repeats it. 0 if the message is not remembered.

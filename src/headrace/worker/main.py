@@ -183,11 +183,17 @@ def leave_model(run: RunSpec, rank: int, group: ProcessGroup, compute: Compute) 
     """Writes the whole model to the run's directory, once a host; all workers call it."""
     plan, roles = run.plan, run.plan.roles
     extra = extra_states(compute.module, compute.has_state_of)
-    tensors = {name: tensor.cpu() for name, tensor in compute.whole_tensors(plan.leads(group.rank))}
+    # Where servers hold one model, every worker has fetched it.
+    has_all = plan.replaces or plan.leads(group.rank)
+    tensors = {name: tensor.cpu() for name, tensor in compute.whole_tensors(has_all)}
     first = group.rank == 0
     if not group.one_memory:
-        first = rank == min(role.rank for role in roles if role.host == roles[rank].host)
-    if not group.one_memory or plan.replicas < plan.workers:
+        first = rank == min(member for member in group.members if roles[member].host == roles[rank].host)
+    if plan.replaces and not group.one_memory:
+        buffers = {name: tensor for name, tensor in tensors.items() if name.startswith("buffer/")}
+        tensors |= _sum_of_bytes(pack(buffers) if group.rank == 0 else b"", group)
+        extra = dict(_gathered_extra(compute, group))
+    elif not group.one_memory or plan.replicas < plan.workers:
         tensors = dict(_gathered(run.model, compute.module, tensors, group, first))
         extra = dict(_gathered_extra(compute, group))
     if first:

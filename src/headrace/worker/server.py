@@ -56,10 +56,14 @@ def serve(run: RunSpec, rank: int, page: ControlPage, check: Callable[[], None],
         shards = sum(segment.owner == owner for segment in run.plan.segments)
         events.write(ServerStarted(rank, events.now(), run.plan.role(rank).host, os.getpid(), shards, parameter_bytes))
         told = monotonic()
+        excluded = [0] * len(page.ranks)
 
         def look() -> None:
             nonlocal told
             check()
+            if address:
+                # A worker on another host may be frozen, or cut off, and its connection still open.
+                _exclude_lost(server, page, run.plan, excluded)
             if snapshots:
                 snapshots.look()
             if server.replicated:
@@ -134,6 +138,16 @@ def _go_on(server: Server, resume: ResumePoint, found: SnapshotSet, place: int) 
         server.restore(read(folder, name), found.clocks)
     except ValueError as error:
         raise CorruptCheckpoint(folder / name, str(error)) from error
+
+
+def _exclude_lost(server: Server, page: ControlPage, plan: Plan, excluded: list[int]) -> None:
+    """Tells a server which workers were declared lost since the last call; a backup tells it when it is promoted."""
+    if server.replicated and not server.replicated.leads:
+        return
+    for worker in range(plan.workers):
+        if page.ranks[worker].restarts > excluded[worker]:
+            excluded[worker] = page.ranks[worker].restarts
+            server.lose(worker, excluded[worker])
 
 
 def _follow_view(replicated: ReplicatedTransport, page: ControlPage, plan: Plan, rank: int, process: int) -> None:

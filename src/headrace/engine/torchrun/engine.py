@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import NoReturn
 
@@ -20,13 +20,14 @@ from headrace.collectives.elastic import ElasticGroup
 from headrace.collectives.multi_host import MultiHostGroup, Watch
 from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.engine.base import Engine, LivenessProbe, RunProgress, orderly_interrupts
-from headrace.engine.torchrun.failover import LaunchedFailover
+from headrace.engine.torchrun.elastic import StoreBarrier, member_name
+from headrace.engine.torchrun.failover import LaunchedFailover, expendable_ranks
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.engine.torchrun.store import MEET_S, gather, launched_store, own_address
 from headrace.errors import PeerLost, RunFailed
 from headrace.machine import cores, host_name
-from headrace.parameter_server.replication.failover import replaceable_ranks
 from headrace.policies.roles import threads_per_worker
+from headrace.shared_memory.barrier import FinishedRanks
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
 from headrace.worker.main import work
@@ -62,7 +63,8 @@ class LaunchedGroup:
         self._probes: dict[int, LivenessProbe] = {}
         self._over = threading.Event()
         self._relay: HeartbeatRelay | None = None
-        self._replaceable: tuple[int, ...] = ()
+        self._expendable: frozenset[int] = frozenset()
+        self._elastic: ElasticGroup | None = None
         self._deadline = monotonic() + MEET_S
         self.hosts = gather(host_name()) if self.world > 1 else [host_name()]
         one = len(set(self.hosts)) == 1
@@ -92,14 +94,13 @@ class LaunchedGroup:
         """Does this rank's part of a run."""
         plan, computes = spec.plan, spec.plan.roles[self.rank].computes
         if self._relay:
-            self._replaceable = replaceable_ranks(plan)
-            if self._replaceable and self.rank == 0:
-                self._relay.decide_by(LaunchedFailover(spec, self.page).look)
+            self._expendable = expendable_ranks(plan)
+            if self._expendable and self.rank == 0:
+                self._relay.decide_by(LaunchedFailover(spec, self.page, self._relay, self._exclude).look)
         workers: ProcessGroup = self.host
-        if plan.replaces and computes and self.host.one_memory:
-            members = [(worker, 0) for worker in range(plan.workers)]
-            workers = ElasticGroup(self.page, self.rank, members, self._check)
-        elif plan.workers < len(plan.roles) and not (plan.replaces and self.host.one_memory):
+        if plan.replaces and computes:
+            workers = self._elastic = self._elastic_group([(worker, 0) for worker in range(plan.workers)])
+        elif plan.workers < len(plan.roles) and not plan.replaces:
             # Only processes of the same kind synchronize with each other.
             workers = self.host.subgroup([role.rank for role in plan.roles if role.computes == computes])
         if computes:
@@ -110,11 +111,27 @@ class LaunchedGroup:
                 # It waits for workers whose ends may come to its page before what they did after.
                 self.page.ranks[self.rank].heartbeat.finished = 1
 
+    def _elastic_group(self, members: Sequence[tuple[int, int]]) -> ElasticGroup:
+        """Returns the group of workers that may be lost."""
+        if self._relay is None:
+            return ElasticGroup.on_page(self.page, self.rank, members, self._check)
+        ends = FinishedRanks([record.heartbeat for record in self.page.ranks])
+        barrier = StoreBarrier(
+            launched_store().clone(), self._prefix, self.page, self.rank, self.hosts[0], self._check, ends
+        )
+        return ElasticGroup(barrier, self.rank, members, self._check, ends)
+
+    def _exclude(self, rank: int, incarnation: int) -> None:
+        assert self._relay
+        self._relay.store.lose(member_name(self._prefix, rank, incarnation))
+
     def close(self) -> None:
         """Leaves the group."""
         self._over.set()
         if self._relay:
             self._relay.close()
+        if self._elastic:
+            self._elastic.close()
         self.host.close()
         self._segment.close()
 
@@ -212,7 +229,7 @@ class LaunchedGroup:
                 raise PeerLost(0, self.hosts[0], f"the launcher's store on its host cannot be reached: {reason}")
         if self.page.ranks[self.rank].restarts:
             raise RunFailed(f"rank {self.rank} was taken for lost, and the others went on without it")
-        watched = set(range(self.world)).difference(self._replaceable, (self.rank,))
+        watched = set(range(self.world)).difference(self._expendable, (self.rank,))
         silent_s = {rank: self._look_at(rank) for rank in watched}
         rank = max(silent_s, key=lambda each: silent_s[each], default=self.rank)
         if silent_s.get(rank, 0.0) > timeout_s:

@@ -1,53 +1,82 @@
-"""Decides, on rank 0, which servers of a launcher's processes are lost, where these are on several hosts."""
+"""Decides, on rank 0, which of a launcher's processes are lost without which a run on several hosts goes on."""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from contextlib import closing, suppress
 from urllib.parse import urlsplit
 
 from headrace.engine.base import LivenessProbe
+from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.errors import PeerLost
 from headrace.parameter_server.replication.failover import FailoverController, replaceable_ranks
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import LAUNCHER, Lost, Notice
+from headrace.spec.plan import Plan
 from headrace.worker.events import EventWriter
 from headrace.worker.run_spec import RunSpec
 
 _PROBE_S = 0.2
 
 
-class LaunchedFailover:
-    """Promotes backups of lost servers; nothing replaces the processes that are lost.
+def expendable_ranks(plan: Plan) -> frozenset[int]:
+    """Returns the ranks without which a run on several hosts goes on.
 
-    A process that was killed refuses connections, which is tried as soon as another process suspects it. One whose host
-    is cut off gives no sign of life for the run's `timeout_s`.
+    Workers that lease their data, and servers with backups; not rank 0, which serves the store.
+    """
+    workers = range(1, plan.workers) if plan.replaces else ()
+    return frozenset((*workers, *replaceable_ranks(plan)))
+
+
+class LaunchedFailover:
+    """Lets a run go on without lost workers, and promotes backups of lost servers; nothing replaces them.
+
+    A worker is lost when its connection to rank 0 has ended, or when it gives no sign of life for the run's
+    `timeout_s`. A server that was killed refuses connections, which is tried as soon as another process suspects it.
+    `exclude` takes rank and incarnation of a lost worker, and keeps it out of all barriers.
     """
 
-    def __init__(self, spec: RunSpec, page: ControlPage) -> None:
-        self._spec, self._page = spec, page
+    def __init__(
+        self, spec: RunSpec, page: ControlPage, relay: HeartbeatRelay, exclude: Callable[[int, int], object]
+    ) -> None:
+        self._spec, self._page, self._relay, self._exclude = spec, page, relay, exclude
         self._controller = FailoverController(spec.plan, page)
-        self._watched = {rank: LivenessProbe(0) for rank in replaceable_ranks(spec.plan)}
+        self._servers = {rank: LivenessProbe(0) for rank in replaceable_ranks(spec.plan)}
+        self._workers = {rank: LivenessProbe(0) for rank in expendable_ranks(spec.plan) - self._servers.keys()}
         self._suspicions = [0] * len(page.ranks)
-        for rank in self._watched:
+        for rank in self._servers:
             self._controller.up(rank)
 
     def look(self) -> None:
         """Decides by what the page tells; sets its `abort` where the run cannot go on."""
+        self._look_at_workers()
+        # Servers end after the workers.
+        if not any(self._page.ranks[rank].heartbeat.finished for rank in range(self._spec.plan.workers)):
+            self._look_at_servers()
+
+    def _look_at_workers(self) -> None:
+        for rank, probe in list(self._workers.items()):
+            silent_s = probe.silent_s(self._page.ranks[rank].heartbeat.count)
+            if rank in self._relay.left:
+                del self._workers[rank]
+            elif rank in self._relay.severed:
+                self._lose_worker(rank, "its connection to rank 0 has ended")
+            elif silent_s > self._spec.timeout_s:
+                self._lose_worker(rank, f"gave no sign of life for {silent_s:.1f} s")
+
+    def _look_at_servers(self) -> None:
         page = self._page
-        if any(page.ranks[rank].heartbeat.finished for rank in range(self._spec.plan.workers)):
-            # Servers end after the workers.
-            return
         self._controller.look()
         suspects = self._take_suspects()
-        for rank, probe in list(self._watched.items()):
+        for rank, probe in list(self._servers.items()):
             silent_s = probe.silent_s(page.ranks[rank].heartbeat.count)
             if page.ranks[rank].heartbeat.pid == 0:
                 continue
             if silent_s > self._spec.timeout_s:
-                self._lose(rank, f"gave no sign of life for {silent_s:.1f} s")
+                self._lose_server(rank, f"gave no sign of life for {silent_s:.1f} s")
             elif rank in suspects and _refuses(page.ranks[rank].address.read()):
-                self._lose(rank, "its process has ended")
+                self._lose_server(rank, "its process has ended")
 
     def _take_suspects(self) -> set[int]:
         """Returns the ranks that others suspect since the last call."""
@@ -55,10 +84,16 @@ class LaunchedFailover:
         known, self._suspicions = self._suspicions, [each.count for each in suspicions]
         return {each.rank for each, before in zip(suspicions, known, strict=True) if each.count > before}
 
-    def _lose(self, rank: int, cause: str) -> None:
-        del self._watched[rank]
-        record = self._page.ranks[rank]
-        with closing(EventWriter(self._spec.run_dir, LAUNCHER, self._spec.started)) as events:
+    def _lose_worker(self, rank: int, cause: str) -> None:
+        del self._workers[rank]
+        # First, because an arrival that the others do not wait for must not count.
+        self._exclude(rank, self._page.ranks[rank].restarts)
+        with self._events() as events:
+            self._tell(rank, cause, events)
+
+    def _lose_server(self, rank: int, cause: str) -> None:
+        del self._servers[rank]
+        with self._events() as events:
             try:
                 self._controller.down(rank, cause)
             except PeerLost as error:
@@ -66,8 +101,15 @@ class LaunchedFailover:
                 events.write(Notice(LAUNCHER, events.now(), str(error)))
                 self._page.abort = self._page.abort or rank + 1
                 return
-            record.restarts += 1
-            events.write(Lost(LAUNCHER, events.now(), rank, record.restarts - 1, cause, replaced=False))
+            self._tell(rank, cause, events)
+
+    def _tell(self, rank: int, cause: str, events: EventWriter) -> None:
+        record, host = self._page.ranks[rank], self._spec.plan.role(rank).host
+        record.restarts += 1
+        events.write(Lost(LAUNCHER, events.now(), rank, record.restarts - 1, cause, replaced=False, host=host))
+
+    def _events(self) -> closing[EventWriter]:
+        return closing(EventWriter(self._spec.run_dir, LAUNCHER, self._spec.started))
 
 
 def _refuses(address: str) -> bool:

@@ -25,7 +25,9 @@ class _Store(Protocol):
     """What the relay needs of `StoreClient`."""
 
     def set(self, key: str, value: bytes) -> None: ...
+    def leave(self, key: str, value: bytes) -> None: ...
     def multi_get(self, keys: list[str]) -> list[bytes]: ...
+    def lose(self, name: str) -> None: ...
     def close(self) -> None: ...
 
 
@@ -42,20 +44,28 @@ class HeartbeatRelay:
     Attributes:
         told_s: when it last sent and received, on the monotonic clock.
         broken: why it has ended early; "" while it has not.
+        store: for `decide`, which is called in the relay's thread.
+        left: ranks that have left in order.
+        severed: ranks whose connection to the store has ended, in order or not.
     """
 
     def __init__(self, store: _Store, prefix: str, page: ControlPage, rank: int) -> None:
         self.told_s = monotonic()
         self.broken = ""
-        self._store = store
-        self._keys = [f"{prefix}/marks/{each}" for each in range(len(page.ranks))]
+        self.store = store
+        self.left: set[int] = set()
+        self.severed: set[int] = set()
+        ranks = range(len(page.ranks))
+        self._keys = [f"{prefix}/{what}/{each}" for what in ("ended", "marks") for each in ranks]
         self._page = page
         self._rank = rank
-        self._left: set[int] = set()
         self._decide: Callable[[], None] | None = None
         self._urgent = (0, 0)
         self._over = threading.Event()
         try:
+            ended = self._keys[rank]
+            self.store.set(ended, b"")
+            self.store.leave(ended, b"1")
             # The first one waits until all ranks have started.
             self._exchange()
         except BaseException:
@@ -90,23 +100,27 @@ class HeartbeatRelay:
             self.broken = str(error).partition("\n")[0]
         finally:
             # Here, because only this thread knows when it waits no more.
-            self._store.close()
+            self.store.close()
 
     def _linger(self) -> None:
         # The store may end with rank 0, and the others must read the reason before that.
         pause = threading.Event()
         give_up = monotonic() + _LINGER_S
         lost = {0, self._page.abort - 1}
-        while self._page.abort and monotonic() < give_up and self._left | lost != set(range(len(self._page.ranks))):
+        while self._page.abort and monotonic() < give_up and self.left | lost != set(range(len(self._page.ranks))):
             pause.wait(_EVERY_S)
             self._exchange()
 
     def _exchange(self) -> None:
         self._page.ranks[self._rank].heartbeat.count += 1
-        self._store.set(self._keys[self._rank], self._pack())
-        for rank, marks in enumerate(self._store.multi_get(self._keys)):
+        world = len(self._page.ranks)
+        self.store.set(self._keys[world + self._rank], self._pack())
+        # At once: what a process whose connection has ended told last is then there.
+        told = self.store.multi_get(self._keys)
+        for rank, marks in enumerate(told[world:]):
             if rank != self._rank:
                 self._apply(rank, marks)
+        self.severed = {rank for rank, ended in enumerate(told[:world]) if ended}
         self.told_s = monotonic()
 
     def _pack(self) -> bytes:
@@ -149,7 +163,7 @@ class HeartbeatRelay:
         # Last, because they say that the rest is complete.
         saved.step_plus_1, heartbeat.finished = saved_step, finished
         if left:
-            self._left.add(rank)
+            self.left.add(rank)
 
     def _follow_decisions(self, marks: bytes) -> None:
         for record, (restarts, *view) in zip(self._page.ranks, _DECIDED.iter_unpack(marks[_MARKS.size :]), strict=True):

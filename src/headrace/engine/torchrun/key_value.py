@@ -2,6 +2,9 @@
 
 request   operation, number, fields    DEALER ── CURVE ──► ROUTER     set: key, value;  get: keys;  add: key, number
 reply     operation, number, values                                   of a get as soon as all keys are there
+
+A client may leave a value that is set when its connection ends, however that ends. Members that may be lost meet here,
+see `Meetings`.
 """
 
 from __future__ import annotations
@@ -10,21 +13,24 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from math import inf
 from time import monotonic
 
 import zmq
 
-from headrace.transport.connections import ConnectionGuard, wire_bytes
+from headrace.engine.torchrun.meetings import Meetings, value_of
+from headrace.transport.connections import Connection, ConnectionGuard, wire_bytes
 from headrace.transport.frames import PART_BYTES
 from headrace.transport.zeromq import Keys, connect, listen, make_socket, news, waits, watch
 
-_SET, _GET, _ADD = b"s", b"g", b"a"
+_SET, _GET, _ADD, _LEAVE, _MEET, _LOSE = b"s", b"g", b"a", b"e", b"m", b"l"
 _HEAD = struct.Struct("<cI")
 _NUMBER = struct.Struct("<q")
 _NUMBERS = 1 << 32
 _AGAIN_S = 0.05
+_SLICE_S = 0.05
 _TIDY_MS = 1_000
 _SHOWN_S = 1.0
 _GREETING_BYTES = 64
@@ -78,6 +84,8 @@ class StoreServer:
         self._strangers: set[str] = set()
         self._values: dict[bytes, bytes] = {}
         self._waiting: list[tuple[bytes, int, list[bytes]]] = []
+        self._left: dict[Connection, tuple[bytes, bytes]] = {}
+        self._meetings: Meetings[tuple[bytes, int]] = Meetings()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = make_socket(self._context, zmq.ROUTER)
         self._guard = ConnectionGuard(self._socket, Keys(secret))
@@ -115,6 +123,10 @@ class StoreServer:
             for connection in self._guard.take_ended():
                 if not connection.greeted:
                     self._name(connection.peer)
+                if connection in self._left:
+                    key, value = self._left.pop(connection)
+                    self._values[key] = value
+                    self._answer()
             self._guard.disconnect_silent()
 
     def _name(self, peer: str) -> None:
@@ -129,17 +141,29 @@ class StoreServer:
         self._guard.greet(connection)
         connection.taken += sum(wire_bytes(len(frame)) for frame in frames[1:])
         try:
-            self._handle(frames[0].bytes, *decode([frame.bytes for frame in frames[1:]]))
+            self._handle(connection, frames[0].bytes, *decode([frame.bytes for frame in frames[1:]]))
         except (ValueError, IndexError, struct.error):
             # Wrong frames end their sender's connection, and nothing else.
             self._guard.disconnect(connection)
 
-    def _handle(self, client: bytes, operation: bytes, number: int, fields: list[bytes]) -> None:
+    def _handle(
+        self, connection: Connection, client: bytes, operation: bytes, number: int, fields: list[bytes]
+    ) -> None:
+        if operation == _MEET:
+            key, name, value, *members = fields
+            self._end_meetings(self._meetings.arrive((client, number), key, name, value, members))
+            return
         if operation == _GET:
             self._waiting.append((client, number, fields))
         elif operation == _SET:
             key, value = fields
             self._values[key] = value
+        elif operation == _LEAVE:
+            key, value = fields
+            self._left[connection] = key, value
+        elif operation == _LOSE:
+            (name,) = fields
+            self._end_meetings(self._meetings.lose(name))
         elif operation == _ADD:
             key, added = fields
             total = _NUMBER.unpack(self._values.get(key, bytes(_NUMBER.size)))[0] + _NUMBER.unpack(added)[0]
@@ -147,8 +171,12 @@ class StoreServer:
         else:
             raise ValueError(f"no operation: {operation!r}")
         if operation != _GET:
-            self._reply(client, operation, number, [] if operation == _SET else [self._values[key]])
+            self._reply(client, operation, number, [self._values[key]] if operation == _ADD else [])
         self._answer()
+
+    def _end_meetings(self, answers: Iterable[tuple[tuple[bytes, int], list[bytes]]]) -> None:
+        for (client, number), told in answers:
+            self._reply(client, _MEET, number, told)
 
     def _answer(self) -> None:
         """Answers those who wait for keys that are there."""
@@ -206,6 +234,24 @@ class StoreClient:
         (total,) = self._ask(_ADD, [key.encode(), _NUMBER.pack(number)])
         return int(_NUMBER.unpack(total)[0])
 
+    def leave(self, key: str, value: bytes) -> None:
+        """Lets the value of a key be set when this connection ends."""
+        self._ask(_LEAVE, [key.encode(), value])
+
+    def meet(
+        self, key: str, name: str, value: bytes, members: Sequence[str], check: Callable[[], None]
+    ) -> list[bytes | None]:
+        """Blocks until each member of a meeting has come or is lost; returns their values, None for a lost one.
+
+        Nothing is returned to a member that is lost itself. `check` is called about every 50 ms, and raises to end it.
+        """
+        fields = [each.encode() for each in (key, name)] + [value] + [each.encode() for each in members]
+        return [value_of(told) for told in self._ask(_MEET, fields, inf, check)]
+
+    def lose(self, name: str) -> None:
+        """Declares a member lost, in all meetings to which it has not come yet."""
+        self._ask(_LOSE, [name.encode()])
+
     def clone(self) -> StoreClient:
         """Returns another connection, for another thread."""
         return StoreClient(self._address, self._secret, self._timeout_s)
@@ -243,7 +289,13 @@ class StoreClient:
         self._socket.close(0)
         self._monitor.close(0)
 
-    def _ask(self, operation: bytes, fields: Sequence[bytes], give_up: float | None = None) -> list[bytes]:
+    def _ask(
+        self,
+        operation: bytes,
+        fields: Sequence[bytes],
+        give_up: float | None = None,
+        check: Callable[[], object] = bool,
+    ) -> list[bytes]:
         with self._lock:
             give_up = monotonic() + self._timeout_s if give_up is None else give_up
             self._number = (self._number + 1) % _NUMBERS
@@ -259,7 +311,8 @@ class StoreClient:
                 left = give_up - monotonic()
                 if left <= 0:
                     raise TimeoutError(f"the store at {self._address} has not answered for {self._timeout_s:g} s")
-                self._poll.poll(int(left * 1000) + 1)
+                self._poll.poll(int(min(left, _SLICE_S) * 1000) + 1)
+                check()
 
     def _check_end(self) -> None:
         for event, _ in news(self._monitor):

@@ -26,6 +26,9 @@ _HEAD = len(encode(Message(Kind.ENTRY, numbers=(0, 0))))
 LONGEST = LARGEST_MESSAGE - _HEAD
 """Bytes of the longest message that fits into a log entry."""
 
+OWN = -1
+"""Instead of the number of a connection: of what a server's own process tells it."""
+
 
 class LogPayload(IntEnum):
     """How gradients, or another blob, are sent with a log entry."""
@@ -59,6 +62,8 @@ class LogConnections:
 
     def note(self, mail: ReceivedMessage) -> None:
         """Records the connection of a message."""
+        if mail.peer == OWN:
+            return
         self.next = max(self.next, mail.peer + 1)
         ends = self.ends.setdefault(mail.peer, 0) + (not mail.message)
         if ends < 2:

@@ -22,6 +22,7 @@ from torch import Tensor
 from headrace.parameter_server.replication import machine
 from headrace.parameter_server.replication.log import (
     LONGEST,
+    OWN,
     BackupLink,
     LogConnections,
     LogEntry,
@@ -113,6 +114,11 @@ class ReplicatedTransport:
         if outside is not None:
             self._own.drop(outside)
 
+    def inject(self, message: ReceivedMessage) -> None:
+        """Adds a message to the log that came over no connection; only the primary's counts."""
+        if self._machine.leads:
+            self._inbox.append(message)
+
     def close(self) -> None:
         """Ends the connection to the primary, if there is one."""
         self._backup_link.close()
@@ -139,7 +145,9 @@ class ReplicatedTransport:
     def _take(self, mail: ReceivedMessage) -> None:
         """Takes a message of this process's own transport."""
         peer, message = mail.peer, mail.message[:LONGEST]
-        if peer in self._callers or message[1:2] == bytes([Kind.FOLLOW]):
+        if peer == OWN:
+            self._append(LogEntry(mail))
+        elif peer in self._callers or message[1:2] == bytes([Kind.FOLLOW]):
             self._take_from_backup(mail)
         elif message:
             inside = self._outside.setdefault(peer, self._links.next)

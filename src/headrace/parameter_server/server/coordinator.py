@@ -92,6 +92,14 @@ class Membership:
         older = member.incarnation
         return [each for each in others if each.incarnation < older or not each.observes | member.observes]
 
+    def lose(self, worker: int, incarnation: int) -> bool:
+        """Refuses the worker's processes before this incarnation from now on; returns False if it is known already."""
+        if incarnation <= self._newest.get(worker, 0):
+            return False
+        self._newest[worker] = incarnation
+        self._known = {number: each for number, each in self._known.items() if each.worker != worker}
+        return True
+
     def clients(self, worker: int) -> list[Member]:
         """Returns all connected clients of a worker."""
         return [each for each in self._at.values() if each.worker == worker]

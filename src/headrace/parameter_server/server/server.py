@@ -18,6 +18,7 @@ from headrace.errors import Replaced
 from headrace.parameter_server.core.events import Close, Join, Leave, RoundMembers, Settle
 from headrace.parameter_server.core.leases import LeaseTable
 from headrace.parameter_server.core.shard import Shard
+from headrace.parameter_server.replication.log import OWN
 from headrace.parameter_server.replication.transport import ReplicatedTransport
 from headrace.parameter_server.server.coordinator import Coordinator, Grace, Member, Membership
 from headrace.parameter_server.server.counters import ServerCounters
@@ -140,6 +141,17 @@ class Server:
         """Ends all connections."""
         self._transport.close()
 
+    def lose(self, worker: int, incarnation: int) -> None:
+        """Ends the membership of a worker that was declared lost; only processes from `incarnation` on may join.
+
+        A backup learns it from its primary.
+        """
+        message = ReceivedMessage(OWN, encode(Message(Kind.LOST, numbers=(worker, incarnation))))
+        if self.replicated:
+            self.replicated.inject(message)
+        else:
+            self._handle_all([message])
+
     def serve(self, check: Callable[[], None]) -> None:
         """Serves until a worker ends the run; `check` is called about ten times a second."""
         while not self._ended:
@@ -153,10 +165,7 @@ class Server:
             received += self._grace.over(received)
         began = perf_counter()
         self.counters.queued(len(received))
-        try:
-            self._handle_all(received)
-        except StepFailed as failed:
-            raise failed.error from None
+        self._handle_all(received)
         self.counters.busy_s += perf_counter() - began
 
     def _handle_all(self, messages: Sequence[ReceivedMessage]) -> None:
@@ -166,6 +175,8 @@ class Server:
             except (Replaced, ValueError) as error:
                 # A wrong message ends its sender's connection, and nothing else.
                 self._refuse(each.peer, error)
+            except StepFailed as failed:
+                raise failed.error from None
 
     def _refuse(self, peer: int, error: Replaced | ValueError) -> None:
         """Ends a connection, and says why."""
@@ -182,6 +193,9 @@ class Server:
         message = decode(received.message)
         if message.kind == Kind.JOIN:
             self._join(received.peer, message, received.blob)
+            return
+        if message.kind == Kind.LOST and received.peer == OWN:
+            self._lose(*message.numbers)
             return
         member = self._members.at(received.peer)
         if member is None:
@@ -243,15 +257,25 @@ class Server:
             member.away = True
             self._withdraw(member)
 
+    def _lose(self, worker: int, incarnation: int) -> None:
+        if self._members.lose(worker, incarnation):
+            for each in self._members.clients(worker):
+                self._refuse(each.peer, Replaced(worker, incarnation))
+            # Also of one that was lost before it had joined.
+            self._drop(worker)
+
     def _forget(self, peer: int, for_good: bool = False) -> None:
         """Ends the membership of the client of a connection."""
         member = self._members.leave(peer, for_good)
-        if member is None or member.observes:
-            return
-        self._requests.drop(member.worker)
-        self._requests.broadcast(Leave(member.worker))
+        if member is not None and not member.observes:
+            self._drop(member.worker)
+
+    def _drop(self, worker: int) -> None:
+        """Releases what a worker holds, and lets no other wait for it."""
+        self._requests.drop(worker)
+        self._requests.broadcast(Leave(worker))
         if self._coordinator is not None:
-            self._coordinator.lost(member.worker)
+            self._coordinator.lost(worker)
 
     def _has_answered(self, member: Member) -> bool:
         """Returns whether a worker's request for data here is answered."""

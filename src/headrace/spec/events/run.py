@@ -110,18 +110,21 @@ class Lost(Event, kind="lost"):
     Attributes:
         incarnation: number of earlier processes with this rank.
         replaced: whether the launcher starts a replacement.
+        host: on which it ran, where there are several; "" where there is one.
     """
 
     lost: int
     incarnation: int
     cause: str
     replaced: bool
+    host: str = ""
 
     @property
     def line(self) -> str:
         """What happened, as a sentence for the user."""
         then = "another one takes its place" if self.replaced else "the others go on without it"
-        return f"rank {self.lost} was lost ({self.cause}): {then}"
+        where = f" on {self.host}" if self.host else ""
+        return f"rank {self.lost}{where} was lost ({self.cause}): {then}"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,91 @@
+"""The barrier of workers on several hosts that may be lost, at the store that rank 0 serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import monotonic
+
+import torch
+from torch import Tensor
+
+from headrace.collectives.elastic import ElasticBarrier, MemberLost
+from headrace.engine.torchrun.key_value import StoreClient
+from headrace.errors import PeerLost, RunFailed
+from headrace.shared_memory.barrier import FinishedRanks
+from headrace.shared_memory.control_page import ControlPage
+
+_ON_THE_WAY_S = 5.0
+"""How long an answer of the store may take that was given before a member's loop ended."""
+
+
+def member_name(prefix: str, rank: int, incarnation: int) -> str:
+    """Returns what a process is called where workers meet that may be lost."""
+    return f"{prefix}/{rank}/{incarnation}"
+
+
+class StoreBarrier(ElasticBarrier):
+    """Of the members of several hosts. The store decides who has come, so that all who live see the same.
+
+    `prefix` is the run's, `rank` this process's; the store is closed with the barrier.
+    """
+
+    one_memory = False
+
+    def __init__(
+        self,
+        store: StoreClient,
+        prefix: str,
+        page: ControlPage,
+        rank: int,
+        first_host: str,
+        check: Callable[[], None],
+        ends: FinishedRanks,
+    ) -> None:
+        self._store, self._prefix = store, prefix
+        self._page, self._rank, self._first_host = page, rank, first_host
+        self._check_run, self._ends = check, ends
+        self._incarnation = page.ranks[rank].restarts
+        self._place = (0, 0)
+        self._seen_ended_s: dict[int, float] = {}
+
+    def restart(self, meeting: int) -> None:
+        self._place = (meeting, 0)
+
+    def meet(self, members: Sequence[tuple[int, int]], numbers: Tensor) -> list[Tensor]:
+        meeting, turn = self._place
+        self._place = (meeting, turn + 1)
+        names = [member_name(self._prefix, *member) for member in members]
+        check = partial(self._check, [rank for rank, _ in members])
+        try:
+            told = self._store.meet(
+                f"{self._prefix}/met/{meeting}/{turn}",
+                member_name(self._prefix, self._rank, self._incarnation),
+                numbers.numpy().tobytes(),
+                names,
+                check,
+            )
+        except ConnectionError as error:
+            self._check_run()
+            raise PeerLost(0, self._first_host, f"the launcher's store on its host is lost: {error}") from error
+        if not told:
+            raise RunFailed(f"rank {self._rank} was taken for lost, and the others went on without it")
+        for (rank, _), value in zip(members, told, strict=True):
+            if value is None:
+                raise MemberLost(rank)
+        return [torch.frombuffer(bytearray(value), dtype=torch.float64) if value else numbers for value in told]
+
+    def is_gone(self, member: int, incarnation: int) -> bool:
+        return self._page.ranks[member].restarts > incarnation
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _check(self, members: Sequence[int]) -> None:
+        self._check_run()
+        for member in members:
+            self._ends.check(member, self._rank, partial(self._may_have_come, member))
+
+    def _may_have_come(self, member: int) -> bool:
+        # A member whose loop has ended waits for this one, and has come to all barriers that it was to come to.
+        return monotonic() - self._seen_ended_s.setdefault(member, monotonic()) < _ON_THE_WAY_S

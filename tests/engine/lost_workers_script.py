@@ -1,0 +1,91 @@
+"""What a rank does where a worker on another host is lost: `lost_workers_script.py DEED STRATEGY`; prints facts."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import headrace as hr
+from engine.networks import go_there
+from engine.ranks import say
+from headrace.errors import HeadraceError
+
+RANK, VICTIM = int(os.environ["RANK"]), 1
+EXAMPLES, EPOCHS = 48, 12
+STRATEGIES = {
+    "parameter_server": hr.ParameterServer(),
+    "in_step": hr.ParameterServer(staleness_bound=0),
+    "downpour": hr.Downpour(fetch_every=1, push_every=1),
+    "hybrid": hr.Hybrid(hr.ParameterServer(workers=2), hr.TensorParallel(devices=2)),
+}
+
+
+class Counter(nn.Module):
+    """Each example adds 1 to its own parameter, whenever its gradient is applied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = nn.Parameter(torch.zeros(EXAMPLES))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return -inputs @ self.count
+
+
+def mean(output: Tensor, _: Tensor) -> Tensor:
+    return output.mean()
+
+
+def cut() -> None:
+    network = os.environ["NETWORK_NAMESPACE"].rpartition("/")[2].rpartition("-")[0]
+    subprocess.run(["ip", "-n", f"{network}-{VICTIM}", "link", "set", "eth0", "down"], check=True)
+    # Lives on, until the test ends it.
+    signal.pause()
+
+
+DEEDS: dict[str, Callable[[], object]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "cut": cut,
+}
+
+
+def train(worker: hr.Worker) -> None:
+    for taken, batch in enumerate(worker.batches()):
+        if worker.rank == VICTIM and taken == 4:
+            # With a lease whose gradient is not pushed yet.
+            say(struck=True)
+            DEEDS[sys.argv[1]]()
+        worker.step(batch)
+        if worker.evaluation_due:
+            worker.evaluate()
+
+
+def main() -> None:
+    go_there()
+    inputs, targets = torch.eye(EXAMPLES), torch.zeros(EXAMPLES)
+    job = hr.Job(
+        model=Counter,
+        loss=mean,
+        optimizer=functools.partial(torch.optim.SGD, lr=24.0),
+        data=(inputs, targets),
+        eval_data=(inputs, targets),
+        global_batch_size=24,
+        epochs=EPOCHS,
+    )
+    try:
+        run = hr.launch(train, job, STRATEGIES[sys.argv[2]], timeout_s=1, run_dir="run")
+    except HeadraceError as error:
+        say(error=type(error).__name__, message=str(error))
+        raise
+    counts = run.model.get_parameter("count").tolist()
+    say(counts=sorted(set(counts)), lost=[event.line for event in run.events if event.kind == "lost"])
+
+
+main()

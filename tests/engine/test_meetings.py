@@ -1,0 +1,145 @@
+"""Barriers at the store of a launcher's processes, whose members may be lost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from collectives.mortals import check, lives
+from engine.conftest import until
+from headrace.collectives.elastic import ElasticGroup, MemberLost
+from headrace.engine.torchrun import elastic
+from headrace.engine.torchrun.elastic import StoreBarrier, member_name
+from headrace.engine.torchrun.key_value import StoreClient, StoreServer
+from headrace.errors import PeerLost, RunFailed, UsageError
+from headrace.shared_memory.barrier import FinishedRanks
+from headrace.shared_memory.control_page import ControlPage
+from headrace.shared_memory.segment import SharedSegment
+
+SECRET, RUN = b"the secret of this run", "run"
+WITHIN_S = 20.0
+
+
+@dataclass
+class Store:
+    """A store, a connection to it, and the page of a process."""
+
+    server: StoreServer
+    client: StoreClient
+    page: ControlPage
+
+    def barrier(self, place: int, check: Callable[[], None] = lambda: None) -> StoreBarrier:
+        ends = FinishedRanks([record.heartbeat for record in self.page.ranks])
+        return StoreBarrier(self.client.clone(), RUN, self.page, place, "host-0", check, ends)
+
+    def group(self, place: int, world: int = 2) -> ElasticGroup:
+        barrier = self.barrier(place)
+        members = [(member, 0) for member in range(world)]
+        return ElasticGroup(barrier, place, members, lambda: None, FinishedRanks([]))
+
+    def lose(self, place: int) -> None:
+        self.client.lose(member_name(RUN, place, 0))
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    server = StoreServer("tcp://127.0.0.1:0", SECRET, lambda _: None)
+    client = StoreClient(server.address, SECRET, WITHIN_S)
+    made = Store(server, client, ControlPage(SharedSegment.create(ControlPage.nbytes(5), "control"), 5))
+    yield made
+    client.close()
+    made.server.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_those_who_live_see_the_same(store: Store, seed: int) -> None:
+    world = random.Random(seed).randint(2, 5)
+    barriers: list[StoreBarrier] = []
+
+    def make(place: int, check: Callable[[], None]) -> StoreBarrier:
+        barriers.append(store.barrier(place, check))
+        return barriers[-1]
+
+    page = ControlPage(SharedSegment.create(ControlPage.nbytes(world), "control"), world)
+    check(lives(seed, page, make, store.lose))
+    for barrier in barriers:
+        barrier.close()
+
+
+def test_a_member_that_was_lost_after_it_had_come_is_met(store: Store) -> None:
+    group, lost = store.group(0), store.group(1)
+    with ThreadPoolExecutor(1) as pool:
+        came = pool.submit(lost.sum, [2.0])
+        assert until(lambda: bool(store.server._meetings._open), WITHIN_S)
+        store.lose(1)
+        assert group.sum([1.0]) == came.result(WITHIN_S) == [3.0]
+        with pytest.raises(MemberLost, match="rank 1 was lost"):
+            group.barrier()
+        with pytest.raises(RunFailed, match="rank 1 was taken for lost"):
+            lost.barrier()
+    assert group.together(lambda: group.sum([1.0])) == [1.0]
+    for each in (group, lost):
+        each.close()
+
+
+def test_another_one_in_the_same_place_is_met_after_the_next_sync_point(store: Store) -> None:
+    store.lose(1)
+    store.page.ranks[1].restarts = 1
+    group, other = store.group(0), store.group(1)
+    members = [(0, 0), (1, 1)]
+    for each in (group, other):
+        each.regroup(members, 7)
+    with ThreadPoolExecutor(1) as pool:
+        came = pool.submit(other.sum, [2.0, 0.5])
+        assert group.sum([1.0, 0.25]) == came.result(WITHIN_S) == [3.0, 0.75]
+    for each in (group, other):
+        each.close()
+
+
+def test_nothing_is_kept_of_meetings_that_are_over(store: Store) -> None:
+    groups = [store.group(place) for place in range(2)]
+    large = torch.ones(10_000)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(groups[1].all_reduce, large.clone())
+        groups[0].all_reduce(large)
+        other.result(WITHIN_S)
+    assert large.tolist() == [2.0] * 10_000
+    assert not store.server._meetings._open
+    for group in groups:
+        group.close()
+
+
+def test_a_member_whose_loop_has_ended_is_an_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "_ON_THE_WAY_S", 0.1)
+    barrier = store.barrier(0)
+    store.page.ranks[1].heartbeat.finished = 8
+    with pytest.raises(UsageError, match="the loop on rank 1 ended after 7 rounds"):
+        barrier.meet([(0, 0), (1, 0)], torch.empty(0, dtype=torch.float64))
+    barrier.close()
+
+
+def test_the_end_of_the_store_is_the_loss_of_rank_0(store: Store) -> None:
+    barrier = store.barrier(1)
+    with ThreadPoolExecutor(1) as pool:
+        meeting = pool.submit(barrier.meet, [(0, 0), (1, 0)], torch.empty(0, dtype=torch.float64))
+        assert until(lambda: bool(store.server._meetings._open), WITHIN_S)
+        store.server.close()
+        with pytest.raises(PeerLost, match="rank 0 on host-0 was lost: the launcher's store"):
+            meeting.result(WITHIN_S)
+    barrier.close()
+    store.server = StoreServer("tcp://127.0.0.1:0", SECRET, lambda _: None)
+
+
+def test_what_a_connection_leaves_is_there_when_it_ends(store: Store) -> None:
+    other = store.client.clone()
+    store.client.set("ended", b"")
+    other.leave("ended", b"1")
+    assert store.client.get("ended") == b""
+    other.close()
+    assert until(lambda: store.client.get("ended") == b"1", WITHIN_S)
