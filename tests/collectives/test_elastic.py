@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from collectives.mortals import check, lives
-from headrace.collectives.elastic import ElasticGroup, MemberLost, PageBarrier
+from headrace.collectives.elastic import ElasticGroup, MemberLost, PageBarrier, elastic_on_page
 from headrace.errors import UsageError
 from headrace.shared_memory.barrier import FinishedRanks
 from headrace.shared_memory.control_page import ControlPage
@@ -33,7 +33,7 @@ def test_those_who_live_see_the_same(seed: int) -> None:
 
 def pair() -> tuple[ControlPage, ElasticGroup]:
     page = ControlPage(SharedSegment.create(ControlPage.nbytes(2), "control"), 2)
-    return page, ElasticGroup.on_page(page, 0, [(0, 0), (1, 0)], lambda: None)
+    return page, elastic_on_page(page, 0, [(0, 0), (1, 0)], lambda: None)
 
 
 def test_a_member_that_never_comes_is_named() -> None:

@@ -135,14 +135,6 @@ class ElasticGroup(ProcessGroup):
         self._check = check
         self.regroup(members, 0)
 
-    @classmethod
-    def on_page(
-        cls, page: ControlPage, place: int, members: Sequence[tuple[int, int]], check: Callable[[], None]
-    ) -> ElasticGroup:
-        """Returns the group of workers of one host."""
-        ends = FinishedRanks([record.heartbeat for record in page.ranks])
-        return cls(PageBarrier(page, place, check, ends), place, members, check, ends)
-
     def regroup(self, members: Sequence[tuple[int, int]], meeting: int) -> None:
         self._incarnations = dict(members)
         self._members = list(self._incarnations)
@@ -204,3 +196,11 @@ class ElasticGroup(ProcessGroup):
 
     def _renumber(self) -> None:
         self.rank, self.world = self._members.index(self._place), len(self._members)
+
+
+def elastic_on_page(
+    page: ControlPage, place: int, members: Sequence[tuple[int, int]], check: Callable[[], None]
+) -> ElasticGroup:
+    """Returns the group of workers of one host."""
+    ends = FinishedRanks([record.heartbeat for record in page.ranks])
+    return ElasticGroup(PageBarrier(page, place, check, ends), place, members, check, ends)

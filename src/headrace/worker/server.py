@@ -62,7 +62,6 @@ def serve(run: RunSpec, rank: int, page: ControlPage, check: Callable[[], None],
             nonlocal told
             check()
             if address:
-                # A worker on another host may be frozen, or cut off, and its connection still open.
                 _exclude_lost(server, page, run.plan, excluded)
             if snapshots:
                 snapshots.look()
@@ -141,7 +140,10 @@ def _go_on(server: Server, resume: ResumePoint, found: SnapshotSet, place: int) 
 
 
 def _exclude_lost(server: Server, page: ControlPage, plan: Plan, excluded: list[int]) -> None:
-    """Tells a server which workers were declared lost since the last call; a backup tells it when it is promoted."""
+    """Tells a server which workers were declared lost since the last call, as their connections may be open still.
+
+    A backup tells it when it is promoted.
+    """
     if server.replicated and not server.replicated.leads:
         return
     for worker in range(plan.workers):

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from headrace.collectives.elastic import ElasticGroup
+from headrace.collectives.elastic import elastic_on_page
 from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.engine.base import LivenessProbe
 from headrace.engine.shipping import unpack
@@ -85,7 +85,7 @@ def _run_worker(request: Mapping[str, Any], descriptors: list[int]) -> int:
         # A worker that replaces a lost one is alone until the next synchronization.
         incarnation = page.ranks[rank].restarts
         members = [(rank, incarnation)] if incarnation else [(worker, 0) for worker in range(plan.workers)]
-        work(spec, rank, ElasticGroup.on_page(page, rank, members, check), page)
+        work(spec, rank, elastic_on_page(page, rank, members, check), page)
         return 0
     # The workers have the first ranks.
     group = SharedMemoryGroup(ControlPage(page.segment, plan.workers), rank, check)

@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch
 
 from headrace.collectives.base import HostMap, ProcessGroup
-from headrace.collectives.elastic import ElasticGroup
+from headrace.collectives.elastic import ElasticGroup, elastic_on_page
 from headrace.collectives.multi_host import MultiHostGroup, Watch
 from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.engine.base import Engine, LivenessProbe, RunProgress, orderly_interrupts
@@ -114,7 +114,7 @@ class LaunchedGroup:
     def _elastic_group(self, members: Sequence[tuple[int, int]]) -> ElasticGroup:
         """Returns the group of workers that may be lost."""
         if self._relay is None:
-            return ElasticGroup.on_page(self.page, self.rank, members, self._check)
+            return elastic_on_page(self.page, self.rank, members, self._check)
         ends = FinishedRanks([record.heartbeat for record in self.page.ranks])
         barrier = StoreBarrier(
             launched_store().clone(), self._prefix, self.page, self.rank, self.hosts[0], self._check, ends
