@@ -56,7 +56,7 @@ def test_a_backup_on_another_host_takes_over(hosts: str, start: Start, deed: str
         subprocess.run(["ip", "-n", f"{hosts}-1", "link", "set", "eth0", "up"], check=True)
     survivors = (0, 1, 3)
     assert [ended.codes[rank] for rank in survivors] == [0, 0, 0], ended.logs
-    assert f"rank 2 was lost ({cause}" in ended.one(0, "lost")["lost"][0]
+    assert f"rank 2 on host-1 was lost ({cause}" in ended.one(0, "lost")["lost"][0]
     ours = hr.fit(make_job(steps=80, epochs=None), engine=hr.ThreadEngine())
     # Each gradient was applied once.
     for rank in survivors:

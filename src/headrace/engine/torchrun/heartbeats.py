@@ -38,8 +38,8 @@ class HeartbeatRelay:
                         ├─► store: a key a rank ─┤            four times a second
         rank 1   page ──┘                        └─► page
 
-    After a suspicion, and when a backup can be promoted, it does so at once. On the rank that decides which processes are lost, `decide` is called after
-    each exchange, and these follow each other faster.
+    After a suspicion, and when a backup can be promoted, it does so at once. On the rank that decides which processes
+    are lost, `decide` is called after each exchange, and these follow each other faster.
 
     Attributes:
         told_s: when it last sent and received, on the monotonic clock.
