@@ -57,6 +57,8 @@ class Reduction(ABC):
 
     def residuals(self) -> Iterator[StatePiece]:
         """Yields copies of what a codec has rounded and will send later."""
+        if not self.compression.parts:
+            return
         kept = self.compression.residuals
         for name in self.layout.names:
             flat = self.layout.flat(kept, name)
