@@ -19,6 +19,7 @@ from headrace.data import as_pipeline
 from headrace.engine.base import TERMINATED, Engine, Terminated
 from headrace.engine.local.engine import kept_engine
 from headrace.engine.torchrun.engine import LaunchedEngine
+from headrace.engine.torchrun.refusal import tell_uncaught
 from headrace.engine.torchrun.secret import NOT_ENCRYPTED
 from headrace.engine.torchrun.store import join, launched_ranks, of_first, total_of_hosts
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, UsageError
@@ -187,6 +188,8 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     request = _resume_request(arguments)
     chosen = resolve(strategy)
     ranks = launched_ranks() if arguments.engine is None else None
+    if ranks:
+        tell_uncaught()
     known = Cluster.load(arguments.cluster) if isinstance(arguments.cluster, str | Path) else arguments.cluster
     cluster = detect(arguments.device, ranks)
     if known:

@@ -21,6 +21,7 @@ from headrace.collectives.base import ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import Loader, as_pipeline
 from headrace.engine.torchrun.engine import LaunchedGroup
+from headrace.engine.torchrun.refusal import tell_uncaught
 from headrace.engine.torchrun.secret import NOT_ENCRYPTED
 from headrace.engine.torchrun.store import launched_ranks
 from headrace.errors import UnknownName, UsageError
@@ -174,6 +175,7 @@ def _join(ranks: int, timeout_s: float, encrypt: bool) -> tuple[ProcessGroup, in
     """Returns the processes, and how many of them are on this host."""
     if ranks == 1:
         return ThreadCollective(ThreadGroup(1), 0), 1
+    tell_uncaught()
     launched = LaunchedGroup(timeout_s, encrypt)
     atexit.register(launched.close)
     if not encrypt and launched.rank == 0 and len(set(launched.hosts)) > 1:

@@ -284,6 +284,11 @@ def own_engine(secret_file: Path | None = None) -> Iterator[LocalEngine | None]:
     if launched_rank() is not None:
         if secret_file is not None:
             os.environ["HEADRACE_SECRET_FILE"] = str(secret_file.absolute())
+        if launched_world() > 1:
+            # Lazily; before the job is read, so that all hear at once of a process that cannot take part.
+            from headrace.engine.torchrun.store import launched_store
+
+            launched_store()
         yield None
         return
     # Lazily: `--help` need not wait for the engine.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
@@ -142,7 +143,7 @@ def answering(as_json: bool) -> Iterator[Answer]:
         with contextlib.redirect_stdout(sys.stderr):
             yield answer
     except HeadraceError as error:
-        _fail(answer, error, exit_code(error))
+        _fail(answer, _told(error, exit_code(error)), exit_code(error))
     except KeyboardInterrupt as error:
         _fail(answer, error, ExitCode.INTERRUPTED)
     except Terminated as error:
@@ -150,9 +151,21 @@ def answering(as_json: bool) -> Iterator[Answer]:
     except Exception as error:
         # typer ends a command with exceptions of its own; anything else is a defect of headrace, whose
         # traceback is wanted.
-        if as_json and not isinstance(error, typer.Exit | typer.Abort):
-            answer.document(error_document(error, ExitCode.RUN_FAILED))
+        if not isinstance(error, typer.Exit | typer.Abort):
+            _told(error, ExitCode.RUN_FAILED)
+            if as_json:
+                answer.document(error_document(error, ExitCode.RUN_FAILED))
         raise
+
+
+def _told(error: BaseException, code: int) -> BaseException:
+    """Tells a launcher's other processes before a run; returns the error that this one shows."""
+    if "RANK" not in os.environ:
+        return error
+    # Lazily: only a launcher's processes need it.
+    from headrace.engine.torchrun.refusal import tell
+
+    return tell(error, code)
 
 
 def _fail(answer: Answer, error: BaseException, code: int) -> None:

@@ -23,6 +23,7 @@ from headrace.engine.base import Engine, LivenessProbe, RunProgress, orderly_int
 from headrace.engine.torchrun.elastic import StoreBarrier, member_name
 from headrace.engine.torchrun.failover import LaunchedFailover, expendable_ranks
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
+from headrace.engine.torchrun.refusal import begun
 from headrace.engine.torchrun.store import MEET_S, gather, launched_store, own_address
 from headrace.errors import PeerLost, RunFailed
 from headrace.machine import cores, host_name
@@ -73,6 +74,7 @@ class LaunchedGroup:
         self.page = ControlPage(self._segment, self.world)
         self.page.ranks[self.rank].heartbeat.pid = os.getpid()
         self.host = self._together() if one else self._apart()
+        begun.set()
         try:
             self.host.barrier()
         except BaseException:

@@ -5,10 +5,13 @@ reply     operation, number, values                                   of a get a
 
 A client may leave a value that is set when its connection ends, however that ends. Members that may be lost meet here,
 see `Meetings`.
+
+A process that cannot take part ends the store, and says why: the processes that wait for a key then get the reason.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import struct
@@ -17,15 +20,17 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from math import inf
 from time import monotonic
+from typing import TypedDict
 
 import zmq
 
 from headrace.engine.torchrun.meetings import Meetings, value_of
+from headrace.errors import WorkerFailed
 from headrace.transport.connections import Connection, ConnectionGuard, wire_bytes
 from headrace.transport.frames import PART_BYTES
 from headrace.transport.zeromq import Keys, connect, listen, make_socket, news, waits, watch
 
-_SET, _GET, _ADD, _LEAVE, _MEET, _LOSE = b"s", b"g", b"a", b"e", b"m", b"l"
+_SET, _GET, _ADD, _LEAVE, _MEET, _LOSE, _END = b"s", b"g", b"a", b"e", b"m", b"l", b"r"
 _HEAD = struct.Struct("<cI")
 _NUMBER = struct.Struct("<q")
 _NUMBERS = 1 << 32
@@ -46,8 +51,22 @@ _ENDS = {
 }
 
 
+class Failure(TypedDict):
+    """Why a process cannot take part in a run."""
+
+    rank: int
+    host: str
+    cause: str
+    code: int
+
+
 class NotOfThisRun(ConnectionError):
     """A process listens at the store's address, and it has another secret, or none."""
+
+
+def _failure(text: bytes) -> Failure:
+    read: Failure = json.loads(text)
+    return read
 
 
 def encode(operation: bytes, number: int, fields: Sequence[bytes]) -> list[bytes]:
@@ -86,6 +105,9 @@ class StoreServer:
         self._waiting: list[tuple[bytes, int, list[bytes]]] = []
         self._left: dict[Connection, tuple[bytes, bytes]] = {}
         self._meetings: Meetings[tuple[bytes, int]] = Meetings()
+        self._ending: list[tuple[bytes, int]] = []
+        self._reason: bytes | None = None
+        self._first_reason: bytes | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = make_socket(self._context, zmq.ROUTER)
         self._guard = ConnectionGuard(self._socket, Keys(secret))
@@ -168,9 +190,14 @@ class StoreServer:
             key, added = fields
             total = _NUMBER.unpack(self._values.get(key, bytes(_NUMBER.size)))[0] + _NUMBER.unpack(added)[0]
             self._values[key] = _NUMBER.pack(total)
+        elif operation == _END:
+            reason, leads = fields
+            self._reason = self._reason or reason
+            self._first_reason = reason if leads else self._first_reason
+            self._ending.append((client, number))
         else:
             raise ValueError(f"no operation: {operation!r}")
-        if operation != _GET:
+        if operation not in (_GET, _END):
             self._reply(client, operation, number, [self._values[key]] if operation == _ADD else [])
         self._answer()
 
@@ -179,11 +206,17 @@ class StoreServer:
             self._reply(client, _MEET, number, told)
 
     def _answer(self) -> None:
-        """Answers those who wait for keys that are there."""
+        """Answers those who wait for keys that are there, or that will not come."""
+        if self._first_reason is not None:
+            for client, number in self._ending:
+                self._reply(client, _END, number, [self._first_reason])
+            self._ending = []
         still = []
         for client, number, keys in self._waiting:
             if all(key in self._values for key in keys):
                 self._reply(client, _GET, number, [self._values[key] for key in keys])
+            elif self._reason is not None:
+                self._reply(client, _END, number, [self._reason])
             else:
                 still.append((client, number, keys))
         self._waiting = still
@@ -196,9 +229,10 @@ class StoreServer:
 class StoreClient:
     """A connection to the store; any thread may use it, one at a time.
 
-    `get`, `multi_get` and `wait` wait until all keys are there. Every method raises ConnectionError if the store has
-    gone, and TimeoutError if it does not answer within `timeout_s`. The constructor waits as long for a process to
-    listen at `address`, and raises NotOfThisRun if that has another secret.
+    `get` and `multi_get` wait until all keys are there, and raise WorkerFailed if they are not and a process has ended
+    the store. Every method raises ConnectionError if the store has gone, and TimeoutError if it does not answer within
+    `timeout_s`. The constructor waits as long for a process to listen at `address`, and raises NotOfThisRun if that has
+    another secret.
     """
 
     def __init__(self, address: str, secret: bytes, timeout_s: float) -> None:
@@ -225,10 +259,6 @@ class StoreClient:
         """Returns the values of all keys."""
         return self._ask(_GET, [key.encode() for key in keys])
 
-    def wait(self, keys: Sequence[str]) -> None:
-        """Waits until all keys are there."""
-        self.multi_get(keys)
-
     def add(self, key: str, number: int) -> int:
         """Adds a number to that of a key, which begins as 0, and returns the sum."""
         (total,) = self._ask(_ADD, [key.encode(), _NUMBER.pack(number)])
@@ -251,6 +281,12 @@ class StoreClient:
     def lose(self, name: str) -> None:
         """Declares a member lost, in all meetings to which it has not come yet."""
         self._ask(_LOSE, [name.encode()])
+
+    def end(self, reason: Failure, leads: bool, within_s: float) -> Failure:
+        """Says why this process cannot take part; returns what the one that leads says, as soon as it does."""
+        give_up = monotonic() + within_s
+        (answer,) = self._ask(_END, [json.dumps(reason).encode(), b"1" if leads else b""], give_up)
+        return _failure(answer)
 
     def clone(self) -> StoreClient:
         """Returns another connection, for another thread."""
@@ -307,6 +343,9 @@ class StoreClient:
                     # An interrupt may have left the answer to an earlier request.
                     if (answered, number) == (operation, self._number):
                         return values
+                    if (answered, number) == (_END, self._number):
+                        of = _failure(values[0])
+                        raise WorkerFailed(of["rank"], of["host"], of["cause"], exit_code=of["code"])
                 self._check_end()
                 left = give_up - monotonic()
                 if left <= 0:

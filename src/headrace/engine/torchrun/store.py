@@ -10,19 +10,28 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 
 from headrace.engine.torchrun.key_value import NotOfThisRun, StoreClient, StoreServer
 from headrace.engine.torchrun.secret import HOW_TO_MAKE, ask, given_secret, hand_out
-from headrace.errors import HeadraceError, InfeasiblePlan, RunFailed, UsageError
+from headrace.errors import HeadraceError, InfeasiblePlan, RunFailed, UsageError, WorkerFailed
 from headrace.machine import host_name
 from headrace.spec.cluster import Cluster
 from headrace.spec.plain import from_plain, to_plain
 
 MEET_S = 120.0
 """How long processes wait for each other to start, seconds."""
+
+NOTICE_S = 10.0
+"""After which a process that waits says so."""
+
+_PROBE_S = 3.0
+_tried: list[bool] = []
+"""Has an item if this process has tried to join the store."""
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _gathered = itertools.count()
@@ -52,23 +61,45 @@ def launched_secret() -> bytes:
     return _store()[1]
 
 
+def reached(within_s: float) -> StoreClient | None:
+    """Returns a connection to the store; None where it was not reached before, or is not in time."""
+    known = _store.cache_info().currsize == 1
+    if _tried and not known:
+        return None
+    try:
+        return launched_store() if known or int(os.environ["RANK"]) == 0 else _connect(within_s)[0]
+    except HeadraceError:
+        return None
+
+
 def gather(text: str) -> list[str]:
-    """Returns the text of every rank, by rank; all ranks call it together."""
+    """Returns the text of every rank, by rank; all ranks call it together.
+
+    Raises:
+        WorkerFailed: a rank cannot take part, and has said why.
+    """
     store, rank, world = launched_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # The same processes may gather again, so each time has keys of its own.
     prefix = f"headrace/told/{next(_gathered)}"
     store.set(f"{prefix}/{rank}", text)
-    texts = []
-    for other in range(world):
-        try:
-            texts.append(store.get(f"{prefix}/{other}").decode())
-        except TimeoutError as error:
-            raise RunFailed(f"rank {other} has not come: {error}; what it prints says why") from error
+    texts: list[str] = []
+
+    def missing() -> str:
+        return f"rank 0 on {host_name()} waits for rank {len(texts)}; what that prints may say why"
+
+    with _notice(missing if rank == 0 else None):
+        for other in range(world):
+            try:
+                texts.append(store.get(f"{prefix}/{other}").decode())
+            except TimeoutError as error:
+                raise RunFailed(f"rank {other} has not come: {error}; what it prints says why") from error
     if store.add(f"{prefix}/read", 1) == world:
         store.set(f"{prefix}/all", "read")
     if rank == 0:
-        # The store ends with rank 0, which must not end before the others have read.
-        store.wait([f"{prefix}/all"])
+        # The store ends with rank 0, which must not end before the others have read. What is wrong with one of them may
+        # be wrong here, too, and else the next time says it.
+        with suppress(WorkerFailed):
+            store.get(f"{prefix}/all")
     return texts
 
 
@@ -142,26 +173,61 @@ def own_address() -> str:
     return own
 
 
+@contextmanager
+def _notice(text: Callable[[], str] | None) -> Iterator[None]:
+    """Prints one line where what follows takes long."""
+    if text is None:
+        yield
+        return
+    timer = threading.Timer(NOTICE_S, lambda: sys.stderr.write(f"headrace: {text()}\n"))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 @functools.cache
 def _store() -> tuple[StoreClient, bytes]:
     """Joins the store, which rank 0 serves; returns a connection to it, and the run's secret."""
+    _tried.append(True)
+    return _connect(MEET_S)
+
+
+def _connect(within_s: float) -> tuple[StoreClient, bytes]:
     rank, world, given = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), given_secret()
+    address = ""
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         if given is not None:
             address, secret = _at_master(rank, given), given
         else:
             address, secret = _on_one_host(rank, world, place)
-        return StoreClient(address, secret, MEET_S), secret
+        with _notice(lambda: f"rank {rank} on {host_name()} waits for rank 0: {_state(address)}"):
+            return StoreClient(address, secret, within_s), secret
     except NotOfThisRun as error:
         raise UsageError(
             f"rank {rank} on {host_name()} cannot join the run: {error}. The process that listens there has another "
             "secret, or is not of this run; what rank 0 prints says which addresses it has refused"
         ) from error
     except (ConnectionError, TimeoutError) as error:
+        why = _state(address) if address else str(error)
         raise RunFailed(
-            f"rank {rank} on {host_name()} cannot reach rank 0 at {place} (MASTER_ADDR:MASTER_PORT): {error}"
+            f"rank {rank} on {host_name()} cannot reach rank 0 at {place} (MASTER_ADDR:MASTER_PORT): {why}"
         ) from error
+
+
+def _state(address: str) -> str:
+    """Returns what a connection to an address meets."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
+    except ConnectionRefusedError:
+        return f"no process listens at {address}; what rank 0 prints may say why"
+    except OSError as error:
+        return f"{address} does not answer ({error}); a firewall in between, or its host is down"
+    return f"a process listens at {address} and does not answer"
 
 
 def _on_one_host(rank: int, world: int, place: str) -> tuple[str, bytes]:
@@ -204,7 +270,14 @@ def _serve(address: str, secret: bytes) -> str:
             "secret; it was refused, and the run goes on. If that is one of its hosts, the secret there is another\n"
         )
 
-    server = StoreServer(address, secret, tell)
+    try:
+        server = StoreServer(address, secret, tell)
+    except UsageError as error:
+        raise UsageError(
+            f"rank 0 on {host_name()} cannot listen at {address.removeprefix('tcp://')} (MASTER_ADDR:MASTER_PORT): "
+            f"{os.strerror(getattr(error.__cause__, 'errno', 0))}; MASTER_ADDR must be an address of this host, and "
+            "MASTER_PORT free"
+        ) from None
     atexit.register(server.close)
     return server.address
 
