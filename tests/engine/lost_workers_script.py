@@ -8,15 +8,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import headrace as hr
+from engine.conftest import until
 from engine.networks import go_there
 from engine.ranks import say
 from headrace.errors import HeadraceError
 
+DEED = sys.argv[1]
 RANK, VICTIM = int(os.environ["RANK"]), 1
 EXAMPLES, EPOCHS = 48, 12
 STRATEGIES = {
@@ -53,15 +56,24 @@ DEEDS: dict[str, Callable[[], object]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "cut": cut,
+    "return": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "twice": bool,
 }
+
+
+def is_back() -> bool:
+    """Returns whether another process has begun in the victim's place."""
+    return Path(f"run/events/rank-{VICTIM}.jsonl").read_text().count('"worker_started"') == 2
 
 
 def train(worker: hr.Worker) -> None:
     for taken, batch in enumerate(worker.batches()):
-        if worker.rank == VICTIM and taken == 4:
+        if worker.rank == VICTIM and taken == 4 and not worker._session.is_replacement:
             # With a lease whose gradient is not pushed yet.
             say(struck=True)
-            DEEDS[sys.argv[1]]()
+            DEEDS[DEED]()
+        if worker.rank == 0 and taken == 8 and DEED == "return":
+            assert until(is_back, 30)
         worker.step(batch)
         if worker.evaluation_due:
             worker.evaluate()
@@ -69,6 +81,12 @@ def train(worker: hr.Worker) -> None:
 
 def main() -> None:
     go_there()
+    if DEED == "twice" and RANK == VICTIM:
+        os.fork()
+    if DEED == "return" and RANK == VICTIM and (first := os.fork()):
+        # Comes back as soon as the first process has ended.
+        _, status = os.waitpid(first, 0)
+        say(ended=os.waitstatus_to_exitcode(status))
     inputs, targets = torch.eye(EXAMPLES), torch.zeros(EXAMPLES)
     job = hr.Job(
         model=Counter,
@@ -85,7 +103,9 @@ def main() -> None:
         say(error=type(error).__name__, message=str(error))
         raise
     counts = run.model.get_parameter("count").tolist()
-    say(counts=sorted(set(counts)), lost=[event.line for event in run.events if event.kind == "lost"])
+    own = [event.kind for event in run.events if event.rank == VICTIM]
+    steps = own[::-1].index("worker_started") if "worker_started" in own else 0
+    say(counts=sorted(set(counts)), steps=steps, lost=[event.line for event in run.events if event.kind == "lost"])
 
 
 main()

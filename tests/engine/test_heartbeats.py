@@ -26,6 +26,7 @@ class BreakingStore:
     def __init__(self, store: HashStore) -> None:
         self.gone = False
         self.set = store.set
+        self.add = store.add
         self.closed = False
         self._store = store
 

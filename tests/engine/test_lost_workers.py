@@ -58,6 +58,21 @@ def test_the_others_go_on_without_a_worker(hosts: str, start: Start, deed: str, 
     check(ended, (0, 2, 3), cause)
 
 
+def test_a_worker_that_is_started_again_comes_back(start: Start) -> None:
+    ended = start("return", "parameter_server", on=(0, 1, 2, 0))
+    check(ended, (0, 1, 2, 3), "its connection to rank 0 has ended)")
+    assert f"rank {VICTIM} on host-1 has come back" in ended.logs[0]
+    assert ended.one(VICTIM, "ended")["ended"] == -9
+    assert ended.one(0, "steps")["steps"] > 1, "it works again"
+
+
+@pytest.mark.full
+def test_two_processes_of_one_rank_are_one_too_many(start: Start) -> None:
+    ended = start("twice", "parameter_server", on=(0, 1, 2, 0))
+    assert "another process has begun as rank 1 before, and this one on host-1 cannot take its place" in ended.logs[1]
+    assert ended.one(0, "counts")["counts"] == [EPOCHS]
+
+
 @pytest.mark.full
 def test_the_loss_of_a_part_of_a_replica_ends_the_run(start: Start) -> None:
     ended = start("kill", "hybrid", on=(0, 1, 0, 1, 0))

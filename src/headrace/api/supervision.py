@@ -55,7 +55,7 @@ def _join(spec: RunSpec, info: JobInfo, engine: LaunchedEngine) -> str:
     if "refused" in begin:
         raise RunFailed(f"rank 0 refused to begin: {begin['refused']}")
     begun = _on_this_host(spec, group, begin)
-    seen = (begun.run_dir / begin["mark"]).exists()
+    seen = group.incarnation > 0 or (begun.run_dir / begin["mark"]).exists()
     _check_seen(spec, group, seen)
     if seen or group.rank != group.leader:
         status = engine.run(begun, lambda _: None)
@@ -75,7 +75,10 @@ def _on_this_host(spec: RunSpec, group: LaunchedGroup, begin: Mapping[str, Any])
     resume = _resume_point(begin["resume"]) if begin["resume"] else None
     run_dir, started = Path(begin["run_dir"]), begin["started"]
     if group.leader != 0:
-        run_dir, started = Path(group.agree_on_host(str(spec.run_dir))), monotonic() - begin["passed_s"]
+        run_dir, started = (
+            Path(group.agree_on_host(str(spec.run_dir))),
+            monotonic() - (group.passed_s or begin["passed_s"]),
+        )
     return replace(spec, run_dir=run_dir, resume=resume, started=started, attempt=AttemptInfo(begin["began_s"]))
 
 

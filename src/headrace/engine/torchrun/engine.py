@@ -10,6 +10,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic
 from typing import NoReturn
 
@@ -21,11 +22,11 @@ from headrace.collectives.multi_host import MultiHostGroup, Watch
 from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.engine.base import Engine, LivenessProbe, RunProgress, orderly_interrupts
 from headrace.engine.torchrun.elastic import StoreBarrier, member_name
-from headrace.engine.torchrun.failover import LaunchedFailover, expendable_ranks
+from headrace.engine.torchrun.failover import BACK_S, LaunchedFailover, expendable_ranks
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.engine.torchrun.refusal import begun
-from headrace.engine.torchrun.store import MEET_S, gather, launched_store, own_address
-from headrace.errors import PeerLost, RunFailed
+from headrace.engine.torchrun.store import MEET_S, comes_back, gather, launched_store, own_address
+from headrace.errors import PeerLost, RunFailed, UsageError
 from headrace.machine import cores, host_name
 from headrace.policies.roles import threads_per_worker
 from headrace.shared_memory.barrier import FinishedRanks
@@ -67,7 +68,13 @@ class LaunchedGroup:
         self._expendable: frozenset[int] = frozenset()
         self._elastic: ElasticGroup | None = None
         self._deadline = monotonic() + MEET_S
+        self.incarnation, self.passed_s = self._come_back() if self.world > 1 and comes_back() else (0, 0.0)
         self.hosts = gather(host_name()) if self.world > 1 else [host_name()]
+        if self.hosts[self.rank] != host_name():
+            raise UsageError(
+                f"rank {self.rank} was on {self.hosts[self.rank]} and cannot come back on {host_name()}; start it "
+                "where it was"
+            )
         one = len(set(self.hosts)) == 1
         alone = self.world == 1 or not one
         self._segment = SharedSegment.create(ControlPage.nbytes(self.world), "control") if alone else self._meet()
@@ -98,10 +105,14 @@ class LaunchedGroup:
         if self._relay:
             self._expendable = expendable_ranks(plan)
             if self._expendable and self.rank == 0:
-                self._relay.decide_by(LaunchedFailover(spec, self.page, self._relay, self._exclude).look)
+                admit = partial(self._admit, spec)
+                self._relay.decide_by(LaunchedFailover(spec, self.page, self._relay, self._exclude, admit).look)
         workers: ProcessGroup = self.host
         if plan.replaces and computes:
-            workers = self._elastic = self._elastic_group([(worker, 0) for worker in range(plan.workers)])
+            # One that comes back is alone until the next synchronization.
+            own = [(self.rank, self.incarnation)]
+            members = own if self.incarnation else [(worker, 0) for worker in range(plan.workers)]
+            workers = self._elastic = self._elastic_group(members)
         elif plan.workers < len(plan.roles) and not plan.replaces:
             # Only processes of the same kind synchronize with each other.
             workers = self.host.subgroup([role.rank for role in plan.roles if role.computes == computes])
@@ -122,6 +133,37 @@ class LaunchedGroup:
             launched_store().clone(), self._prefix, self.page, self.rank, self.hosts[0], self._check, ends
         )
         return ElasticGroup(barrier, self.rank, members, self._check, ends)
+
+    def _come_back(self) -> tuple[int, float]:
+        """Asks rank 0 to take this process instead of one that was lost; returns its incarnation, and the run's age."""
+        store, own = launched_store(), f"{self._prefix}/back/{self.rank}"
+        give_up, incarnation = monotonic() + self._timeout_s + BACK_S, 0
+        why = "its process lives, or the run is over"
+        try:
+            place = f"{own}/{store.add(own, 1)}"
+            while not (incarnation := store.add(place, 0)) and monotonic() < give_up:
+                self._over.wait(_BEAT_EVERY_S)
+            if incarnation > 0:
+                return incarnation, float(store.get(f"{place}/passed"))
+        except ConnectionError as error:
+            why = f"the run is over ({error})"
+        if incarnation < 0:
+            why = "the run comes to its end, or it is no worker's rank"
+        raise RunFailed(
+            f"another process has begun as rank {self.rank} before, and this one on {host_name()} cannot take its "
+            f"place: {why}; start one process for each rank"
+        )
+
+    def _admit(self, spec: RunSpec, rank: int, incarnation: int) -> bool:
+        """Answers a process that asks to come back, if there is one; see `LaunchedFailover`."""
+        assert self._relay
+        store, own = self._relay.store, f"{self._prefix}/back/{rank}"
+        place = f"{own}/{store.add(own, 0)}"
+        if place.endswith("/0") or store.add(place, 0):
+            return False
+        store.set(f"{place}/passed", str(monotonic() - spec.started).encode())
+        store.add(place, incarnation or -1)
+        return True
 
     def _exclude(self, rank: int, incarnation: int) -> None:
         assert self._relay
@@ -155,7 +197,8 @@ class LaunchedGroup:
         store = launched_store()
         store.add(f"{key}/{self.rank}", 1)
         for rank in range(1, self.world if self.rank == 0 else 1):
-            while not (store.add(f"{key}/{rank}", 0) or self.page.ranks[rank].restarts):
+            record = self.page.ranks[rank]
+            while not (store.add(f"{key}/{rank}", 0) or (record.restarts and not record.heartbeat.pid)):
                 self._check()
                 self._over.wait(_SLICE_S)
 
@@ -164,13 +207,15 @@ class LaunchedGroup:
         return self._say(f"at-home/{self.leader}", text, self.leader)
 
     def all_agree(self, opinion: bool) -> bool:
-        """Returns whether all ranks think so."""
+        """Returns whether all ranks think so; one that comes back is not asked."""
+        if self.incarnation:
+            return True
         (agreeing,) = self.host.sum([float(opinion)])
         return agreeing == self.world
 
     def _say(self, what: str, text: str, speaker: int) -> str:
         store, key = launched_store(), f"{self._prefix}/{what}"
-        if self.rank == speaker:
+        if self.rank == speaker and not self.incarnation:
             store.set(key, text)
         try:
             told: str = store.get(key).decode()
@@ -196,8 +241,13 @@ class LaunchedGroup:
 
     def _apart(self) -> ProcessGroup:
         address = own_address()
-        self._relay = HeartbeatRelay(launched_store().clone(), self._prefix, self.page, self.rank)
+        self._relay = HeartbeatRelay(launched_store().clone(), self._prefix, self.page, self.rank, self.incarnation)
         watch = Watch(self.page, self._check, self._accuse, self._timeout_s)
+        if self.incarnation:
+            # The others' connections are to its predecessor, and it needs none; but they have gathered their addresses.
+            gather("")
+            home = HostMap((self.hosts[self.rank],), address, self._encrypt)
+            return MultiHostGroup(watch, 0, home, lambda text: [text], [self.rank])
         return MultiHostGroup(watch, self.rank, HostMap(tuple(self.hosts), address, self._encrypt), gather)
 
     def _check(self) -> None:
@@ -229,7 +279,7 @@ class LaunchedGroup:
             if self._relay.broken or unheard_s > self._timeout_s:
                 reason = self._relay.broken or f"no answer for {unheard_s:.1f} s"
                 raise PeerLost(0, self.hosts[0], f"the launcher's store on its host cannot be reached: {reason}")
-        if self.page.ranks[self.rank].restarts:
+        if self.page.ranks[self.rank].restarts > self.incarnation:
             raise RunFailed(f"rank {self.rank} was taken for lost, and the others went on without it")
         watched = set(range(self.world)).difference(self._expendable, (self.rank,))
         silent_s = {rank: self._look_at(rank) for rank in watched}

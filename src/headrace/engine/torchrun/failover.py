@@ -17,6 +17,9 @@ from headrace.spec.plan import Plan
 from headrace.worker.events import EventWriter
 from headrace.worker.run_spec import RunSpec
 
+BACK_S = 5.0
+"""How long a process that comes back, and rank 0, wait for each other beyond the run's `timeout_s`."""
+
 _PROBE_S = 0.2
 
 
@@ -30,17 +33,26 @@ def expendable_ranks(plan: Plan) -> frozenset[int]:
 
 
 class LaunchedFailover:
-    """Lets a run go on without lost workers, and promotes backups of lost servers; nothing replaces them.
+    """Lets a run go on without lost workers, takes back those that come back, and promotes backups of lost servers.
 
     A worker is lost when its connection to rank 0 has ended, or when it gives no sign of life for the run's
     `timeout_s`. A server that was killed refuses connections, which is tried as soon as another process suspects it.
-    `exclude` takes rank and incarnation of a lost worker, and keeps it out of all barriers.
+    `exclude` takes rank and incarnation of a lost worker, and keeps it out of all barriers. `admit` takes a lost rank
+    and the incarnation of its next process, 0 for none, and answers a process that wants to come back; it returns
+    whether there is one.
     """
 
     def __init__(
-        self, spec: RunSpec, page: ControlPage, relay: HeartbeatRelay, exclude: Callable[[int, int], object]
+        self,
+        spec: RunSpec,
+        page: ControlPage,
+        relay: HeartbeatRelay,
+        exclude: Callable[[int, int], object],
+        admit: Callable[[int, int], bool],
     ) -> None:
-        self._spec, self._page, self._relay, self._exclude = spec, page, relay, exclude
+        self._spec, self._page, self._relay = spec, page, relay
+        self._exclude, self._admit = exclude, admit
+        self._lost: set[int] = set()
         self._controller = FailoverController(spec.plan, page)
         self._servers = {rank: LivenessProbe(0) for rank in replaceable_ranks(spec.plan)}
         self._workers = {rank: LivenessProbe(0) for rank in expendable_ranks(spec.plan) - self._servers.keys()}
@@ -50,19 +62,37 @@ class LaunchedFailover:
 
     def look(self) -> None:
         """Decides by what the page tells; sets its `abort` where the run cannot go on."""
+        over = any(self._page.ranks[rank].heartbeat.finished for rank in range(self._spec.plan.workers))
+        # First, so that others know of a loss before another process is in the same place.
+        self._take_back(over)
         self._look_at_workers()
         # Servers end after the workers.
-        if not any(self._page.ranks[rank].heartbeat.finished for rank in range(self._spec.plan.workers)):
+        if not over:
             self._look_at_servers()
 
+    def _take_back(self, over: bool) -> None:
+        for rank in list(self._lost):
+            incarnation = 0 if over or rank in replaceable_ranks(self._spec.plan) else self._page.ranks[rank].restarts
+            if self._admit(rank, incarnation) and incarnation:
+                self._lost.remove(rank)
+                self._workers[rank] = LivenessProbe(0)
+                with self._events() as events:
+                    text = f"rank {rank} on {self._spec.plan.role(rank).host} has come back"
+                    events.write(Notice(LAUNCHER, events.now(), text))
+
     def _look_at_workers(self) -> None:
+        plan, ranks = self._spec.plan, self._page.ranks
+        served = any(ranks[server].heartbeat.finished for server in (*plan.servers, *plan.backups))
         for rank, probe in list(self._workers.items()):
-            silent_s = probe.silent_s(self._page.ranks[rank].heartbeat.count)
+            silent_s = probe.silent_s(ranks[rank].heartbeat.count)
             if rank in self._relay.left:
                 del self._workers[rank]
             elif rank in self._relay.severed:
                 self._lose_worker(rank, "its connection to rank 0 has ended")
-            elif silent_s > self._spec.timeout_s:
+            elif served and not ranks[rank].heartbeat.finished:
+                self._lose_worker(rank, "it came back when all was done")
+            # One that comes back still has to begin.
+            elif silent_s > self._spec.timeout_s + (0 if ranks[rank].heartbeat.pid else BACK_S):
                 self._lose_worker(rank, f"gave no sign of life for {silent_s:.1f} s")
 
     def _look_at_servers(self) -> None:
@@ -105,7 +135,8 @@ class LaunchedFailover:
 
     def _tell(self, rank: int, cause: str, events: EventWriter) -> None:
         record, host = self._page.ranks[rank], self._spec.plan.role(rank).host
-        record.restarts += 1
+        self._relay.follow_next(rank)
+        self._lost.add(rank)
         events.write(Lost(LAUNCHER, events.now(), rank, record.restarts - 1, cause, replaced=False, host=host))
 
     def _events(self) -> closing[EventWriter]:

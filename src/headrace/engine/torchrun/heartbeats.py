@@ -28,6 +28,7 @@ class _Store(Protocol):
     def leave(self, key: str, value: bytes) -> None: ...
     def multi_get(self, keys: list[str]) -> list[bytes]: ...
     def lose(self, name: str) -> None: ...
+    def add(self, key: str, number: int) -> int: ...
     def close(self) -> None: ...
 
 
@@ -49,23 +50,22 @@ class HeartbeatRelay:
         severed: ranks whose connection to the store has ended, in order or not.
     """
 
-    def __init__(self, store: _Store, prefix: str, page: ControlPage, rank: int) -> None:
+    def __init__(self, store: _Store, prefix: str, page: ControlPage, rank: int, incarnation: int = 0) -> None:
         self.told_s = monotonic()
         self.broken = ""
         self.store = store
         self.left: set[int] = set()
         self.severed: set[int] = set()
-        ranks = range(len(page.ranks))
-        self._keys = [f"{prefix}/{what}/{each}" for what in ("ended", "marks") for each in ranks]
+        self._prefix = prefix
+        self._own = [self._key(what, rank, incarnation) for what in ("ended", "marks")]
         self._page = page
         self._rank = rank
         self._decide: Callable[[], None] | None = None
         self._urgent = (0, 0)
         self._over = threading.Event()
         try:
-            ended = self._keys[rank]
-            self.store.set(ended, b"")
-            self.store.leave(ended, b"1")
+            self.store.set(self._own[0], b"")
+            self.store.leave(self._own[0], b"1")
             # The first one waits until all ranks have started.
             self._exchange()
         except BaseException:
@@ -113,28 +113,42 @@ class HeartbeatRelay:
 
     def _exchange(self) -> None:
         self._page.ranks[self._rank].heartbeat.count += 1
-        world = len(self._page.ranks)
-        self.store.set(self._keys[world + self._rank], self._pack())
+        self.store.set(self._own[1], self._pack(self._rank, self._over.is_set()))
+        restarts = [record.restarts for record in self._page.ranks]
+        keys = [self._key(what, rank, now) for what in ("ended", "marks") for rank, now in enumerate(restarts)]
         # At once: what a process whose connection has ended told last is then there.
-        told = self.store.multi_get(self._keys)
-        for rank, marks in enumerate(told[world:]):
-            if rank != self._rank:
+        told = self.store.multi_get(keys)
+        for rank, marks in enumerate(told[len(restarts) :]):
+            # Not those of a process that rank 0, whose marks are the first, says is lost.
+            if rank != self._rank and restarts[rank] == self._page.ranks[rank].restarts:
                 self._apply(rank, marks)
-        self.severed = {rank for rank, ended in enumerate(told[:world]) if ended}
+        self.severed = {rank for rank, ended in enumerate(told[: len(restarts)]) if ended}
         self.told_s = monotonic()
 
-    def _pack(self) -> bytes:
-        record = self._page.ranks[self._rank]
+    def follow_next(self, rank: int) -> None:
+        """Lets all follow the next process of a rank, on the rank that decides; nothing that this one tells counts."""
+        record = self._page.ranks[rank]
+        record.heartbeat.pid = 0
+        for what, value in (("ended", b""), ("marks", self._pack(rank, left=False))):
+            self.store.set(self._key(what, rank, record.restarts + 1), value)
+        # Last, because the others then ask for the next one's marks.
+        record.restarts += 1
+
+    def _key(self, what: str, rank: int, incarnation: int) -> str:
+        return f"{self._prefix}/{what}/{rank}/{incarnation}"
+
+    def _pack(self, rank: int, left: bool) -> bytes:
+        record = self._page.ranks[rank]
         heartbeat, saved = record.heartbeat, record.saved
         # Read first, because they say that the rest is complete.
         finished, saved_step = heartbeat.finished, saved.step_plus_1
         marks = _MARKS.pack(
-            *(self._over.is_set(), self._page.abort, self._page.stop, record.barrier_counter, heartbeat.count),
+            *(left, self._page.abort, self._page.stop, record.barrier_counter, heartbeat.count),
             *(heartbeat.step, heartbeat.examples, heartbeat.pid, heartbeat.promotable_epoch, finished),
             *(saved.nbytes, saved.error, heartbeat.loss, saved_step, bytes(saved.digest)),
             *(record.address.read().encode(), record.suspicion.rank, record.suspicion.count),
         )
-        if self._rank == 0:
+        if rank == 0:
             marks += b"".join(_DECIDED.pack(each.restarts, *each.server_view.read()) for each in self._page.ranks)
         return marks
 
@@ -146,9 +160,8 @@ class HeartbeatRelay:
         )
         if rank == 0:
             self._follow_decisions(marks)
-        # Each only where it is set: this process may set it at the same time. A process without which the run goes on
-        # cannot end it.
-        if abort and not page.abort and not record.restarts:
+        # Each only where it is set: this process may set it at the same time.
+        if abort and not page.abort:
             page.abort = abort
         if stop:
             page.stop = stop

@@ -62,18 +62,27 @@ def launched_secret() -> bytes:
 
 
 def reached(within_s: float) -> StoreClient | None:
-    """Returns a connection to the store; None where it was not reached before, or is not in time."""
+    """Returns a connection to the store; None where it was not reached before, is not in time, or knows this rank."""
     known = _store.cache_info().currsize == 1
     if _tried and not known:
         return None
     try:
-        return launched_store() if known or int(os.environ["RANK"]) == 0 else _connect(within_s)[0]
+        store, _, back = _store() if known or int(os.environ["RANK"]) == 0 else _connect(within_s)
     except HeadraceError:
         return None
+    # The others of a process that comes back do not wait for it.
+    return None if back else store
+
+
+def comes_back() -> bool:
+    """Whether another process of the launcher has had this rank before."""
+    return _store()[2]
 
 
 def gather(text: str) -> list[str]:
     """Returns the text of every rank, by rank; all ranks call it together.
+
+    A process that comes back gets what was told before, and of itself what its predecessor told.
 
     Raises:
         WorkerFailed: a rank cannot take part, and has said why.
@@ -81,7 +90,8 @@ def gather(text: str) -> list[str]:
     store, rank, world = launched_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # The same processes may gather again, so each time has keys of its own.
     prefix = f"headrace/told/{next(_gathered)}"
-    store.set(f"{prefix}/{rank}", text)
+    if not comes_back():
+        store.set(f"{prefix}/{rank}", text)
     texts: list[str] = []
 
     def missing() -> str:
@@ -189,13 +199,13 @@ def _notice(text: Callable[[], str] | None) -> Iterator[None]:
 
 
 @functools.cache
-def _store() -> tuple[StoreClient, bytes]:
-    """Joins the store, which rank 0 serves; returns a connection to it, and the run's secret."""
+def _store() -> tuple[StoreClient, bytes, bool]:
+    """Joins the store, which rank 0 serves; returns a connection, the run's secret, and what `comes_back` does."""
     _tried.append(True)
     return _connect(MEET_S)
 
 
-def _connect(within_s: float) -> tuple[StoreClient, bytes]:
+def _connect(within_s: float) -> tuple[StoreClient, bytes, bool]:
     rank, world, given = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), given_secret()
     address = ""
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -205,7 +215,8 @@ def _connect(within_s: float) -> tuple[StoreClient, bytes]:
         else:
             address, secret = _on_one_host(rank, world, place)
         with _notice(lambda: f"rank {rank} on {host_name()} waits for rank 0: {_state(address)}"):
-            return StoreClient(address, secret, within_s), secret
+            store = StoreClient(address, secret, within_s)
+            return store, secret, store.add(f"headrace/began/{rank}", 1) > 1
     except NotOfThisRun as error:
         raise UsageError(
             f"rank {rank} on {host_name()} cannot join the run: {error}. The process that listens there has another "
