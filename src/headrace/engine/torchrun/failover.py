@@ -81,8 +81,8 @@ class LaunchedFailover:
                     events.write(Notice(LAUNCHER, events.now(), text))
 
     def _look_at_workers(self) -> None:
-        plan, ranks = self._spec.plan, self._page.ranks
-        served = any(ranks[server].heartbeat.finished for server in (*plan.servers, *plan.backups))
+        ranks = self._page.ranks
+        served = any(record.heartbeat.finished for record in ranks[self._spec.plan.workers :])
         for rank, probe in list(self._workers.items()):
             silent_s = probe.silent_s(ranks[rank].heartbeat.count)
             if rank in self._relay.left:
