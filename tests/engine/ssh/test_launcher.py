@@ -39,7 +39,9 @@ told |= {"secret": secret, "seen": any(secret.encode() in line for line in lines
 os.write(1, (json.dumps(told) + chr(10)).encode())
 if sys.argv[1:] == ["fail"] and told["RANK"] == "0":
     sys.exit(7)
-if sys.argv[1:]:
+if sys.argv[1:] == ["lose"]:
+    os.kill(os.getpid(), 9) if told["RANK"] != "0" else time.sleep(1)
+elif sys.argv[1:]:
     time.sleep(60)
 """
 
@@ -91,6 +93,12 @@ def test_one_that_fails_ends_all(script: Path, capfd: Capture, monkeypatch: pyte
     monkeypatch.setattr(launcher, "GRACE_S", 0.1)
     assert launch(script, "a,b", "fail") == 7
     assert [one["arguments"] for one in said(capfd.readouterr().out)] == [["fail"]] * 2
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_one_that_is_killed_ends_no_other(script: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    monkeypatch.setattr(launcher, "GRACE_S", 0.1)
+    assert launch(script, "a,b", "lose", workers=workers) == 0
 
 
 @pytest.mark.usefixtures("real_python")
@@ -148,6 +156,11 @@ def test_hosts_that_differ_are_refused(changes: dict[str, Any], message: str) ->
 @pytest.mark.parametrize(("codes", "code"), [((0, 0), 0), ((4, 7), 7), ((0, 4), 4), ((-9, 4), 137), ((4, -15), 143)])
 def test_the_code_is_that_of_the_one_that_failed(codes: tuple[int, ...], code: int) -> None:
     assert exit_code(codes) == code
+
+
+@pytest.mark.parametrize(("codes", "code"), [((0, -9), 0), ((0, 4, 137, 255), 0), ((0, 4, 1), 1)])
+def test_losses_do_not_count_where_rank_0_has_ended_well(codes: tuple[int, ...], code: int) -> None:
+    assert exit_code(codes, leads=True) == code
 
 
 @pytest.mark.net

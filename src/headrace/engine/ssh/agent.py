@@ -99,7 +99,7 @@ def _run(request: Mapping[str, Any], orders: _Orders) -> int:
     ]
     deadline = None
     while left := [worker for worker in workers if worker.poll() is None]:
-        failed = any(code != 0 for code in _codes(workers))
+        failed = any(code and not is_loss(code) for code in _codes(workers))
         lost = orders.ended or monotonic() - orders.heard > SILENT_S
         if deadline is None and (failed or lost):
             deadline = monotonic() + (0 if lost else GRACE_S)
@@ -109,16 +109,25 @@ def _run(request: Mapping[str, Any], orders: _Orders) -> int:
         line = orders.next(_LOOK_EVERY_S)
         if line:
             _signal(left, int(line))
-    return exit_code(_codes(workers))
+    codes = _codes(workers)
+    return exit_code(codes, leads=ranks[0] == 0 and codes[0] == 0)
 
 
 def _codes(workers: Sequence[subprocess.Popen[bytes]]) -> list[int]:
     return [worker.returncode for worker in workers if worker.returncode is not None]
 
 
-def exit_code(codes: Sequence[int]) -> int:
-    """Returns the code of the first that failed, before that of one that lost another; as shells say it."""
-    failed = [code for code in codes if code != 0]
+def is_loss(code: int) -> bool:
+    """Whether a process was killed, or has lost another; the others end by themselves, or go on without it."""
+    return code == PeerLost.exit_code or not 0 <= code <= 128
+
+
+def exit_code(codes: Sequence[int], leads: bool = False) -> int:
+    """Returns the code of the first that failed, before that of one that lost another; as shells say it.
+
+    Losses do not count where the first one `leads`: it is rank 0, and has gone on to the end.
+    """
+    failed = [code for code in codes if code != 0 and not (leads and is_loss(code))]
     # A process that lost another has a code of its own; the lost one's explains.
     chosen = next((code for code in failed if code != PeerLost.exit_code), next(iter(failed), 0))
     return 128 - chosen if chosen < 0 else chosen

@@ -19,7 +19,7 @@ from time import monotonic
 from typing import IO, Any
 
 from headrace.engine.base import Terminated
-from headrace.engine.ssh.agent import GRACE_S, HELLO, exit_code
+from headrace.engine.ssh.agent import GRACE_S, HELLO, exit_code, is_loss
 from headrace.errors import PeerLost, UnfitMachine, UsageError
 from headrace.policies.roles import bounds
 
@@ -248,7 +248,7 @@ def ranks_of_hosts(workers: int, hosts: int, distribution: str) -> list[range]:
 
 
 def _follow(agents: Sequence[_Agent]) -> int:
-    """Returns the exit code of all; those that have not ended in time after the first failure are ended."""
+    """Returns the exit code of all; after an error, or a broken connection, those that do not end in time are ended."""
     codes: dict[int, int] = {}
     deadline = None
     pause = threading.Event()
@@ -259,10 +259,12 @@ def _follow(agents: Sequence[_Agent]) -> int:
                 agent.send("")
             elif index not in codes:
                 codes[index] = code
-                if code != 0 and deadline is None:
+                if code != 0 and (code == _SSH_FAILED or code < 0 or not is_loss(code)) and deadline is None:
                     deadline = monotonic() + GRACE_S
         if len(codes) < len(agents):
             pause.wait(_BEAT_EVERY_S)
+    if codes.get(0) == 0:
+        return exit_code([code for _, code in sorted(codes.items())], leads=True)
     # Of ssh itself, which also a signal may have ended.
     lost = [index for index, code in codes.items() if code == _SSH_FAILED or code < 0]
     failed = exit_code([code for index, code in codes.items() if index not in lost])

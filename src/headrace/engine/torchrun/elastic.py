@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.collectives.elastic import ElasticBarrier, MemberLost
 from headrace.engine.torchrun.key_value import StoreClient
-from headrace.errors import PeerLost, RunFailed
+from headrace.errors import PeerLost, Replaced
 from headrace.shared_memory.barrier import FinishedRanks
 from headrace.shared_memory.control_page import ControlPage
 
@@ -69,7 +69,7 @@ class StoreBarrier(ElasticBarrier):
             self._check_run()
             raise PeerLost(0, self._first_host, f"the launcher's store on its host is lost: {error}") from error
         if not told:
-            raise RunFailed(f"rank {self._rank} was taken for lost, and the others went on without it")
+            raise Replaced(self._rank, self._incarnation + 1)
         for (rank, _), value in zip(members, told, strict=True):
             if value is None:
                 raise MemberLost(rank)

@@ -26,7 +26,7 @@ from headrace.engine.torchrun.failover import BACK_S, LaunchedFailover, expendab
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.engine.torchrun.refusal import begun
 from headrace.engine.torchrun.store import MEET_S, comes_back, gather, launched_store, own_address
-from headrace.errors import PeerLost, RunFailed, UsageError
+from headrace.errors import PeerLost, Replaced, RunFailed, UsageError
 from headrace.machine import cores, host_name
 from headrace.policies.roles import threads_per_worker
 from headrace.shared_memory.barrier import FinishedRanks
@@ -280,7 +280,7 @@ class LaunchedGroup:
                 reason = self._relay.broken or f"no answer for {unheard_s:.1f} s"
                 raise PeerLost(0, self.hosts[0], f"the launcher's store on its host cannot be reached: {reason}")
         if self.page.ranks[self.rank].restarts > self.incarnation:
-            raise RunFailed(f"rank {self.rank} was taken for lost, and the others went on without it")
+            raise Replaced(self.rank, self.page.ranks[self.rank].restarts)
         watched = set(range(self.world)).difference(self._expendable, (self.rank,))
         silent_s = {rank: self._look_at(rank) for rank in watched}
         rank = max(silent_s, key=lambda each: silent_s[each], default=self.rank)
