@@ -168,6 +168,11 @@ def host_name() -> str:
     return os.environ.get("HEADRACE_HOST") or socket.gethostname()
 
 
+def machine_identity() -> str:
+    """Returns what differs between machines, and between containers that do not see each other's processes."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
 def require_linux() -> None:
     """Raises:
     UnfitMachine: this is no Linux, whose anonymous shared memory and futex the exchange is built on.

@@ -129,7 +129,7 @@ def test_workers_see_the_folder_of_the_job(
 def test_under_a_launcher_its_processes_are_the_workers_and_rank_0_speaks(
     stage, job_file: Path, rank: str, shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    monkeypatch.setattr("headrace.engine.torchrun.store.launched_store", lambda: None)
+    monkeypatch.setattr("headrace.engine.torchrun.agreement.require_same", lambda facts: None)
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run(["train", "digits.py", "--strategy", "mirrored", "--run-dir", "runs/a"]) == 0

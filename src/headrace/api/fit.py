@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 
+from headrace.api.agreement import facts_of
 from headrace.api.checks import JobInfo, check_options, inspect_job
 from headrace.api.probes.probing import needs_probes, probe, said_by
 from headrace.api.resume import ResumeRequest, describe_run
@@ -18,6 +19,7 @@ from headrace.api.supervision import OnEvent, supervise
 from headrace.data import as_pipeline
 from headrace.engine.base import TERMINATED, Engine, Terminated
 from headrace.engine.local.engine import kept_engine
+from headrace.engine.torchrun.agreement import require_same
 from headrace.engine.torchrun.engine import LaunchedEngine
 from headrace.engine.torchrun.refusal import tell_uncaught
 from headrace.engine.torchrun.secret import NOT_ENCRYPTED
@@ -198,6 +200,8 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     job = info.job
     check_options(job.options, cluster.device)
     chosen.check(job.options)
+    if (ranks or 1) > 1:
+        require_same(facts_of(info, chosen, arguments.encrypt))
     cluster = join(cluster)
     if known and len(cluster.hosts) > 1:
         known.require(cluster.hosts)

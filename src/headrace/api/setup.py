@@ -20,12 +20,13 @@ from torch.utils.data import DataLoader, RandomSampler
 from headrace.collectives.base import ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import Loader, as_pipeline
+from headrace.engine.torchrun.agreement import require_same
 from headrace.engine.torchrun.engine import LaunchedGroup
 from headrace.engine.torchrun.refusal import tell_uncaught
 from headrace.engine.torchrun.secret import NOT_ENCRYPTED
 from headrace.engine.torchrun.store import launched_ranks
 from headrace.errors import UnknownName, UsageError
-from headrace.machine import cores
+from headrace.machine import cores, versions
 from headrace.modules import describe
 from headrace.policies.roles import threads_per_worker
 from headrace.policies.sharding import whole
@@ -176,6 +177,7 @@ def _join(ranks: int, timeout_s: float, encrypt: bool) -> tuple[ProcessGroup, in
     if ranks == 1:
         return ThreadCollective(ThreadGroup(1), 0), 1
     tell_uncaught()
+    require_same(versions())
     launched = LaunchedGroup(timeout_s, encrypt)
     atexit.register(launched.close)
     if not encrypt and launched.rank == 0 and len(set(launched.hosts)) > 1:

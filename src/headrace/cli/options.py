@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import hashlib
 import importlib.util
 import itertools
 import os
@@ -279,16 +280,21 @@ def launched_world() -> int:
 
 
 @contextlib.contextmanager
-def own_engine(secret_file: Path | None = None) -> Iterator[LocalEngine | None]:
-    """Yields an engine of local processes; None under a launcher, whose processes are the workers."""
+def own_engine(secret_file: Path | None = None, job_file: Path | None = None) -> Iterator[LocalEngine | None]:
+    """Yields an engine of local processes; None under a launcher, whose processes are the workers.
+
+    Those compare their versions and job files, before the job is read.
+    """
     if launched_rank() is not None:
         if secret_file is not None:
             os.environ["HEADRACE_SECRET_FILE"] = str(secret_file.absolute())
         if launched_world() > 1:
-            # Lazily; before the job is read, so that all hear at once of a process that cannot take part.
-            from headrace.engine.torchrun.store import launched_store
+            # Lazily: they import torch.
+            from headrace.engine.torchrun.agreement import require_same
+            from headrace.machine import versions
 
-            launched_store()
+            digest = hashlib.sha256(job_file.read_bytes()).hexdigest()[:12] if job_file else "none"
+            require_same({**versions(), "the job file's digest": digest})
         yield None
         return
     # Lazily: `--help` need not wait for the engine.

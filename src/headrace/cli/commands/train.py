@@ -101,7 +101,7 @@ def train(
         going = _going(resume, resume_from, run_dir)
         where = run_dir or default_run_dir(f"{job_name(path)}-{parse_call(strategy).name}")
         # In this order: the engine forks this process, which must not have run the job file before.
-        with own_engine(secret_file) as engine, saying_where(where):
+        with own_engine(secret_file, path) as engine, saying_where(where):
             job = load_job(path, settings or ())
             from headrace.api.fit import fit
 

@@ -22,6 +22,9 @@ from headrace.trees import map_tensors, nbytes
 _MOST_HASHED = 1 << 30
 """Most bytes of arrays that are hashed to recognize them: a second or two."""
 
+_SAMPLED = 16
+"""Most examples whose bytes are compared between hosts."""
+
 SOURCE = "the source"
 """What messages and measurements call the first stage of a pipeline."""
 
@@ -127,6 +130,12 @@ class ArraySource(Source):
         if sum(map(nbytes, self._arrays)) > _MOST_HASHED:
             return ""
         return f"arrays {fingerprint(self._names, self._arrays)}"
+
+    def sample_digest(self) -> str:
+        """Returns a digest of the arrays' shapes and types, and of a few examples from the first to the last."""
+        rows = torch.linspace(0, self._length - 1, min(_SAMPLED, self._length)).long()
+        shapes = [(tuple(array.shape), str(array.dtype)) for array in self._arrays]
+        return fingerprint(self._names, shapes, [array.index_select(0, rows) for array in self._arrays])
 
     def gather(self, indices: Tensor, epoch: Epoch) -> Any:
         return self._tree([array.index_select(0, indices) for array in self._arrays])
