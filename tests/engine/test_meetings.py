@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from time import monotonic
 
 import pytest
 import torch
@@ -34,8 +35,14 @@ class Store:
     page: ControlPage
 
     def barrier(self, place: int, check: Callable[[], None] = lambda: None) -> StoreBarrier:
+        give_up = monotonic() + WITHIN_S
+
+        def in_time() -> None:
+            check()
+            assert monotonic() < give_up, "it waits for ever"
+
         ends = FinishedRanks([record.heartbeat for record in self.page.ranks])
-        return StoreBarrier(self.client.clone(), RUN, self.page, place, "host-0", check, ends)
+        return StoreBarrier(self.client.clone(), RUN, self.page, place, "host-0", in_time, ends)
 
     def group(self, place: int, world: int = 2) -> ElasticGroup:
         barrier = self.barrier(place)
