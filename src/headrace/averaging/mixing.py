@@ -4,15 +4,16 @@
     every period rounds  show x to those who read it, `mix`: replace x by what a strategy makes of the workers' x
     every round          the worker's own optimizer makes its step, from x as it now is
 
-The trained model is the mean of all workers' parameters. A strategy writes `mix`, and `reads` where a worker does not
-read all others. On one host the workers share memory; over several each sends its x to those who read it.
+The trained model is the mean of all workers' parameters. A strategy writes `mix`. On one host the workers share memory;
+over several each sends its x to those who read it.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -37,14 +38,23 @@ _STATISTIC = "headrace.statistic"
 class ParameterMixing(LocalStepsSync):
     """Mixes the workers' trainable parameters and their running statistics, every `period` rounds.
 
-    `updater` makes this worker's own steps.
+    `updater` makes this worker's own steps. `reads(rank, round)` returns whose tensors a worker reads in a round, the
+    same on every worker. `closing` closes connections to other hosts.
 
     Attributes:
         tensors: what this worker mixes: its parameters and statistics, which `mix` changes in place.
         group: the workers.
     """
 
-    def __init__(self, period: int, module: nn.Module, updater: Updater, group: ProcessGroup) -> None:
+    def __init__(
+        self,
+        period: int,
+        module: nn.Module,
+        updater: Updater,
+        group: ProcessGroup,
+        reads: Callable[[int, int], Sequence[int]],
+        closing: ExitStack,
+    ) -> None:
         self.group = group
         self._period = period
         self._updater = updater
@@ -54,7 +64,10 @@ class ParameterMixing(LocalStepsSync):
         self._named = {**parameters, **self._statistics}
         self.tensors = list(self._named.values())
         self._layout = FlatLayout([describe_tensor(name, each) for name, each in self._named.items()])
+        self._reads = reads
         self._mail = None if group.one_memory else Mailboxes(_routes(group.world), group)
+        if self._mail:
+            closing.callback(self._mail.close)
         self._regions = self._make_regions()
         self._shown = self._layout.views(self._regions[group.rank])
         self.kept_bytes = self._layout.nbytes
@@ -64,15 +77,6 @@ class ParameterMixing(LocalStepsSync):
     @abstractmethod
     def mix(self, round_: int) -> None:
         """Replaces this worker's `tensors`; `theirs(rank)` are those of any worker. Every worker calls it."""
-
-    def reads(self, rank: int, round_: int) -> Sequence[int]:
-        """Returns the workers whose tensors a worker reads in a round: here all others; the same on every worker."""
-        return [other for other in range(self.group.world) if other != rank]
-
-    def close(self) -> None:
-        """Closes connections to other hosts."""
-        if self._mail:
-            self._mail.close()
 
     def theirs(self, rank: int) -> list[Tensor]:
         """Returns the tensors of a worker that this one reads, as they were before anyone mixed in this round.
@@ -163,10 +167,10 @@ class ParameterMixing(LocalStepsSync):
         """Sends what this worker shows to those who read it, and receives what it reads."""
         rank, world = self.group.rank, self.group.world
         for target in range(world):
-            if target != rank and rank in self.reads(target, round_):
+            if target != rank and rank in self._reads(target, round_):
                 mail.outboxes[rank * world + target].send(b"", [self._regions[rank]])
         shown = {rank: self._regions[rank]}
-        for source in self.reads(rank, round_):
+        for source in self._reads(rank, round_):
             shown[source] = mail.inboxes[source * world + rank].receive(lambda _, content: content.clone())
         self._regions = shown
 

@@ -83,7 +83,6 @@ class Gossip(Strategy):
         broadcast(context.module, context.group)
         local = LocalExchange(plan.segments, context, first=rank)
         mixing = NeighbourMixing(self, context, local)
-        context.closing.callback(mixing.close)
         compute = context.whole_model(local_shares=len(plan.shares))
         return Replica(compute, LocalStepsExchange(local, mixing), mixing)
 
@@ -92,15 +91,15 @@ class NeighbourMixing(ParameterMixing):
     """Replaces a worker's parameters by the weighted mean of its own and its neighbours'."""
 
     def __init__(self, gossip: Gossip, context: WorkerContext, local: LocalExchange) -> None:
-        super().__init__(gossip.period, context.module, local.updater, context.group)
         self._topology = gossip.topology
         self._seed = context.batches.seed
+        super().__init__(gossip.period, context.module, local.updater, context.group, self._neighbours, context.closing)
 
-    def reads(self, rank: int, round_: int) -> Sequence[int]:
+    def _neighbours(self, rank: int, round_: int) -> Sequence[int]:
         return neighbours(self._topology, rank, self.group.world, self._seed, round_)
 
     def mix(self, round_: int) -> None:
-        others = self.reads(self.group.rank, round_)
+        others = self._neighbours(self.group.rank, round_)
         # All have as many neighbours, or none: so the weights are symmetric, and each row of them sums to 1.
         weight = 1 / (1 + len(others))
         for tensor in self.tensors:

@@ -21,6 +21,8 @@ BACK_S = 5.0
 """How long a process that comes back, and rank 0, wait for each other beyond the run's `timeout_s`."""
 
 _PROBE_S = 0.2
+_TOLD = 2
+"""Heartbeats after which what another rank told is from after an event; one may be on its way."""
 
 
 def expendable_ranks(plan: Plan) -> frozenset[int]:
@@ -53,6 +55,7 @@ class LaunchedFailover:
         self._spec, self._page, self._relay = spec, page, relay
         self._exclude, self._admit = exclude, admit
         self._lost: set[int] = set()
+        self._ended: dict[int, int] = {}
         self._controller = FailoverController(spec.plan, page)
         self._servers = {rank: LivenessProbe(0) for rank in replaceable_ranks(spec.plan)}
         self._workers = {rank: LivenessProbe(0) for rank in expendable_ranks(spec.plan) - self._servers.keys()}
@@ -105,8 +108,22 @@ class LaunchedFailover:
                 continue
             if silent_s > self._spec.timeout_s:
                 self._lose_server(rank, f"gave no sign of life for {silent_s:.1f} s")
-            elif rank in suspects and _refuses(page.ranks[rank].address.read()):
+            elif self._has_ended(rank, suspects) and self._backup_has_told(rank):
                 self._lose_server(rank, "its process has ended")
+
+    def _has_ended(self, rank: int, suspects: set[int]) -> bool:
+        return rank in self._ended or (rank in suspects and _refuses(self._page.ranks[rank].address.read()))
+
+    def _backup_has_told(self, rank: int) -> bool:
+        """Returns whether what the backup of an ended server told last is from after that end.
+
+        A backup that has become ready just before has told it to the server, and rank 0 learns it later.
+        """
+        backup = self._controller.unready_backup(rank)
+        if backup is None:
+            return True
+        count = self._page.ranks[backup].heartbeat.count
+        return count >= self._ended.setdefault(rank, count + _TOLD)
 
     def _take_suspects(self) -> set[int]:
         """Returns the ranks that others suspect since the last call."""

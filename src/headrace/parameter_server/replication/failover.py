@@ -121,6 +121,14 @@ class FailoverController:
             told = f"{cause}; its backup does not hold yet all that it held"
             raise PeerLost(rank, self._plan.roles[rank].host, told) from error
 
+    def unready_backup(self, rank: int) -> int | None:
+        """Returns the rank of the backup that would follow the primary at a rank, if it is not known to be ready."""
+        authority = self._authorities[server_of(self._plan, rank)]
+        view = authority.view
+        if view is None or authority.ready or view.backup is None or view.primary != process_number(self._page, rank):
+            return None
+        return view.backup % len(self._page.ranks)
+
     def look(self) -> list[int]:
         """Records which backups have become ready; returns their ranks."""
         ready = []
