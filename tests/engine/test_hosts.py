@@ -131,7 +131,11 @@ def test_a_plain_script(start: Start) -> None:
 @pytest.mark.parametrize(
     ("deed", "error", "message"),
     [
-        ("one memory", "InfeasiblePlan", "central_storage keeps one copy in the memory of one host, and there are 2"),
+        (
+            "one memory",
+            "InfeasiblePlan",
+            "central_storage keeps one copy in one host's memory, and this cluster has 2: host-0",
+        ),
         ("apart", "UsageError", "run is not the same directory on all hosts, and checkpoints are saved to one that"),
     ],
 )

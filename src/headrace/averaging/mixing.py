@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from headrace.averaging.local_steps import LocalStepsSync
+from headrace.averaging.shown import Reads, ShownBytes
 from headrace.averaging.worker_average import squared
-from headrace.channels.mailboxes import Mailboxes, Route
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import RunFailed
 from headrace.training.batch_norm import averaged_buffers
@@ -38,8 +38,7 @@ _STATISTIC = "headrace.statistic"
 class ParameterMixing(LocalStepsSync):
     """Mixes the workers' trainable parameters and their running statistics, every `period` rounds.
 
-    `updater` makes this worker's own steps. `reads(rank, round)` returns whose tensors a worker reads in a round, the
-    same on every worker. `closing` closes connections to other hosts.
+    `updater` makes this worker's own steps; `reads` and `closing` are those of `ShownBytes`.
 
     Attributes:
         tensors: what this worker mixes: its parameters and statistics, which `mix` changes in place.
@@ -52,8 +51,8 @@ class ParameterMixing(LocalStepsSync):
         module: nn.Module,
         updater: Updater,
         group: ProcessGroup,
-        reads: Callable[[int, int], Sequence[int]],
-        closing: ExitStack,
+        reads: Reads | None = None,
+        closing: ExitStack | None = None,
     ) -> None:
         self.group = group
         self._period = period
@@ -64,12 +63,8 @@ class ParameterMixing(LocalStepsSync):
         self._named = {**parameters, **self._statistics}
         self.tensors = list(self._named.values())
         self._layout = FlatLayout([describe_tensor(name, each) for name, each in self._named.items()])
-        self._reads = reads
-        self._mail = None if group.one_memory else Mailboxes(_routes(group.world), group)
-        if self._mail:
-            closing.callback(self._mail.close)
-        self._regions = self._make_regions()
-        self._shown = self._layout.views(self._regions[group.rank])
+        self._bytes = ShownBytes(self._layout.nbytes, group, reads, closing)
+        self._shown = self._views(group.rank)
         self.kept_bytes = self._layout.nbytes
         self._saved: list[Tensor] | None = None
         self._finite, self._drift = True, 0.0
@@ -97,10 +92,7 @@ class ParameterMixing(LocalStepsSync):
             return
         self._show()
         self._finite = all_finite(self.tensors)
-        if self._mail:
-            self._exchange(self._mail, round_)
-        else:
-            self.group.barrier()
+        self._bytes.show(round_)
         self.mix(round_)
         moved = sum(squared(own.cpu() - shown) for own, shown in zip(self.tensors, self._shown, strict=True))
         norm = sum(squared(own) for own in self.tensors)
@@ -136,7 +128,7 @@ class ParameterMixing(LocalStepsSync):
             return
         self._saved = [own.clone() for own in self.tensors]
         self._show()
-        region = self._regions[self.group.rank]
+        region = self._bytes.regions[self.group.rank]
         for span in self._layout.spans:
             part = span.of(region)
             part.div_(self.group.world)
@@ -158,32 +150,11 @@ class ParameterMixing(LocalStepsSync):
             if piece.key == _STATISTIC and piece.parameter in self._statistics:
                 piece.copy_to(self._statistics[piece.parameter], 0)
 
-    def _make_regions(self) -> Mapping[int, Tensor]:
-        if self.group.one_memory:
-            return dict(enumerate(self.group.share(self._layout.nbytes)))
-        return {self.group.rank: torch.zeros(self._layout.nbytes, dtype=torch.uint8)}
-
-    def _exchange(self, mail: Mailboxes, round_: int) -> None:
-        """Sends what this worker shows to those who read it, and receives what it reads."""
-        rank, world = self.group.rank, self.group.world
-        for target in range(world):
-            if target != rank and rank in self._reads(target, round_):
-                mail.outboxes[rank * world + target].send(b"", [self._regions[rank]])
-        shown = {rank: self._regions[rank]}
-        for source in self._reads(rank, round_):
-            shown[source] = mail.inboxes[source * world + rank].receive(lambda _, content: content.clone())
-        self._regions = shown
-
     def _views(self, rank: int) -> tuple[Tensor, ...]:
-        return self._layout.views(self._regions[rank])
+        return self._layout.views(self._bytes.regions[rank])
 
     @torch.no_grad()
     def _show(self) -> None:
         self.group.moved_bytes += self._layout.nbytes
         for shown, own in zip(self._shown, self.tensors, strict=True):
             shown.copy_(own)
-
-
-def _routes(world: int) -> list[Route]:
-    """Returns a mailbox from each worker to each other one, at place `source * world + target`."""
-    return [Route(source, target, 1) for source in range(world) for target in range(world)]

@@ -50,7 +50,7 @@ class CentralStorage(Strategy):
             # docs/ideas/central-storage-against-all-reduce.md says what was measured.
             names = ", ".join(host.name for host in cluster.hosts)
             raise InfeasiblePlan(
-                f"central_storage keeps one copy in the memory of one host, and there are {len(cluster.hosts)}: "
+                f"central_storage keeps one copy in one host's memory, and this cluster has {len(cluster.hosts)}: "
                 f"{names}; between hosts it would send what mirrored sends, so use mirrored there"
             )
         # Each worker: what autograd makes, what it shares; all together: the parameters.
