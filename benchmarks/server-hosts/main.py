@@ -20,6 +20,8 @@ RANK = HERE / "one_rank.py"
 CODECS = ("plain", "bf16", "int8")
 WORKERS_AND_SERVERS = (0, 1, 2, 3, 0, 1)
 WORKERS_SERVER_BACKUP = (0, 1, 2, 3)
+ROUNDS = 400
+"""Half of them take longer than it takes to fill the backup; a loss before that ends a run."""
 
 
 def rate(codec: str, steps: int) -> float:
@@ -34,7 +36,7 @@ def rate(codec: str, steps: int) -> float:
 def failover(deed: str) -> float:
     """Returns the seconds from the loss of a server to the next round that all workers have done."""
     hosts("up", "4")
-    said = run_forked(partial(struck, deed, 40), WORKERS_SERVER_BACKUP, lost=(SERVER,))
+    said = run_forked(partial(struck, deed, ROUNDS), WORKERS_SERVER_BACKUP, lost=(SERVER,))
     if said["wrong"]:
         raise RuntimeError(f"{said['wrong']:g} gradients were lost or applied twice")
     return said["seconds"]
