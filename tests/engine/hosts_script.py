@@ -15,9 +15,8 @@ from torch import nn
 
 import headrace as hr
 from engine.networks import go_there
-from engine.ranks import TESTS, say, total
+from engine.ranks import TESTS, errors_said, say, total
 from engine.victims import INPUTS, TARGETS, make_job, split_model
-from headrace.errors import HeadraceError
 from headrace.spec.events import Stepped
 
 RANK, HOST = int(os.environ["RANK"]), os.environ["HEADRACE_HOST"]
@@ -130,11 +129,8 @@ def main() -> None:
     if sys.argv[1] not in DEEDS:
         runpy.run_path(str(TESTS / "engine" / "launched_script.py"))
         return
-    try:
+    with errors_said():
         DEEDS[sys.argv[1]]()
-    except HeadraceError as error:
-        say(error=type(error).__name__, message=str(error))
-        raise
 
 
 main()

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 import headrace as hr
 from engine.conftest import until
 from engine.networks import go_there
-from engine.ranks import say
-from headrace.errors import HeadraceError
+from engine.ranks import errors_said, say
 
 DEED = sys.argv[1]
 RANK, VICTIM = int(os.environ["RANK"]), 1
@@ -97,11 +96,8 @@ def main() -> None:
         global_batch_size=24,
         epochs=EPOCHS,
     )
-    try:
+    with errors_said():
         run = hr.launch(train, job, STRATEGIES[sys.argv[2]], timeout_s=1, run_dir="run")
-    except HeadraceError as error:
-        say(error=type(error).__name__, message=str(error))
-        raise
     counts = run.model.get_parameter("count").tolist()
     own = [event.kind for event in run.events if event.rank == VICTIM]
     steps = own[::-1].index("worker_started") if "worker_started" in own else 0

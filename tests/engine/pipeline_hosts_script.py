@@ -19,8 +19,7 @@ import torch
 
 import headrace as hr
 from engine.networks import go_there
-from engine.ranks import say
-from headrace.errors import HeadraceError
+from engine.ranks import errors_said, say
 from headrace.spec.events import WorkerEnded
 from strategies.hosts_models import BEGUN, CASES, MICRO_BATCH, job, sent_bytes, watched
 
@@ -95,8 +94,5 @@ def main() -> None:
     say(status=run.status)
 
 
-try:
+with errors_said():
     main()
-except HeadraceError as error:
-    say(error=type(error).__name__, message=str(error))
-    raise

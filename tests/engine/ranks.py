@@ -8,8 +8,8 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from headrace.engine.local.fork_server import ForkServer
+from headrace.errors import HeadraceError
 
 TESTS = Path(__file__).resolve().parent.parent
 
@@ -39,6 +40,16 @@ class Ended:
 def say(**facts: object) -> None:
     """Prints facts as one of them, for `Ended.said`."""
     print(json.dumps({"at": time.monotonic(), **facts}))  # noqa: T201
+
+
+@contextmanager
+def errors_said() -> Iterator[None]:
+    """Says an error of headrace, too."""
+    try:
+        yield
+    except HeadraceError as error:
+        say(error=type(error).__name__, message=str(error))
+        raise
 
 
 def total(model: nn.Module) -> float:

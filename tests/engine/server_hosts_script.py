@@ -13,9 +13,8 @@ from pathlib import Path
 import headrace as hr
 from engine.conftest import until
 from engine.networks import go_there
-from engine.ranks import say, total
+from engine.ranks import errors_said, say, total
 from engine.victims import INPUTS, TARGETS, make_job, split_model
-from headrace.errors import HeadraceError
 
 RANK = int(os.environ["RANK"])
 
@@ -81,11 +80,8 @@ DEEDS: dict[str, Callable[[], None]] = {"fit": fit, "replicas": replicas, "kill"
 
 def main() -> None:
     go_there()
-    try:
+    with errors_said():
         DEEDS[sys.argv[1]]()
-    except HeadraceError as error:
-        say(error=type(error).__name__, message=str(error))
-        raise
 
 
 main()
