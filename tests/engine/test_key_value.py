@@ -15,7 +15,7 @@ from headrace.engine.torchrun import key_value
 from headrace.engine.torchrun.key_value import NotOfThisRun, StoreClient, StoreServer, decode, encode
 from headrace.errors import UsageError
 from headrace.transport.frames import PART_BYTES
-from headrace.transport.zeromq import Keys, connect, make_socket, watch
+from headrace.transport.zeromq import ConnectionEvents, Keys, connect, make_socket
 
 SECRET, OTHER = b"the secret of this run", b"the secret of another run"
 WITHIN_S = 20.0
@@ -133,12 +133,11 @@ def test_a_member_that_sends_what_is_no_request_is_ended_alone(
 ) -> None:
     with zmq.Context() as context, make_socket(context, zmq.DEALER) as member:
         Keys(SECRET).protect_client(member)
-        monitor = watch(member, zmq.EVENT_DISCONNECTED)
+        events = ConnectionEvents(member, zmq.EVENT_DISCONNECTED)
         connect(member, served.server.address)
         member.send_multipart(frames)
-        assert monitor.poll(WITHIN_S * 1000)
-        member.disable_monitor()
-        monitor.close(0)
+        assert events.socket.poll(WITHIN_S * 1000)
+        events.close()
     client.set("still", b"served")
     assert client.multi_get(["still"]) == [b"served"]
     assert served.strangers == []

@@ -206,11 +206,11 @@ class HostLinks:
         for other, queue in outgoing.items():
             if queue:
                 poller.register(self._pushes[other].socket, zmq.POLLOUT)
-                poller.register(self._pushes[other].monitor, zmq.POLLIN)
+                poller.register(self._pushes[other].events.socket, zmq.POLLIN)
         for other, left in expected.items():
             if left:
                 poller.register(self._pulls[other].socket, zmq.POLLIN)
-                poller.register(self._pulls[other].monitor, zmq.POLLIN)
+                poller.register(self._pulls[other].events.socket, zmq.POLLIN)
         return bool(poller.poll(SLICE_MS))
 
     def _ended(self, other: int) -> str:

@@ -28,7 +28,7 @@ from time import monotonic
 
 import zmq
 
-from headrace.transport.zeromq import Keys, news, waits, watch
+from headrace.transport.zeromq import ConnectionEvents, Keys, waits
 
 _ATTACH, _DETACH = 26, 27
 """SO_ATTACH_FILTER and SO_DETACH_FILTER of Linux."""
@@ -139,8 +139,7 @@ class ConnectionGuard:
         self._keys = keys
         self._zap: zmq.Socket[bytes] = socket.context.socket(zmq.REP)
         self._zap.bind(_ZAP)
-        self._watched = socket
-        self._monitor = watch(socket, _WATCHED)
+        self._events = ConnectionEvents(socket, _WATCHED)
         keys.protect_server(socket)
         self._limiter: AcceptLimiter | None = None
         self._connections: dict[int, Connection] = {}
@@ -187,20 +186,19 @@ class ConnectionGuard:
             for connection in [each for each in self._half_open if monotonic() - each.since > _HELLO_S]:
                 self._disconnect(connection)
 
-    def close(self) -> None:
-        """Ends the thread; called before the socket is closed."""
+    def close(self, linger_ms: int = 0) -> None:
+        """Closes the socket; what it has not sent yet may leave for so long while the context is terminated."""
         self._closing = True
         os.eventfd_write(self._close_fd, 1)
         self._thread.join()
-        self._watched.disable_monitor()
-        self._monitor.close(0)
+        self._events.close(linger_ms)
         self._zap.close(0)
         os.close(self._close_fd)
         os.close(self.ended_fd)
 
     def _run(self) -> None:
         poll = select.epoll()
-        for descriptor in (self._zap.FD, self._monitor.FD, self._close_fd):
+        for descriptor in (self._zap.FD, self._events.socket.FD, self._close_fd):
             poll.register(descriptor, select.EPOLLIN)
         measured = monotonic()
         with poll:
@@ -230,7 +228,7 @@ class ConnectionGuard:
 
     def _read_events(self) -> None:
         """Notes which connections were accepted, and which have ended."""
-        for event, descriptor in news(self._monitor):
+        for event, descriptor in self._events.read():
             if event == zmq.EVENT_LISTENING:
                 self._limiter = AcceptLimiter(descriptor, _A_SECOND, _AT_ONCE)
                 continue

@@ -18,7 +18,7 @@ import zmq
 
 from headrace.transport.connections import AcceptLimiter
 from headrace.transport.frames import PART_BYTES
-from headrace.transport.zeromq import connect, listen, make_socket, news, watch
+from headrace.transport.zeromq import ConnectionEvents, connect, listen, make_socket
 
 T = TypeVar("T")
 
@@ -77,11 +77,11 @@ class _End(ABC):
         self.socket.sndhwm = self.socket.rcvhwm = limits.slots
         self.socket.heartbeat_ivl, self.socket.heartbeat_timeout = limits.silent_ms // 3, limits.silent_ms
         self.socket.maxmsgsize = limits.part_bytes + _ADDED_BYTES
-        self.monitor = watch(self.socket, events)
+        self.events = ConnectionEvents(self.socket, events)
         self._check = check
         self._poll = zmq.Poller()
         self._poll.register(self.socket, zmq.POLLIN if sort == zmq.PULL else zmq.POLLOUT)
-        self._poll.register(self.monitor, zmq.POLLIN)
+        self._poll.register(self.events.socket, zmq.POLLIN)
 
     def until(self, act: Callable[[], T], ended: Callable[[], str]) -> T:
         """Returns what `act` does, as soon as the socket lets it."""
@@ -105,9 +105,7 @@ class _End(ABC):
 
     def close(self, linger_ms: int = 0) -> None:
         """Ends the connection; what has not left yet may do so for `linger_ms`, while the context is terminated."""
-        self.socket.disable_monitor()
-        self.socket.close(linger_ms)
-        self.monitor.close(0)
+        self.events.close(linger_ms)
 
 
 class PushEnd(_End):
@@ -137,7 +135,7 @@ class PushEnd(_End):
         """Waits until the connection is established."""
         give_up = monotonic() + _MEET_S
         while not self._established:
-            if not self.monitor.poll(SLICE_MS):
+            if not self.events.socket.poll(SLICE_MS):
                 self.check()
             end = self.ended()
             if not self._established and monotonic() > give_up:
@@ -150,7 +148,7 @@ class PushEnd(_End):
         self.until(lambda: self.socket.send_multipart(parts, zmq.NOBLOCK), self.ended)
 
     def ended(self) -> str:
-        for event, _ in news(self.monitor):
+        for event, _ in self.events.read():
             self._established |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self._end = self._end or _ENDS.get(event, "")
         return self._end
@@ -207,7 +205,7 @@ class PullEnd(_End):
                 return frames
 
     def ended(self) -> str:
-        for event, descriptor in news(self.monitor):
+        for event, descriptor in self.events.read():
             if event == zmq.EVENT_LISTENING:
                 self._gate = AcceptLimiter(descriptor, a_second=0, at_once=0)
             elif event == zmq.EVENT_ACCEPTED:

@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.transport import frames
 from headrace.transport.base import ClientTransport, Slots, TransportLayout
 from headrace.transport.frames import FrameKind, Payload, Reassembler
-from headrace.transport.zeromq import Keys, connect, make_socket, news, watch
+from headrace.transport.zeromq import ConnectionEvents, Keys, connect, make_socket
 
 _STALL_S = 60.0
 _FAREWELL_MS = 2_000
@@ -67,9 +67,9 @@ class RemoteClientTransport(ClientTransport):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = make_socket(self._context, zmq.DEALER)
         keys.protect_client(self._socket)
-        self._monitor = watch(self._socket, sum(event.value for event in _ENDS))
+        self._events = ConnectionEvents(self._socket, sum(event.value for event in _ENDS))
         self._poll = zmq.Poller()
-        self._poll.register(self._monitor, zmq.POLLIN)
+        self._poll.register(self._events.socket, zmq.POLLIN)
         try:
             connect(self._socket, address)
             self._put(frames.control_frame(FrameKind.HELLO, self._layout.hello()))
@@ -118,9 +118,7 @@ class RemoteClientTransport(ClientTransport):
 
     def _free(self, linger_ms: int) -> None:
         if not self._context.closed:
-            self._socket.disable_monitor()
-            self._socket.close(linger_ms)
-            self._monitor.close(0)
+            self._events.close(linger_ms)
             self._context.term()
 
     def _await_welcome(self, hello_s: float) -> None:
@@ -158,7 +156,7 @@ class RemoteClientTransport(ClientTransport):
 
     def _read(self) -> None:
         """Receives all that has arrived; first checks whether the connection has ended, as earlier frames count."""
-        for event, _ in news(self._monitor):
+        for event, _ in self._events.read():
             self._end = self._end or _ENDS.get(event, "")
         while True:
             try:

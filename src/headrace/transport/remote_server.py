@@ -206,8 +206,7 @@ class RemoteServerTransport(ServerTransport):
     def _free(self, linger_ms: int) -> None:
         self._poll.close()
         if not self._context.closed:
-            self._guard.close()
-            self._socket.close(linger_ms)
+            self._guard.close(linger_ms)
             self._context.term()
             os.close(self._mark)
 

@@ -9,10 +9,14 @@ Every process that has the run's secret derives the same two Curve25519 key pair
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
+import socket as sockets
 from collections.abc import Iterator
+from contextlib import suppress
 from ipaddress import ip_address
 from itertools import count
+from time import monotonic
 
 import zmq
 from zmq.utils import z85
@@ -30,6 +34,8 @@ _HEARTBEAT_MS, _TIMEOUT_MS = 5_000, 20_000
 
 _HANDSHAKE_MS = 30_000
 _NEVER_MS = 24 * 3_600_000
+_CUT_S = 1.0
+_OPENED = (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED)
 _watches = count()
 
 
@@ -83,22 +89,69 @@ def make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
     return made
 
 
-def watch(watched: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
-    """Returns a socket that receives events of another socket's connections."""
-    monitor: zmq.Socket[bytes] = watched.context.socket(zmq.PAIR)
-    # Without a limit, because a socket whose monitor is full can neither send nor receive.
-    monitor.rcvhwm = 0
-    address = f"inproc://watch-{next(_watches)}"
-    watched.monitor(address, events)
-    monitor.connect(address)
-    return monitor
+class ConnectionEvents:
+    """The events of a socket's connections.
 
+    Attributes:
+        socket: can be polled; readable when there are events.
+    """
 
-def news(monitor: zmq.Socket[bytes]) -> Iterator[tuple[zmq.Event, int]]:
-    """Yields what has happened to connections, and to which: event, descriptor."""
-    while waits(monitor):
-        happened = parse_monitor_message(monitor.recv_multipart())
-        yield zmq.Event(happened["event"]), happened["value"]
+    def __init__(self, watched: zmq.Socket[bytes], events: int) -> None:
+        self._watched = watched
+        self._open: set[int] = set()
+        self.socket: zmq.Socket[bytes] = watched.context.socket(zmq.PAIR)
+        # Without a limit, because a socket whose monitor is full can neither send nor receive.
+        self.socket.rcvhwm = 0
+        address = f"inproc://watch-{next(_watches)}"
+        watched.monitor(address, events | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+        self.socket.connect(address)
+
+    def read(self) -> Iterator[tuple[zmq.Event, int]]:
+        """Yields what has happened to connections, and to which: event, descriptor."""
+        while waits(self.socket):
+            happened = parse_monitor_message(self.socket.recv_multipart())
+            event, descriptor = zmq.Event(happened["event"]), int(happened["value"])
+            if event in _OPENED:
+                self._open.add(descriptor)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._open.discard(descriptor)
+            yield event, descriptor
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Closes the watched socket; what it has not sent yet may leave for so long while the context is terminated."""
+        # One that only receives has no message to send, and does not notice an end while too much waits in it.
+        if not linger_ms and self._watched.type != zmq.PULL:
+            self._cut()
+        self._watched.disable_monitor()
+        self._watched.close(linger_ms)
+        self.socket.close(0)
+
+    def _cut(self) -> None:
+        """Ends all connections, and blocks until ZeroMQ has noticed it.
+
+        ZeroMQ aborts the process where a connection breaks while its socket is being closed, if it has sent only some
+        parts of a message (libzmq, issue 3442).
+        """
+        give_up = monotonic() + _CUT_S
+        shut: set[int] = set()
+        while True:
+            # A descriptor is used again only after the end of its connection was reported: hold a copy, then read.
+            for descriptor in self._open - shut:
+                with suppress(OSError), sockets.socket(fileno=os.dup(descriptor)) as held:
+                    self._read_all()
+                    if descriptor in self._open:
+                        held.shutdown(sockets.SHUT_RDWR)
+                shut.add(descriptor)
+            self._read_all()
+            left = give_up - monotonic()
+            # The end of a connection from which too much waits to be received is not reported, and does no harm.
+            if not self._open or left <= 0:
+                return
+            self.socket.poll(int(1000 * left) + 1)
+
+    def _read_all(self) -> None:
+        for _ in self.read():
+            pass
 
 
 def waits(socket: zmq.Socket[bytes]) -> bool:

@@ -28,7 +28,7 @@ from headrace.engine.torchrun.meetings import Meetings, value_of
 from headrace.errors import WorkerFailed
 from headrace.transport.connections import Connection, ConnectionGuard, wire_bytes
 from headrace.transport.frames import PART_BYTES
-from headrace.transport.zeromq import Keys, connect, listen, make_socket, news, waits, watch
+from headrace.transport.zeromq import ConnectionEvents, Keys, connect, listen, make_socket, waits
 
 _SET, _GET, _ADD, _LEAVE, _MEET, _LOSE, _END = b"s", b"g", b"a", b"e", b"m", b"l", b"r"
 _HEAD = struct.Struct("<cI")
@@ -130,7 +130,6 @@ class StoreServer:
 
     def _free(self) -> None:
         self._guard.close()
-        self._socket.close(0)
         self._context.term()
         os.close(self._close_fd)
 
@@ -294,23 +293,23 @@ class StoreClient:
 
     def close(self) -> None:
         """Ends the connection."""
-        self._disconnect()
+        self._events.close()
         self._context.term()
 
     def _connected(self, give_up: float) -> bool:
         """Connects; returns False if no process listens there yet."""
         self._socket = make_socket(self._context, zmq.DEALER)
         Keys(self._secret).protect_client(self._socket)
-        self._monitor = watch(self._socket, sum(event.value for event in (*_REFUSED, *_ENDS)))
+        self._events = ConnectionEvents(self._socket, sum(event.value for event in (*_REFUSED, *_ENDS)))
         self._poll = zmq.Poller()
-        for watched in (self._socket, self._monitor):
+        for watched in (self._socket, self._events.socket):
             self._poll.register(watched, zmq.POLLIN)
         try:
             connect(self._socket, self._address)
             # Answered at once.
             self._ask(_GET, [], give_up)
         except BaseException as error:
-            self._disconnect()
+            self._events.close()
             if isinstance(error, ConnectionRefusedError):
                 return False
             self._context.term()
@@ -319,11 +318,6 @@ class StoreClient:
                 raise NotOfThisRun(str(error)) from error
             raise
         return True
-
-    def _disconnect(self) -> None:
-        self._socket.disable_monitor()
-        self._socket.close(0)
-        self._monitor.close(0)
 
     def _ask(
         self,
@@ -354,7 +348,7 @@ class StoreClient:
                 check()
 
     def _check_end(self) -> None:
-        for event, _ in news(self._monitor):
+        for event, _ in self._events.read():
             if event in _REFUSED:
                 raise ConnectionRefusedError(f"no process listens at {self._address}")
             if event in _ENDS:
