@@ -45,6 +45,9 @@ elif sys.argv[1:]:
     time.sleep(60)
 """
 
+AGENT = (sys.executable, "-m", "headrace.engine.ssh.agent", "script.py", "0")
+SAID = {"HEADRACE_SECRET": "s", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "HEADRACE_HOST": "a"}
+
 Launch = Callable[..., int]
 Capture = pytest.CaptureFixture[str]
 
@@ -99,6 +102,27 @@ def test_one_that_fails_ends_all(script: Path, capfd: Capture, monkeypatch: pyte
 def test_one_that_is_killed_ends_no_other(script: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     monkeypatch.setattr(launcher, "GRACE_S", 0.1)
     assert launch(script, "a,b", "lose", workers=workers) == 0
+
+
+def test_a_host_that_does_not_answer_is_named(script: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
+    monkeypatch.setattr(launcher, "_START_S", 1.0)
+    monkeypatch.setattr(launcher, "GRACE_S", 0.1)
+    with pytest.raises(UnfitMachine, match="silent has not answered within 1 s; try: ssh silent true"):
+        launch(script, "a,silent")
+    assert said(capfd.readouterr().out) == []
+
+
+def test_an_agent_ends_its_processes_when_the_launcher_is_silent(script: Path) -> None:
+    told = {"command": [str(script), "wait"], "ranks": [0], "silent_s": 0.5, "environment": SAID}
+    with subprocess.Popen(AGENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as agent:
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        agent.stdout.readline()
+        agent.stdin.write(json.dumps(told).encode() + b"\n")
+        agent.stdin.flush()
+        # Its stdin stays open: only the silence can end it.
+        assert json.loads(agent.stdout.readline())["RANK"] == "0"
+        assert agent.wait(30) == 128 + signal.SIGTERM
 
 
 @pytest.mark.usefixtures("real_python")

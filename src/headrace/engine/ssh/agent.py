@@ -27,8 +27,6 @@ from headrace.errors import PeerLost
 from headrace.machine import host_name
 
 HELLO = "headrace agent: "
-SILENT_S = 15.0
-"""Without a line from the launcher after which it counts as lost."""
 GRACE_S = 10.0
 """That processes have to end by themselves when another one has failed, and after SIGTERM."""
 _LOOK_EVERY_S = 0.1
@@ -100,7 +98,7 @@ def _run(request: Mapping[str, Any], orders: _Orders) -> int:
     deadline = None
     while left := [worker for worker in workers if worker.poll() is None]:
         failed = any(code and not is_loss(code) for code in _codes(workers))
-        lost = orders.ended or monotonic() - orders.heard > SILENT_S
+        lost = orders.ended or monotonic() - orders.heard > request["silent_s"]
         if deadline is None and (failed or lost):
             deadline = monotonic() + (0 if lost else GRACE_S)
         if deadline is not None and monotonic() >= deadline:

@@ -25,6 +25,8 @@ from headrace.policies.roles import bounds
 
 _START_S = 60.0
 _BEAT_EVERY_S = 0.2
+_SILENT_S = 15.0
+"""Without a line from the launcher after which an agent takes it for lost."""
 _SSH_FAILED = 255
 # A connection that answers nothing for 10 s has broken; ssh must not ask for a password.
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=2")
@@ -232,7 +234,7 @@ def _order(agents: Sequence[_Agent], hellos: Sequence[Mapping[str, Any]], wanted
     for agent, ranks in zip(agents, ranks_of_hosts(wanted.workers, len(agents), wanted.distribution), strict=True):
         named = {"HEADRACE_HOST": agent.name} if agent.name else {}
         agent.first_rank = ranks[0]
-        request = {"command": wanted.command, "ranks": list(ranks)}
+        request = {"command": wanted.command, "ranks": list(ranks), "silent_s": _SILENT_S}
         agent.send(json.dumps({**request, "environment": {**environment, **named}}))
 
 
