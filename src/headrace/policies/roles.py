@@ -46,7 +46,8 @@ def worker_and_server_roles(
     """
     kinds = ["server"] * servers + ["backup"] * servers * backups
     if cluster.ranks is None:
-        roles = worker_roles(strategy, workers, cluster)
+        # Several hosts need a launcher: with `spread` the error says so.
+        roles = worker_roles(strategy, workers, cluster, spread=True)
         host = cluster.hosts[0].name
         return (*roles, *(Role(len(roles) + index, kind, host, "cpu", 1, -1) for index, kind in enumerate(kinds)))
     if backups and len(cluster.hosts) == 1:
