@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import headrace as hr
+from engine.networks import cut_link
 from engine.ranks import say, total
 from engine.victims import long_job, make_job, two_layers
 from headrace.errors import HeadraceError
@@ -41,6 +42,7 @@ DEEDS: dict[str, Callable[[], None]] = {
     "outlive": fail,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "cut": lambda: cut_link(VICTIM),
     "leave": lambda: os._exit(0),
     "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
     "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 import headrace as hr
 from engine.conftest import until
-from engine.networks import go_there
+from engine.networks import cut_link, go_there
 from engine.ranks import errors_said, say
 
 DEED = sys.argv[1]
@@ -45,8 +44,7 @@ def mean(output: Tensor, _: Tensor) -> Tensor:
 
 
 def cut() -> None:
-    network = os.environ["NETWORK_NAMESPACE"].rpartition("/")[2].rpartition("-")[0]
-    subprocess.run(["ip", "-n", f"{network}-{VICTIM}", "link", "set", "eth0", "down"], check=True)
+    cut_link(VICTIM)
     # Lives on, until the test ends it.
     signal.pause()
 

@@ -74,3 +74,9 @@ def go_there() -> None:
     with open(os.environ["NETWORK_NAMESPACE"]) as namespace:
         if libc.setns(namespace.fileno(), 0) != 0:
             raise OSError(ctypes.get_errno(), "setns")
+
+
+def cut_link(host: int) -> None:
+    """Takes the link of a host down, from a process on any host."""
+    network = os.environ["NETWORK_NAMESPACE"].rpartition("/")[2].rpartition("-")[0]
+    subprocess.run(["ip", "-n", f"{network}-{host}", "link", "set", "eth0", "down"], check=True)

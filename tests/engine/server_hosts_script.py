@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import headrace as hr
 from engine.conftest import until
-from engine.networks import go_there
+from engine.networks import cut_link, go_there
 from engine.ranks import errors_said, say, total
 from engine.victims import INPUTS, TARGETS, make_job, split_model
 
@@ -71,8 +70,7 @@ def kill() -> None:
 
 
 def cut() -> None:
-    network = os.environ["NETWORK_NAMESPACE"].rpartition("/")[2].rpartition("-")[0]
-    fail_over(lambda: subprocess.run(["ip", "-n", f"{network}-1", "link", "set", "eth0", "down"], check=True))
+    fail_over(partial(cut_link, 1))
 
 
 DEEDS: dict[str, Callable[[], None]] = {"fit": fit, "replicas": replicas, "kill": kill, "cut": cut}

@@ -170,6 +170,19 @@ def test_a_rank_that_is_lost(start: Start, deed: str, victim: int, code: int | N
     assert any(reason in said["message"] for said in heard)
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_link_that_is_cut_ends_the_run_on_both_sides(start: Start, hosts: str, victim: int) -> None:
+    try:
+        ended = start("cut", str(victim), on=(0, 1, 2))
+    finally:
+        assert hosts_script(hosts, "exec", str(victim), "ip", "link", "set", "eth0", "up").returncode == 0
+    assert ended.codes == dict.fromkeys(range(3), 4), ended.logs
+    for other in {0, 1, 2} - {victim}:
+        said = ended.one(other, "error")
+        assert said["message"].startswith(f"rank {victim} on host-{victim} was lost: ")
+        assert said["at"] - ended.one(victim, "deed")["at"] < NOTICED_S
+
+
 def test_an_interrupt_in_one_rank_ends_all_in_the_same_round(start: Start) -> None:
     ended = start("interrupt", "1", on=(0, 1, 2))
     assert ended.codes == {0: 0, 1: 0, 2: 0}, ended.logs
