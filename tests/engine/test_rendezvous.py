@@ -7,7 +7,7 @@ from torch.distributed import TCPStore
 
 from headrace.engine.torchrun import store
 from headrace.engine.torchrun.store import joined, of_first, own_address
-from headrace.errors import InfeasiblePlan, RunFailed, UsageError
+from headrace.errors import InfeasiblePlan, UsageError, WorkerFailed
 from headrace.machine import host_name
 from headrace.spec.cluster import Cluster, Host, Link
 
@@ -86,8 +86,9 @@ def test_what_stops_rank_0_stops_all(told: list[str], monkeypatch: pytest.Monkey
     with pytest.raises(InfeasiblePlan, match="too many stages"):
         of_first(refuse)
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(RunFailed, match="rank 0 refused to begin: too many stages"):
+    with pytest.raises(WorkerFailed, match=r"rank 0 on .* failed: what it prints says why") as failed:
         of_first(only_the_first_makes_it)
+    assert failed.value.worker_exit_code == InfeasiblePlan.exit_code
 
 
 def test_beside_an_agent_that_has_the_port_the_first_says_where_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,8 @@ from headrace.api.resume import ResumeRequest, begin_attempt
 from headrace.checkpoint import CheckpointFolder
 from headrace.engine.base import TERMINATED, Engine, RunProgress
 from headrace.engine.torchrun.engine import LaunchedEngine, LaunchedGroup
-from headrace.errors import ForkServerLost, PeerLost, RunFailed, UsageError
+from headrace.engine.torchrun.store import first_failed
+from headrace.errors import ForkServerLost, HeadraceError, PeerLost, UsageError
 from headrace.machine import can_paint, versions
 from headrace.parameter_server.server.snapshots import SnapshotSet
 from headrace.policies.roles import split
@@ -53,7 +54,7 @@ def _join(spec: RunSpec, info: JobInfo, engine: LaunchedEngine) -> str:
     group = engine.group
     begin = json.loads(group.agree(""))
     if "refused" in begin:
-        raise RunFailed(f"rank 0 refused to begin: {begin['refused']}")
+        raise first_failed(group.hosts[0], begin["refused"])
     begun = _on_this_host(spec, group, begin)
     seen = group.incarnation > 0 or (begun.run_dir / begin["mark"]).exists()
     _check_seen(spec, group, seen)
@@ -83,11 +84,16 @@ def _on_this_host(spec: RunSpec, group: LaunchedGroup, begin: Mapping[str, Any])
 
 
 def _check_seen(spec: RunSpec, group: LaunchedGroup, seen: bool) -> None:
-    if group.all_agree(seen) or not (spec.checkpoints or spec.resume):
+    blind = group.ranks_where(not seen)
+    if not blind or not (spec.checkpoints or spec.resume):
         return
+    if group.rank != 0:
+        raise first_failed(group.hosts[0], UsageError.exit_code)
+    names = ", ".join(dict.fromkeys(group.hosts[rank] for rank in blind))
     raise UsageError(
-        f"{spec.run_dir} is not the same directory on all hosts, and checkpoints are saved to one that all see; name "
-        "a run_dir on a file system of all hosts, or save nothing (checkpoints=False, --checkpoint-every 0)"
+        f"{spec.run_dir} is not the same directory on {names} as on {group.hosts[0]}, and checkpoints are saved to one "
+        "that all see; name a run_dir on a file system of all hosts, or save nothing (checkpoints=False, "
+        "--checkpoint-every 0)"
     )
 
 
@@ -128,7 +134,7 @@ def _lead(
         try:
             begun, notices = stack.enter_context(begin_attempt(spec, info, request))
         except BaseException as error:
-            group.agree(json.dumps({"refused": str(error)}))
+            group.agree(json.dumps({"refused": error.exit_code if isinstance(error, HeadraceError) else 1}))
             raise
         resume = {**asdict(begun.resume), "folder": str(begun.resume.folder)} if begun.resume else None
         with tempfile.NamedTemporaryFile(dir=begun.run_dir, prefix="seen-") as mark:

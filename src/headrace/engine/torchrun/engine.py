@@ -206,12 +206,12 @@ class LaunchedGroup:
         """Returns the text of this host's first rank, on every rank of the host; each calls it once."""
         return self._say(f"at-home/{self.leader}", text, self.leader)
 
-    def all_agree(self, opinion: bool) -> bool:
-        """Returns whether all ranks think so; one that comes back is not asked."""
+    def ranks_where(self, opinion: bool) -> list[int]:
+        """Returns the ranks whose opinion is true; one that comes back is not asked, and gets none."""
         if self.incarnation:
-            return True
-        (agreeing,) = self.host.sum([float(opinion)])
-        return agreeing == self.world
+            return []
+        told = self.host.sum([float(opinion and rank == self.rank) for rank in range(self.world)])
+        return [rank for rank, number in enumerate(told) if number]
 
     def _say(self, what: str, text: str, speaker: int) -> str:
         store, key = launched_store(), f"{self._prefix}/{what}"

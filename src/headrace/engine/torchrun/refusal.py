@@ -10,7 +10,7 @@ from time import monotonic
 from types import TracebackType
 
 from headrace.engine.torchrun.key_value import Failure, StoreClient
-from headrace.engine.torchrun.store import launched_ranks, reached
+from headrace.engine.torchrun.store import first_failed, launched_ranks, reached
 from headrace.errors import HeadraceError, UsageError, WorkerFailed
 from headrace.machine import host_name
 
@@ -47,7 +47,7 @@ def tell(error: BaseException, code: int = 1) -> BaseException:
     except (OSError, HeadraceError):
         return error
     if heard or first["cause"] == own["cause"]:
-        return WorkerFailed(0, first["host"], "what it prints says why", exit_code=code)
+        return first_failed(first["host"], code)
     return error
 
 

@@ -117,20 +117,25 @@ def of_first(make: Callable[[], str]) -> str:
     """Returns what rank 0 makes, on every rank of a launcher; all call it together.
 
     Raises:
-        RunFailed: rank 0 could not make it; on rank 0 its own error is raised.
+        WorkerFailed: rank 0 could not make it; on rank 0 its own error is raised.
     """
     if int(os.environ["RANK"]) > 0:
-        made, refused = json.loads(gather("")[0])
-        if refused:
-            raise RunFailed(f"rank 0 refused to begin: {refused}")
+        made, host, code = json.loads(gather("")[0])
+        if code:
+            raise first_failed(host, code)
         return str(made)
     try:
         own = make()
     except HeadraceError as error:
-        gather(json.dumps(["", str(error)]))
+        gather(json.dumps(["", host_name(), error.exit_code]))
         raise
-    gather(json.dumps([own, ""]))
+    gather(json.dumps([own, "", 0]))
     return own
+
+
+def first_failed(host: str, code: int) -> WorkerFailed:
+    """Returns the error of another rank where rank 0 shows why the run ends, with its exit code."""
+    return WorkerFailed(0, host, "what it prints says why", exit_code=code)
 
 
 def join(cluster: Cluster) -> Cluster:
