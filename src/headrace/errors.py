@@ -242,6 +242,23 @@ class PeerLost(RunFailed):
         self.cause = cause
 
 
+class PeersApart(RunFailed):
+    """Two processes live and do not reach each other.
+
+    Args:
+        here: rank and host of this process.
+        there: rank and host of the other one; its `rank` is an attribute.
+        cause: what is known of the connection.
+    """
+
+    def __init__(self, here: tuple[int, str], there: tuple[int, str], cause: str) -> None:
+        (own, home), (self.rank, host) = here, there
+        super().__init__(
+            f"rank {own} on {home} and rank {self.rank} on {host} live and do not reach each other ({cause}); look for "
+            "a firewall or a broken link between these two hosts"
+        )
+
+
 class ForkServerLost(RunFailed):
     """The process that starts the workers has ended, and its workers with it."""
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
+from engine.networks import go_there
 from headrace.cli import run
 
+if "NETWORK_NAMESPACE" in os.environ:
+    go_there()
 sys.exit(run([*sys.argv[1:], *os.environ.get("ALSO", "").split()]))

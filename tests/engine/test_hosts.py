@@ -149,10 +149,10 @@ def test_a_host_that_does_not_see_the_run_directory_is_named(start: Start) -> No
 @pytest.mark.parametrize(
     ("deed", "victim", "code", "reason"),
     [
-        ("kill", 1, -signal.SIGKILL, "gave no sign of life for 1."),
+        ("kill", 1, -signal.SIGKILL, "gave no sign of life for "),
         ("kill", 0, -signal.SIGKILL, "the launcher's store on its host cannot be reached"),
         ("raise", 0, 1, "its part of the run has failed"),
-        ("stop", 2, None, "gave no sign of life for 1."),
+        ("stop", 2, None, "gave no sign of life for "),
     ],
 )
 def test_a_rank_that_is_lost(start: Start, deed: str, victim: int, code: int | None, reason: str) -> None:
@@ -205,12 +205,21 @@ def test_hosts_are_made_and_leave_nothing(hosts: str) -> None:
     assert hosts_script(hosts, "exec", "1", "sh", "-c", "exit 7").returncode == 7
 
 
-def test_two_hosts_that_do_not_reach_each_other_end_the_run_with_both_names(start: Start, hosts: str) -> None:
+def test_rank_0_says_which_two_hosts_do_not_reach_each_other(
+    fork_server: ForkServer, hosts: str, tmp_path: Path
+) -> None:
+    (tmp_path / "job.py").write_text("from engine.victims import make_job as job\n")
     route = ["sh", "-c", 'ip route "$0" blackhole 10.97.0.3/32']
     assert hosts_script(hosts, "exec", "1", *route, "add").returncode == 0
     try:
-        ended = start("kill", "9", str(time.monotonic() + 200), on=(0, 1, 2))
+        start = starts(fork_server, hosts, TESTS / "engine" / "refused_script.py", tmp_path)
+        ended = start("train", "job.py", "--strategy", "mirrored", "--timeout-s", "2", on=(0, 1, 2))
     finally:
         assert hosts_script(hosts, "exec", "1", *route, "delete").returncode == 0
     assert not {0, None} & set(ended.codes.values()), ended.logs
-    assert any("rank 1 on host-1 and rank 2 on host-2 live and do not reach each other" in log for log in ended.logs)
+    first, second, third = (log.splitlines()[-1] for log in ended.logs)
+    assert first.startswith(
+        "error: rank 1 on host-1 failed: rank 1 on host-1 and rank 2 on host-2 live and do not reach each other "
+        "(tcp://10.97.0.3:"
+    )
+    assert [second, third] == ["error: rank 0 on host-0 failed: what it prints says why"] * 2

@@ -143,7 +143,7 @@ def test_a_frozen_worker_is_lost(
     # Its last sign was up to a beat, and on a busy machine some, before it left its mark.
     assert TIMEOUT_S / 2 < seconds < NOTICED_S
     assert victim in (error.rank, None)
-    assert "gave no sign of life for 1.0 s" in str(error)
+    assert "gave no sign of life for " in str(error)
 
 
 def holds_the_interpreter() -> None:

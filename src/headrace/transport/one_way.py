@@ -33,8 +33,8 @@ _TOKEN = b"token "
 _ADDED_BYTES = 1 << 10
 """More than the encryption of a part adds."""
 _ENDS = {
-    zmq.EVENT_CLOSED: "no process listens there",
-    zmq.EVENT_CONNECT_RETRIED: "no process listens there",
+    zmq.EVENT_CLOSED: "no process listens there, or no packet comes there",
+    zmq.EVENT_CONNECT_RETRIED: "no process listens there, or no packet comes there",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not let this process in",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the process that listens there is not of this run",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the process that listens there is not of this run",

@@ -26,7 +26,7 @@ from headrace.engine.torchrun.failover import BACK_S, LaunchedFailover, expendab
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.engine.torchrun.refusal import begun
 from headrace.engine.torchrun.store import MEET_S, comes_back, gather, launched_store, own_address
-from headrace.errors import PeerLost, Replaced, RunFailed, UsageError
+from headrace.errors import PeerLost, PeersApart, Replaced, RunFailed, UsageError
 from headrace.machine import cores, host_name
 from headrace.policies.roles import threads_per_worker
 from headrace.shared_memory.barrier import FinishedRanks
@@ -265,10 +265,8 @@ class LaunchedGroup:
                 cause = f"its connection has broken, and it gave no sign of life for {silent_s:.1f} s"
                 raise PeerLost(suspect, self.hosts[suspect], cause)
             self._over.wait(_BEAT_EVERY_S)
-        raise RunFailed(
-            f"rank {self.rank} on {self.hosts[self.rank]} and rank {suspect} on {self.hosts[suspect]} live and do "
-            f"not reach each other ({error}); look for a firewall or a broken link between these two hosts"
-        ) from error
+        here, there = ((rank, self.hosts[rank]) for rank in (self.rank, suspect))
+        raise PeersApart(here, there, str(error)) from error
 
     def _look(self, timeout_s: float) -> None:
         if self.page.abort:

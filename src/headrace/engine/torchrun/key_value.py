@@ -52,12 +52,13 @@ _ENDS = {
 
 
 class Failure(TypedDict):
-    """Why a process cannot take part in a run."""
+    """Why a process cannot take part in a run; `lost` is the rank whose loss is the cause, -1 for none."""
 
     rank: int
     host: str
     cause: str
     code: int
+    lost: int
 
 
 class NotOfThisRun(ConnectionError):
@@ -107,7 +108,7 @@ class StoreServer:
         self._meetings: Meetings[tuple[bytes, int]] = Meetings()
         self._ending: list[tuple[bytes, int]] = []
         self._reason: bytes | None = None
-        self._first_reason: bytes | None = None
+        self._shown: list[bytes] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = make_socket(self._context, zmq.ROUTER)
         self._guard = ConnectionGuard(self._socket, Keys(secret))
@@ -192,7 +193,10 @@ class StoreServer:
         elif operation == _END:
             reason, leads = fields
             self._reason = self._reason or reason
-            self._first_reason = reason if leads else self._first_reason
+            if leads:
+                # A rank that seems lost and has told why it failed: that is the cause.
+                explains = _failure(reason)["lost"] == _failure(self._reason)["rank"]
+                self._shown = [self._reason if explains else reason, reason]
             self._ending.append((client, number))
         else:
             raise ValueError(f"no operation: {operation!r}")
@@ -206,9 +210,9 @@ class StoreServer:
 
     def _answer(self) -> None:
         """Answers those who wait for keys that are there, or that will not come."""
-        if self._first_reason is not None:
+        if self._shown:
             for client, number in self._ending:
-                self._reply(client, _END, number, [self._first_reason])
+                self._reply(client, _END, number, self._shown)
             self._ending = []
         still = []
         for client, number, keys in self._waiting:
@@ -281,11 +285,15 @@ class StoreClient:
         """Declares a member lost, in all meetings to which it has not come yet."""
         self._ask(_LOSE, [name.encode()])
 
-    def end(self, reason: Failure, leads: bool, within_s: float) -> Failure:
-        """Says why this process cannot take part; returns what the one that leads says, as soon as it does."""
+    def end(self, reason: Failure, leads: bool, within_s: float) -> tuple[Failure, Failure]:
+        """Says why this process cannot take part; returns why none can, and the reason of the one that leads.
+
+        They are the same, except where it has lost a rank that has said before why it failed. Blocks until it has said
+        its reason.
+        """
         give_up = monotonic() + within_s
-        (answer,) = self._ask(_END, [json.dumps(reason).encode(), b"1" if leads else b""], give_up)
-        return _failure(answer)
+        why, leading = self._ask(_END, [json.dumps(reason).encode(), b"1" if leads else b""], give_up)
+        return _failure(why), _failure(leading)
 
     def clone(self) -> StoreClient:
         """Returns another connection, for another thread."""

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from headrace.engine.torchrun.key_value import Failure, StoreClient
 from headrace.engine.torchrun.store import first_failed, launched_ranks, reached
-from headrace.errors import HeadraceError, UsageError, WorkerFailed
+from headrace.errors import HeadraceError, PeerLost, PeersApart, UsageError, WorkerFailed
 from headrace.machine import host_name
 
 TELL_S = 10.0
@@ -37,17 +37,18 @@ def tell(error: BaseException, code: int = 1) -> BaseException:
     if store is None:
         return error
     rank, heard = int(os.environ["RANK"]), isinstance(error, WorkerFailed)
-    own = Failure(rank=rank, host=host_name(), cause=str(error) or type(error).__name__, code=code)
+    lost = error.rank if isinstance(error, PeerLost | PeersApart) else -1
+    own = Failure(rank=rank, host=host_name(), cause=str(error) or type(error).__name__, code=code, lost=lost)
     try:
-        first = store.end(own, rank == 0, TELL_S)
+        why, leading = store.end(own, rank == 0, TELL_S)
         if rank == 0:
             atexit.register(_await_others, store, world - 1)
-            return error
+            return error if why == own else WorkerFailed(why["rank"], why["host"], why["cause"], exit_code=why["code"])
         store.add(_ENDED, 1)
     except (OSError, HeadraceError):
         return error
-    if heard or first["cause"] == own["cause"]:
-        return first_failed(first["host"], code)
+    if heard or why["cause"] == own["cause"] or lost == why["rank"]:
+        return first_failed(leading["host"], code)
     return error
 
 
