@@ -149,7 +149,7 @@ def test_a_server_that_is_frozen_is_lost(engine: LocalEngine) -> None:
         stopped.append(time.monotonic())
         os.kill(pids[2], signal.SIGSTOP)
 
-    with pytest.raises(PeerLost, match=r"rank 2 .* gave no sign of life for 1"):
+    with pytest.raises(PeerLost, match=r"rank 2 .* gave no sign of life for "):
         hr.fit(long_job(), PAIR, engine=engine, timeout_s=TIMEOUT_S, on_event=at_step(5, stop))
     # Its last sign was up to a beat, and on a busy machine some, before it left its mark.
     assert TIMEOUT_S / 2 < time.monotonic() - stopped[0] < NOTICED_S
