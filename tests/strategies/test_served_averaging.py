@@ -199,7 +199,7 @@ def test_a_worker_that_does_not_wait_pulls_and_is_pulled() -> None:
         expected.round()
         if done % 2 == 0 or done == ROUNDS:
             expected.meet()
-    outcome = train(job_of(), THROUGH(1, period=2, outer=Elastic(0.6), wait="nobody"))
+    outcome = train(job_of(), THROUGH(1, period=2, outer=Elastic(0.6), wait="none"))
     assert distance(outcome.tensors, {name: each.detach() for name, each in expected.centre.items()}) <= DOUBLE
 
 
@@ -357,11 +357,11 @@ def test_a_checkpoint_goes_on_under_another_strategy(tmp_path: Path) -> None:
         ({"wait": 0}, "wait=0 workers make no average; wait for 1 or more, or for 'all'"),
         ({"wait": -1.0}, "wait=-1.0 must be a number of seconds above 0"),
         ({"wait": float("nan")}, "wait=nan must be a number of seconds above 0"),
-        ({"wait": True}, "wait must be 'all', 'nobody', a number of workers (3) or of seconds (3.0), got True"),
-        ({"wait": "some"}, "wait must be 'all', 'nobody'"),
-        ({"wait": "nobody"}, "would put each worker's parameters in place of the average"),
+        ({"wait": True}, "wait must be 'all', 'none', a number of workers (3) or of seconds (3.0), got True"),
+        ({"wait": "some"}, "wait must be 'all', 'none'"),
+        ({"wait": "none"}, "would put each worker's parameters in place of the average"),
         (
-            {"wait": "nobody", "outer": "elastic", "average_optimizer_state": True},
+            {"wait": "none", "outer": "elastic", "average_optimizer_state": True},
             "makes no average of the optimizers'",
         ),
         ({"period": 70_000}, "period must be at most 65,535 through servers, got 70,000"),

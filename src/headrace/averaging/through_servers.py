@@ -46,7 +46,7 @@ from headrace.training.synchronization import MeanState, mean_state
 from headrace.training.update import AVERAGE
 
 Wait = str | int | float
-"""What an average waits for: "all" workers, so many of them, so many seconds (as a float), or "nobody"."""
+"""What an average waits for: "all" workers, so many of them, so many seconds (as a float), or "none"."""
 
 _MOST_ROUNDS = 65_535
 """Of one push, as its message can say."""
@@ -78,20 +78,20 @@ class ServedAveragingConfig:
             raise UsageError(f"period must be at most {_MOST_ROUNDS:,} through servers, got {longest:,}")
         check_server_options(self.servers, self.backups, self.transport)
         wait = self.wait
-        if isinstance(wait, bool) or not (wait in ("all", "nobody") or isinstance(wait, int | float)):
-            raise UsageError(f"wait must be 'all', 'nobody', a number of workers (3) or of seconds (3.0), got {wait!r}")
+        if isinstance(wait, bool) or not (wait in ("all", "none") or isinstance(wait, int | float)):
+            raise UsageError(f"wait must be 'all', 'none', a number of workers (3) or of seconds (3.0), got {wait!r}")
         if isinstance(wait, int) and wait < 1:
             raise UsageError(f"wait={wait} workers make no average; wait for 1 or more, or for 'all'")
         if isinstance(wait, float) and not 0 < wait < math.inf:
-            raise UsageError(f"wait={wait} must be a number of seconds above 0; use wait='all' to wait for everybody")
-        if wait == "nobody" and not isinstance(self.outer, Elastic):
+            raise UsageError(f"wait={wait} must be a number of seconds above 0; use wait='all' to wait for all")
+        if wait == "none" and not isinstance(self.outer, Elastic):
             raise UsageError(
-                "wait='nobody' would put each worker's parameters in place of the average; use it with "
+                "wait='none' would put each worker's parameters in place of the average; use it with "
                 "outer='elastic', or wait='all'"
             )
-        if wait == "nobody" and self.average_state:
+        if wait == "none" and self.average_state:
             raise UsageError(
-                "wait='nobody' makes no average of the optimizers' state; use average_optimizer_state=False, or "
+                "wait='none' makes no average of the optimizers' state; use average_optimizer_state=False, or "
                 "wait='all'"
             )
 
@@ -116,7 +116,7 @@ class ServedAveragingConfig:
     @property
     def drops(self) -> bool:
         """Whether a worker that comes too late is left out."""
-        return self.wait not in ("all", "nobody")
+        return self.wait not in ("all", "none")
 
     @property
     def in_turn(self) -> bool:
@@ -127,7 +127,7 @@ class ServedAveragingConfig:
         """Returns when a server has enough pushes for an average; `first` if it is the first server."""
         if not first and self.in_turn:
             return DecidedElsewhere()
-        if self.wait == "nobody":
+        if self.wait == "none":
             return EveryPush()
         return FirstPushes(self.wait) if isinstance(self.wait, int) else AllMembers()
 
@@ -136,7 +136,7 @@ class ServedAveragingConfig:
         if not isinstance(self.outer, Elastic):
             return dict(self.outer.sgd())
         # beta of the mean is alpha of each.
-        return {"lr": self.outer.beta / (workers if self.wait == "nobody" else 1)}
+        return {"lr": self.outer.beta / (workers if self.wait == "none" else 1)}
 
 
 def state_on_server(model: ModelSpec, optimizer: Callable[..., Any]) -> MeanState:
@@ -190,7 +190,7 @@ class ServedAveragingExchange(ServedExchange):
         leads: bool,
     ) -> None:
         self._period = PeriodController(config.period, config.post_local, worker.group)
-        replica_group, waits = worker.agreement(), config.wait != "nobody"
+        replica_group, waits = worker.agreement(), config.wait != "none"
         stretch, parts = self._period.stretch, len(plan.shares)
         leases = ServerDataLeases(center.client, replica_group.group, leads, parts, stretch, center, rests=waits)
         super().__init__(leases, layouts, worker.model, worker.group, replica_group)

@@ -78,7 +78,7 @@ class ParameterAveraging(ServedStrategy):
         pull_codec: how the average travels to workers, via "server".
         via: "all_reduce" among the workers, or "server", where workers may come and go.
         wait: whom an average waits for: "all", or so many workers, or so many seconds after the first has come (a
-            float): a worker that comes later is left out, and goes on from the average. "nobody" is asynchronous EASGD.
+            float): a worker that comes later is left out, and goes on from the average. "none" is asynchronous EASGD.
         servers: how many hold shards, via "server".
         backups: of each server: with 1, nothing is lost with a server, and the run goes on.
         transport: to them: "shared_memory" within a host, or "tcp", also there; between hosts TCP, encrypted.
