@@ -215,9 +215,27 @@ def test_nothing_to_resume(tmp_path: Path, saved: Path) -> None:
     with pytest.raises(UsageError, match=r"reset_optimizer .* is for a run that goes on; say from what by resume"):
         fit(short_job(), tmp_path / "b", reset_optimizer=True)
     for nonsense in (5, None, ["a"]):
-        with pytest.raises(UsageError, match="resume is True, a run's directory or one checkpoint, got "):
+        with pytest.raises(UsageError, match="resume is True, 'if_saved', a run's directory or one checkpoint, got "):
             fit(short_job(), tmp_path / "b", resume=nonsense)
     assert not (tmp_path / "b").exists()
+
+
+def test_a_requeued_run_goes_on_where_something_is_saved_and_begins_where_nothing_is(tmp_path: Path) -> None:
+    again = functools.partial(fit, run_dir=tmp_path / "a", resume="if_saved")
+    whole = weights(again(short_job()))
+    # As after an attempt that has ended before its first save.
+    shutil.rmtree(tmp_path / "a" / "checkpoints")
+    begun = again(short_job())
+    assert torch.equal(weights(begun), whole)
+    assert (begun.summary.started.resumed_step, begun.summary.outcome.attempts) == (0, 2)
+    more = again(short_job(steps=STEPS + 2))
+    assert (more.summary.started.resumed_step, more.summary.steps) == (STEPS, STEPS + 2)
+    with pytest.raises(UsageError, match=r"--resume-if-saved\) goes on from checkpoints, and this run saves none"):
+        again(short_job(), checkpoints=False)
+
+
+def weights(run: hr.Run) -> torch.Tensor:
+    return torch.cat([parameter.flatten() for parameter in run.model.parameters()])
 
 
 def test_a_run_directory_with_the_name_of_a_checkpoint(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def test_when_to_save(stage, job_file: Path, arguments: list[str], expected: Che
     ("arguments", "resume", "reset"),
     [
         (["--run-dir", "a", "--resume"], True, False),
+        (["--run-dir", "a", "--resume-if-saved"], "if_saved", False),
         (["--run-dir", "a", "--resume-from", "b"], Path("b"), False),
         (
             ["--resume-from", "b/checkpoints/step-00000100", "--reset-optimizer"],
@@ -55,7 +56,9 @@ def test_when_to_save(stage, job_file: Path, arguments: list[str], expected: Che
         ),
     ],
 )
-def test_what_to_go_on_from(stage, job_file: Path, arguments: list[str], resume: bool | Path, reset: bool) -> None:
+def test_what_to_go_on_from(
+    stage, job_file: Path, arguments: list[str], resume: bool | str | Path, reset: bool
+) -> None:
     assert run(["train", "digits.py", *arguments]) == 0
     assert (stage.asked["resume"], stage.asked["reset_optimizer"]) == (resume, reset)
 

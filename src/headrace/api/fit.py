@@ -13,7 +13,7 @@ from time import monotonic
 from headrace.api.agreement import facts_of
 from headrace.api.checks import JobInfo, check_options, inspect_job
 from headrace.api.probes.probing import needs_probes, probe, said_by
-from headrace.api.resume import ResumeRequest, describe_run
+from headrace.api.resume import IF_SAVED, ResumeRequest, describe_run
 from headrace.api.run import Run, TemporaryRunDir
 from headrace.api.supervision import OnEvent, supervise
 from headrace.data import as_pipeline
@@ -73,8 +73,8 @@ def fit(
             local ones, which fork from a process that has imported torch and is kept until this one ends.
         seconds: ends the run in order after this time.
         checkpoints: when to save; None for `Checkpoints()` where there is a `run_dir`; True, False.
-        resume: True goes on from the last checkpoint of `run_dir`; or from that of another run's directory, or
-            from one checkpoint. The strategy and the number of workers may be others than the saver's.
+        resume: True goes on from the last checkpoint of `run_dir`; "if_saved" begins where there is none; or from
+            another run's directory, or one checkpoint. Strategy and number of workers may be others than the saver's.
         reset_optimizer: leaves the checkpoint's optimizer state and schedule behind; its class may be another.
         check: runs the model on a few examples before the start, and says what would differ from one device.
         cluster: links between hosts, or their file (`headrace doctor` writes one); None for 1 Gbit/s. Rank 0's counts.
@@ -270,11 +270,13 @@ def _inspected(job: Job, info: JobInfo, strategy: Strategy, cluster: Cluster, en
 def _resume_request(arguments: FitArguments) -> ResumeRequest:
     resume = arguments.resume
     if not isinstance(resume, bool | str | Path):
-        raise UsageError(f"resume is True, a run's directory or one checkpoint, got {resume!r:.60}")
+        raise UsageError(f"resume is True, '{IF_SAVED}', a run's directory or one checkpoint, got {resume!r:.60}")
     if resume and arguments.run_dir is None:
         raise UsageError("resume needs the run_dir of the run that goes on")
     if arguments.reset_optimizer and not resume:
         raise UsageError("reset_optimizer (--reset-optimizer) is for a run that goes on; say from what by resume")
+    if resume == IF_SAVED:
+        return ResumeRequest(True, arguments.reset_optimizer, or_begin=True)
     return ResumeRequest(resume if isinstance(resume, bool) else Path(resume).absolute(), arguments.reset_optimizer)
 
 
@@ -287,6 +289,8 @@ def _checkpoints(job: Job, strategy: Strategy, arguments: FitArguments) -> Check
         raise UsageError(f"checkpoints must be hr.Checkpoints(...), True or False, got {wanted!r:.60}")
     if chosen and not strategy.one_model:
         raise UsageError(f"{strategy.name} trains several models, so there is no one state to save; checkpoints=False")
+    if arguments.resume == IF_SAVED and chosen is None:
+        raise UsageError("resume='if_saved' (--resume-if-saved) goes on from checkpoints, and this run saves none")
     if job.options.on_nonfinite == "rollback" and chosen is None:
         raise UsageError(
             "on_nonfinite='rollback' needs checkpoints to roll back to; give a run_dir, or "

@@ -26,6 +26,9 @@ from headrace.training.update import group_settings, make, plain
 from headrace.worker.run_spec import SNAPSHOTS, AttemptInfo, ResumePoint, RunSpec
 from headrace.worker.state import making_sense
 
+IF_SAVED = "if_saved"
+"""Resumes where the run's directory holds a checkpoint, and begins where it does not."""
+
 _LEFT_BEHIND = " (reset_optimizer=True leaves its state behind)"
 _NEW_ONE = " (reset_optimizer=True takes the new one)"
 _CHECKPOINT = re.compile("step-[0-9]{8,18}")
@@ -112,10 +115,19 @@ def resumption(
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """Where a run resumes from: True is its own last checkpoint; or another run's directory, or one checkpoint."""
+    """Where a run resumes from: True is its own last checkpoint; or another run's directory, or one checkpoint.
+
+    Attributes:
+        or_begin: begins, in the same directory, where it holds no checkpoint.
+    """
 
     resume: bool | Path | str = False
     reset_optimizer: bool = False
+    or_begin: bool = False
+
+    def begins(self, run_dir: Path) -> bool:
+        """Whether there is nothing to resume from, and that is no error."""
+        return self.or_begin and not CheckpointFolder(run_dir / "checkpoints").steps()
 
 
 @contextmanager
@@ -127,8 +139,10 @@ def begin_attempt(spec: RunSpec, info: JobInfo, request: ResumeRequest) -> Itera
         CheckpointMismatch, CorruptCheckpoint: what there is cannot be resumed.
         UnfitMachine: the directory cannot be written to.
     """
-    resume, notices = _resume(spec, info, request) if request.resume else (None, ())
-    continues = resume is not None and resume.folder.parent.resolve() == spec.run_dir.resolve()
+    begins = request.begins(spec.run_dir)
+    resume, notices = _resume(spec, info, request) if request.resume and not begins else (None, ())
+    # An attempt that has ended before its first save is one of this run's, too.
+    continues = begins or (resume is not None and resume.folder.parent.resolve() == spec.run_dir.resolve())
     # The weights, and about as much again for an optimizer's state.
     needed_bytes = 2 * info.model.parameter_bytes if spec.checkpoints else 0
     with closing(RunDirLock(spec.run_dir, continues, needed_bytes)) as locked:

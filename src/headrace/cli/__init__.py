@@ -14,6 +14,7 @@ from headrace.cli.commands.checkpoint import checkpoint
 from headrace.cli.commands.data import data
 from headrace.cli.commands.doctor import doctor
 from headrace.cli.commands.launch import launch
+from headrace.cli.commands.launch_files import launch_files
 from headrace.cli.commands.report import report
 from headrace.cli.commands.train import compare, train
 from headrace.cli.commands.workers import workers
@@ -31,6 +32,7 @@ _EXAMPLES = """
   headrace data profile job.py
   headrace checkpoint list runs/a
   headrace launch script.py --workers 2
+  headrace launch-files slurm job.py --workers 8 --hosts 2
   headrace workers add 2 runs/a
 """
 
@@ -41,6 +43,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "data": data,
     "checkpoint": checkpoint,
     "launch": launch,
+    "launch-files": launch_files,
     "workers": workers,
     "doctor": doctor,
 }

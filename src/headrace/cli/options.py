@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.engine.base import Terminated
+from headrace.engine.schedulers.environment import adopt
 from headrace.errors import RunFailed, UnfitMachine, UnknownName, UsageError
 from headrace.spec.call import parse_call, split_calls
 from headrace.spec.events import Event, RunStarted
@@ -104,6 +105,9 @@ SnapshotsEveryOption = Annotated[
 KeepOption = Annotated[int, typer.Option("--keep", metavar="N", min=1, help="How many of the last checkpoints stay.")]
 ResumeOption = Annotated[
     bool, typer.Option("--resume", help="Go on from the last checkpoint of --run-dir, under any strategy.")
+]
+ResumeIfSavedOption = Annotated[
+    bool, typer.Option("--resume-if-saved", help="Go on as --resume does, or begin where nothing is saved.")
 ]
 ResumeFromOption = Annotated[
     Path | None,
@@ -268,7 +272,8 @@ def saying_where(run_dir: Path) -> Iterator[None]:
 
 
 def launched_rank() -> int | None:
-    """Returns this process's rank if torchrun, SLURM or MPI has started it; else None."""
+    """Returns this process's rank if torchrun, SLURM, MPI or Kubernetes has started it with others; else None."""
+    adopt()
     if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
         return None
     return int(os.environ["RANK"])

@@ -26,6 +26,7 @@ from headrace.cli.options import (
     default_run_dir,
     help_option,
     job_name,
+    refuse_launcher,
 )
 from headrace.cli.output import answering
 from headrace.errors import UnknownName, UsageError
@@ -79,6 +80,7 @@ def launch(
     trained: then the arguments are those of `headrace train`.
     """
     with answering(as_json) as answer:
+        refuse_launcher("launch")
         check_file(script, "script")
         given = tuple(arguments or ())
         with _stdout_for_results(as_json):
@@ -87,7 +89,7 @@ def launch(
                 workers = workers or len(destinations)
                 trained = _is_job(script)
                 what = _training(script, given, cluster) if trained else (str(script), *given)
-                usual = Distribution.CYCLIC if trained and _has_backups(given) else Distribution.BLOCK
+                usual = Distribution.CYCLIC if trained and has_backups(given) else Distribution.BLOCK
                 code = over_ssh(destinations, what, script, workers, port, ssh, python, distribution or usual)
             else:
                 # Lazily: --help need not wait for the engine.
@@ -172,7 +174,7 @@ def _is_job(script: Path) -> bool:
     return "job" in names
 
 
-def _has_backups(arguments: tuple[str, ...]) -> bool:
+def has_backups(arguments: tuple[str, ...]) -> bool:
     """Whether the arguments of `headrace train` name a strategy whose servers have backups."""
     after = [value for option, value in itertools.pairwise(arguments) if option == "--strategy"]
     joined = [argument for argument in arguments if argument.startswith("--strategy=")]

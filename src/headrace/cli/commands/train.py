@@ -20,6 +20,7 @@ from headrace.cli.options import (
     KeepOption,
     ResetOptimizerOption,
     ResumeFromOption,
+    ResumeIfSavedOption,
     ResumeOption,
     RunDirOption,
     SecretFileOption,
@@ -82,6 +83,7 @@ def train(
     snapshots_every: SnapshotsEveryOption = None,
     keep: KeepOption = 3,
     resume: ResumeOption = False,
+    resume_if_saved: ResumeIfSavedOption = False,
     resume_from: ResumeFromOption = None,
     reset_optimizer: ResetOptimizerOption = False,
     check: CheckOption = True,
@@ -98,7 +100,7 @@ def train(
         find_job(path)
         check_tensorboard(tensorboard)
         checkpoints = checkpoints_of(checkpoint_every, keep, snapshots_every)
-        going = _going(resume, resume_from, run_dir)
+        going = _going(resume, resume_if_saved, resume_from, run_dir)
         where = run_dir or default_run_dir(f"{job_name(path)}-{parse_call(strategy).name}")
         # In this order: the engine forks this process, which must not have run the job file before.
         with own_engine(secret_file, path) as engine, saying_where(where):
@@ -139,12 +141,14 @@ def _resolved(strategy: str, workers: int | None) -> Strategy:
     return chosen
 
 
-def _going(resume: bool, resume_from: Path | None, run_dir: Path | None) -> bool | Path:
-    if resume and run_dir is None:
+def _going(resume: bool, if_saved: bool, resume_from: Path | None, run_dir: Path | None) -> bool | str | Path:
+    if (resume or if_saved) and run_dir is None:
         raise UsageError("--resume goes on with a run: name it by --run-dir, or another one by --resume-from")
-    if resume and resume_from:
-        raise UsageError("--resume goes on with --run-dir, --resume-from with another run; give one of them")
-    return resume_from or resume
+    if resume + if_saved + bool(resume_from) > 1:
+        raise UsageError(
+            "--resume and --resume-if-saved go on with --run-dir, --resume-from with another run; give one of them"
+        )
+    return resume_from or ("if_saved" if if_saved else resume)
 
 
 def compare(

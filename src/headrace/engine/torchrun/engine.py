@@ -21,6 +21,7 @@ from headrace.collectives.elastic import ElasticGroup, elastic_on_page
 from headrace.collectives.multi_host import MultiHostGroup, Watch
 from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.engine.base import Engine, LivenessProbe, RunProgress, orderly_interrupts
+from headrace.engine.schedulers.alive import show_alive
 from headrace.engine.torchrun.elastic import StoreBarrier, member_name
 from headrace.engine.torchrun.failover import BACK_S, LaunchedFailover, expendable_ranks
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
@@ -82,6 +83,7 @@ class LaunchedGroup:
         self.page.ranks[self.rank].heartbeat.pid = os.getpid()
         self.host = self._together() if one else self._apart()
         begun.set()
+        show_alive()
         try:
             self.host.barrier()
         except BaseException:

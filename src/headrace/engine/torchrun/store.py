@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from time import monotonic
 
+from headrace.engine.schedulers.environment import adopt, secret_remedy
 from headrace.engine.torchrun.key_value import NotOfThisRun, StoreClient, StoreServer
 from headrace.engine.torchrun.secret import HOW_TO_MAKE, ask, given_secret, hand_out
 from headrace.errors import HeadraceError, InfeasiblePlan, RunFailed, UsageError, WorkerFailed
@@ -30,6 +32,7 @@ NOTICE_S = 10.0
 """After which a process that waits says so."""
 
 _PROBE_S = 3.0
+_LOOK_UP_EVERY_S = 0.5
 _tried: list[bool] = []
 """Has an item if this process has tried to join the store."""
 
@@ -40,8 +43,9 @@ _gathered = itertools.count()
 def launched_ranks() -> int | None:
     """Returns how many processes the launcher has started, None if there is no launcher.
 
-    Raises UsageError where it has set only some of its variables.
+    Raises UsageError where it has set only some of its variables, or a scheduler contradicts them.
     """
+    adopt()
     given = [name for name in _VARIABLES if name in os.environ]
     if "RANK" not in given or "WORLD_SIZE" not in given:
         return None
@@ -249,9 +253,15 @@ def _state(address: str) -> str:
 def _on_one_host(rank: int, world: int, place: str) -> tuple[str, bytes]:
     """Returns address and secret that rank 0 makes, and gives to processes of its user on its host alone."""
     if int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world or not _is_here(_master()):
+        remedy = secret_remedy(os.environ)
+        if remedy and rank > 0:
+            # A scheduler gives all processes the same, so rank 0 says it for all.
+            raise WorkerFailed(
+                0, os.environ["MASTER_ADDR"], "there is no secret; what it prints says how to make one", exit_code=2
+            )
         raise UsageError(
             f"rank {rank} on {host_name()}: the launcher's processes are on several hosts, and have no secret to tell "
-            f"each other from strangers; make one: {HOW_TO_MAKE}"
+            f"each other from strangers; {remedy or f'make one: {HOW_TO_MAKE}'}"
         )
     if rank > 0:
         address, secret = json.loads(ask(place, MEET_S))
@@ -299,12 +309,21 @@ def _serve(address: str, secret: bytes) -> str:
 
 
 def _master() -> str:
-    """Returns the number of MASTER_ADDR; raises UsageError if there is none."""
+    """Returns the number of MASTER_ADDR; raises UsageError if there is none.
+
+    In Kubernetes a pod has a name only after it has begun, so others wait for it.
+    """
     name, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    try:
-        return str(socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)[0][4][0])
-    except (OSError, ValueError) as error:
-        raise UsageError(f"MASTER_ADDR={name} MASTER_PORT={port} on {host_name()} is no address: {error}") from error
+    give_up = monotonic() + (MEET_S if "KUBERNETES_SERVICE_HOST" in os.environ else 0)
+    while True:
+        try:
+            return str(socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)[0][4][0])
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) or monotonic() >= give_up:
+                raise UsageError(
+                    f"MASTER_ADDR={name} MASTER_PORT={port} on {host_name()} is no address: {error}"
+                ) from error
+        threading.Event().wait(_LOOK_UP_EVERY_S)
 
 
 def _is_here(number: str) -> bool:

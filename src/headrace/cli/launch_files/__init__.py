@@ -1,0 +1,1 @@
+"""Writes what SLURM, Kubernetes and torchrun start a job from."""

@@ -1,0 +1,1 @@
+"""SLURM, MPI and Kubernetes: what they say of a process that they have started."""
