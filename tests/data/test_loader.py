@@ -40,6 +40,22 @@ def global_batches(count: int, size: int, shares: list[int], epochs: int = 1, se
     return [[index for part in parts for index in part[r]] for r in range(rounds)]
 
 
+@given(count=COUNTS, size=BATCHES, shares=SHARES, change=st.integers(0, 20), seed=st.integers(0, 3))
+def test_other_shares_from_some_round_on_change_no_batch(
+    count: int, size: int, shares: list[int], change: int, seed: int
+) -> None:
+    loaders = [Loader(numbered(count), seed, size, (1,) * len(shares), rank) for rank in range(len(shares))]
+    before = [seen(loader.rounds(0, change)) for loader in loaders]
+    for loader in loaders:
+        loader.assign(shares)
+    after = [seen(loader.rounds(change, change + 5)) for loader in loaders]
+    parts = [[*early, *late] for early, late in zip(before, after, strict=True)]
+    (expected,) = [seen(Loader(numbered(count), seed, size, (1,), 0).rounds(0, change + 5))]
+    assert [[index for part in parts for index in part[r]] for r in range(change + 5)] == expected
+    owners = [len(late[0]) > 0 for late in after]
+    assert not any(owns and not share for owns, share in zip(owners, shares, strict=True))
+
+
 @pytest.mark.slow
 @given(count=COUNTS, size=BATCHES, shares=SHARES)
 def test_every_epoch_visits_every_example_once(count: int, size: int, shares: list[int]) -> None:

@@ -13,7 +13,7 @@ from headrace.report.model.training import TrainingClock, curves_of
 from headrace.report.model.verdict import References
 from headrace.report.views.page import write_page
 from headrace.report.views.table import comparison_table, run_plain, run_rows
-from headrace.spec.events import Evaluated, ParametersAveraged, RunEnded, RunStarted, Stepped
+from headrace.spec.events import Evaluated, ParametersAveraged, RunEnded, RunStarted, SharesBalanced, Stepped
 from report.test_server_text import _render
 
 
@@ -175,3 +175,23 @@ def test_what_was_done_again_counts_once(tmp_path, make_run, write_events):
     write_events(run_dir, [again, last, RunEnded(-1, 6.0, "ok")])
     meetings = summarize(run_dir).averaging.meetings
     assert [(meeting.step, meeting.time_s) for meeting in meetings] == [(2, 1.2), (6, 2.2), (9, 5.0)]
+
+
+def test_shares_over_time_in_words_and_a_picture(tmp_path, make_run, write_events):
+    changes = (SharesBalanced(0, 1.2, 4, (20, 12), (0.1, 0.2)), SharesBalanced(0, 2.2, 8, (22, 10), (0.1, 0.2)))
+    run_dir = make_run(tmp_path / "run", status="interrupted", extra=changes)
+    summary = summarize(run_dir)
+    batch = summary.started.global_batch_size
+    assert summary.balance.splits == ((0, (batch // 2, batch // 2)), (4, (20, 12)), (8, (22, 10)))
+    assert dict(run_rows(summary))["shares"] == "22 + 10 examples of a batch, after 2 changes"
+    assert run_plain(summary)["balance"]["last"] == [22, 10]
+    page = write_page(tmp_path / "page.html", [summary]).read_text()
+    assert "Shares of the batch" in page
+    assert (
+        "Shares of the batch" not in write_page(tmp_path / "b.html", [summarize(make_run(tmp_path / "b"))]).read_text()
+    )
+    # A resumed run begins with equal shares.
+    first = summary.started
+    again = RunStarted(-1, 4.0, *(getattr(first, name) for name in RunStarted.__match_args__[2:11]), resumed_step=6)
+    write_events(run_dir, [again, RunEnded(-1, 6.0, "ok")])
+    assert [step for step, _ in summarize(run_dir).balance.splits] == [0, 4, 6]

@@ -40,6 +40,9 @@ EVENTS = {
     ),
     "passed": st.builds(event.PipelineStepTimed, *STAMP, COUNT, COUNT, st.lists(PASS, max_size=3).map(tuple)),
     "saved": st.builds(event.Saved, *STAMP, COUNT, COUNT, SECONDS, SECONDS),
+    "balanced": st.builds(
+        event.SharesBalanced, *STAMP, COUNT, st.lists(COUNT, max_size=3).map(tuple), st.lists(SECONDS).map(tuple)
+    ),
     "non_finite": st.builds(event.NonFinite, *STAMP, COUNT, st.lists(COUNT, max_size=3).map(tuple), WORD),
     "lost": st.builds(event.Lost, *STAMP, st.integers(0, 9), st.integers(0, 9), st.text(), st.booleans()),
     "notice": st.builds(event.Notice, *STAMP, st.text()),

@@ -306,5 +306,10 @@ def _check_split(job: Job, info: JobInfo, plan: Plan) -> None:
             f"a global batch of {job.global_batch_size} cannot be split among {count} workers; "
             f"use global_batch_size={count} or more, or fewer workers"
         )
+    if plan.balances and as_pipeline(job.data)[0].hosts is not None:
+        raise InfeasiblePlan(
+            "balance='speed' gives examples to whichever worker is fast, and hr.data.local says that each host stores "
+            "its own; give every host all data, or use balance='equal'"
+        )
     if info.examples < count:
         raise DataError(f"{info.examples} examples are fewer than {count} workers; use fewer workers")

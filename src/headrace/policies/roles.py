@@ -85,6 +85,7 @@ def data_parallel_plan(
     copies: tuple[int, int],
     cut: Callable[[Sequence[ParameterSpec], int], tuple[Segment, ...]] = everywhere,
     spread: bool = False,
+    balance: str = "equal",
 ) -> Plan:
     """Plans workers that each hold the whole model and take equal shares of a global batch.
 
@@ -92,6 +93,7 @@ def data_parallel_plan(
         workers: how many were asked for; None for what there is.
         copies: of the trainable parameters: for each worker, and once for all. They are refused where they do not fit.
         cut: gives every parameter owners, given how many workers there are.
+        balance: "speed" where the shares are to follow the workers' speed.
 
     Raises:
         InfeasiblePlan: the cluster cannot hold it, with the numbers.
@@ -106,6 +108,7 @@ def data_parallel_plan(
         shares=(1,) * len(roles),
         gradient_bytes=model.trainable_bytes,
         segments=cut(model.parameters, len(roles)),
+        balances=balance == "speed",
     )
 
 

@@ -80,6 +80,7 @@ class Plan:
         partition: names of the layers of each stage, by stage; () where nothing is cut into stages.
         stages: what each of them is expected to take.
         elastic: whether further workers may join a run that goes on, and others leave it.
+        balances: whether the shares follow the workers' measured speed while the run goes on.
     """
 
     strategy: str
@@ -91,6 +92,7 @@ class Plan:
     partition: tuple[tuple[str, ...], ...] = ()
     stages: tuple[StageCost, ...] = ()
     elastic: bool = False
+    balances: bool = False
 
     @property
     def workers(self) -> int:

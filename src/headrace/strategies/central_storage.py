@@ -23,7 +23,7 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
 from headrace.strategies.context import WorkerContext
-from headrace.strategies.strategy import Strategy, broadcast, check_count, describe_options
+from headrace.strategies.strategy import Strategy, broadcast, check_balance, check_count, describe_options
 from headrace.training.central_storage import CentralCopy, CentralStorageExchange
 from headrace.training.exchange import Replica
 from headrace.training.optimizer import build
@@ -35,15 +35,18 @@ class CentralStorage(Strategy):
 
     Attributes:
         workers: how many; None for the launcher's processes or the machine's accelerators.
+        balance: "equal" shares of a batch, or shares that follow the workers' measured "speed".
     """
 
     workers: int | None = None
+    balance: str = "equal"
 
     name = "central_storage"
     equals_one_device = True
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
+        check_balance(self.balance)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         if len(cluster.hosts) > 1:
@@ -56,7 +59,14 @@ class CentralStorage(Strategy):
         # Each worker: what autograd makes, what it shares; all together: the parameters.
         cut = slices if model.sliceable else whole
         return data_parallel_plan(
-            self.name, describe_options(self), self.workers, model, cluster, copies=(2, 1), cut=cut
+            self.name,
+            describe_options(self),
+            self.workers,
+            model,
+            cluster,
+            copies=(2, 1),
+            cut=cut,
+            balance=self.balance,
         )
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:

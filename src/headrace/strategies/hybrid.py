@@ -75,6 +75,11 @@ class Hybrid(ServedStrategy):
             )
         if isinstance(self.outer, Served):
             check_outer(self.outer, self.inner)
+        if isinstance(self.outer, Mirrored) and self.outer.balance != "equal":
+            raise UsageError(
+                f"balance={self.outer.balance!r} compares workers that each have the whole model, and "
+                f"{self.inner.name} divides it; use balance='equal'"
+            )
         if isinstance(self.outer, ParameterAveraging) and self.outer.via != "all_reduce":
             raise UsageError(
                 f"via={self.outer.via!r} lets workers come and go one by one, and the ranks of a replica cannot; use "

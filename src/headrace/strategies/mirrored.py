@@ -23,7 +23,7 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
 from headrace.strategies.context import WorkerContext
-from headrace.strategies.strategy import Strategy, broadcast, check_count, describe_options
+from headrace.strategies.strategy import Strategy, broadcast, check_balance, check_count, describe_options
 from headrace.training.exchange import Replica
 from headrace.training.reduction import (
     CollectiveReduction,
@@ -44,17 +44,20 @@ class Mirrored(Strategy):
         workers: how many; None for the launcher's processes or the machine's accelerators.
         overlap: exchange gradients among devices, or hosts, while backward still runs.
         codec: how gradients travel between hosts: "plain", "bf16", or "int8" with error feedback.
+        balance: "equal" shares of a batch, or shares that follow the workers' measured "speed".
     """
 
     workers: int | None = None
     overlap: bool = True
     codec: str = "plain"
+    balance: str = "equal"
 
     name = "mirrored"
     equals_one_device = True
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
+        check_balance(self.balance)
         if self.codec not in CODECS:
             raise UnknownName("codec", self.codec, CODECS)
 
@@ -62,7 +65,14 @@ class Mirrored(Strategy):
         self.require_network(self.name, cluster)
         # Each worker: its mirror, what autograd makes, what it shares; all together: the result.
         return data_parallel_plan(
-            self.name, describe_options(self), self.workers, model, cluster, copies=(3, 1), spread=True
+            self.name,
+            describe_options(self),
+            self.workers,
+            model,
+            cluster,
+            copies=(3, 1),
+            spread=True,
+            balance=self.balance,
         )
 
     def require_network(self, name: str, cluster: Cluster) -> None:

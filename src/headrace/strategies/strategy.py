@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headrace.checkpoint.forms import pack, unpack
 from headrace.collectives.base import Collective
-from headrace.errors import UsageError
+from headrace.errors import UnknownName, UsageError
 from headrace.modules import is_dense, restore
 from headrace.parameter_server.server.server import Server
 from headrace.spec.cluster import Cluster
@@ -21,6 +21,9 @@ from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.context import ModelProbe, ServerContext, WorkerContext
 from headrace.training.exchange import Replica
+
+BALANCES = ("equal", "speed")
+"""How a global batch is split."""
 
 
 class Strategy(ABC):
@@ -91,6 +94,12 @@ def check_count(name: str, count: int | None) -> None:
     if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         remedy = "leave it out for what there is" if name == "workers" else "give a number such as 1 or 2"
         raise UsageError(f"{name} must be a whole number of at least 1, got {count!r}; {remedy}")
+
+
+def check_balance(balance: str) -> None:
+    """Raises an `UnknownName` unless `balance` says how a batch is split."""
+    if balance not in BALANCES:
+        raise UnknownName("balance", balance, BALANCES)
 
 
 def broadcast(module: nn.Module, collective: Collective) -> None:

@@ -68,8 +68,8 @@ class Loader:
         self._pipeline = pipeline
         self._seed = seed if pipeline.seed is None else pipeline.seed
         self._rounds = Rounds(len(pipeline), pipeline.hosts, global_batch_size)
-        self._own = functools.cache(lambda count: bounds(count, shares)[data_rank])
         self._data_rank = data_rank
+        self.assign(shares)
         self._shuffled = pipeline.shuffled and not ordered
         self.rounds_per_epoch = len(self._rounds)
         self.full_batch = min(self._rounds.total, global_batch_size)
@@ -79,6 +79,10 @@ class Loader:
         self.counters = InputCounters(self._reader.stages, pipeline.reading.most_skipped, tell)
         self._batch_reader = BatchReader(pipeline, self._reader, cpu_budget)
         self.drops = self._reader.drops
+
+    def assign(self, shares: Sequence[int]) -> None:
+        """Splits batches by other weights, in what is asked for from now on."""
+        self._own = functools.cache(lambda count: bounds(count, shares)[self._data_rank])
 
     def rounds(self, start_round: int = 0, stop_round: int | None = None) -> Generator[Share, None, None]:
         """Yields this worker's share of every round.

@@ -12,7 +12,16 @@ from headrace.report.model.events import Attempt, attempts, of_kind, read_log
 from headrace.report.model.inputs import Bottleneck, InputSummary, bottleneck_of, inputs_of
 from headrace.report.model.pipeline import PipelineStep, passed_of
 from headrace.report.model.servers import ServerSummary, servers_of
-from headrace.report.model.training import AveragingSummary, Curves, StepTimes, TrainingClock, averaging_of, curves_of
+from headrace.report.model.training import (
+    AveragingSummary,
+    BalanceSummary,
+    Curves,
+    StepTimes,
+    TrainingClock,
+    averaging_of,
+    balance_of,
+    curves_of,
+)
 from headrace.spec.events import (
     Evaluated,
     Event,
@@ -123,6 +132,7 @@ class Summary:
     servers: ServerSummary | None = None
     inputs: InputSummary | None = None
     averaging: AveragingSummary | None = None
+    balance: BalanceSummary | None = None
     passed: PipelineStep | None = None
 
     @property
@@ -200,6 +210,7 @@ def summarize(run_dir: Path | str) -> Summary:
         servers=servers_of(begun, clock),
         inputs=inputs_of(begun),
         averaging=averaging_of(begun),
+        balance=balance_of(begun),
         passed=passed_of(begun),
     )
 

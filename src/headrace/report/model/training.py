@@ -11,8 +11,9 @@ from itertools import accumulate, zip_longest
 from statistics import fmean
 
 from headrace.policies.measurement import spread_of
+from headrace.policies.roles import split
 from headrace.report.model.events import Attempt, of_kind
-from headrace.spec.events import Evaluated, ParametersAveraged, Stepped
+from headrace.spec.events import Evaluated, ParametersAveraged, SharesBalanced, Stepped
 
 WARM_UP_STEPS = 5
 """Steps of each worker that rates leave out: allocations, first touches of memory, caches."""
@@ -262,6 +263,31 @@ class AveragingSummary:
     def left_out(self) -> Mapping[int, int]:
         """Rank to the number of its copies that were not finite and were left out."""
         return dict(sorted(Counter(rank for each in self.meetings for rank in each.left_out).items()))
+
+
+@dataclass(frozen=True)
+class BalanceSummary:
+    """How a batch was split: from which step on, into how many examples by worker; what was repeated counts once."""
+
+    splits: tuple[tuple[int, tuple[int, ...]], ...]
+    steps: int
+
+    @property
+    def last(self) -> tuple[int, ...]:
+        """The last sizes."""
+        return self.splits[-1][1]
+
+
+def balance_of(attempts: Sequence[Attempt]) -> BalanceSummary | None:
+    """Returns how a batch was split; None for a run whose shares never changed."""
+    splits: dict[int, tuple[int, ...]] = {}
+    for attempt in attempts:
+        started = attempt.started
+        splits = {step: sizes for step, sizes in splits.items() if step < started.resumed_step}
+        splits[started.resumed_step] = split(started.global_batch_size, (1,) * started.workers)
+        splits |= {each.step: each.sizes for each in of_kind(SharesBalanced, attempt.events)}
+    steps = 1 + max((each.step for each in of_kind(Stepped, attempts[-1].events)), default=0)
+    return BalanceSummary(tuple(sorted(splits.items())), steps) if len(set(splits.values())) > 1 else None
 
 
 def averaging_of(attempts: Sequence[Attempt]) -> AveragingSummary | None:

@@ -26,6 +26,7 @@ from headrace.spec.events import (
     ParametersAveraged,
     RunStarted,
     Saved,
+    SharesBalanced,
     Stepped,
 )
 
@@ -204,7 +205,7 @@ class Console:
                     return f"{self._non_finite} rounds were not finite so far, the last at step {event.step}"
             case ParametersAveraged() if event.left_out:
                 return _left_out_text(event)
-            case Lost():
+            case Lost() | SharesBalanced():
                 return event.line
             case Notice() if event.text not in self._told:
                 return event.text
@@ -279,6 +280,9 @@ class TensorBoard:
             case ParametersAveraged():
                 self._writer.add_scalar("averaging/drift", event.drift, event.step, time_s)
                 self._writer.add_scalar("averaging/period", event.period, event.step, time_s)
+            case SharesBalanced():
+                for rank, size in enumerate(event.sizes):
+                    self._writer.add_scalar(f"shares/rank-{rank}", size, event.step, time_s)
             case Saved():
                 self._writer.add_scalar("checkpoints/stall_s", event.stall_s, event.step, time_s)
                 self._writer.add_scalar("checkpoints/bytes", event.bytes, event.step, time_s)

@@ -9,7 +9,7 @@ from operator import attrgetter
 from headrace.report.format import byte_count, fixed, percent, plural, short
 from headrace.report.model.pipeline import PipelineStep
 from headrace.report.model.summary import Summary
-from headrace.report.model.training import LossPoint, StepTimes
+from headrace.report.model.training import BalanceSummary, LossPoint, StepTimes
 from headrace.report.model.verdict import References
 from headrace.report.views.drawing import Bar, Curve, Lane, Mark, draw_bars, draw_curves, draw_lanes
 from headrace.report.views.server_pictures import server_pictures
@@ -75,6 +75,7 @@ def averaging_pictures(summaries: Sequence[Summary]) -> list[Picture]:
 _COLOURS = {False: PARTS["compute_s"], True: PARTS["update_s"]}
 """Of forward and backward."""
 _WAIT = PARTS["other_s"]
+_SIZE_COLOURS = (PARTS["compute_s"], PARTS["update_s"])
 
 
 def passed_pictures(summaries: Sequence[Summary]) -> tuple[Picture, ...]:
@@ -114,6 +115,36 @@ def _step_picture(title: str, passed: PipelineStep) -> Picture:
     return Picture(title, draw_lanes(title, groups, "milliseconds", 1e3), reading)
 
 
+def balance_pictures(summaries: Sequence[Summary]) -> tuple[Picture, ...]:
+    """Returns a picture for each run whose shares of a batch have changed."""
+    return tuple(
+        _shares_picture(
+            f"Shares of the batch of {each.name}" if len(summaries) > 1 else "Shares of the batch", each.balance
+        )
+        for each in summaries
+        if each.balance is not None
+    )
+
+
+def _shares_picture(title: str, balance: BalanceSummary) -> Picture:
+    ends = [*(step for step, _ in balance.splits[1:]), balance.steps]
+    lanes = [
+        Lane(
+            f"worker {worker}",
+            [
+                (float(step), float(end - step), _SIZE_COLOURS[index % 2], str(sizes[worker]))
+                for index, ((step, sizes), end) in enumerate(zip(balance.splits, ends, strict=True))
+            ],
+        )
+        for worker in range(len(balance.last))
+    ]
+    reading = (
+        "Examples of a global batch that each worker computes, over the steps of the run: a worker that is slow gets "
+        "fewer, so that all take the same time. The colours alternate from change to change."
+    )
+    return Picture(title, draw_lanes(title, (("examples of a batch", lanes),), "steps", 1.0), reading)
+
+
 def pictures(summaries: Sequence[Summary], references: References) -> tuple[Picture, ...]:
     """Returns the pictures for which the runs have data."""
     drawn = (
@@ -123,6 +154,7 @@ def pictures(summaries: Sequence[Summary], references: References) -> tuple[Pict
         *passed_pictures(summaries),
         *server_pictures(summaries),
         *averaging_pictures(summaries),
+        *balance_pictures(summaries),
         *_metrics(summaries),
         *_memory(summaries),
     )

@@ -24,7 +24,7 @@ from headrace.report.format import (
 from headrace.report.model.inputs import Bottleneck, InputSummary, blocked_s, busy_s, occupancy
 from headrace.report.model.pipeline import PipelineStep
 from headrace.report.model.servers import ROUNDS, ServerSummary, ServerWork, Staleness, moved_bytes, to_mean
-from headrace.report.model.training import STEP_PARTS, AveragingSummary, StepTimes
+from headrace.report.model.training import STEP_PARTS, AveragingSummary, BalanceSummary, StepTimes
 from headrace.spec.events import InputStageStats, InputStats, ShardStats
 
 _MOST_WORKERS = 8
@@ -285,6 +285,17 @@ AVERAGING: tuple[Field[AveragingSummary], ...] = (
     *json_fields("meetings", "mean_rounds", "mean_drift"),
     Field(attrgetter("furthest.drift"), key="largest_drift"),
     *json_fields("left_out"),
+)
+
+
+def _balance_text(balance: BalanceSummary) -> str:
+    changes = plural(len(balance.splits) - 1, "change")
+    return f"{' + '.join(map(str, balance.last))} examples of a batch, after {changes}"
+
+
+BALANCE: tuple[Field[BalanceSummary], ...] = (
+    Field(_balance_text, label="shares"),
+    *json_fields("splits", "last"),
 )
 
 

@@ -28,6 +28,7 @@ from headrace.report.model.summary import Saves, Summary
 from headrace.report.model.verdict import References, verdict
 from headrace.report.views.subjects import (
     AVERAGING,
+    BALANCE,
     BOTTLENECK,
     INPUT,
     PIPELINE_STEP,
@@ -180,6 +181,7 @@ def run_rows(summary: Summary) -> tuple[tuple[str, str], ...]:
         *to_rows(SERVERS, summary.servers),
         *worker_rows(summary.servers),
         *to_rows(AVERAGING, summary.averaging),
+        *to_rows(BALANCE, summary.balance),
         *to_rows(PIPELINE_STEP, summary.passed),
         *to_rows(_COST, summary),
         *(("notice", notice) for notice in summary.outcome.notices),
@@ -288,6 +290,7 @@ _COST: tuple[Field[Summary], ...] = (
     ),
     Field(lambda summary: to_json(SERVERS, summary.servers), key="servers"),
     Field(lambda summary: to_json(AVERAGING, summary.averaging), key="averaging"),
+    Field(lambda summary: to_json(BALANCE, summary.balance), key="balance"),
     Field(lambda summary: to_json(PIPELINE_STEP, summary.passed), key="passed"),
     Field(lambda summary: to_json(INPUT, summary.inputs), key="input"),
     Field(lambda summary: to_json(BOTTLENECK, summary.bottleneck), key="bottleneck"),

@@ -158,6 +158,28 @@ class ParametersAveraged(Event, kind="averaged"):
 
 
 @dataclass(frozen=True)
+class SharesBalanced(Event, kind="balanced"):
+    """By the first worker: from the next step on a global batch is split otherwise.
+
+    Attributes:
+        step: rounds done.
+        sizes: examples of a batch, by worker.
+        seconds: that each worker has needed before for its share, by worker.
+    """
+
+    step: int
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def line(self) -> str:
+        """What changes, as a sentence for the user."""
+        sizes = " + ".join(map(str, self.sizes))
+        times = f"{1e3 * min(self.seconds):.3g} to {1e3 * max(self.seconds):.3g} ms"
+        return f"after {self.step} steps the batch is split {sizes}: its shares took {times}"
+
+
+@dataclass(frozen=True)
 class StagePass:
     """One micro-batch through one stage, forward or backward.
 

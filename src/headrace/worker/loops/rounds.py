@@ -18,16 +18,22 @@ from headrace.spec.job import Share
 from headrace.spec.plan import replica_leader
 from headrace.training.buffers import BufferSync, copy_first_buffers
 from headrace.training.synchronization import PeriodicSync, SyncResult
+from headrace.worker.balance import ShareBalancer
 from headrace.worker.control import RunControl
 from headrace.worker.loops.base import Loop
 from headrace.worker.session import WorkerSession
 
 
 class RoundLoop(Loop):
-    """Each worker does its share of every round."""
+    """Each worker does its share of every round.
+
+    Attributes:
+        began: when this worker asked for the data of the current round.
+    """
 
     def __init__(self, session: WorkerSession, control: RunControl, reporter: int = 0) -> None:
         super().__init__(reporter)
+        self.began = 0.0
         self._session = session
         self._control = control
 
@@ -39,6 +45,10 @@ class RoundLoop(Loop):
         """Returns the share with the number of examples that its weight refers to."""
         return share
 
+    def reassigns(self) -> bool:
+        """Returns whether the next rounds are split otherwise than the one just done; all workers call it."""
+        return False
+
     @property
     @abstractmethod
     def needs_every_step(self) -> bool:
@@ -46,23 +56,25 @@ class RoundLoop(Loop):
 
     def shares(self) -> Generator[Share, None, None]:
         session, progress, control = self._session, self._session.progress, self._control
-        first = progress.done
         device = torch.device(session.run.plan.role(session.rank).device)
-        shares = delivered(session.loader.rounds(first, progress.rounds), device)
+        shares = delivered(session.loader.rounds(progress.done, progress.rounds), device)
         try:
-            for round_ in range(first, progress.rounds):
+            for round_ in range(progress.done, progress.rounds):
                 if control.stopper.over:
                     return
                 progress.round = round_
                 control.ask(self.next_synchronization())
-                began = perf_counter()
+                self.began = perf_counter()
                 progress.share = self.count(next(shares))
-                progress.waited_s = perf_counter() - began
+                progress.waited_s = perf_counter() - self.began
                 yield progress.share
                 self._require_step()
                 control.save_if_due()
                 if control.is_last():
                     return
+                if self.reassigns():
+                    shares.close()
+                    shares = delivered(session.loader.rounds(progress.done, progress.rounds), device)
         except GeneratorExit:
             # A batch that the user's loop has not trained on is read again when the run resumes.
             progress.round -= not self._has_stepped()
@@ -93,6 +105,7 @@ class LockstepLoop(RoundLoop):
         # Workers that never synchronize train models of their own.
         combines = how != "local" and self.needs_every_step
         self._buffers = BufferSync(session.replica.compute.module, how == "mean") if combines else None
+        self._balancer = ShareBalancer(session) if session.run.plan.balances else None
 
     @property
     def needs_every_step(self) -> bool:
@@ -104,6 +117,13 @@ class LockstepLoop(RoundLoop):
     def count(self, share: Share) -> Share:
         session = self._session
         return count_examples(share, session.loader.drops, session.group, session.replica.compute.counts)
+
+    def weigh(self, weight: float) -> None:
+        if self._balancer:
+            self._balancer.note(self.began)
+
+    def reassigns(self) -> bool:
+        return self._balancer is not None and self._balancer.reassigns()
 
     def part(self, batch: Any) -> Share:
         share = self._session.progress.share
