@@ -9,7 +9,7 @@ import pytest
 from headrace.report.format import to_cells, to_heads
 from headrace.report.model.summary import summarize
 from headrace.report.model.verdict import References
-from headrace.report.views.subjects import SERVERS, server_line
+from headrace.report.views.server_subjects import SERVERS, server_line
 from headrace.report.views.table import comparison_table, run_rows, run_table
 
 

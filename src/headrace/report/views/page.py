@@ -13,8 +13,9 @@ from headrace.report.model.summary import Summary
 from headrace.report.model.training import STEP_PARTS, WARM_UP_STEPS
 from headrace.report.model.verdict import References, verdict
 from headrace.report.views.pictures import pictures
+from headrace.report.views.server_subjects import SERVERS
 from headrace.report.views.style import PARTS, STAND_INS, Picture, RunStyle, run_styles, style_variables
-from headrace.report.views.subjects import BOTTLENECK, INPUT, INPUT_STAGE, SERVERS
+from headrace.report.views.subjects import BOTTLENECK, INPUT, INPUT_STAGE
 from headrace.report.views.table import COLUMNS, ComparedRun, differing_line, ending, first_metric, run_rows
 
 _HOW = {

@@ -9,8 +9,8 @@ from headrace.report.format import byte_count, duration, fixed, percent, short
 from headrace.report.model.servers import UNEVEN, ServerSummary, Staleness, Waiting, moved_bytes
 from headrace.report.model.summary import Summary
 from headrace.report.views.drawing import Bar, Curve, Histogram, Mark, draw_bars, draw_curves, draw_histograms
+from headrace.report.views.server_subjects import worker_name
 from headrace.report.views.style import DASHES, PARTS, Picture, RunStyle, run_styles
-from headrace.report.views.subjects import worker_name
 from headrace.spec.events import ShardStats
 
 _MOST_WORKERS = 16

@@ -26,18 +26,16 @@ from headrace.report.format import (
 )
 from headrace.report.model.summary import Saves, Summary
 from headrace.report.model.verdict import References, verdict
+from headrace.report.views.server_subjects import SERVERS, server_line, worker_rows
 from headrace.report.views.subjects import (
     AVERAGING,
     BALANCE,
     BOTTLENECK,
     INPUT,
     PIPELINE_STEP,
-    SERVERS,
     STEP,
     averaging_line,
-    server_line,
     step_text,
-    worker_rows,
 )
 from headrace.spec.plain import to_plain
 
