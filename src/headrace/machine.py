@@ -16,16 +16,19 @@ from typing import TextIO
 from headrace.errors import UnfitMachine, UsageError
 from headrace.spec.cluster import Cluster, Host
 
+HOST_CORES = "HEADRACE_HOST_CORES"
+"""Names the cores of this host that the run has, where its launcher has divided them among the processes."""
+
 _ROOT = Path("/")
 """Where the machine's files begin; tests have roots of their own."""
 
 
 def cores() -> int:
-    """Returns how many processor cores this process may use.
+    """Returns how many processor cores the processes of this run may use here.
 
-    Its affinity, its control groups' quota and OMP_NUM_THREADS limit it.
+    Their affinity, their control groups' quota and OMP_NUM_THREADS limit it.
     """
-    limits = [len(os.sched_getaffinity(0))]
+    limits = [int(os.environ.get(HOST_CORES, "0")) or len(os.sched_getaffinity(0))]
     quota = core_quota()
     if quota is not None:
         limits.append(max(1, round(quota)))

@@ -111,6 +111,16 @@ class Slurm:
         told = self.run("scontrol", "show", "job", job).stdout
         return told.partition("JobState=")[2].split()[0]
 
+    def nodes(self) -> list[str] | None:
+        """Returns the nodes' states, None while there is no controller."""
+        told = subprocess.run(
+            self.hosts.on(0, "sinfo", "--noheader", "--Node", "--format=%t"),
+            env=environment(self.hosts.folder),
+            capture_output=True,
+            text=True,
+        )
+        return told.stdout.split() if told.returncode == 0 else None
+
 
 def environment(folder: Path) -> dict[str, str]:
     """Returns that of a user of the cluster, who has headrace in the PATH."""
@@ -135,23 +145,12 @@ def slurm(folder: Path, *names: str) -> Iterator[Slurm]:
         controller = _start(hosts.on(0, "slurmctld", "-D", "-c"), folder, "slurmctld")
         started.callback(_end, controller)
         # A node that comes before it tries again after many seconds.
-        assert until(lambda: _nodes(cluster) is not None, 90), (folder / "slurmctld.log").read_text()
+        assert until(lambda: cluster.nodes() is not None, 90), (folder / "slurmctld.log").read_text()
         for host, name in enumerate(names):
             started.callback(_end, _start(hosts.on(host, "slurmd", "-D"), folder, name))
         started.callback(cluster.run, "scancel", "--user=root")
-        assert until(lambda: _nodes(cluster) == ["idle"] * len(names), 90), (folder / "slurmctld.log").read_text()
+        assert until(lambda: cluster.nodes() == ["idle"] * len(names), 90), (folder / "slurmctld.log").read_text()
         yield cluster
-
-
-def _nodes(cluster: Slurm) -> list[str] | None:
-    """Returns the nodes' states, None while there is no controller."""
-    told = subprocess.run(
-        cluster.hosts.on(0, "sinfo", "--noheader", "--Node", "--format=%t"),
-        env=environment(cluster.hosts.folder),
-        capture_output=True,
-        text=True,
-    )
-    return told.stdout.split() if told.returncode == 0 else None
 
 
 def _start(command: list[str], folder: Path, name: str) -> subprocess.Popen[bytes]:

@@ -6,6 +6,7 @@ import pytest
 
 from headrace.engine.schedulers.environment import LAUNCHER, first_host, secret_remedy, translated
 from headrace.errors import UsageError
+from headrace.machine import HOST_CORES
 
 # As srun 22.05 sets them, of the task 2 of 3 on 2 nodes.
 SLURM = {
@@ -53,6 +54,21 @@ def test_the_allocation_says_what_the_step_does_not() -> None:
     whole = {**without, "SLURM_NTASKS": "32", "SLURM_STEP_TASKS_PER_NODE": ""}
     found = translated(whole)
     assert (found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"], found["MASTER_ADDR"]) == ("32", "8", "n08")
+
+
+@pytest.mark.parametrize(
+    ("kind", "masks", "cores"),
+    [
+        # Two tasks of four cores each, and two that share them.
+        ("mask_cpu:", "0x0F,0xF0", "8"),
+        ("mask_cpu:", "0x3,0x3", "2"),
+        ("none", "", None),
+        ("mask_cpu:", "all", None),
+    ],
+)
+def test_cores_that_slurm_divides_among_the_tasks_of_a_node(kind: str, masks: str, cores: str | None) -> None:
+    bound = {"SLURM_CPU_BIND_TYPE": kind, "SLURM_CPU_BIND_LIST": masks}
+    assert translated({**SLURM, **bound}).get(HOST_CORES) == cores
 
 
 def test_steps_at_the_same_time_have_ports_of_their_own() -> None:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 
 from headrace.errors import UsageError
+from headrace.machine import HOST_CORES
 
 LAUNCHER = "HEADRACE_LAUNCHER"
 """Says who has set RANK and the others; then no scheduler around it counts."""
@@ -20,6 +21,8 @@ _INNER = (LAUNCHER, "TORCHELASTIC_RUN_ID")
 _PORT = 29500
 _FIRST_PORT, _PORTS = 20000, 12000
 """Below the ports that Linux gives to connections, which begin at 32768."""
+
+_MASK = re.compile("0x[0-9A-Fa-f]+")
 
 _SECRET_REMEDIES = {
     "slurm": "run this before srun, which passes it on: export {}",
@@ -86,8 +89,19 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, str] | None:
         "MASTER_PORT": _port(job + 1000 * step),
     }
     # As SLURM's own messages name it.
-    name = environment.get("SLURMD_NODENAME")
-    return {**found, "HEADRACE_HOST": name} if name else found
+    more = {"HEADRACE_HOST": environment.get("SLURMD_NODENAME"), HOST_CORES: _bound_cores(environment)}
+    return found | {name: value for name, value in more.items() if value}
+
+
+def _bound_cores(environment: Mapping[str, str]) -> str:
+    """Returns how many cores the tasks of this node have together; "" where SLURM has bound none of them to its own."""
+    masks = environment.get("SLURM_CPU_BIND_LIST", "").split(",")
+    if not environment.get("SLURM_CPU_BIND_TYPE", "").startswith("mask_cpu") or not all(map(_MASK.fullmatch, masks)):
+        return ""
+    together = 0
+    for mask in masks:
+        together |= int(mask, 16)
+    return str(together.bit_count())
 
 
 def _slurm_first_host(environment: Mapping[str, str]) -> str:
