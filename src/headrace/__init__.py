@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headrace.engine.threads import ThreadEngine
     from headrace.metrics import Mean
     from headrace.parameter_server.server.optimizer import Remedies
-    from headrace.report.views.live import TensorBoard
+    from headrace.report.views.tensorboard import TensorBoard
     from headrace.spec.cluster import Cluster
     from headrace.spec.job import Job
     from headrace.spec.options import Checkpoints, EarlyStopping, Options
@@ -92,7 +92,7 @@ _MODULES = {
     "engine.threads": ("ThreadEngine",),
     "metrics": ("Mean",),
     "parameter_server.server.optimizer": ("Remedies",),
-    "report.views.live": ("TensorBoard",),
+    "report.views.tensorboard": ("TensorBoard",),
     "spec.cluster": ("Cluster",),
     "spec.job": ("Job",),
     "spec.options": ("Checkpoints", "EarlyStopping", "Options"),

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.errors import UnfitMachine
 from headrace.report.model.events import read_events
-from headrace.report.views.live import TensorBoard
+from headrace.report.views.tensorboard import TensorBoard
 from headrace.spec.events import LAUNCHER, Evaluated, NonFinite, ParametersAveraged, RunStarted, Saved, Stepped
 
 

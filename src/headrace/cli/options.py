@@ -26,7 +26,7 @@ from headrace.spec.options import Checkpoints
 
 if TYPE_CHECKING:
     from headrace.engine.local.engine import LocalEngine
-    from headrace.report.views.live import TensorBoard
+    from headrace.report.views.tensorboard import TensorBoard
 
 
 class Distribution(StrEnum):
@@ -328,7 +328,7 @@ def tensorboards(log_dir: Path | None) -> Iterator[Callable[[Event], None] | Non
         yield None
         return
     # Lazily: it imports torch, which `--help` does not need.
-    from headrace.report.views.live import TensorBoard
+    from headrace.report.views.tensorboard import TensorBoard
 
     with contextlib.ExitStack() as opened:
         boards: list[TensorBoard] = []
