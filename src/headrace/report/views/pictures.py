@@ -130,7 +130,7 @@ def _shares_picture(title: str, balance: BalanceSummary) -> Picture:
     ends = [*(step for step, _ in balance.splits[1:]), balance.steps]
     lanes = [
         Lane(
-            f"worker {worker}",
+            f"rank {worker}",
             [
                 (float(step), float(end - step), _SIZE_COLOURS[index % 2], str(sizes[worker]))
                 for index, ((step, sizes), end) in enumerate(zip(balance.splits, ends, strict=True))
