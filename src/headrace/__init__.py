@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from headrace.api.setup import setup
     from headrace.averaging.outer_steps import Elastic, Nesterov
     from headrace.averaging.period import AutoPeriod
+    from headrace.engine.ray.engine import RayEngine
     from headrace.engine.threads import ThreadEngine
     from headrace.metrics import Mean
     from headrace.parameter_server.server.optimizer import Remedies
@@ -64,6 +65,7 @@ __all__ = [
     "ParameterAveraging",
     "ParameterServer",
     "Pipeline",
+    "RayEngine",
     "Remedies",
     "Run",
     "Strategy",
@@ -89,6 +91,7 @@ _MODULES = {
     "api.setup": ("setup",),
     "averaging.outer_steps": ("Elastic", "Nesterov"),
     "averaging.period": ("AutoPeriod",),
+    "engine.ray.engine": ("RayEngine",),
     "engine.threads": ("ThreadEngine",),
     "metrics": ("Mean",),
     "parameter_server.server.optimizer": ("Remedies",),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -193,46 +193,29 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     if ranks:
         tell_uncaught()
     known = Cluster.load(arguments.cluster) if isinstance(arguments.cluster, str | Path) else arguments.cluster
-    cluster = detect(arguments.device, ranks)
-    if known:
-        cluster = cluster.with_links_of(known)
-    info = replace(inspect_job(job), told=arguments.told)
-    job = info.job
-    check_options(job.options, cluster.device)
-    chosen.check(job.options)
-    if (ranks or 1) > 1:
-        require_same(facts_of(info, chosen, arguments.encrypt))
-    cluster = join(cluster)
-    if known and len(cluster.hosts) > 1:
-        known.require(cluster.hosts)
-    if len(cluster.hosts) > 1 and as_pipeline(job.data)[0].hosts is not None:
-        info = replace(info, examples=total_of_hosts(info.examples, cluster))
-    info = _inspected(job, info, chosen, cluster, arguments.encrypt)
-    plan = chosen.plan(info.model, cluster)
-    _check_split(job, info, plan)
-    if arguments.check and needs_probes(plan, job.options.accumulate):
-        findings = probe(job, info.module, objective_of(job, info.weighed))
-        info = replace(info, notices=(*info.notices, *said_by(findings, plan, job.options.accumulate)))
-    checkpoints = _checkpoints(job, chosen, arguments)
-    keeper = TemporaryRunDir() if wanted is None else None
-    directory = wanted or Path(keeper.path if keeper else ".")
-    description = describe_run(job, info, plan) if checkpoints or arguments.resume else {}
-    with _engine(arguments, ranks) as engine:
-        spec = RunSpec(
-            job=job,
-            train=train,
-            strategy=chosen,
-            plan=plan,
-            model=info.model,
-            weighed=info.weighed,
-            run_dir=directory,
-            started=monotonic(),
-            timeout_s=timeout_s,
-            seconds=arguments.seconds,
-            checkpoints=checkpoints,
-            description=description,
-        )
-        status = supervise(spec, info, engine, request, arguments.on_event)
+    with _machines(chosen, arguments, ranks) as cluster:
+        info, plan = _planned(job, chosen, arguments, cluster, known, ranks)
+        job = info.job
+        checkpoints = _checkpoints(job, chosen, arguments)
+        keeper = TemporaryRunDir() if wanted is None else None
+        directory = wanted or Path(keeper.path if keeper else ".")
+        description = describe_run(job, info, plan) if checkpoints or arguments.resume else {}
+        with _engine(arguments, ranks) as engine:
+            spec = RunSpec(
+                job=job,
+                train=train,
+                strategy=chosen,
+                plan=plan,
+                model=info.model,
+                weighed=info.weighed,
+                run_dir=directory,
+                started=monotonic(),
+                timeout_s=timeout_s,
+                seconds=arguments.seconds,
+                checkpoints=checkpoints,
+                description=description,
+            )
+            status = supervise(spec, info, engine, request, arguments.on_event)
     if status == TERMINATED:
         # SIGTERM asks this process to end, and now everything is saved.
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
@@ -241,13 +224,64 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     return Run(job, plan, directory, status, info.module, keeper)
 
 
+@contextmanager
+def _machines(strategy: Strategy, arguments: FitArguments, ranks: int | None) -> Iterator[Cluster]:
+    """Yields the machines that the engine has, or this one, and gives back what the engine has placed there."""
+    if arguments.engine is None:
+        yield detect(arguments.device, ranks)
+        return
+    cluster = arguments.engine.cluster(strategy, arguments.device, arguments.encrypt)
+    try:
+        yield cluster
+    finally:
+        arguments.engine.release()
+
+
+def _planned(
+    job: Job,
+    chosen: Strategy,
+    arguments: FitArguments,
+    cluster: Cluster,
+    known: Cluster | None,
+    ranks: int | None,
+) -> tuple[JobInfo, Plan]:
+    """Inspects the job, and returns what it is and who does what; all the launcher's processes call it together."""
+    if known:
+        cluster = cluster.with_links_of(known)
+    info = replace(inspect_job(job), told=arguments.told)
+    job = info.job
+    check_options(job.options, cluster.device)
+    chosen.check(job.options)
+    if (ranks or 1) > 1:
+        require_same(facts_of(info, chosen, arguments.encrypt))
+        cluster = join(cluster)
+    if known and len(cluster.hosts) > 1:
+        known.require(cluster.hosts)
+    if len(cluster.hosts) > 1 and as_pipeline(job.data)[0].hosts is not None:
+        if not ranks:
+            raise UsageError(
+                "hr.data.local is what each host has, and this engine's hosts are others than this one; read the data "
+                "from a place that all hosts reach"
+            )
+        info = replace(info, examples=total_of_hosts(info.examples, cluster))
+    info = _inspected(job, info, chosen, cluster, arguments.encrypt, shares_measure=(ranks or 1) > 1)
+    plan = chosen.plan(info.model, cluster)
+    _check_split(job, info, plan)
+    if arguments.check and needs_probes(plan, job.options.accumulate):
+        findings = probe(job, info.module, objective_of(job, info.weighed))
+        info = replace(info, notices=(*info.notices, *said_by(findings, plan, job.options.accumulate)))
+    return info, plan
+
+
 def _engine(arguments: FitArguments, ranks: int | None) -> AbstractContextManager[Engine]:
     if arguments.engine is not None:
         return nullcontext(arguments.engine)
     return closing(LaunchedEngine(arguments.timeout_s, arguments.encrypt)) if ranks else kept_engine()
 
 
-def _inspected(job: Job, info: JobInfo, strategy: Strategy, cluster: Cluster, encrypt: bool) -> JobInfo:
+def _inspected(
+    job: Job, info: JobInfo, strategy: Strategy, cluster: Cluster, encrypt: bool, shares_measure: bool
+) -> JobInfo:
     """Lets the strategy inspect the model."""
     objective = objective_of(job, info.weighed)
     notices = [] if encrypt or len(cluster.hosts) == 1 else [NOT_ENCRYPTED]
@@ -257,7 +291,7 @@ def _inspected(job: Job, info: JobInfo, strategy: Strategy, cluster: Cluster, en
             return json.dumps(to_plain(measure(job, info.module, objective, request, cluster.device)))
 
         # One process measures for all, so that all make the same plan.
-        text = measured() if cluster.ranks in (None, 1) else of_first(measured)
+        text = of_first(measured) if shares_measure else measured()
         found = from_plain(MeasuredLayers, json.loads(text))
         notices.extend(found.notices)
         return found.layers

@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from headrace.machine import detect
+from headrace.spec.cluster import Cluster
 from headrace.worker.run_spec import RunSpec
 
 if TYPE_CHECKING:
-    # For the type alone: it imports torch.
+    # For the types alone: they import torch.
     from headrace.shared_memory.control_page import ControlPage
+    from headrace.strategies.strategy import Strategy
 
 # Longer than between two calls, and with the time between two heartbeats (0.25 s) shorter than the least timeout.
 _GAP_S = 0.5
@@ -55,6 +58,13 @@ class RunProgress:
 
 class Engine(ABC):
     """Starts the processes of a run and watches them."""
+
+    def cluster(self, strategy: Strategy, device: str, encrypt: bool) -> Cluster:
+        """Returns the machines that a run will have; an engine of other machines places its processes now."""
+        return detect(device)
+
+    def release(self) -> None:  # noqa: B027  (most hold nothing between `cluster` and `run`)
+        """Gives back what `cluster` has placed; a run that has ended has none."""
 
     @abstractmethod
     def run(self, spec: RunSpec, progress: Callable[[RunProgress], None]) -> str:
@@ -163,6 +173,12 @@ def terminate(number: int, frame: FrameType | None) -> NoReturn:
         os._exit(TERMINATED_CODE)
 
 
+class Stoppable(Protocol):
+    """A run whose `stop` is 1 once its processes are to end after the same round."""
+
+    stop: int
+
+
 _REPLACED = (signal.default_int_handler, signal.SIG_DFL, terminate)
 
 
@@ -172,7 +188,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.terminated = False
 
-    def status(self, page: ControlPage) -> str:
+    def status(self, page: Stoppable) -> str:
         """Returns how a run ended whose workers have all done their work."""
         if self.terminated:
             return TERMINATED
@@ -180,7 +196,7 @@ class Interrupts:
 
 
 @contextmanager
-def orderly_interrupts(page: ControlPage) -> Iterator[Interrupts]:
+def orderly_interrupts(page: Stoppable) -> Iterator[Interrupts]:
     """Lets this process's first SIGINT or SIGTERM set `page.stop` instead of interrupting the engine.
 
     A second one restores the handler from before, and reaches it. Outside the main thread, and where the user's code

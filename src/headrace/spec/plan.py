@@ -67,6 +67,25 @@ class StageCost:
 
 
 @dataclass(frozen=True)
+class ProcessCounts:
+    """The processes that a strategy is started with, where an engine starts them before it is known where they run.
+
+    Attributes:
+        one_host: whether the workers must share the memory of one host.
+    """
+
+    workers: int
+    servers: int = 0
+    backups: int = 0
+    one_host: bool = False
+
+    @property
+    def serving(self) -> int:
+        """Number of processes that hold shards, or a copy of them."""
+        return self.servers + self.backups
+
+
+@dataclass(frozen=True)
 class Plan:
     """Who does what, and who owns what. `to_plain` and `from_plain` carry it as JSON.
 

@@ -17,7 +17,7 @@ from headrace.strategies.one_device import OneDevice
 from headrace.strategies.parameter_averaging import EASGD, DiLoCo, LocalSGD, ParameterAveraging
 from headrace.strategies.parameter_server import ParameterServer
 from headrace.strategies.pipeline import Pipeline
-from headrace.strategies.strategy import Strategy
+from headrace.strategies.strategy import COUNTS, Strategy
 from headrace.strategies.tensor_parallel import TensorParallel
 from headrace.strategies.unconnected import Unconnected
 
@@ -70,9 +70,6 @@ SHORT_NAMES: Mapping[str, Callable[..., Strategy]] = {
     "multi_worker_mirrored": MultiWorkerMirrored,
 }
 """Other names of strategies, some with other numbers; plans and events say the strategy's own."""
-
-COUNTS = ("workers", "stages", "devices")
-"""What strategies call the option that says how many ranks compute."""
 
 
 def resolve(strategy: str | Strategy, workers: int | None = None) -> Strategy:

@@ -43,6 +43,7 @@ class CentralStorage(Strategy):
 
     name = "central_storage"
     equals_one_device = True
+    one_host = True
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)

@@ -28,7 +28,7 @@ from headrace.policies.sharding import everywhere
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import LayerSpec, ModelSpec, ProfileRequest
 from headrace.spec.options import Options
-from headrace.spec.plan import EVERY_WORKER, Plan, Role
+from headrace.spec.plan import EVERY_WORKER, Plan, ProcessCounts, Role
 from headrace.strategies.context import ModelProbe, ServerContext, WorkerContext
 from headrace.strategies.mirrored import Mirrored
 from headrace.strategies.parameter_averaging import ParameterAveraging
@@ -90,6 +90,10 @@ class Hybrid(ServedStrategy):
                 f"period={self.outer.period!r} adapts to what the ranks of one slice measure, and all slices of a "
                 "replica must synchronize after the same rounds; give a number such as period=16"
             )
+
+    def processes(self) -> ProcessCounts:
+        outer = self.outer.processes()
+        return replace(outer, workers=outer.workers * self.inner.processes().workers)
 
     def check(self, options: Options) -> None:
         self.outer.check(options)

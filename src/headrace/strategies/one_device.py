@@ -35,6 +35,7 @@ class OneDevice(Strategy):
 
     name = "one_device"
     equals_one_device = True
+    one_host = True
 
     def __post_init__(self) -> None:
         check_count("threads", self.threads)

@@ -50,7 +50,7 @@ from headrace.policies.staleness import Unbounded
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
-from headrace.spec.plan import Plan
+from headrace.spec.plan import Plan, ProcessCounts
 from headrace.strategies.context import ServerContext, WorkerContext
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.strategy import ServedStrategy, broadcast, check_count, describe_options
@@ -148,6 +148,10 @@ class ParameterAveraging(ServedStrategy):
     @property
     def _target(self) -> int | AutoPeriod:
         return AutoPeriod() if isinstance(self.period, str) else self.period
+
+    def processes(self) -> ProcessCounts:
+        counts = super().processes()
+        return counts if self.via == "server" else ProcessCounts(counts.workers)
 
     def check(self, options: Options) -> None:
         check_local_steps(self.name, options, f"every {self.period} rounds (period)")

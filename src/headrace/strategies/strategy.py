@@ -18,12 +18,15 @@ from headrace.parameter_server.server.server import Server
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
-from headrace.spec.plan import Plan
+from headrace.spec.plan import Plan, ProcessCounts
 from headrace.strategies.context import ModelProbe, ServerContext, WorkerContext
 from headrace.training.exchange import Replica
 
 BALANCES = ("equal", "speed")
 """How a global batch is split."""
+
+COUNTS = ("workers", "stages", "devices")
+"""What strategies call the option that says how many ranks compute."""
 
 
 class Strategy(ABC):
@@ -35,12 +38,14 @@ class Strategy(ABC):
         lock_step: whether all workers exchange something in every round, so that none may leave out a step. A strategy
             that says nothing has this guard; workers that equal one device always need it.
         one_model: whether all workers train one model, so that there is one state to save.
+        one_host: whether all workers must be on one host.
     """
 
     name: ClassVar[str]
     equals_one_device: ClassVar[bool]
     lock_step: ClassVar[bool] = True
     one_model: ClassVar[bool] = True
+    one_host: ClassVar[bool] = False
 
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
         """Returns the model spec with what else `plan` needs; most need nothing. The module stays as it is."""
@@ -57,6 +62,23 @@ class Strategy(ABC):
     @abstractmethod
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         """Builds what one worker runs. Every worker calls it; it may talk to the others."""
+
+    def processes(self) -> ProcessCounts:
+        """Returns how many processes it asks for.
+
+        Raises:
+            UsageError: its options do not say.
+        """
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        option = next((name for name in COUNTS if name in options), None)
+        count = options[option] if option else 1
+        if count is None:
+            raise UsageError(
+                f"{self.name} does not say how many {option} it has, and the cluster is to start them; give "
+                f"{option}=2 or another number (--workers 2)"
+            )
+        servers = options.get("servers", 0)
+        return ProcessCounts(count, servers, servers * options.get("backups", 0), self.one_host)
 
     def check(self, options: Options) -> None:  # noqa: B027  (most can do all)
         """Refuses options that cannot be had under this strategy.

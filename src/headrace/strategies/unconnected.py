@@ -37,6 +37,7 @@ class Unconnected(Strategy):
     equals_one_device = False
     lock_step = False
     one_model = False
+    one_host = True
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)

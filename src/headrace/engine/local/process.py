@@ -39,7 +39,7 @@ def run(request: Mapping[str, Any], descriptors: list[int]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.chdir(request["directory"])
     sys.path[:] = request["path"]
-    _redirect(Path(request["log"]))
+    redirect(Path(request["log"]))
     torch.set_num_threads(request["threads"])
     try:
         if "script" in request:
@@ -122,7 +122,8 @@ def _run_script(request: Mapping[str, Any], descriptors: list[int]) -> int:
     return 0
 
 
-def _redirect(log: Path) -> None:
+def redirect(log: Path) -> None:
+    """Lets this process print to a file, and read nothing."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -303,14 +303,18 @@ class LaunchedGroup:
 
 
 class LaunchedEngine(Engine):
-    """Runs one worker, in this process; after `timeout_s` without a sign of life a process counts as lost."""
+    """Runs one worker, in this process; after `timeout_s` without a sign of life a process counts as lost.
 
-    def __init__(self, timeout_s: float, encrypt: bool = True) -> None:
+    It computes with so many threads; None for the cores of this host, divided by its processes.
+    """
+
+    def __init__(self, timeout_s: float, encrypt: bool = True, threads: int | None = None) -> None:
         self.group = LaunchedGroup(timeout_s, encrypt)
+        self._threads = threads
 
     def run(self, spec: RunSpec, progress: Callable[[RunProgress], None]) -> str:
         group = self.group
-        torch.set_num_threads(threads_per_worker(cores(), group.mates))
+        torch.set_num_threads(self._threads or threads_per_worker(cores(), group.mates))
         page = group.page
         with orderly_interrupts(page) as interrupts:
             try:

@@ -1,0 +1,165 @@
+"""The actor of one rank: it starts the rank's process on its node, passes on what it says, and ends it.
+
+It imports neither torch nor a user's code, so that it begins in no time; the process does both meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from headrace.machine import cores, host_name, spare_memory_bytes
+
+_LAST_WORDS_S = 1.0
+_LOG_CHARACTERS = 4000
+
+
+class RankAgent:
+    """Starts and ends the process of one rank; Ray calls it in several threads."""
+
+    def __init__(self) -> None:
+        # Ray sets it to the CPUs that the actor reserves; the plan says how many threads a process has.
+        os.environ.pop("OMP_NUM_THREADS", None)
+        self._process = _Process()
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._wanted = ""
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what its node has and is."""
+        import ray
+
+        found = {name: version(name) for name in ("headrace", "torch")} | {"python": platform.python_version()}
+        return {
+            "node": ray.get_runtime_context().get_node_id(),
+            "address": ray.util.get_node_ip_address(),
+            "host": host_name(),
+            "versions": found,
+            "cores": cores(),
+            "memory_bytes": spare_memory_bytes(),
+            "gpus": [str(index) for index in ray.get_gpu_ids()],
+        }
+
+    def free_port(self, address: str) -> int:
+        """Returns a port of the node that no process has."""
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+            port: int = probe.getsockname()[1]
+            return port
+
+    def folder(self, wanted: str, mark: str) -> str:
+        """Returns the run's directory here: the wanted one if it has the mark, else one of this node."""
+        self._wanted = wanted
+        if not (Path(wanted) / mark).exists():
+            self._folder = self._folder or tempfile.TemporaryDirectory(prefix="headrace-")
+            self._wanted = self._folder.name
+        return self._wanted
+
+    def run(self, request: Mapping[str, Any], code: bytes, data: bytes) -> dict[str, Any]:
+        """Lets the process begin, and blocks until it has ended; returns its exit code and what it said last."""
+        if self._process.begun:
+            self._process = _Process()
+        log = f"{self._wanted}/logs/rank-{request['environment']['RANK']}.log"
+        print(f"headrace: rank {request['environment']['RANK']} prints to {log}", flush=True)  # noqa: T201
+        self._process.begin({**request, "run_dir": self._wanted, "log": log}, code, data)
+        return self._process.wait()
+
+    def progress(self) -> list[float]:
+        """Returns step, loss and examples as the process knows them."""
+        return self._process.progress
+
+    def files(self, folder: str, known: Mapping[str, int]) -> dict[str, bytes]:
+        """Returns what is new in events and logs, whole lines alone, by name; `known` has the bytes that were read."""
+        found = {}
+        root = Path(folder)
+        for path in (*root.glob("events/*.jsonl"), *root.glob("logs/*.log")):
+            name = str(path.relative_to(root))
+            with path.open("rb") as stream:
+                stream.seek(known.get(name, 0))
+                content = stream.read()
+            if whole := content[: content.rfind(b"\n") + 1]:
+                found[name] = whole
+        return found
+
+    def file(self, path: str) -> bytes | None:
+        """Returns the content of a file, None if there is none."""
+        return Path(path).read_bytes() if Path(path).is_file() else None
+
+    def stop(self, number: int) -> None:
+        """Sends a signal to the process."""
+        self._process.signal(number)
+
+    def end(self) -> None:
+        """Ends the process and those that it has started."""
+        self._process.end()
+
+
+class _Process:
+    """One process of a rank, `python -m headrace.engine.ray.process`; it reads its request from stdin.
+
+    At the end of stdin, which is that of this process, it ends, too.
+    """
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.progress = [0.0, 0.0, 0.0]
+        self._last: dict[str, Any] = {}
+        said, says = os.pipe()
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "headrace.engine.ray.process", str(says)],
+            stdin=subprocess.PIPE,
+            pass_fds=(says,),
+            start_new_session=True,
+            # What a runtime environment has added to the path.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        os.close(says)
+        self._reader = threading.Thread(target=self._read, args=(said,), name="headrace-rank", daemon=True)
+        self._reader.start()
+
+    def begin(self, request: Mapping[str, Any], code: bytes, data: bytes) -> None:
+        self.begun = True
+        self._log = Path(request["log"])
+        header = json.dumps({**request, "code": len(code), "data": len(data)})
+        assert self._child.stdin is not None
+        # Where it has ended already, `wait` says so.
+        with suppress(BrokenPipeError):
+            for part in (header.encode() + b"\n", code, data):
+                self._child.stdin.write(part)
+            self._child.stdin.flush()
+
+    def wait(self) -> dict[str, Any]:
+        code = self._child.wait()
+        # Not for long: processes that it has started may hold the pipe, too.
+        self._reader.join(_LAST_WORDS_S)
+        log = self._log.read_text(encoding="utf-8", errors="replace") if self.begun and self._log.exists() else ""
+        return {"code": code, "log": log[-_LOG_CHARACTERS:], **self._last}
+
+    def signal(self, number: int) -> None:
+        if self._child.poll() is None:
+            self._child.send_signal(number)
+
+    def end(self) -> None:
+        # Its id is its own until it is reaped, and so is that of its group.
+        with suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+
+    def _read(self, descriptor: int) -> None:
+        with os.fdopen(descriptor, encoding="utf-8") as stream:
+            for line in stream:
+                said = json.loads(line)
+                if "progress" in said:
+                    self.progress = said["progress"]
+                else:
+                    self._last = said

@@ -1,0 +1,61 @@
+"""Connects this process to a Ray cluster, and says in one line why it cannot."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from headrace.errors import UnfitMachine
+
+HOW_TO_INSTALL = "pip install 'headrace[ray]'"
+
+
+def connect(address: str, runtime_env: Mapping[str, Any] | None, connection: ExitStack) -> Mapping[str, Any] | None:
+    """Connects this process, if it is not connected; `connection` gets what ends it.
+
+    Returns the runtime environment that each actor still has to be given; None where all have it.
+
+    Raises:
+        UnfitMachine: Ray is not installed, there is no cluster at the address, or it has another version of Ray or
+            Python.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise UnfitMachine(f"the Ray engine needs a package that is not here: {HOW_TO_INSTALL}") from error
+    if ray.is_initialized():
+        return runtime_env
+    # Ray replaces it, and a run has one of its own.
+    terminates = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(
+            address.removeprefix("ray://") if address == "ray://auto" else address,
+            runtime_env=dict(runtime_env) if runtime_env else None,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except (ConnectionError, TimeoutError) as error:
+        raise UnfitMachine(
+            f"there is no Ray cluster at {address!r} ({_first_line(error)}); start one by `ray start --head`, or give "
+            "the address of one"
+        ) from error
+    except RuntimeError as error:
+        if "Version mismatch" not in str(error):
+            raise
+        raise UnfitMachine(
+            f"the Ray cluster at {address!r} has another version of Ray or Python than this process: "
+            f"{' '.join(str(error).split())}; install the same on both"
+        ) from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, terminates)
+    connection.callback(ray.shutdown)
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,131 @@
+"""The process of one rank on a node of a Ray cluster: `python -m headrace.engine.ray.process DESCRIPTOR`.
+
+It reads what to run from stdin, does it as a launcher's process does, and writes JSON lines to the descriptor: how far
+the run is, and last how it ended. Where stdin ends, its agent has ended: then this process ends, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic
+from typing import IO, Any
+
+from headrace.engine.base import RunProgress
+from headrace.engine.local.process import redirect
+from headrace.engine.shipping import unpack
+from headrace.engine.torchrun.engine import LaunchedEngine
+from headrace.errors import HeadraceError, JobError, PeerLost, user_traceback
+from headrace.machine import machine_identity
+from headrace.shared_memory.segment import memory_file, set_length
+from headrace.worker.run_spec import LAST_LOG_LINE, RunSpec
+
+_TELL_EVERY_S = 0.25
+
+
+def main() -> None:
+    """Runs one rank as its agent asks for."""
+    says = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8", buffering=1)
+    os.set_inheritable(says.fileno(), False)
+    stdin = sys.stdin.buffer
+    header = stdin.readline()
+    if not header:
+        return
+    request = json.loads(header)
+    code, data = stdin.read(request["code"]), stdin.read(request["data"])
+    threading.Thread(target=_follow, args=(os.dup(0),), name="headrace-agent", daemon=True).start()
+    os.environ.update(request["environment"])
+    if Path(request["directory"]).is_dir():
+        os.chdir(request["directory"])
+    # Behind what this node has: the folders of the caller that are here, too.
+    sys.path += [path for path in request["path"] if path not in sys.path and Path(path).exists()]
+    log = Path(request["log"])
+    log.parent.mkdir(parents=True, exist_ok=True)
+    redirect(log)
+    try:
+        _say(says, {"status": _run(_unpacked(request, code, data), request, says)})
+    except BaseException as error:
+        _say(says, _failure(error))
+        shown = str(error) if isinstance(error, HeadraceError) else user_traceback(error, fallback=True)
+        print(LAST_LOG_LINE, shown, sep="\n", file=sys.stderr)  # noqa: T201  (standard error is this rank's log)
+        sys.exit(error.exit_code if isinstance(error, HeadraceError) else 1)
+
+
+def _unpacked(request: Mapping[str, Any], code: bytes, data: bytes) -> RunSpec:
+    """Returns the run with the directory and on the clock of this host."""
+    descriptor = -1
+    if data:
+        descriptor = memory_file("data")
+        set_length(descriptor, len(data), "data")
+        os.pwrite(descriptor, data, 0)
+    try:
+        spec: RunSpec = unpack(code, descriptor, len(data))
+    except ImportError as error:
+        raise JobError(
+            f"the job arrived but this node cannot import what it uses: {error}; install it on every node, or name it "
+            "in hr.RayEngine(runtime_env={'pip': [...]}) or {'working_dir': '.'} (ray job submit --runtime-env-json)"
+        ) from error
+    except Exception as error:
+        raise JobError(f"the job arrived but cannot be unpacked here: {type(error).__name__}: {error}") from error
+    here = request["machine"] == machine_identity().partition(" ")[0]
+    started = spec.started if here else monotonic() - request["passed_s"]
+    return replace(spec, run_dir=Path(request["run_dir"]), started=started)
+
+
+def _run(spec: RunSpec, request: Mapping[str, Any], says: IO[str]) -> str:
+    engine = LaunchedEngine(spec.timeout_s, request["encrypt"], request["threads"])
+    over = threading.Event()
+
+    def tell() -> None:
+        while not over.wait(_TELL_EVERY_S):
+            now = RunProgress.read(engine.group.page)
+            _say(says, {"progress": [now.step, now.loss, now.examples]})
+
+    teller = threading.Thread(target=tell, name="headrace-progress", daemon=True)
+    if engine.group.rank == 0:
+        teller.start()
+    try:
+        status = engine.run(spec, lambda _: None)
+        # The store ends with rank 0, which must not end before the others.
+        engine.group.agree("ended")
+        return status
+    finally:
+        over.set()
+        if engine.group.rank == 0:
+            teller.join()
+        engine.close()
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    """Returns what the caller needs to raise the same error."""
+    lost = {"rank": error.rank, "host": error.host, "cause": error.cause} if isinstance(error, PeerLost) else {}
+    ours = isinstance(error, HeadraceError)
+    origin = error.__cause__ if ours else error
+    return {
+        "error": type(error).__name__,
+        "message": str(error),
+        "traceback": user_traceback(origin, fallback=True) if origin else "",
+        "exit_code": error.exit_code if isinstance(error, HeadraceError) else 1,
+        "lost": lost,
+    }
+
+
+def _say(says: IO[str], what: Mapping[str, Any]) -> None:
+    says.write(json.dumps(what) + "\n")
+    says.flush()
+
+
+def _follow(stdin: int) -> None:
+    # The agent writes nothing more; its end of the pipe closes when it ends, however it ends.
+    os.read(stdin, 1)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

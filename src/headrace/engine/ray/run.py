@@ -1,0 +1,94 @@
+"""One run on a Ray cluster: what each rank is told, and what of its files comes back."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import ray
+
+from headrace.engine.base import RunProgress, Stoppable
+from headrace.engine.ray.mirror import FolderMirror
+from headrace.engine.ray.nodes import RankPlace
+from headrace.engine.ray.watch import RankWatch
+from headrace.engine.shipping import pack
+from headrace.engine.torchrun.secret import SECRET
+from headrace.errors import UsageError
+from headrace.machine import machine_identity
+from headrace.worker.run_spec import RunSpec
+
+_ANSWER_S = 30.0
+
+
+class RayRun:
+    """Starts the processes of one run by their agents, which are by rank, and follows them.
+
+    Attributes:
+        mirror: brings the files of nodes that do not see the run's directory.
+    """
+
+    def __init__(self, spec: RunSpec, agents: Sequence[Any], places: Sequence[RankPlace], encrypt: bool) -> None:
+        self._spec, self._agents, self._places = spec, agents, places
+        self._encrypt = encrypt
+        code, memory, _ = pack(spec)
+        with os.fdopen(memory, "rb") if memory >= 0 else tempfile.TemporaryFile() as data:
+            self._shipped = ray.put(code), ray.put(data.read())
+        folders = self._folders()
+        unseen = {
+            place.host: rank for rank, place in reversed(list(enumerate(places))) if folders[rank] != str(spec.run_dir)
+        }
+        if unseen and (spec.checkpoints or spec.resume):
+            raise UsageError(
+                f"{spec.run_dir} is not there on {', '.join(sorted(unseen))}, and checkpoints are saved to a directory "
+                "that all nodes see; name a run_dir on a file system of all nodes, or save nothing "
+                "(checkpoints=False, --checkpoint-every 0)"
+            )
+        self.mirror = FolderMirror(spec.run_dir, {host: (agents[rank], folders[rank]) for host, rank in unseen.items()})
+        first = places[0]
+        port = ray.get(agents[0].free_port.remote(first.address), timeout=_ANSWER_S)
+        self._launched = {
+            "WORLD_SIZE": str(len(agents)),
+            "MASTER_ADDR": first.address,
+            "MASTER_PORT": str(port),
+            SECRET: secrets.token_hex(32),
+        }
+
+    def follow(self, flag: Stoppable, progress: Callable[[RunProgress], None]) -> str:
+        """Returns how the run has ended; raises for the first process that failed."""
+        watch = RankWatch(self._spec, self._agents, flag, self._start, progress)
+        try:
+            watch.follow()
+            return watch.status
+        finally:
+            self.mirror.finish(_ANSWER_S)
+
+    def _folders(self) -> list[str]:
+        """Returns the directory that each rank's node has for the run."""
+        run_dir = self._spec.run_dir
+        with tempfile.NamedTemporaryFile(dir=run_dir, prefix="seen-") as mark:
+            asked = [agent.folder.remote(str(run_dir), Path(mark.name).name) for agent in self._agents]
+            found: list[str] = ray.get(asked, timeout=_ANSWER_S)
+            return found
+
+    def _start(self, rank: int) -> Any:
+        """Has a rank's process begin; returns what tells of its end."""
+        place, spec = self._places[rank], self._spec
+        environment = {**self._launched, "RANK": str(rank), "HEADRACE_HOST": place.host}
+        if place.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = place.gpus
+        request = {
+            "environment": environment,
+            "directory": os.getcwd(),
+            "path": [path for path in sys.path if path],
+            "machine": machine_identity().partition(" ")[0],
+            "passed_s": monotonic() - spec.started,
+            "encrypt": self._encrypt,
+            "threads": spec.plan.role(rank).threads,
+        }
+        return self._agents[rank].run.remote(request, *self._shipped)

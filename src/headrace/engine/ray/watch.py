@@ -1,0 +1,151 @@
+"""Follows the processes of a run on a Ray cluster: which have ended and how, which are started again, how far it is."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
+from typing import Any
+
+from headrace.engine.base import RunProgress, Stoppable
+from headrace.engine.local.fork_server import describe_end
+from headrace.engine.torchrun.failover import expendable_ranks
+from headrace.errors import PeerLost, WorkerFailed
+from headrace.worker.run_spec import RunSpec
+
+_LOOK_EVERY_S = 0.1
+_PROGRESS_EVERY_S = 0.25
+_GRACE_S = 5.0
+"""That the others have to end when a process has failed, and to end after rank 0."""
+_IN_VAIN_S = 30.0
+_IN_VAIN = 5
+"""How often in a row a process may be lost within that time after its start."""
+
+
+class RankWatch:
+    """Follows the processes of one run; `start` has that of a rank begin, and returns what tells of its end.
+
+    Attributes:
+        status: of rank 0, once it has ended in order.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        agents: Sequence[Any],
+        flag: Stoppable,
+        start: Callable[[int], Any],
+        progress: Callable[[RunProgress], None],
+    ) -> None:
+        self.status = ""
+        self._spec, self._agents, self._flag = spec, agents, flag
+        self._start, self._progress = start, progress
+        expendable = expendable_ranks(spec.plan) if len({role.host for role in spec.plan.roles}) > 1 else ()
+        self._expendable = frozenset(expendable)
+        self._waits = {start(rank): rank for rank in range(len(agents))}
+        self._failure: WorkerFailed | None = None
+        self._lost: dict[int, str] = {}
+        self._accused: Mapping[str, Any] = {}
+        self._deadline: float | None = None
+        self._told = RunProgress(0, 0.0, 0)
+        self._asked = agents[0].progress.remote()
+        self._starts = {rank: [monotonic()] for rank in range(len(agents))}
+
+    def follow(self) -> None:
+        """Returns when the run is over; raises for the first that failed."""
+        import ray
+
+        stopped, looked = False, 0.0
+        while self._waits and (self._deadline is None or monotonic() < self._deadline):
+            done, _ = ray.wait(list(self._waits), timeout=_LOOK_EVERY_S)
+            for reference in done:
+                self._take_end(self._waits.pop(reference), reference)
+            if self._flag.stop and not stopped:
+                stopped = True
+                # It tells the others, and all end after the same round.
+                self._agents[0].stop.remote(int(signal.SIGINT))
+            if monotonic() - looked > _PROGRESS_EVERY_S:
+                looked = monotonic()
+                self._look()
+        self._raise_failure()
+
+    def _look(self) -> None:
+        import ray
+
+        if ray.wait([self._asked], timeout=0)[0]:
+            try:
+                step, loss, examples = ray.get(self._asked)
+            except ray.exceptions.RayError:
+                return  # rank 0's agent is lost, as its `wait` says
+            self._told = RunProgress(int(step), loss, int(examples))
+            self._asked = self._agents[0].progress.remote()
+        self._progress(self._told)
+
+    def _take_end(self, rank: int, reference: Any) -> None:
+        """Decides what the end of a process means: the run's, its restart, or nothing."""
+        import ray
+
+        try:
+            ended = ray.get(reference)
+        except ray.exceptions.RayError as error:
+            # The first line says which; the rest is about actors.
+            self._lose(rank, f"its node or its agent has ended ({str(error).strip().splitlines()[0]})")
+            return
+        if "status" in ended:
+            if rank == 0:
+                self.status = ended["status"]
+                self._deadline = monotonic() + _GRACE_S
+        elif ended["code"] < 0:
+            self._lose(rank, describe_end(ended["code"]))
+        elif ended.get("lost"):
+            self._accused = self._accused or ended["lost"]
+            self._begin_end()
+        elif ended.get("error") == "Replaced":
+            self._lose(rank, ended["message"])
+        else:
+            self._failure = self._failure or self._failed(rank, ended)
+            self._begin_end()
+
+    def _begin_end(self) -> None:
+        self._deadline = self._deadline or monotonic() + _GRACE_S
+
+    def _lose(self, rank: int, cause: str) -> None:
+        if self._deadline is None and rank in self._expendable:
+            self._start_again(rank, cause)
+            return
+        self._lost.setdefault(rank, cause)
+        self._begin_end()
+
+    def _start_again(self, rank: int, cause: str) -> None:
+        """Starts the process of a worker again; the backup of a server has taken its place already."""
+        if not self._spec.plan.role(rank).computes:
+            return
+        starts = self._starts[rank]
+        starts.append(monotonic())
+        if len(starts) > _IN_VAIN and starts[-1] - starts[-1 - _IN_VAIN] < _IN_VAIN_S:
+            self._lost[rank] = f"{cause}, the {_IN_VAIN}th time within {_IN_VAIN_S:.0f} s"
+            self._begin_end()
+            return
+        self._waits[self._start(rank)] = rank
+
+    def _failed(self, rank: int, ended: Mapping[str, Any]) -> WorkerFailed:
+        plan = self._spec.plan
+        cause = f"exit code {ended['code']} without an error of its own (os._exit?); the end of its log follows"
+        shown = ended["log"]
+        if "error" in ended:
+            cause, shown = f"{ended['error']}: {ended['message']}", ended["traceback"]
+        code = ended.get("exit_code", 1)
+        return WorkerFailed(rank, plan.role(rank).host, cause, shown, code, plan.part_of(rank))
+
+    def _raise_failure(self) -> None:
+        plan = self._spec.plan
+        if self.status:
+            return
+        if self._failure:
+            raise self._failure
+        for rank, cause in self._lost.items():
+            raise PeerLost(rank, plan.role(rank).host, cause, plan.part_of(rank))
+        if self._accused:
+            rank = self._accused["rank"]
+            raise PeerLost(rank, self._accused["host"], self._accused["cause"], plan.part_of(rank))
+        raise PeerLost(0, plan.role(0).host, "it has not told how it ended")
