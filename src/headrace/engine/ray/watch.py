@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from time import monotonic
 from typing import Any
 
 from headrace.engine.base import RunProgress, Stoppable
 from headrace.engine.local.fork_server import describe_end
+from headrace.engine.ray.nodes import names_of
 from headrace.engine.torchrun.failover import expendable_ranks
 from headrace.errors import PeerLost, WorkerFailed
+from headrace.spec.events import LAUNCHER, Notice
+from headrace.worker.events import EventWriter
 from headrace.worker.run_spec import RunSpec
 
 _LOOK_EVERY_S = 0.1
 _PROGRESS_EVERY_S = 0.25
 _GRACE_S = 5.0
 """That the others have to end when a process has failed, and to end after rank 0."""
+_AGAIN_S = 1.0
 _IN_VAIN_S = 30.0
 _IN_VAIN = 5
-"""How often in a row a process may be lost within that time after its start."""
+"""How often the process of one rank may be lost within that time."""
 
 
 class RankWatch:
@@ -49,7 +54,8 @@ class RankWatch:
         self._deadline: float | None = None
         self._told = RunProgress(0, 0.0, 0)
         self._asked = agents[0].progress.remote()
-        self._starts = {rank: [monotonic()] for rank in range(len(agents))}
+        self._losses: dict[int, list[float]] = {rank: [] for rank in range(len(agents))}
+        self._awaited: dict[Any, tuple[int, float]] = {}
 
     def follow(self) -> None:
         """Returns when the run is over; raises for the first that failed."""
@@ -66,6 +72,7 @@ class RankWatch:
                 self._agents[0].stop.remote(int(signal.SIGINT))
             if monotonic() - looked > _PROGRESS_EVERY_S:
                 looked = monotonic()
+                self._take_back()
                 self._look()
         self._raise_failure()
 
@@ -87,9 +94,8 @@ class RankWatch:
 
         try:
             ended = ray.get(reference)
-        except ray.exceptions.RayError as error:
-            # The first line says which; the rest is about actors.
-            self._lose(rank, f"its node or its agent has ended ({str(error).strip().splitlines()[0]})")
+        except ray.exceptions.RayError:
+            self._lose(rank, "its node, or its actor there, has ended")
             return
         if "status" in ended:
             if rank == 0:
@@ -110,23 +116,47 @@ class RankWatch:
         self._deadline = self._deadline or monotonic() + _GRACE_S
 
     def _lose(self, rank: int, cause: str) -> None:
-        if self._deadline is None and rank in self._expendable:
-            self._start_again(rank, cause)
-            return
-        self._lost.setdefault(rank, cause)
-        self._begin_end()
-
-    def _start_again(self, rank: int, cause: str) -> None:
-        """Starts the process of a worker again; the backup of a server has taken its place already."""
-        if not self._spec.plan.role(rank).computes:
-            return
-        starts = self._starts[rank]
-        starts.append(monotonic())
-        if len(starts) > _IN_VAIN and starts[-1] - starts[-1 - _IN_VAIN] < _IN_VAIN_S:
-            self._lost[rank] = f"{cause}, the {_IN_VAIN}th time within {_IN_VAIN_S:.0f} s"
+        losses = self._losses[rank]
+        losses.append(monotonic())
+        in_vain = len(losses) >= _IN_VAIN and losses[-1] - losses[-_IN_VAIN] < _IN_VAIN_S
+        if self._deadline is not None or rank not in self._expendable or in_vain:
+            again = f", the {_IN_VAIN}th time within {_IN_VAIN_S:.0f} s" if in_vain else ""
+            self._lost.setdefault(rank, cause + again)
             self._begin_end()
-            return
-        self._waits[self._start(rank)] = rank
+        # The backup of a server takes its place by itself.
+        elif self._spec.plan.role(rank).computes:
+            self._await(rank)
+
+    def _await(self, rank: int) -> None:
+        """Asks for an agent that Ray restarts, perhaps on another node, if the cluster has room for it."""
+        self._awaited[self._agents[rank].describe.remote()] = rank, monotonic()
+
+    def _take_back(self) -> None:
+        """Starts the processes of lost workers whose agents answer."""
+        import ray
+
+        for reference in ray.wait(list(self._awaited), timeout=0)[0] if self._awaited else ():
+            rank, asked = self._awaited[reference]
+            try:
+                found = ray.get(reference)
+            except ray.exceptions.RayError:
+                # Ray has not noticed yet that the node is gone, or does not restart the agent yet.
+                if monotonic() - asked > _AGAIN_S:
+                    del self._awaited[reference]
+                    self._await(rank)
+                continue
+            del self._awaited[reference]
+            self._waits[self._start(rank)] = rank
+            self._say_where(rank, found["node"])
+
+    def _say_where(self, rank: int, node: str) -> None:
+        import ray
+
+        was, name = self._spec.plan.role(rank).host, names_of(ray.nodes())[node]
+        if name != was:
+            with closing(EventWriter(self._spec.run_dir, LAUNCHER, self._spec.started)) as events:
+                text = f"rank {rank} was on {was} and is started again on {name}"
+                events.write(Notice(LAUNCHER, events.now(), text))
 
     def _failed(self, rank: int, ended: Mapping[str, Any]) -> WorkerFailed:
         plan = self._spec.plan
