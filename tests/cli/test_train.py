@@ -143,3 +143,49 @@ def test_curves_for_tensorboard(stage, job_file: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     assert run(["train", "digits.py", "--strategy", "mirrored", "--tensorboard", "tb"]) == 0
     assert [folder.name for folder in (tmp_path / "tb").iterdir()] == ["mirrored-2"]
+
+
+def test_a_ray_cluster_is_an_engine_and_servers_mean_a_strategy_with_servers(stage, job_file: Path) -> None:
+    assert run(["train", "digits.py", "--cluster", "ray://auto", "--workers", "4", "--servers", "2"]) == 0
+    assert type(stage.asked["engine"]).__name__ == "RayEngine"
+    assert stage.asked["cluster"] is None
+    (chosen,) = stage.chosen
+    assert (chosen.name, chosen.workers, chosen.servers) == ("parameter_server", 4, 2)
+    # No local engine was made.
+    assert stage.seen == ["fit"]
+
+
+def test_servers_belong_to_the_strategy_that_is_named(stage, job_file: Path) -> None:
+    assert run(["train", "digits.py", "--strategy", "downpour(push_every=2)", "--workers", "2", "--servers", "3"]) == 0
+    (chosen,) = stage.chosen
+    assert (chosen.name, chosen.servers, chosen.push_every) == ("downpour", 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--strategy", "mirrored", "--servers", "2"],
+            "--servers 2: mirrored has none; try --strategy parameter_server",
+        ),
+        (
+            ["--strategy", "downpour(servers=4)", "--servers", "2"],
+            "--servers 2: downpour(servers=4) has 4; say it once",
+        ),
+        (["--cluster", "ray://auto", "--secret-file", "secret"], "makes a secret of its own for each run"),
+    ],
+)
+def test_what_does_not_fit_a_ray_cluster_or_servers(
+    stage, job_file: Path, capsys: Capture, arguments: list[str], said: str
+) -> None:
+    assert run(["train", "digits.py", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_under_a_launcher_no_ray_cluster_is_started(
+    stage, job_file: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert run(["train", "digits.py", "--cluster", "ray://auto", "--workers", "4"]) == 2
+    assert "headrace train --cluster ray://auto starts its own processes" in capsys.readouterr().err

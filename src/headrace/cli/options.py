@@ -25,8 +25,11 @@ from headrace.spec.events import Event, RunStarted
 from headrace.spec.options import Checkpoints
 
 if TYPE_CHECKING:
-    from headrace.engine.local.engine import LocalEngine
+    from headrace.engine.base import Engine
     from headrace.report.views.tensorboard import TensorBoard
+
+
+_RAY = "ray://"
 
 
 class Distribution(StrEnum):
@@ -131,6 +134,17 @@ EncryptOption = Annotated[
 ClusterOption = Annotated[
     Path | None,
     _option("--cluster", metavar="FILE", help="The hosts and the links between them, see `headrace doctor --cluster`."),
+]
+RunClusterOption = Annotated[
+    str | None,
+    _option(
+        "--cluster",
+        metavar="FILE|ray://auto",
+        help="The hosts and the links between them; or a Ray cluster, on which the run is started.",
+    ),
+]
+ServersOption = Annotated[
+    int | None, _option("--servers", min=1, help="How many parameter servers, under a strategy that has some.")
 ]
 SshOption = Annotated[str, typer.Option("--ssh", metavar="COMMAND", help="How other hosts are reached.")]
 PythonOption = Annotated[str, _option("--python", metavar="PATH", help="On all hosts. Default: this one.")]
@@ -285,8 +299,10 @@ def launched_world() -> int:
 
 
 @contextlib.contextmanager
-def own_engine(secret_file: Path | None = None, job_file: Path | None = None) -> Iterator[LocalEngine | None]:
-    """Yields an engine of local processes; None under a launcher, whose processes are the workers.
+def own_engine(
+    secret_file: Path | None = None, job_file: Path | None = None, ray: str | None = None
+) -> Iterator[Engine | None]:
+    """Yields an engine of local processes, or of a Ray cluster; None under a launcher, whose processes are the workers.
 
     Those compare their versions and job files, before the job is read.
     """
@@ -302,11 +318,28 @@ def own_engine(secret_file: Path | None = None, job_file: Path | None = None) ->
             require_same({**versions(), "the job file's digest": digest})
         yield None
         return
+    if ray:
+        # Lazily: it is not always installed.
+        from headrace.engine.ray.engine import RayEngine
+
+        with contextlib.closing(RayEngine(ray)) as cluster:
+            yield cluster
+        return
     # Lazily: `--help` need not wait for the engine.
     from headrace.engine.local.engine import LocalEngine
 
     with LocalEngine(forks=True) as engine:
         yield engine
+
+
+def ray_address(cluster: str | None, secret_file: Path | None = None) -> str | None:
+    """Returns the Ray cluster that `--cluster` names, None if it names a file; raises UsageError with a launcher's."""
+    if not (cluster and cluster.startswith(_RAY)):
+        return None
+    refuse_launcher(f"train --cluster {cluster}")
+    if secret_file is not None:
+        raise UsageError(f"--cluster {cluster} makes a secret of its own for each run; leave out --secret-file")
+    return cluster
 
 
 def refuse_launcher(command: str) -> None:

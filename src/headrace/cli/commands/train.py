@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,6 @@ from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.options import (
     CheckOption,
     CheckpointEveryOption,
-    ClusterOption,
     Device,
     DeviceOption,
     EncryptOption,
@@ -22,8 +22,10 @@ from headrace.cli.options import (
     ResumeFromOption,
     ResumeIfSavedOption,
     ResumeOption,
+    RunClusterOption,
     RunDirOption,
     SecretFileOption,
+    ServersOption,
     SettingsOption,
     SnapshotsEveryOption,
     TensorBoardOption,
@@ -39,6 +41,7 @@ from headrace.cli.options import (
     job_name,
     launched_rank,
     own_engine,
+    ray_address,
     refuse_launcher,
     saying_where,
     split_names,
@@ -59,6 +62,7 @@ _EXAMPLES = """
   headrace train job.py --strategy mirrored --json | jq .metrics
   headrace train job.py --run-dir runs/a --checkpoint-every 100
   headrace train job.py --run-dir runs/a --resume
+  headrace train job.py --cluster ray://auto --workers 8 --servers 2
 """
 
 _COMPARE_EXAMPLES = """
@@ -67,14 +71,16 @@ _COMPARE_EXAMPLES = """
   headrace compare job.py --workers 2 --set epochs=1 --json | jq .verdict
 """
 
+_StrategyOption = Annotated[
+    str, typer.Option("--strategy", metavar="NAME", autocompletion=complete_strategy, help="How it is distributed.")
+]
+
 
 def train(
     path: JobFile,
-    strategy: Annotated[
-        str,
-        typer.Option("--strategy", metavar="NAME", autocompletion=complete_strategy, help="How it is distributed."),
-    ] = "one_device",
+    strategy: _StrategyOption = "one_device",
     workers: WorkersOption = None,
+    servers: ServersOption = None,
     device: DeviceOption = Device.AUTO,
     run_dir: RunDirOption = None,
     settings: SettingsOption = None,
@@ -87,7 +93,7 @@ def train(
     resume_from: ResumeFromOption = None,
     reset_optimizer: ResetOptimizerOption = False,
     check: CheckOption = True,
-    cluster: ClusterOption = None,
+    cluster: RunClusterOption = None,
     secret_file: SecretFileOption = None,
     encrypt: EncryptOption = True,
     tensorboard: TensorBoardOption = None,
@@ -96,18 +102,21 @@ def train(
 ) -> None:
     """Train the job of a file under one strategy; progress goes to stderr, the result to stdout."""
     with answering(as_json) as answer:
+        if servers and strategy == "one_device":
+            strategy = "parameter_server"
         check_strategies([strategy])
         find_job(path)
         check_tensorboard(tensorboard)
+        ray = ray_address(cluster, secret_file)
         checkpoints = checkpoints_of(checkpoint_every, keep, snapshots_every)
         going = _going(resume, resume_if_saved, resume_from, run_dir)
         where = run_dir or default_run_dir(f"{job_name(path)}-{parse_call(strategy).name}")
         # In this order: the engine forks this process, which must not have run the job file before.
-        with own_engine(secret_file, path) as engine, saying_where(where):
+        with own_engine(secret_file, path, ray) as engine, saying_where(where):
             job = load_job(path, settings or ())
             from headrace.api.fit import fit
 
-            chosen = _resolved(strategy, workers)
+            chosen = _resolved(strategy, workers, servers)
             with tensorboards(tensorboard) as on_event:
                 run = fit(
                     job,
@@ -121,7 +130,7 @@ def train(
                     resume=going,
                     reset_optimizer=reset_optimizer,
                     check=check,
-                    cluster=cluster,
+                    cluster=None if ray else cluster,
                     encrypt=encrypt,
                 )
         if launched_rank() in (None, 0):
@@ -130,7 +139,7 @@ def train(
         raise typer.Exit(ExitCode.INTERRUPTED)
 
 
-def _resolved(strategy: str, workers: int | None) -> Strategy:
+def _resolved(strategy: str, workers: int | None, servers: int | None = None) -> Strategy:
     from headrace.strategies import COUNTS, resolve
 
     chosen = resolve(strategy, workers)
@@ -138,7 +147,13 @@ def _resolved(strategy: str, workers: int | None) -> Strategy:
     if workers is not None and workers != count:
         other = "try --strategy mirrored" if count == 1 else "say it once"
         raise UsageError(f"--workers {workers}: {strategy} runs on {count}; {other}")
-    return chosen
+    has = getattr(chosen, "servers", None)
+    if servers is None or servers == has:
+        return chosen
+    if has != 1:
+        other = "try --strategy parameter_server" if has is None else "say it once"
+        raise UsageError(f"--servers {servers}: {strategy} has {has or 'none'}; {other}")
+    return replace(chosen, servers=servers)  # type: ignore[type-var]
 
 
 def _going(resume: bool, if_saved: bool, resume_from: Path | None, run_dir: Path | None) -> bool | str | Path:

@@ -34,7 +34,6 @@ class RankAgent:
         os.environ.pop("OMP_NUM_THREADS", None)
         self._process = _Process()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._wanted = ""
 
     def describe(self) -> dict[str, Any]:
         """Returns what its node has and is."""
@@ -60,19 +59,20 @@ class RankAgent:
 
     def folder(self, wanted: str, mark: str) -> str:
         """Returns the run's directory here: the wanted one if it has the mark, else one of this node."""
-        self._wanted = wanted
-        if not (Path(wanted) / mark).exists():
-            self._folder = self._folder or tempfile.TemporaryDirectory(prefix="headrace-")
-            self._wanted = self._folder.name
-        return self._wanted
+        if (Path(wanted) / mark).exists():
+            return wanted
+        self._folder = self._folder or tempfile.TemporaryDirectory(prefix="headrace-")
+        return self._folder.name
 
     def run(self, request: Mapping[str, Any], code: bytes, data: bytes) -> dict[str, Any]:
         """Lets the process begin, and blocks until it has ended; returns its exit code and what it said last."""
         if self._process.begun:
             self._process = _Process()
-        log = f"{self._wanted}/logs/rank-{request['environment']['RANK']}.log"
-        print(f"headrace: rank {request['environment']['RANK']} prints to {log}", flush=True)  # noqa: T201
-        self._process.begin({**request, "run_dir": self._wanted, "log": log}, code, data)
+        # Asked again, because Ray may have restarted this actor on another node.
+        run_dir, rank = self.folder(request["run_dir"], request["mark"]), request["environment"]["RANK"]
+        log = f"{run_dir}/logs/rank-{rank}.log"
+        print(f"headrace: rank {rank} prints to {log}", flush=True)  # noqa: T201
+        self._process.begin({**request, "run_dir": run_dir, "log": log}, code, data)
         return self._process.wait()
 
     def progress(self) -> list[float]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import socket
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -11,6 +13,8 @@ from typing import Any
 
 from headrace.errors import UnfitMachine
 
+_AUTO = ("auto", "ray://auto")
+_ANSWER_S = 5.0
 HOW_TO_INSTALL = "pip install 'headrace[ray]'"
 
 
@@ -29,25 +33,25 @@ def connect(address: str, runtime_env: Mapping[str, Any] | None, connection: Exi
         raise UnfitMachine(f"the Ray engine needs a package that is not here: {HOW_TO_INSTALL}") from error
     if ray.is_initialized():
         return runtime_env
+    # As Ray itself does.
+    named = os.environ.get("RAY_ADDRESS", "auto") if address in _AUTO else address
+    _require_listener(named)
     # Ray replaces it, and a run has one of its own.
     terminates = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
-            address.removeprefix("ray://") if address == "ray://auto" else address,
+            "auto" if address in _AUTO else address,
             runtime_env=dict(runtime_env) if runtime_env else None,
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
     except (ConnectionError, TimeoutError) as error:
-        raise UnfitMachine(
-            f"there is no Ray cluster at {address!r} ({_first_line(error)}); start one by `ray start --head`, or give "
-            "the address of one"
-        ) from error
+        raise _no_cluster(named, str(error).strip().partition("\n")[0]) from error
     except RuntimeError as error:
         if "Version mismatch" not in str(error):
             raise
         raise UnfitMachine(
-            f"the Ray cluster at {address!r} has another version of Ray or Python than this process: "
+            f"the Ray cluster at {named} has another version of Ray or Python than this process: "
             f"{' '.join(str(error).split())}; install the same on both"
         ) from error
     finally:
@@ -57,5 +61,18 @@ def connect(address: str, runtime_env: Mapping[str, Any] | None, connection: Exi
     return None
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+def _require_listener(address: str) -> None:
+    """Raises UnfitMachine where no process answers: Ray would ask for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return  # a word that Ray knows
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+    except OSError as error:
+        raise _no_cluster(address, str(error)) from error
+
+
+def _no_cluster(address: str, why: str) -> UnfitMachine:
+    return UnfitMachine(
+        f"there is no Ray cluster at {address} ({why}); start one by `ray start --head`, or give the address of one"
+    )

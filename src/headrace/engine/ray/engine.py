@@ -19,7 +19,7 @@ from headrace.engine.base import Engine, RunProgress, orderly_interrupts
 from headrace.engine.ray.agent import RankAgent
 from headrace.engine.ray.connection import connect
 from headrace.engine.ray.nodes import RankPlace, arrange, cluster_of, names_of, require_versions
-from headrace.engine.ray.placement import BundleGroup, bundle_groups, place
+from headrace.engine.ray.placement import PLACEMENTS, BundleGroup, bundle_groups, place
 from headrace.errors import UnfitMachine, UsageError
 from headrace.spec.cluster import Cluster
 from headrace.worker.run_spec import RunSpec
@@ -27,7 +27,6 @@ from headrace.worker.run_spec import RunSpec
 if TYPE_CHECKING:
     from headrace.strategies.strategy import Strategy
 
-_PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _BEGIN_S = 60.0
 _CALLS = 8
 """That an actor serves at the same time."""
@@ -77,8 +76,8 @@ class RayEngine(Engine):
         runtime_env: Mapping[str, Any] | None = None,
         start_timeout_s: float = 60.0,
     ) -> None:
-        if placement not in (None, *_PLACEMENTS):
-            raise UsageError(f"placement is one of {', '.join(_PLACEMENTS)}, got {placement!r}")
+        if placement not in (None, *PLACEMENTS):
+            raise UsageError(f"placement is one of {', '.join(sorted(PLACEMENTS))}, got {placement!r}")
         if gpus_per_worker not in (0, 1):
             raise UsageError(f"a worker computes on one GPU, gpus_per_worker is 0 or 1, got {gpus_per_worker!r}")
         if cpus_per_worker is not None and cpus_per_worker < 1:

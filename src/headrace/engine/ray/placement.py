@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 Resources = Mapping[str, float]
 
-SPREAD, PACK, STRICT_PACK = "SPREAD", "PACK", "STRICT_PACK"
+SPREAD, PACK, STRICT_PACK, STRICT_SPREAD = PLACEMENTS = ("SPREAD", "PACK", "STRICT_PACK", "STRICT_SPREAD")
+_STRICTLY = {STRICT_PACK: " on one node", STRICT_SPREAD: " on nodes of their own"}
 _LOOK_EVERY_S = 0.1
 
 
@@ -51,11 +52,14 @@ def require_room(groups: Sequence[BundleGroup], nodes: Mapping[str, Resources]) 
     for group in groups:
         if group.placement == STRICT_PACK:
             whole = {name: amount * group.count for name, amount in group.each.items()}
-            fits = _take(whole, free)
+            fits = bool(_take(whole, free))
+        elif group.placement == STRICT_SPREAD:
+            others = dict(free)
+            fits = all(others.pop(_take(group.each, others), None) for _ in range(group.count))
         else:
             fits = all(_take(group.each, free) for _ in range(group.count))
         if not fits:
-            together = " on one node" if group.placement == STRICT_PACK and group.count > 1 else ""
+            together = _STRICTLY.get(group.placement, "") if group.count > 1 else ""
             raise InfeasiblePlan(
                 f"the Ray cluster is too small: {_asked(groups)} are asked for, and there is no room for "
                 f"{_several(group)}{together}; the nodes have {_per_node(nodes)}; start more nodes, or ask for less"
@@ -91,14 +95,14 @@ def place(groups: Sequence[BundleGroup], nodes: Mapping[str, Resources], within_
     return made
 
 
-def _take(wanted: Resources, free: Mapping[str, dict[str, float]]) -> bool:
-    """Takes resources from the first node that has them; returns whether one has."""
-    for node in free.values():
+def _take(wanted: Resources, free: Mapping[str, dict[str, float]]) -> str:
+    """Takes resources from the first node that has them; returns its name, "" if none has."""
+    for host, node in free.items():
         if all(node.get(name, 0) >= amount for name, amount in wanted.items()):
             for name, amount in wanted.items():
                 node[name] = node.get(name, 0) - amount
-            return True
-    return False
+            return host
+    return ""
 
 
 def _several(group: BundleGroup) -> str:

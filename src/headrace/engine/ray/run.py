@@ -39,6 +39,9 @@ class RayRun:
         code, memory, _ = pack(spec)
         with os.fdopen(memory, "rb") if memory >= 0 else tempfile.TemporaryFile() as data:
             self._shipped = ray.put(code), ray.put(data.read())
+        # By it a node sees whether it has the run's directory.
+        self._mark = tempfile.NamedTemporaryFile(dir=spec.run_dir, prefix="seen-")  # noqa: SIM115  (as long as the run)
+        self._wanted = str(spec.run_dir), Path(self._mark.name).name
         folders = self._folders()
         unseen = {
             place.host: rank for rank, place in reversed(list(enumerate(places))) if folders[rank] != str(spec.run_dir)
@@ -67,14 +70,13 @@ class RayRun:
             return watch.status
         finally:
             self.mirror.finish(_ANSWER_S)
+            self._mark.close()
 
     def _folders(self) -> list[str]:
         """Returns the directory that each rank's node has for the run."""
-        run_dir = self._spec.run_dir
-        with tempfile.NamedTemporaryFile(dir=run_dir, prefix="seen-") as mark:
-            asked = [agent.folder.remote(str(run_dir), Path(mark.name).name) for agent in self._agents]
-            found: list[str] = ray.get(asked, timeout=_ANSWER_S)
-            return found
+        asked = [agent.folder.remote(*self._wanted) for agent in self._agents]
+        found: list[str] = ray.get(asked, timeout=_ANSWER_S)
+        return found
 
     def _start(self, rank: int) -> Any:
         """Has a rank's process begin; returns what tells of its end."""
@@ -88,6 +90,8 @@ class RayRun:
             "path": [path for path in sys.path if path],
             "machine": machine_identity().partition(" ")[0],
             "passed_s": monotonic() - spec.started,
+            "run_dir": self._wanted[0],
+            "mark": self._wanted[1],
             "encrypt": self._encrypt,
             "threads": spec.plan.role(rank).threads,
         }

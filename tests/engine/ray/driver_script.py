@@ -1,0 +1,229 @@
+"""What a user's process does on a Ray cluster: `driver_script.py DEED ADDRESS FOLDER`; it says what it found."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+import headrace as hr
+from engine.ranks import say
+from engine.ray.clusters import raylet_of
+from headrace.engine.ray.run import RayRun
+from headrace.errors import HeadraceError, WorkerFailed
+from headrace.spec.events import Event
+
+SPREAD = "STRICT_SPREAD"
+
+
+class Counter(torch.nn.Module):
+    """Each example has a parameter of its own, which grows by 1 when its gradient is applied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = torch.nn.Parameter(torch.zeros(64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return -inputs @ self.count
+
+
+def mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output.mean()
+
+
+def counting(epochs: int) -> hr.Job:
+    return hr.Job(
+        model=Counter,
+        loss=mean,
+        optimizer=functools.partial(torch.optim.SGD, lr=16.0),
+        data=(torch.eye(64), torch.zeros(64)),
+        global_batch_size=16,
+        epochs=epochs,
+    )
+
+
+def talking() -> torch.nn.Module:
+    sys.stderr.write("a model is built\n")
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.ReLU(), torch.nn.Linear(16, 10))
+
+
+def digits(epochs: int = 2) -> hr.Job:
+    images = hr.data.digits()
+    return hr.Job(
+        model=talking,
+        task=hr.tasks.multiclass(10),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        data=images.train,
+        eval_data=images.test,
+        global_batch_size=64,
+        epochs=epochs,
+    )
+
+
+class Occupant:
+    """An actor of another job."""
+
+    def ready(self) -> bool:
+        return True
+
+
+class Deeds:
+    """Does something once, when rank 1 has done so many steps; remembers where ranks are, and what was lost."""
+
+    def __init__(self, deed: Callable[[Deeds], None], after: int = 10) -> None:
+        self.hosts: list[str] = []
+        self.processes: dict[int, int] = {}
+        self.lost: list[tuple[int, str]] = []
+        self._deed: Callable[[Deeds], None] | None = deed
+        self._after = after
+
+    def __call__(self, event: Event) -> None:
+        if event.kind == "run_started":
+            self.hosts = [role["host"] for role in event.plan["roles"]]
+        if event.kind == "worker_started":
+            self.processes[event.rank] = event.pid
+        if event.kind == "lost":
+            self.lost.append((event.lost, event.host))
+        if event.kind == "stepped" and event.rank == 1 and event.step >= self._after and self._deed:
+            deed, self._deed = self._deed, None
+            deed(self)
+
+
+def kill_raylet(deeds: Deeds) -> None:
+    node = next(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeName"] == deeds.hosts[1])
+    os.kill(raylet_of(node), signal.SIGKILL)
+
+
+def kill_process(deeds: Deeds) -> None:
+    os.kill(deeds.processes[1], signal.SIGKILL)
+
+
+def interrupt(deeds: Deeds) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def total(run: hr.Run) -> float:
+    return sum(float(each.double().sum()) for each in run.model.parameters())
+
+
+def equal(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
+    """The results of this process's threads, of one node, of two, and of nodes that do not see the run's directory."""
+    runs = [hr.fit(digits(), hr.Mirrored(workers=2), engine=hr.ThreadEngine())]
+    runs += [hr.fit(digits(), hr.Mirrored(workers=2), engine=engine)]
+    spread = hr.RayEngine(placement=SPREAD)
+    runs += [hr.fit(digits(), hr.Mirrored(workers=2), engine=spread)]
+    ask = RayRun._folders
+
+    def no_mark(self: RayRun) -> list[str]:
+        self._wanted = (self._wanted[0], "no-such-mark")
+        return ask(self)
+
+    RayRun._folders = no_mark  # type: ignore[method-assign]
+    runs += [hr.fit(digits(), hr.Mirrored(workers=2), engine=spread)]
+    return {
+        "totals": [total(run) for run in runs],
+        "accuracies": [run.metrics["accuracy"] for run in runs],
+        "hosts": [sorted({role.host for role in run.plan.roles}) for run in runs],
+        "kinds": [sorted({event.kind for event in run.events}) for run in runs],
+        "logs": [sorted(path.read_text() for path in (run.run_dir / "logs").glob("*")) for run in runs],
+    }
+
+
+def survive(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
+    """Under servers with backups the process of a worker, then the node of another run's, is killed."""
+    strategy, found = hr.ParameterServer(workers=2, backups=1), []
+    for deed in (kill_process, kill_raylet):
+        deeds = Deeds(deed)
+        run = hr.fit(counting(400), strategy, engine=hr.RayEngine(placement=SPREAD), on_event=deeds)
+        said = [event.text for event in run.events if event.kind == "notice"]
+        counts = sorted(set(run.model.count.tolist()))
+        found.append({"status": run.status, "counts": counts, "hosts": deeds.hosts, "lost": deeds.lost, "said": said})
+    return {"runs": found}
+
+
+def resume(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
+    """The node of a stage is killed; the run goes on from its checkpoint with what is left."""
+    deeds, strategy = Deeds(kill_raylet, after=40), hr.Pipeline(stages=2, micro_batches=2)
+    saves = hr.Checkpoints(every_steps=10)
+    try:
+        hr.fit(
+            digits(40),
+            strategy,
+            engine=hr.RayEngine(placement=SPREAD),
+            on_event=deeds,
+            run_dir=folder,
+            checkpoints=saves,
+        )
+    except HeadraceError as error:
+        said = [type(error).__name__, str(error)]
+    run = hr.fit(digits(40), strategy, engine=engine, run_dir=folder, checkpoints=saves, resume=True)
+    ours = hr.fit(digits(40), strategy, engine=hr.ThreadEngine())
+    return {"hosts": deeds.hosts, "said": said, "status": run.status, "totals": [total(run), total(ours)]}
+
+
+def fail(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
+    """The errors of user code, of a module that only this process has, and of a cluster that others use."""
+
+    def train(worker: hr.Worker) -> None:
+        for batch in worker.batches():
+            if worker.rank == 1 and worker.round == 5:
+                raise ValueError("a broken image")
+            worker.step(batch)
+
+    found = {}
+    try:
+        hr.launch(train, digits(), hr.Mirrored(workers=2), engine=engine)
+    except WorkerFailed as error:
+        found["raised"] = [str(error), error.traceback]
+    only_here = types.ModuleType("only_here")
+    exec("import torch\nclass Net(torch.nn.Linear):\n    pass", vars(only_here))
+    sys.modules["only_here"] = only_here
+    job = hr.Job(
+        model=functools.partial(only_here.Net, 64, 1),
+        loss=mean,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        data=(torch.eye(64), torch.zeros(64)),
+        global_batch_size=16,
+        epochs=1,
+    )
+    try:
+        hr.fit(job, hr.Mirrored(workers=2), engine=engine)
+    except HeadraceError as error:
+        found["module"] = str(error)
+    others = ray.remote(num_cpus=2)(Occupant).remote()
+    ray.get(others.ready.remote())
+    try:
+        hr.fit(digits(), hr.Mirrored(workers=6), engine=hr.RayEngine(start_timeout_s=1))
+    except HeadraceError as error:
+        found["busy"] = str(error)
+    ray.kill(others)
+    deeds = Deeds(interrupt)
+    run = hr.fit(digits(200), hr.Mirrored(workers=2), engine=engine, on_event=deeds)
+    return {**found, "interrupted": run.status, "actors": sum(each["State"] == "ALIVE" for each in _actors())}
+
+
+def _actors() -> list[dict[str, Any]]:
+    from ray.util.state import list_actors
+
+    return [{"State": actor.state} for actor in list_actors()]
+
+
+def main() -> None:
+    deed, address, folder = sys.argv[1:]
+    engine = hr.RayEngine(address)
+    deeds = {each.__name__: each for each in (equal, survive, resume, fail)}
+    said = deeds[deed](engine, Path(folder))
+    say(**said)
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Why a process cannot connect to a Ray cluster, in one line."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from contextlib import ExitStack
+
+import pytest
+
+from headrace.engine.ray.connection import connect
+from headrace.engine.ray.engine import RayEngine
+from headrace.errors import UnfitMachine, UsageError
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UnfitMachine, match=r"pip install 'headrace\[ray\]'"):
+        connect("auto", None, ExitStack())
+
+
+def test_an_address_where_nothing_listens_is_named_at_once() -> None:
+    pytest.importorskip("ray")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(UnfitMachine, match=rf"no Ray cluster at 127\.0\.0\.1:{port} .*refused.*ray start --head"):
+            connect(f"127.0.0.1:{port}", None, ExitStack())
+
+
+def test_ray_address_is_what_auto_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(UnfitMachine, match=r"no Ray cluster at 127\.0\.0\.1:1 "):
+        connect("ray://auto", None, ExitStack())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"placement": "CLOSE"}, "placement is one of PACK, SPREAD"),
+        ({"gpus_per_worker": 2}, "gpus_per_worker is 0 or 1, got 2"),
+        ({"cpus_per_worker": 0}, "cpus_per_worker must be at least 1, got 0"),
+    ],
+)
+def test_an_engine_refuses_what_it_cannot_do(arguments: dict[str, int | str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        RayEngine(**arguments)  # type: ignore[arg-type]

@@ -1,0 +1,98 @@
+"""Runs on Ray clusters of three nodes: their results, what is lost and goes on, and what their errors say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.ranks import TESTS
+from engine.ray.clusters import local_cluster, own_address
+
+pytest.importorskip("ray")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.full,
+    pytest.mark.skipif(not own_address(), reason="nodes need an address that is not this machine's own for itself"),
+    pytest.mark.usefixtures("real_python"),
+]
+
+SCRIPT = TESTS / "engine" / "ray" / "driver_script.py"
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A cluster of nodes that no test ends."""
+    with local_cluster([("a", 2), ("b", 2), ("c", 2)]) as cluster:
+        yield cluster.address
+
+
+def drive(deed: str, address: str, folder: Path) -> dict[str, Any]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *(path for path in sys.path if path)])}
+    ended = subprocess.run(
+        [sys.executable, str(SCRIPT), deed, address, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environment,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    said: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return said
+
+
+def test_one_node_and_several_give_what_threads_give(address: str, tmp_path: Path) -> None:
+    said = drive("equal", address, tmp_path)
+    assert said["totals"] == pytest.approx([said["totals"][0]] * 4, abs=1e-5)
+    assert len(set(said["accuracies"])) == 1
+    assert [len(hosts) for hosts in said["hosts"][1:]] == [1, 2, 2]
+    assert {"run_started", "stepped", "evaluated", "worker_ended", "run_ended"} <= set(said["kinds"][1])
+    # Those of nodes that do not see the directory were brought.
+    assert said["kinds"][3] == said["kinds"][2] == said["kinds"][1]
+    assert said["logs"][3] == said["logs"][1] == ["a model is built\n"] * 2
+
+
+def test_a_lost_worker_is_started_again_on_its_node_or_on_another(tmp_path: Path) -> None:
+    with local_cluster([("a", 1), ("b", 1), ("c", 1), ("d", 1), ("e", 1)]) as cluster:
+        killed, cut = drive("survive", cluster.address, tmp_path)["runs"]
+    for run in (killed, cut):
+        assert run["status"] == "ok"
+        # Each example was applied once an epoch.
+        assert run["counts"] == [400.0]
+        assert [1, run["hosts"][1]] in run["lost"]
+    own = killed["hosts"][1]
+    assert f"rank 1 on {own} has come back" in killed["said"]
+    assert any(text.startswith(f"rank 1 was on {cut['hosts'][1]} and is started again on ") for text in cut["said"])
+
+
+def test_a_pipeline_names_the_lost_stage_and_resumes(tmp_path: Path) -> None:
+    with local_cluster([("a", 2), ("b", 2)]) as cluster:
+        said = drive("resume", cluster.address, tmp_path)
+    kind, text = said["said"]
+    assert kind == "PeerLost"
+    assert text.startswith(f"rank 1 (stage 1 of 2) on {said['hosts'][1]} was lost: ")
+    assert "resume=True (--resume) goes on from the last checkpoint" in text
+    assert said["status"] == "ok"
+    assert said["totals"][0] == pytest.approx(said["totals"][1], abs=1e-4)
+
+
+def test_errors_and_ctrl_c(address: str, tmp_path: Path) -> None:
+    said = drive("fail", address, tmp_path)
+    text, traceback = said["raised"]
+    assert text.startswith("rank 1 on ")
+    assert text.endswith("failed: ValueError: a broken image")
+    assert 'raise ValueError("a broken image")' in traceback
+    assert "No module named 'only_here'" in said["module"]
+    assert "hr.RayEngine(runtime_env=" in said["module"]
+    busy = "the Ray cluster has not given 6 workers with 1 CPU each within 1 s: it has 4 CPU free, and in all a: 2 CPU;"
+    assert said["busy"].startswith(busy)
+    assert said["interrupted"] == "interrupted"
+    assert said["actors"] == 0
