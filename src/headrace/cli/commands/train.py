@@ -102,9 +102,7 @@ def train(
 ) -> None:
     """Train the job of a file under one strategy; progress goes to stderr, the result to stdout."""
     with answering(as_json) as answer:
-        if servers and strategy == "one_device":
-            strategy = "parameter_server"
-        check_strategies([strategy])
+        strategy = _named(strategy, servers)
         find_job(path)
         check_tensorboard(tensorboard)
         ray = ray_address(cluster, secret_file)
@@ -137,6 +135,13 @@ def train(
             show_run(answer, where)
     if run.interrupted:
         raise typer.Exit(ExitCode.INTERRUPTED)
+
+
+def _named(strategy: str, servers: int | None) -> str:
+    """Returns the strategy's name; servers without one mean parameter_server."""
+    named = "parameter_server" if servers and strategy == "one_device" else strategy
+    check_strategies([named])
+    return named
 
 
 def _resolved(strategy: str, workers: int | None, servers: int | None = None) -> Strategy:

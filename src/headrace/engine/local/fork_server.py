@@ -86,14 +86,19 @@ class _Fork:
 ChildProcess = subprocess.Popen[bytes] | _Fork
 
 
+def environment_of_workers() -> dict[str, str]:
+    """Returns the environment of a program that is a worker, or forks workers: this process's, and its module path."""
+    path = [entry for entry in sys.path if entry]
+    return {**ENVIRONMENT, **_OF_WORKERS, **os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
 def start_fork_server(channel: socket.socket) -> ChildProcess:
     """Starts a fork server as a program; it inherits `channel`."""
-    path = [entry for entry in sys.path if entry]
     return subprocess.Popen(
         # Safe path: files in the user's folder must not replace the libraries.
         [sys.executable, "-P", "-m", "headrace.engine.local.fork_server_main", str(channel.fileno())],
         pass_fds=[channel.fileno()],
-        env={**ENVIRONMENT, **_OF_WORKERS, **os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        env=environment_of_workers(),
         stdin=subprocess.DEVNULL,
         # Keys pressed in the terminal are for the launcher.
         start_new_session=True,

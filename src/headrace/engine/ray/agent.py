@@ -20,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from headrace.engine.local.fork_server import environment_of_workers
 from headrace.machine import cores, host_name, spare_memory_bytes
 
 _LAST_WORDS_S = 1.0
@@ -117,12 +118,12 @@ class _Process:
         self._last: dict[str, Any] = {}
         said, says = os.pipe()
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "headrace.engine.ray.process", str(says)],
+            [sys.executable, "-P", "-m", "headrace.engine.ray.process", str(says)],
             stdin=subprocess.PIPE,
             pass_fds=(says,),
             start_new_session=True,
-            # What a runtime environment has added to the path.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            # With what a runtime environment has added to the path.
+            env=environment_of_workers(),
         )
         os.close(says)
         self._reader = threading.Thread(target=self._read, args=(said,), name="headrace-rank", daemon=True)
