@@ -46,3 +46,18 @@ def test_ray_address_is_what_auto_means(monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_engine_refuses_what_it_cannot_do(arguments: dict[str, int | str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         RayEngine(**arguments)  # type: ignore[arg-type]
+
+
+def test_another_version_of_ray_on_the_cluster_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+
+    def mismatch(*_: object, **__: object) -> None:
+        # As Ray says it, in lines.
+        raise RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 2.1.0\n    Python: 3.9.1")
+
+    monkeypatch.setattr(ray, "init", mismatch)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(UnfitMachine) as refused:
+        connect("auto", None, ExitStack())
+    assert "has another version of Ray or Python than this process" in str(refused.value)
+    assert "The cluster was started with: Ray: 2.1.0 Python: 3.9.1; install the same on both" in str(refused.value)
