@@ -95,4 +95,4 @@ def test_errors_and_ctrl_c(address: str, tmp_path: Path) -> None:
     busy = "the Ray cluster has not given 6 workers with 1 CPU each within 1 s: it has 4 CPU free, and in all a: 2 CPU;"
     assert said["busy"].startswith(busy)
     assert said["interrupted"] == "interrupted"
-    assert said["actors"] == 0
+    assert said["reserved"] == 0

@@ -31,6 +31,9 @@ _TELL_EVERY_S = 0.25
 
 def main() -> None:
     """Runs one rank as its agent asks for."""
+    # Ray blocks it in all that a node starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     says = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8", buffering=1)
     os.set_inheritable(says.fileno(), False)
     stdin = sys.stdin.buffer
