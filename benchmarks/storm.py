@@ -18,7 +18,7 @@ class Storm:
     A server whose other half has not been there for a while is spared: with one backup, two at once are too many.
 
     Args:
-        strategy: with one backup for each server.
+        strategy: with one backup for each server, or workers in lockstep of which others take the place.
         every_s: seconds between two strikes; 0 for none.
         seed: who is struck, and how.
 
@@ -26,10 +26,11 @@ class Storm:
         struck: when, which rank, by which signal.
     """
 
-    def __init__(self, strategy: hr.ParameterServer, every_s: float, seed: int) -> None:
+    def __init__(self, strategy: hr.ParameterServer | hr.Mirrored, every_s: float, seed: int) -> None:
         self.struck: list[tuple[float, int, str]] = []
         assert strategy.workers is not None
-        self._workers, self._servers = strategy.workers, strategy.servers
+        self._workers = strategy.workers
+        self._servers = strategy.servers if isinstance(strategy, hr.ParameterServer) else 0
         self._every_s = every_s
         self._chance = random.Random(seed)
         self._processes: dict[int, tuple[int, float]] = {}

@@ -88,10 +88,12 @@ class Collective(ABC):
 class ProcessGroup(Collective):
     """The processes of a run; `groups` are those that `subgroup` has returned, and are closed with it.
 
-    `one_memory` tells whether they share memory: where not, `share` raises, and `home` has their hosts.
+    `one_memory` tells whether they share memory: where not, `share` raises, and `home` has their hosts. `fixed` tells
+    whether the members stay the same.
     """
 
     one_memory: bool = True
+    fixed: bool = True
     ends: FinishedRanks
     home: HostMap | None = None
     groups: Sequence[ProcessGroup] = ()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headrace.collectives.base import ProcessGroup
 from headrace.shared_memory import futex
-from headrace.shared_memory.barrier import FinishedRanks, reached
+from headrace.shared_memory.barrier import FinishedRanks, MemberLost, reached
 from headrace.shared_memory.control_page import NUMBERS, ControlPage
 
 _SLICE_S = 0.05
@@ -29,14 +29,6 @@ _MEETINGS = 1 << 16
 """Barriers that a group may have before its members change."""
 
 _Result = TypeVar("_Result")
-
-
-class MemberLost(Exception):
-    """A member of the group, of this rank in the run, was lost before it reached a barrier."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"rank {rank} was lost before a barrier")
-        self.rank = rank
 
 
 class ElasticBarrier(ABC):

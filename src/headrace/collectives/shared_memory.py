@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from headrace.collectives.base import ProcessGroup
-from headrace.shared_memory.barrier import Barrier, FinishedRanks
+from headrace.errors import UnfitMachine
+from headrace.shared_memory.barrier import Barrier, FinishedRanks, never
 from headrace.shared_memory.control_page import NUMBERS, ControlPage
 from headrace.shared_memory.segment import SharedSegment
 
@@ -34,17 +35,23 @@ _DIRECT_BYTES = 16 * 1024
 class SharedMemoryGroup(ProcessGroup):
     """The group of a host's processes, which all map the same control page.
 
-    `check` is called while waiting, and raises where a peer was lost; `ends` is None where the page tells it.
+    `check` is called while waiting, and raises where a peer was lost; `ends` is None where the page tells it; `is_gone`
+    tells of a rank whether it is lost without ending the run, see `Barrier`.
     """
 
     def __init__(
-        self, page: ControlPage, rank: int, check: Callable[[], None], ends: FinishedRanks | None = None
+        self,
+        page: ControlPage,
+        rank: int,
+        check: Callable[[], None],
+        ends: FinishedRanks | None = None,
+        is_gone: Callable[[int], bool] = never,
     ) -> None:
         self.rank = rank
         self.world = len(page.ranks)
         self._page = page
         self.ends = ends or FinishedRanks([record.heartbeat for record in page.ranks])
-        self._barrier = Barrier(page, rank, check, self.ends)
+        self._barrier = Barrier(page, rank, check, self.ends, is_gone)
         self._check = check
         self._segments: list[SharedSegment] = []
         self._turn = 0
@@ -90,15 +97,23 @@ class SharedMemoryGroup(ProcessGroup):
         descriptor = own.descriptor if own else -1
         self._page.ranks[self.rank].segment_offer.publish(os.getpid(), descriptor, nbytes)
         self.barrier()
-        regions = []
-        for rank, record in enumerate(self._page.ranks):
-            if not record.segment_offer.nbytes:
-                regions.append(torch.empty(0, dtype=torch.uint8))
-                continue
-            segment = own if rank == self.rank and own else record.segment_offer.open()
-            self._segments.append(segment)
-            regions.append(segment.tensor())
-        self.barrier()
+        problem: UnfitMachine | None = None
+        regions: list[Tensor] = []
+        try:
+            for rank, record in enumerate(self._page.ranks):
+                if not record.segment_offer.nbytes:
+                    regions.append(torch.empty(0, dtype=torch.uint8))
+                    continue
+                segment = own if rank == self.rank and own else record.segment_offer.open()
+                self._segments.append(segment)
+                regions.append(segment.tensor())
+        except UnfitMachine as error:
+            problem = error
+        (failed,) = self.sum([float(problem is not None)])
+        if failed:
+            raise problem or UnfitMachine(
+                "another rank could not open the shared memory of this host; its error says why"
+            )
         return tuple(regions)
 
     def all_reduce(self, tensor: Tensor) -> None:

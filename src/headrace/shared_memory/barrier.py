@@ -14,6 +14,19 @@ _SPIN_S = 50e-6
 _SLICE_S = 0.05
 
 
+class MemberLost(Exception):
+    """A rank of a group whose ranks may be lost was lost before it reached a barrier."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} was lost before a barrier")
+        self.rank = rank
+
+
+def never(peer: int) -> bool:
+    """Tells that no rank is lost without ending the run."""
+    return False
+
+
 class FinishedRanks:
     """The ranks of a group whose training loops have ended, which others may still wait for.
 
@@ -52,10 +65,19 @@ class FinishedRanks:
 class Barrier:
     """Every rank adds 1 to its own counter, then waits until all others' have caught up; a short wait spins.
 
-    `check` is called about every 50 ms of waiting, and raises to end the wait; `ends` tells which loops have ended.
+    `check` is called about every 50 ms of waiting, and raises to end the wait; `ends` tells which loops have ended,
+    and `is_gone` which ranks are lost, and write nothing any more. A lost rank that has come counts, so that either all
+    others pass, or a MemberLost is raised on each of them.
     """
 
-    def __init__(self, page: ControlPage, rank: int, check: Callable[[], None], ends: FinishedRanks) -> None:
+    def __init__(
+        self,
+        page: ControlPage,
+        rank: int,
+        check: Callable[[], None],
+        ends: FinishedRanks,
+        is_gone: Callable[[int], bool] = never,
+    ) -> None:
         self._rank = rank
         self._ends = ends
         self._records = page.ranks
@@ -64,6 +86,7 @@ class Barrier:
         self._own_address = self._addresses[rank]
         self._peers = [peer for peer in range(len(page.ranks)) if peer != rank]
         self._check = check
+        self._is_gone = is_gone
         self._spin = Spin(_SPIN_S)
 
     def meet(self) -> None:
@@ -93,8 +116,15 @@ class Barrier:
             seen = record.barrier_counter
             if not reached(seen, target) and perf_counter() - began > _SLICE_S:
                 self._check()
+                self._check_lost(target)
                 self._ends.check(peer, self._rank, lambda: reached(record.barrier_counter, target))
         self._spin.slept(perf_counter() - began)
+
+    def _check_lost(self, target: int) -> None:
+        for peer in self._peers:
+            # Asked first: a lost rank may have come before it was lost.
+            if self._is_gone(peer) and not reached(self._records[peer].barrier_counter, target):
+                raise MemberLost(peer)
 
 
 def reached(seen: int, target: int) -> bool:

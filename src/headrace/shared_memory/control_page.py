@@ -9,6 +9,7 @@
 │ saved part                    │  the rank's part of the last checkpoint
 │ restarts, leave, server view  │  written by the launcher
 │ suspicion                     │  whose connection has ended
+│ membership                    │  the members as the rank knows them, where they may come and go
 │ address                       │  where a server can be reached
 │ 2 x 4096 numbers              │  for sums, in alternation
 └───────────────────────────────┘  x ranks
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from ctypes import Array, Structure, c_char, c_double, c_int32, c_int64, c_uint8, sizeof
 
 from headrace.errors import UnfitMachine
@@ -27,6 +29,9 @@ from headrace.shared_memory.segment import SharedSegment
 
 NUMBERS = 4096
 """How many numbers one sum may hold."""
+
+MEMBERS = 64
+"""How many members a view may have."""
 
 _LINE = 64
 
@@ -107,6 +112,40 @@ class ServerView(Structure):
         return (epoch, primary, backup) if epoch and self.epoch == epoch else (0, 0, 0)
 
 
+class MemberRecord(Structure):
+    """Members of a run whose workers may come and go, as one of them knows it: the view, and whether it waits to join.
+
+    `ready` is 1 + the number of processes that its rank has had before, where this one waits to join; `number` is that
+    of the view, 0 while it is written; of the `count` members the first `able` have the state.
+    """
+
+    ready: int
+    number: int
+    count: int
+    able: int
+    members: Array[Array[c_int32]]
+    _fields_ = [*((name, c_int64) for name in ("ready", "number", "count", "able")), ("members", c_int32 * 2 * MEMBERS)]
+
+    def publish(self, number: int, members: Sequence[tuple[int, int]], able: int) -> None:
+        """Writes a view; see `ServerView.publish`."""
+        self.number = 0
+        futex.fence()
+        self.count, self.able = len(members), able
+        for place, member in zip(self.members, members, strict=False):
+            place[:] = member
+        futex.fence()
+        self.number = number
+
+    def read(self) -> tuple[int, list[tuple[int, int]], int]:
+        """Returns the view's number, its members, and how many of them have the state; 0, [] and 0 for none."""
+        number = self.number
+        futex.fence()
+        members = [(int(rank), int(incarnation)) for rank, incarnation in self.members[: self.count]]
+        able = self.able
+        futex.fence()
+        return (number, members, able) if number and self.number == number else (0, [], 0)
+
+
 class Suspicion(Structure):
     """The rank to which a connection of this rank has ended, and how often one has; where a rank may be lost."""
 
@@ -170,6 +209,7 @@ class RankRecord(Structure):
     leave: int
     server_view: ServerView
     suspicion: Suspicion
+    membership: MemberRecord
     address: Address
     numbers: Array[Array[c_double]]
     _fields_ = _on_lines(
@@ -179,6 +219,7 @@ class RankRecord(Structure):
         [("saved", SavedPart)],
         [("restarts", c_int64), ("leave", c_int64), ("server_view", ServerView)],
         [("suspicion", Suspicion)],
+        [("membership", MemberRecord)],
         [("address", Address)],
         [("numbers", c_double * NUMBERS * 2)],
     )
@@ -192,15 +233,17 @@ class ControlPage(Structure):
     """The run's fields, and a record for each rank, in a segment of at least `ControlPage.nbytes(ranks)`.
 
     The launcher writes `abort`, 1 + the rank that was lost first, and `stop`, 1 if the run is to end soon, in order.
-    Rank 0 writes `stop_after`, 1 + the last round to do, and `save_after`, 1 + the last round to save after, in that
-    round, before its barrier. All are 0 while there is nothing to tell.
+    Rank 0 writes `stop_after`, 1 + the last round to do, `save_after`, 1 + the last round to save after, and
+    `change_after`, 1 + the last round before members join or leave, in that round, before its barrier. All are 0 while
+    there is nothing to tell.
     """
 
     abort: int
     stop: int
     stop_after: int
     save_after: int
-    _fields_ = [(name, c_int64) for name in ("abort", "stop", "stop_after", "save_after")]
+    change_after: int
+    _fields_ = [(name, c_int64) for name in ("abort", "stop", "stop_after", "save_after", "change_after")]
 
     def __new__(cls, segment: SharedSegment, ranks: int) -> ControlPage:
         return cls.from_buffer(segment.memory)

@@ -100,6 +100,9 @@ class Plan:
         stages: what each of them is expected to take.
         elastic: whether further workers may join a run that goes on, and others leave it.
         balances: whether the shares follow the workers' measured speed while the run goes on.
+        min_workers: with so many workers, that exchange gradients in every round, the run goes on where others are
+            lost; 0 where it ends with the first that is lost.
+        max_workers: to so many it may grow, by replacements of lost workers, too; 0 where lost ones are not replaced.
     """
 
     strategy: str
@@ -112,6 +115,8 @@ class Plan:
     stages: tuple[StageCost, ...] = ()
     elastic: bool = False
     balances: bool = False
+    min_workers: int = 0
+    max_workers: int = 0
 
     @property
     def workers(self) -> int:
@@ -141,7 +146,7 @@ class Plan:
     @property
     def assigns_data(self) -> bool:
         """Whether each replica always gets the same share of a global batch; else any may get any part of it."""
-        return not self.servers
+        return not self.servers and not self.min_workers
 
     @property
     def data_shares(self) -> tuple[int, ...]:
@@ -187,6 +192,11 @@ def cuts_shares(plan: Plan) -> bool:
     inner = plan.options.get("inner")
     options = inner if isinstance(inner, Mapping) else plan.options
     return bool(plan.partition) and options.get("micro_batches") != 1
+
+
+def outlives_workers(plan: Plan) -> bool:
+    """Whether the run goes on without a lost worker."""
+    return plan.replaces or plan.min_workers > 0
 
 
 def needs_snapshots(plan: Plan) -> bool:

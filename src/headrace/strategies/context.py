@@ -136,7 +136,7 @@ class WorkerContext:
 
     def synchronise_batch_norm(self) -> bool:
         """Makes BatchNorm global if the options ask for it; returns whether layers now talk to each other."""
-        if self.options.batch_norm != "sync" or self.group.world == 1:
+        if self.options.batch_norm != "sync" or (self.group.world == 1 and self.group.fixed):
             return False
         return synchronise_batch_norm(self.module, self.device_group() or self.group)
 

@@ -73,6 +73,11 @@ class Hybrid(ServedStrategy):
                 "the outer strategy of a hybrid must be hr.Mirrored(...), hr.ParameterAveraging(...), "
                 f"hr.ParameterServer(...) or hr.Downpour(...), got {self.outer!r}"
             )
+        if isinstance(self.outer, Mirrored) and self.outer.min_workers is not None:
+            raise UsageError(
+                f"min_workers={self.outer.min_workers} lets workers come and go one by one, and the ranks of a replica "
+                "cannot; leave it out"
+            )
         if isinstance(self.outer, Served):
             check_outer(self.outer, self.inner)
         if isinstance(self.outer, Mirrored) and self.outer.balance != "equal":

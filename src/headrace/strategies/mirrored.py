@@ -17,13 +17,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.errors import InfeasiblePlan, UnknownName
-from headrace.policies.roles import data_parallel_plan
+from headrace.errors import InfeasiblePlan, UnknownName, UsageError
+from headrace.policies.roles import data_parallel_plan, elastic_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
 from headrace.strategies.context import WorkerContext
-from headrace.strategies.strategy import Strategy, broadcast, check_balance, check_count, describe_options
+from headrace.strategies.strategy import (
+    Strategy,
+    broadcast,
+    check_balance,
+    check_count,
+    check_elastic,
+    describe_options,
+)
 from headrace.training.exchange import Replica
 from headrace.training.reduction import (
     CollectiveReduction,
@@ -45,12 +52,17 @@ class Mirrored(Strategy):
         overlap: exchange gradients among devices, or hosts, while backward still runs.
         codec: how gradients travel between hosts: "plain", "bf16", or "int8" with error feedback.
         balance: "equal" shares of a batch, or shares that follow the workers' measured "speed".
+        min_workers: go on without lost workers while so many are left; None for all, so that the run ends with the
+            first that is lost. The others do the lost round again, and divide the same global batch among them.
+        max_workers: start processes in place of lost ones, and let others join, up to so many; None for neither.
     """
 
     workers: int | None = None
     overlap: bool = True
     codec: str = "plain"
     balance: str = "equal"
+    min_workers: int | None = None
+    max_workers: int | None = None
 
     name = "mirrored"
     equals_one_device = True
@@ -60,11 +72,17 @@ class Mirrored(Strategy):
         check_balance(self.balance)
         if self.codec not in CODECS:
             raise UnknownName("codec", self.codec, CODECS)
+        check_elastic(self.workers, self.min_workers, self.max_workers)
+        if self.min_workers is not None and self.balance != "equal":
+            raise UsageError(
+                f"balance={self.balance!r} measures workers that stay, and min_workers={self.min_workers} lets them "
+                "come and go; give one of them"
+            )
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         self.require_network(self.name, cluster)
         # Each worker: its mirror, what autograd makes, what it shares; all together: the result.
-        return data_parallel_plan(
+        plan = data_parallel_plan(
             self.name,
             describe_options(self),
             self.workers,
@@ -74,6 +92,7 @@ class Mirrored(Strategy):
             spread=True,
             balance=self.balance,
         )
+        return elastic_plan(plan, self.min_workers, self.max_workers, cluster)
 
     def require_network(self, name: str, cluster: Cluster) -> None:
         """Refuses a codec with an `InfeasiblePlan` where nothing travels between hosts, in a strategy of this name."""
@@ -101,7 +120,7 @@ class Mirrored(Strategy):
         # Not get_parameter(), which script modules lack.
         named = dict(module.named_parameters())
         parameters = [named[name] for name in views]
-        copies = devices is None and group.world > 1 and may_write_gradients(updater.optimizer)
+        copies = devices is None and (group.world > 1 or not group.fixed) and may_write_gradients(updater.optimizer)
         exchange = MirroredExchange(
             updater, context.clipper(views), reduction, parameters, context.model.parameter_bytes, copies
         )

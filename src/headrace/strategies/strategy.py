@@ -15,6 +15,7 @@ from headrace.collectives.base import Collective
 from headrace.errors import UnknownName, UsageError
 from headrace.modules import is_dense, restore
 from headrace.parameter_server.server.server import Server
+from headrace.shared_memory.control_page import MEMBERS as MOST_MEMBERS
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
@@ -122,6 +123,20 @@ def check_balance(balance: str) -> None:
     """Raises an `UnknownName` unless `balance` says how a batch is split."""
     if balance not in BALANCES:
         raise UnknownName("balance", balance, BALANCES)
+
+
+def check_elastic(workers: int | None, least: int | None, most: int | None) -> None:
+    """Raises a `UsageError` unless `min_workers` and `max_workers` fit each other and `workers`."""
+    check_count("min_workers", least)
+    check_count("max_workers", most)
+    if least is None and most is not None:
+        raise UsageError(f"max_workers={most} lets workers join, so the run must go on without some; give min_workers")
+    if least is not None and workers is not None and least > workers:
+        raise UsageError(f"min_workers={least} is more than workers={workers}; use min_workers={workers} or fewer")
+    if workers is not None and most is not None and most < workers:
+        raise UsageError(f"max_workers={most} is less than workers={workers}; use max_workers={workers} or more")
+    if most is not None and most > MOST_MEMBERS:
+        raise UsageError(f"max_workers={most} is more than the {MOST_MEMBERS} that may come and go; use fewer")
 
 
 def broadcast(module: nn.Module, collective: Collective) -> None:

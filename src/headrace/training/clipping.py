@@ -105,14 +105,12 @@ class GradientClipper:
         if bad or broken:
             return self._refuse(tuple(rank for rank in range(64) if int(bad) >> rank & 1))
         unscale = 1.0 if self._scale is None else self._scale.inverse
-        if self._scale is not None:
-            self._scale.grow()
         if self._clip_value is not None:
             _multiply(held, unscale)
             self._clamp(held)
             if self._clip_norm is None:
                 self._group.barrier()
-                return HEALTHY
+                return self._accept()
             self._group.barrier()
             (squared,), unscale = self._group.sum([squared_norm(measured)]), 1.0
         if self._clip_norm is not None:
@@ -120,6 +118,12 @@ class GradientClipper:
         if unscale != 1.0:
             _multiply(held, unscale)
             self._group.barrier()
+        return self._accept()
+
+    def _accept(self) -> StepDecision:
+        # After the last barrier: if a worker is lost before it, the step is done again.
+        if self._scale is not None:
+            self._scale.grow()
         return HEALTHY
 
     def _refuse(self, bad_losses: tuple[int, ...]) -> StepDecision:

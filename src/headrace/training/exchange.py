@@ -63,6 +63,9 @@ class Exchange(SwappableWeights):
         Every rank calls it.
         """
 
+    def regroup(self) -> None:
+        """Goes on with the group's present members; every member calls it, between two rounds."""
+
     @abstractmethod
     def memory(self) -> tuple[int, int]:
         """Returns the bytes of parameters and of optimizer state that this rank adds to the host."""
@@ -129,12 +132,15 @@ class ReducingExchange(UpdatingExchange):
         self.updater = updater
         self.parameter_bytes = parameter_bytes
         self._clipper = clipper
-        self._used = used
         self._parameters = parameters
-        self._gradients = gradients
         self._indices = range(len(parameters)) if indices is None else indices
+        self._attach(used, gradients)
+
+    def _attach(self, used: UsedParameters, gradients: Sequence[Tensor]) -> None:
+        self._used = used
+        self._gradients = gradients
         self._missing: tuple[int, ...] = ()
-        assign(parameters, gradients)
+        assign(self._parameters, gradients)
 
     @abstractmethod
     def reduce(self) -> Reduced:

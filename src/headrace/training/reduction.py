@@ -55,6 +55,10 @@ class Reduction(ABC):
     def reduce(self) -> None:
         """Sums; all workers have stored their gradients."""
 
+    def regroup(self) -> None:
+        """Goes on with the group's present members; every member calls it."""
+        raise NotImplementedError("the members of this reduction stay the same")
+
     def residuals(self) -> Iterator[StatePiece]:
         """Yields copies of what a codec has rounded and will send later."""
         if not self.compression.parts:
@@ -90,16 +94,29 @@ class SharedMemoryReduction(Reduction):
     """Sums through shared memory: each rank its part, in rank order, into one result for all."""
 
     def __init__(self, trainable: Sequence[ParameterSpec], group: ProcessGroup) -> None:
-        shared = SharedGradients(trainable, group)
-        self.layout, self.used, self.sink = shared.layout, shared.used, shared.sink
+        self._trainable = trainable
+        self._group = group
+        # Gradients go to it, because where they lie changes with the members.
+        self.sink = self
+        self.regroup()
+
+    def regroup(self) -> None:
+        group = self._group
+        shared = SharedGradients(self._trainable, group)
+        self.layout, self.used, self._stored = shared.layout, shared.used, shared.sink
         nbytes = self.layout.nbytes
         own = shared.regions[group.rank]
         self.result = own if group.world == 1 else group.share(0 if group.rank else nbytes)[0]
         parts = [span.part(group.rank, group.world) for span in self.layout.spans]
         self.held = self.measured = [part.of(self.result) for part in parts]
         self._sources = [[part.of(region) for region in shared.regions] for part in parts]
-        self._group = group
         self._traffic = shared_traffic(nbytes, group.world)
+
+    def store(self, gradients: Sequence[Tensor | None]) -> None:
+        self._stored.store(gradients)
+
+    def store_nothing(self) -> None:
+        self._stored.store_nothing()
 
     def reduce(self) -> None:
         if self._group.world > 1:
@@ -227,6 +244,11 @@ class MirroredExchange(ReducingExchange):
         self._views = reduction.layout.views(reduction.result)
         self._private = [view.clone() for view in self._views] if copies else []
         super().__init__(updater, clipper, reduction.used, parameters, self._private or self._views, parameter_bytes)
+
+    def regroup(self) -> None:
+        self._reduction.regroup()
+        self._views = self._reduction.layout.views(self._reduction.result)
+        self._attach(self._reduction.used, self._private or self._views)
 
     def reduce(self) -> Reduced:
         self._reduction.reduce()

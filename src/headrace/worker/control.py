@@ -78,9 +78,21 @@ class RunControl:
     def roll_back(self) -> None:
         """Restores the newest checkpoint of this run on all workers."""
         self._saver.wait()
+        self._group.together(self._bring_back)
+
+    def _bring_back(self) -> None:
         # After rank 0's write has ended, the checkpoint is there for all.
         self._group.barrier()
         self._state.bring_back(LoadedCheckpoint(self._saver.newest()))
+
+    @property
+    def saved(self) -> int:
+        """Rounds in the last checkpoint, -1 if there is none; a worker that joins takes it from the others."""
+        return self._saver.saved
+
+    @saved.setter
+    def saved(self, rounds: int) -> None:
+        self._saver.saved = rounds
 
     def _save(self) -> None:
         self._group.together(self._save_once)

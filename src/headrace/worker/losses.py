@@ -98,17 +98,20 @@ class NonFiniteHandler:
             return
         self._row += 1
         gives_up = self._row > MOST_IN_A_ROW.get(self._action, 0)
-        rank = self._group.rank
+        rank, members = self._group.rank, self._group.members
         reporter = decision.bad_losses[0] if gives_up and decision.bad_losses else self._reporter
         if rank == reporter:
             action = "raise" if gives_up else self._action
-            self._events.write(NonFinite(rank, self._events.now(), step, decision.bad_losses, action))
+            # Members that have changed have other numbers in the run.
+            bad = decision.bad_losses if self._group.fixed else tuple(members[each] for each in decision.bad_losses)
+            self._events.write(NonFinite(self._events.rank, self._events.now(), step, bad, action))
         if gives_up:
             if rank != reporter:
                 # One rank raises; the others end because of it.
                 self._group.barrier()
             if decision.bad_losses:
-                raise NonFiniteLoss(reporter, step, self._page.ranks[reporter].heartbeat.loss, self._row)
+                named = reporter if self._group.fixed else members[reporter]
+                raise NonFiniteLoss(named, step, self._page.ranks[named].heartbeat.loss, self._row)
             raise NonFiniteGradient(step, self._row)
         with torch.no_grad():
             for buffer, kept in zip(self._buffers, self._kept, strict=True):

@@ -68,7 +68,7 @@ def work(
         if stored:
             with making_sense(stored.path):
                 stored.load_module(module)
-        session, reporter = _build(run, role, group, page, module, events, closing)
+        session, reporter = group.together(lambda: _build(run, role, group, page, module, events, closing))
         compute, control = session.replica.compute, RunControl(session)
         loop = _loop_of(session, control)
         worker = Worker(session, control, loop)

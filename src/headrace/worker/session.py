@@ -145,7 +145,7 @@ def build_context(
 ) -> WorkerContext:
     """Returns what the strategy builds a replica from; `closing` closes what the strategy opens."""
     group = devices.group
-    group.ends.names = [name_of(run.plan, rank) for rank in range(group.world)]
+    group.ends.names = [name_of(run.plan, rank) for rank in range(len(group.ends.names))]
     if role.device != "cpu":
         torch.cuda.set_device(role.device)
         module.to(role.device)

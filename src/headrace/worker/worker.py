@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from time import monotonic, perf_counter
 from typing import Any
@@ -105,28 +105,23 @@ class Worker:
         """Computes, synchronizes, updates; returns this worker's mean loss.
 
         None where this worker had no part of the last batch or its loss is not finite, and on devices whose
-        losses are read later, many at a time, so as not to wait for each.
+        losses are read later, many at a time, so as not to wait for each. Also where another worker was lost
+        meanwhile, and the run goes on: then the round is not done, and `batches` yields its data again.
         """
-        began = perf_counter()
-        self._nonfinite.before()
-        self._exchange.begin(self._progress.round)
-        self._computed = self._compute.run(self._loop.part(batch))
-        self._times[1] = perf_counter() - began
+        self._begin(lambda: self._compute.run(self._loop.part(batch)))
         return self.update()
 
     def backward(self, loss: Tensor | Mean) -> None:
         """Differentiates a loss of one's own, the mean over this worker's share: the first half of `step`."""
-        began = perf_counter()
-        self._nonfinite.before()
-        self._exchange.begin(self._progress.round)
-        self._computed = self._compute.backward(loss, self._loop.part(None))
-        self._times[1] = perf_counter() - began
+        self._begin(lambda: self._compute.backward(loss, self._loop.part(None)))
 
     def update(self) -> float | None:
         """Synchronizes and updates: the second half of `step`.
 
         Where workers do not go in lockstep, it returns when this worker has its next data, or is where all meet.
         """
+        if self._loop.spoilt:
+            return None
         if self._computed is None:
             raise UsageError("worker.update() without a worker.backward(loss) before it")
         computed, self._computed = self._computed, None
@@ -136,7 +131,8 @@ class Worker:
         if loss is not None and not finite:
             self._nonfinite.tell(self.rank, loss)
         self._loop.weigh(computed.weight)
-        self._synchronize(finite, began)
+        if not self._loop.attempt(lambda: self._synchronize(finite, began)):
+            return None
         if self._loop.late:
             # The data counts when it is leased again.
             computed, finite = Computed(None, 0.0), False
@@ -165,6 +161,17 @@ class Worker:
             if ending:
                 session.events.write(Notice(self.rank, now, ending))
         return metrics
+
+    def _begin(self, compute: Callable[[], Computed]) -> None:
+        began = perf_counter()
+
+        def act() -> None:
+            self._nonfinite.before()
+            self._exchange.begin(self._progress.round)
+            self._computed = compute()
+
+        self._loop.attempt(act)
+        self._times[1] = perf_counter() - began
 
     def _synchronize(self, finite: bool, began: float) -> None:
         decision = self._exchange.synchronize(finite)

@@ -80,9 +80,12 @@ class Loader:
         self._batch_reader = BatchReader(pipeline, self._reader, cpu_budget)
         self.drops = self._reader.drops
 
-    def assign(self, shares: Sequence[int]) -> None:
-        """Splits batches by other weights, in what is asked for from now on."""
-        self._own = functools.cache(lambda count: bounds(count, shares)[self._data_rank])
+    def assign(self, shares: Sequence[int], data_rank: int | None = None) -> None:
+        """Splits batches by other weights, in what is asked for from now on; takes a `data_rank` that changes, too."""
+        if data_rank is not None:
+            self._data_rank = data_rank
+        rank = self._data_rank
+        self._own = functools.cache(lambda count: bounds(count, shares)[rank])
 
     def rounds(self, start_round: int = 0, stop_round: int | None = None) -> Generator[Share, None, None]:
         """Yields this worker's share of every round.

@@ -88,7 +88,7 @@ class LocalEngine(Engine):
             # It ended in an earlier run, which has raised an error.
             self._fork_server.close()
             self._fork_server = ForkServer()
-        ranks = len(spec.plan.roles) + (_SPARE if spec.plan.elastic else 0)
+        ranks = len(spec.plan.roles) + _spare(spec)
         segment = SharedSegment.create(ControlPage.nbytes(ranks), "control")
         page = ControlPage(segment, ranks)
         watched_end, lifeline = os.pipe()
@@ -105,6 +105,14 @@ class LocalEngine(Engine):
             for descriptor in (watched_end, lifeline):
                 os.close(descriptor)
             segment.close()
+
+
+def _spare(spec: RunSpec) -> int:
+    """Returns how many workers may join beside those that the run begins with."""
+    plan = spec.plan
+    if plan.min_workers:
+        return max(0, plan.max_workers - plan.workers)
+    return _SPARE if plan.elastic else 0
 
 
 _idle: list[LocalEngine] = []

@@ -2,7 +2,9 @@
 
     is killed ───────► the run ends                      a server without a backup, a worker in lockstep, a rank that
                   │                                      holds a part of a replica
-                  ├──► it is replaced                    a worker that leases its data
+                  ├──► it is replaced                    a worker that leases its data, or that may be one of
+                  │                                      max_workers
+                  ├──► the others go on                  workers in lockstep of which min_workers are left
                   └──► its backup continues              a server that has one, and gets a new one
     raises an error ─► the run ends                      because its code would raise it again
 
@@ -23,6 +25,7 @@ from headrace.engine.local.scaling import ScaleRequests
 from headrace.errors import PeerLost, UsageError, WorkerFailed
 from headrace.machine import is_full
 from headrace.spec.events import LAUNCHER, Failed, Lost, Notice, decode
+from headrace.spec.plan import outlives_workers
 from headrace.worker.run_spec import RunSpec, events_path, log_path
 
 if TYPE_CHECKING:
@@ -80,8 +83,9 @@ class Monitor:
         self._failover = FailoverController(spec.plan, page)
         self._left = set(self._failover.servers)
         self._ended_at = math.inf
-        # Only workers that lease their data: another one does what was not done.
-        self._workers = set(range(spec.plan.workers) if spec.plan.replaces else ())
+        # Only workers without which the others go on: these do what was not done.
+        self._workers = set(range(spec.plan.workers) if outlives_workers(spec.plan) else ())
+        self._replaces_workers = spec.plan.replaces or spec.plan.max_workers > 0
         self._scale_requests = ScaleRequests(spec.run_dir)
         ranks = (role.rank for role in spec.plan.roles)
         self._replaceable = {rank: _Replaceable() for rank in ranks if rank in self._workers or rank in self._failover}
@@ -107,6 +111,8 @@ class Monitor:
         for rank, code in ended.items():
             if rank not in self._workers and code == 0:
                 self._note_end(rank)
+            elif self._is_over() and not self._left:
+                self._ended_at = min(self._ended_at, monotonic())
             if rank in self._replaceable and self._is_late(rank):
                 # Others that still wait for it at a synchronization learn that it is gone.
                 self._page.ranks[rank].restarts += 1
@@ -158,17 +164,31 @@ class Monitor:
         record.restarts += 1
         record.heartbeat.pid = 0
         record.address.clear()
-        replaced = not self._is_over() and not record.leave
+        record.membership.number = 0
+        replaced = not self._is_over() and not record.leave and (self._replaces_workers or rank in self._failover)
         self._events.write(Lost(LAUNCHER, self._events.now(), rank, record.restarts - 1, cause, replaced))
         if place.in_vain == _IN_VAIN:
             raise self._lost(rank, f"{cause}, the {_IN_VAIN}th time in a row before it did anything")
+        if self._spec.plan.min_workers and not self._has_state():
+            raise self._lost(
+                rank, f"{cause}, the last that had the trained state; resume=True goes on from a checkpoint"
+            )
         if replaced:
             self._running.add(rank)
             self._start(self._spec.plan.role(rank))
             if rank in self._failover:
                 self._failover.up(rank)
-        elif not self._running.intersection(self._workers):
+            return
+        left, least = len(self._running.intersection(self._workers)), self._spec.plan.min_workers
+        if left < least and not self._is_over():
+            raise self._lost(rank, f"{cause}; {left} of the workers are left, and min_workers={least}")
+        if not left:
             raise self._lost(rank, f"{cause}, the last of the workers")
+
+    def _has_state(self) -> bool:
+        """Whether a worker lives that was there from the begin, or has taken the state from another one."""
+        records = [self._page.ranks[rank] for rank in self._running & self._workers]
+        return any(record.restarts == 0 or record.membership.number for record in records)
 
     def _change_workers(self, count: int) -> str:
         """Starts so many workers, or below 0 lets some leave; returns what happened, or raises UsageError."""
@@ -177,14 +197,16 @@ class Monitor:
             what = "comes to its end" if self._is_over() else f"is of {self._spec.plan.strategy} as it was asked for"
             raise UsageError(
                 f"no workers can join or leave: this run {what}; they can where no worker waits for another, as under "
-                "parameter_server without a bound, or downpour"
+                "parameter_server without a bound, or downpour, and under mirrored with min_workers"
             )
+        least = max(1, self._spec.plan.min_workers)
         there = sorted(rank for rank in self._workers & self._running if not records[rank].leave)
         taken = {role.rank for role in self._spec.plan.roles} - self._workers
         free = [rank for rank in range(len(records)) if rank not in taken and rank not in self._running]
-        if count > len(free) or len(there) + count < 1:
+        if count > len(free) or len(there) + count < least:
+            most = len(there) + len(free)
             raise UsageError(
-                f"{len(there)} workers and {count:+d} are {len(there) + count}; a run has 1 to {len(there) + len(free)}"
+                f"{len(there)} workers and {count:+d} are {len(there) + count}; a run has {least} to {most}"
             )
         for rank in free[:count] if count > 0 else ():
             self._add(rank)

@@ -20,12 +20,14 @@ import torch
 
 from headrace.collectives.elastic import elastic_on_page
 from headrace.collectives.shared_memory import SharedMemoryGroup
+from headrace.collectives.views import ViewGroup, Views
 from headrace.engine.base import LivenessProbe
 from headrace.engine.shipping import unpack
 from headrace.errors import HeadraceError, JobError, PeerLost, user_traceback
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.events import Failed
+from headrace.spec.plan import outlives_workers
 from headrace.worker.events import EventWriter
 from headrace.worker.main import work
 from headrace.worker.run_spec import LAST_LOG_LINE, RunSpec
@@ -81,11 +83,14 @@ def _run_worker(request: Mapping[str, Any], descriptors: list[int]) -> int:
     if not plan.role(rank).computes:
         serve(spec, rank, page, check)
         return 0
-    if plan.replaces:
+    if outlives_workers(plan):
         # A worker that replaces a lost one is alone until the next synchronization.
         incarnation = page.ranks[rank].restarts
         members = [(rank, incarnation)] if incarnation else [(worker, 0) for worker in range(plan.workers)]
-        work(spec, rank, elastic_on_page(page, rank, members, check), page)
+        if plan.replaces:
+            work(spec, rank, elastic_on_page(page, rank, members, check), page)
+        else:
+            work(spec, rank, ViewGroup(Views(page, rank, members, check, plan.min_workers)), page)
         return 0
     # The workers have the first ranks.
     group = SharedMemoryGroup(ControlPage(page.segment, plan.workers), rank, check)

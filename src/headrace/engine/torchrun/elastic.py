@@ -9,10 +9,10 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from headrace.collectives.elastic import ElasticBarrier, MemberLost
+from headrace.collectives.elastic import ElasticBarrier
 from headrace.engine.torchrun.key_value import StoreClient
 from headrace.errors import PeerLost, Replaced
-from headrace.shared_memory.barrier import FinishedRanks
+from headrace.shared_memory.barrier import FinishedRanks, MemberLost
 from headrace.shared_memory.control_page import ControlPage
 
 _ON_THE_WAY_S = 5.0

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import Any
 
 from headrace.spec.job import Share
 
 
+def run(act: Callable[[], None]) -> bool:
+    """Runs a part of a step, where no member is lost without ending the run."""
+    act()
+    return True
+
+
 class Loop(ABC):
     """Where one worker gets its data, and where it synchronizes with the others; a context while the worker trains.
 
     Attributes:
+        attempt: runs a part of a step; returns False if the round is spoilt.
+        spoilt: whether a member was lost during the current round, so that it was not done, and comes again.
         lease: number of the data lease of the current step; -1 where data is not leased.
         late: whether the current step's gradient came too late to count; its data comes again.
         reporter: the rank that reports a round which was not finite.
@@ -21,6 +29,8 @@ class Loop(ABC):
     """
 
     def __init__(self, reporter: int = 0) -> None:
+        self.attempt: Callable[[Callable[[], None]], bool] = run
+        self.spoilt = False
         self.lease = -1
         self.late = False
         self.reporter = reporter

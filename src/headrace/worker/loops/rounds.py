@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -21,6 +21,7 @@ from headrace.training.synchronization import PeriodicSync, SyncResult
 from headrace.worker.balance import ShareBalancer
 from headrace.worker.control import RunControl
 from headrace.worker.loops.base import Loop
+from headrace.worker.loops.members import MemberChanges
 from headrace.worker.session import WorkerSession
 
 
@@ -36,6 +37,14 @@ class RoundLoop(Loop):
         self.began = 0.0
         self._session = session
         self._control = control
+        self._changes: MemberChanges | None = None
+        if not session.group.fixed:
+            self._changes = MemberChanges(session, control)
+            self.attempt = self._attempt
+
+    def __enter__(self) -> None:
+        if self._changes:
+            self._changes.begin()
 
     @abstractmethod
     def next_synchronization(self) -> int:
@@ -54,33 +63,69 @@ class RoundLoop(Loop):
     def needs_every_step(self) -> bool:
         """Whether the workers synchronize, so that none may leave out a step."""
 
+    @property
+    def at_sync_point(self) -> bool:
+        # A round that comes again is not done.
+        return not self.spoilt
+
     def shares(self) -> Generator[Share, None, None]:
         session, progress, control = self._session, self._session.progress, self._control
         device = torch.device(session.run.plan.role(session.rank).device)
-        shares = delivered(session.loader.rounds(progress.done, progress.rounds), device)
+        shares = self._read(device)
         try:
-            for round_ in range(progress.done, progress.rounds):
-                if control.stopper.over:
-                    return
-                progress.round = round_
+            while progress.done < progress.rounds and not control.stopper.over:
+                progress.round += 1
                 control.ask(self.next_synchronization())
+                if self._changes:
+                    self._changes.ask(progress.done)
                 self.began = perf_counter()
-                progress.share = self.count(next(shares))
-                progress.waited_s = perf_counter() - self.began
-                yield progress.share
-                self._require_step()
-                control.save_if_due()
-                if control.is_last():
-                    return
-                if self.reassigns():
+                if self.attempt(lambda taken=shares: self._take(taken)):  # type: ignore[misc]
+                    progress.waited_s = perf_counter() - self.began
+                    yield progress.share
+                if not self.spoilt:
+                    self._require_step()
+                    control.save_if_due()
+                    if control.is_last():
+                        return
+                if self._changes and (self.spoilt or self._changes.due(progress.done)):
                     shares.close()
-                    shares = delivered(session.loader.rounds(progress.done, progress.rounds), device)
+                    if not self._change():
+                        return
+                    shares = self._read(device)
+                elif self.reassigns():
+                    shares.close()
+                    shares = self._read(device)
         except GeneratorExit:
             # A batch that the user's loop has not trained on is read again when the run resumes.
             progress.round -= not self._has_stepped()
             raise
         finally:
             shares.close()
+
+    def leave(self) -> bool:
+        return self._changes is None or not self._changes.has_left
+
+    def _attempt(self, act: Callable[[], None]) -> bool:
+        assert self._changes is not None
+        if not self.spoilt:
+            self.spoilt = not self._changes.survives(act)
+        return not self.spoilt
+
+    def _read(self, device: torch.device) -> Generator[Share, None, None]:
+        progress = self._session.progress
+        return delivered(self._session.loader.rounds(progress.done, progress.rounds), device)
+
+    def _take(self, shares: Iterator[Share]) -> None:
+        self._session.progress.share = self.count(next(shares))
+
+    def _change(self) -> bool:
+        """Goes on with other members, from a round that is spoilt or from the next; returns whether this one stays."""
+        assert self._changes is not None
+        if self.spoilt:
+            self._session.progress.round -= 1
+        stays = self._changes.change(self.spoilt)
+        self.spoilt = False
+        return stays
 
     def _has_stepped(self) -> bool:
         session = self._session
@@ -134,11 +179,12 @@ class LockstepLoop(RoundLoop):
     def synchronize(self) -> float:
         share, mates = self._session.progress.share, self._session.mates
         if self._buffers:
-            began = perf_counter()
-            self._buffers.synchronize(mates, float(share.examples))
+            began, buffers = perf_counter(), self._buffers
+            # After the update: the round is done, even if a worker is lost meanwhile.
+            mates.together(lambda: buffers.synchronize(mates, float(share.examples)))
             return perf_counter() - began
         if self.needs_every_step and share.of < mates.world:
-            copy_first_buffers(self._session.replica.compute.module, mates)
+            mates.together(lambda: copy_first_buffers(self._session.replica.compute.module, mates))
         return 0.0
 
 

@@ -1,0 +1,182 @@
+"""Workers in lockstep that are killed, frozen and replaced while the others go on. See README.md."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import headrace as hr
+from headrace.engine.local.engine import LocalEngine
+from headrace.spec.events import Event, Lost, Notice, RunStarted, Stepped, WorkerStarted
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from storm import Storm
+from workloads import EXAMPLES_A_WORKER, MODELS, examples, throughput
+
+WORKERS, STORM_WORKERS = 3, 4
+EXAMPLES = 4096
+TIMEOUT_S = 3.0
+SETTLED_S = 3.0
+"""Between the first contribution of a replacement and the next kill."""
+
+Figures = dict[str, float]
+
+
+def cnn_job(workers: int) -> hr.Job:
+    """Returns a job of many rounds with 64 examples a worker."""
+    make, _ = MODELS["cnn"]
+    return hr.Job(
+        model=make,
+        task=hr.tasks.multiclass(10),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.01),
+        data=hr.data.from_arrays(*examples("cnn", EXAMPLES)),
+        global_batch_size=EXAMPLES_A_WORKER * workers,
+        epochs=1_000_000,
+    )
+
+
+class Killer:
+    """Kills workers one after the other, each when the replacement of the one before has contributed for a while."""
+
+    def __init__(self, kills: int) -> None:
+        self.killed: list[tuple[float, int]] = []
+        self._kills = kills
+        self._pids: dict[int, int] = {}
+        self._clock = 0.0
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._clock = event.clock_s
+        elif isinstance(event, WorkerStarted):
+            self._pids[event.rank] = event.pid
+            if len(self._pids) == WORKERS:
+                threading.Timer(SETTLED_S, self._kill).start()
+
+    def _kill(self) -> None:
+        if len(self.killed) == self._kills:
+            os.kill(os.getpid(), signal.SIGINT)
+            return
+        rank = len(self.killed) % WORKERS
+        self.killed.append((time.monotonic() - self._clock, rank))
+        os.kill(self._pids.pop(rank), signal.SIGKILL)
+
+
+def kills(count: int) -> Figures:
+    """Returns how long the others stood still after a kill, and how long a replacement took."""
+    killer = Killer(count)
+    strategy = hr.Mirrored(WORKERS, min_workers=1, max_workers=WORKERS)
+    run = hr.fit(cnn_job(WORKERS), strategy, on_event=killer)
+    steps = sorted((event.time_s, event.rank) for event in run.events if isinstance(event, Stepped))
+    changes = [event.time_s for event in run.events if isinstance(event, Notice) and "begins with" in event.text]
+    lost = [event for event in run.events if isinstance(event, Lost)]
+    stood, joined, delays = [], [], []
+    for (killed, rank), loss in zip(killer.killed, lost, strict=True):
+        gone_on = min(time_s for time_s in changes if time_s > killed)
+        stood.append(min(time_s for time_s, other in steps if time_s > gone_on and other != rank) - killed)
+        first = min(time_s for time_s, own in steps if time_s > gone_on and own == rank)
+        joined.append(first - loss.time_s)
+        delays.append(_delay_in_steps([time_s for time_s, other in steps if other == (rank + 1) % WORKERS], first))
+    return {
+        "kills": count,
+        "next_step_median_s": statistics.median(stood),
+        "next_step_longest_s": max(stood),
+        "join_median_s": statistics.median(joined),
+        "join_longest_s": max(joined),
+        "delay_median_steps": statistics.median(delays),
+    }
+
+
+def _delay_in_steps(times: list[float], joined: float) -> float:
+    """Returns how much longer than a step another worker's step took with which a worker has joined, in steps."""
+    gaps = [(after, after - before) for before, after in itertools.pairwise(times)]
+    around = [gap for after, gap in gaps if abs(after - joined) < 1.0]
+    usual = statistics.median(gap for after, gap in gaps if joined - 3.0 < after < joined - 1.0)
+    return max(around) / usual - 1
+
+
+def storm(every_s: float, seconds: float, seed: int) -> Figures:
+    """Trains while a worker is killed or frozen every so often; returns the rate of each live worker."""
+    strategy = hr.Mirrored(STORM_WORKERS, min_workers=1, max_workers=STORM_WORKERS)
+    strikes = Storm(strategy, every_s, seed)
+    run = hr.fit(cnn_job(STORM_WORKERS), strategy, on_event=strikes, seconds=seconds, timeout_s=TIMEOUT_S)
+    steps = [event for event in run.events if isinstance(event, Stepped)]
+    began, ended = min(event.time_s for event in steps), max(event.time_s for event in steps)
+    rounds = max(event.step for event in steps) + 1
+    trained = rounds * EXAMPLES_A_WORKER * STORM_WORKERS
+    return {
+        "faults": len(strikes.struck),
+        "seconds": ended - began,
+        "rounds": rounds,
+        "examples_per_live_worker_s": trained / _live_s(run.events, began, ended),
+    }
+
+
+def _live_s(events: tuple[Event, ...], began: float, ended: float) -> float:
+    """Worker-seconds in which a process was a member: from its begin until it is told to be lost."""
+    total = 0.0
+    for rank in range(STORM_WORKERS):
+        starts = [event.time_s for event in events if isinstance(event, WorkerStarted) and event.rank == rank]
+        ends = [event.time_s for event in events if isinstance(event, Lost) and event.lost == rank]
+        for start in starts:
+            end = min((time_s for time_s in ends if time_s > start), default=ended)
+            total += max(0.0, min(end, ended) - max(start, began))
+    return total
+
+
+def storms(every_s: float, seconds: float) -> Figures:
+    """Returns the rate of a live worker in a storm, over that without one."""
+    calm = storm(0.0, min(seconds, 60.0), 0)
+    stormy = storm(every_s, seconds, 0)
+    ratio = stormy["examples_per_live_worker_s"] / calm["examples_per_live_worker_s"]
+    return {**stormy, "calm_examples_per_live_worker_s": calm["examples_per_live_worker_s"], "ratio": ratio}
+
+
+def overhead(rounds: int, seconds: float) -> Figures:
+    """Returns the rate of elastic workers without any fault, over that of plain ones."""
+    ratios = []
+    with LocalEngine() as engine:
+        for _ in range(rounds):
+            plain = throughput("cnn", hr.Mirrored(2), 2, seconds, engine)
+            elastic = throughput("cnn", hr.Mirrored(2, min_workers=1), 2, seconds, engine)
+            ratios.append(elastic / plain)
+    return {"rounds": rounds, "ratio_median": statistics.median(ratios), "ratio_least": min(ratios)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", nargs="*", default=["kills", "overhead", "storm"])
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement of the overhead")
+    parser.add_argument("--minutes", type=float, default=10.0, help="of the storm")
+    parser.add_argument("--every-s", type=float, default=15.0, help="seconds between two faults of the storm")
+    given = parser.parse_args()
+    # A shell lets what it starts in the background ignore the signal by which the run is ended.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    measurements: dict[str, Callable[[], Figures]] = {
+        "kills": lambda: kills(given.kills),
+        "overhead": lambda: overhead(given.rounds, given.seconds),
+        "storm": lambda: storms(given.every_s, 60 * given.minutes),
+    }
+    results = Path(__file__).parent / "results"
+    results.mkdir(exist_ok=True)
+    for what in given.what:
+        figures = measurements[what]()
+        print(what, json.dumps(figures), file=sys.stderr, flush=True)
+        (results / f"{what}.json").write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""A group of workers of one host that share memory, and that may be lost, join and leave while it goes on.
+
+    view 1: 0, 1, 2   ─ ■ ── ■ ──── ■ ✗ 1 is lost     view 2: 0, 2   ─ ■ ── ■ ─┐   view 3: 0, 2, 1
+                     barriers of a page of the view │ all meet │               │ all meet │  1 has come back
+                                                    └──────────┘               └──────────┘
+
+In a view the members communicate as fixed ones do. When one is lost, each of the others has a `MemberLost` at the same
+barrier. Then they meet in the control page, where the first of them decides who joins and who leaves, and make the next
+view, on a page of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from torch import Tensor
+
+from headrace.collectives.base import ProcessGroup
+from headrace.collectives.elastic import elastic_on_page
+from headrace.collectives.shared_memory import SharedMemoryGroup
+from headrace.errors import PeerLost, UnfitMachine
+from headrace.machine import host_name
+from headrace.policies.views import Member, MemberView
+from headrace.shared_memory.barrier import FinishedRanks, MemberLost
+from headrace.shared_memory.control_page import ControlPage
+from headrace.shared_memory.segment import SharedSegment
+
+_LOOK_EVERY_S = 0.001
+_NOTICED_S = 5.0
+"""How long it may take until the launcher tells that a process whose memory cannot be opened is lost."""
+
+_Result = TypeVar("_Result")
+
+
+class Views:
+    """One member's way from view to view.
+
+    Args:
+        members: of the first view; this process alone, where it is to `join` a run that goes on.
+        at_least: so many members a view needs between two rounds; the first waits for processes that join.
+
+    Attributes:
+        now: the present view's group; the first of its members that has the state leads.
+        number: of the present view.
+        has_left: whether this process has left the others, as it was asked to.
+    """
+
+    def __init__(
+        self,
+        page: ControlPage,
+        place: int,
+        members: Sequence[Member],
+        check: Callable[[], None],
+        at_least: int = 1,
+    ) -> None:
+        self.check = check
+        self.ends = FinishedRanks([record.heartbeat for record in page.ranks])
+        self.number = 0
+        self.has_left = False
+        self._page = page
+        self._place = place
+        self._at_least = at_least
+        self._own_incarnation = page.ranks[place].restarts
+        self._meeting = elastic_on_page(page, place, members, check)
+        self._view = MemberView(0, ((place, self._own_incarnation),))
+        self._enter(SharedSegment.create(ControlPage.nbytes(1), "view"))
+        if len(members) > 1:
+            self._view = MemberView(0, tuple(members))
+            self.renew()
+
+    @property
+    def ranks(self) -> list[int]:
+        """The members' ranks in the run."""
+        return [rank for rank, _ in self._view.members]
+
+    @property
+    def has_fresh(self) -> bool:
+        """Whether some members do not have the state yet."""
+        return bool(self._view.fresh)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether this one does not."""
+        return (self._place, self._own_incarnation) in self._view.fresh
+
+    def join(self) -> None:
+        """Waits until the members take this process in; it is fresh then."""
+        self._page.ranks[self._place].membership.ready = self._own_incarnation + 1
+        while not self._is_invited():
+            self.check()
+            time.sleep(_LOOK_EVERY_S)
+        try:
+            self._form()
+        except MemberLost:
+            self.renew()
+
+    def wants_change(self) -> bool:
+        """Tells whether processes wait to join, or members are to leave."""
+        return any(self._changes())
+
+    def renew(self, admits: bool = False) -> None:
+        """Makes the next view, without the members that are lost; every member calls it.
+
+        If it `admits`, those that wait join, and those leave that are to leave.
+        """
+        while True:
+            try:
+                self._agree(admits)
+                if not self.has_left:
+                    self._form()
+                return
+            except MemberLost:
+                continue
+
+    def settle(self) -> None:
+        """Notes that all members have the state; every member calls it."""
+        self._view = replace(self._view, fresh=())
+        # The launcher looks whether any process has the state.
+        self._page.ranks[self._place].membership.publish(self.number, self._view.members, self.now.world)
+
+    def is_gone(self, member: int) -> bool:
+        """Whether a rank is no member any more, or was lost."""
+        incarnation = dict(self._view.members).get(member, -1)
+        return self._page.ranks[member].restarts > incarnation
+
+    def explain(self, problem: UnfitMachine) -> Exception:
+        """Returns what to raise where a member's memory cannot be opened: a MemberLost if a member is lost."""
+        deadline = time.monotonic() + _NOTICED_S
+        while time.monotonic() < deadline:
+            for rank in self.ranks:
+                if self.is_gone(rank):
+                    return MemberLost(rank)
+            self.check()
+            time.sleep(_LOOK_EVERY_S)
+        return problem
+
+    def close(self) -> None:
+        """Releases memory."""
+        self.now.close()
+        self._segment.close()
+
+    def _changes(self) -> list[float]:
+        """Returns for each rank of the run: 1 + the incarnation of its process that joins, -1 if it leaves, else 0."""
+        present = dict(self._view.members)
+        changes = [0.0] * len(self._page.ranks)
+        for rank, record in enumerate(self._page.ranks):
+            ready, incarnation = record.membership.ready, record.restarts
+            if ready == incarnation + 1 and present.get(rank) != incarnation:
+                changes[rank] = float(ready)
+            elif rank in present and record.leave:
+                changes[rank] = -1.0
+        return changes
+
+    def _decide(self, admits: bool) -> list[float]:
+        """Lets the first member decide who joins and leaves; it waits until there are enough."""
+        meeting = self._meeting
+        changes = [0.0] * len(self._page.ranks)
+        while admits and meeting.rank == 0:
+            changes = self._changes()
+            if meeting.world + sum(change > 0 for change in changes) >= self._at_least:
+                break
+            self.check()
+            time.sleep(_LOOK_EVERY_S)
+        return meeting.sum(changes)
+
+    def _agree(self, admits: bool) -> None:
+        """Lets all members who live agree on the next view."""
+        changes = self._meeting.together(lambda: self._decide(admits))
+        live = set(self._meeting.members)
+        before = self._view
+        stay = [member for member in before.members if member[0] in live and changes[member[0]] == 0]
+        joining = [(rank, int(change) - 1) for rank, change in enumerate(changes) if change > 0]
+        fresh = tuple([member for member in stay if member in before.fresh] + joining)
+        able = [member for member in stay if member not in fresh]
+        self.has_left = changes[self._place] < 0
+        if not able:
+            raise PeerLost(before.members[0][0], host_name(), "it was the last that had the trained state")
+        self._view = MemberView(before.number + 1, (*able, *fresh), fresh=fresh)
+        self.number = self._view.number
+        # Each tells it, because any of them may be lost before those that join have read it.
+        self._page.ranks[self._place].membership.publish(self.number, self._view.members, len(able))
+        if not self.has_left:
+            self._meeting.regroup(self._view.members, self.number)
+
+    def _is_invited(self) -> bool:
+        """Takes the newest view that another has told, if this process is in it; returns whether it is."""
+        number, members, able = max(record.membership.read() for record in self._page.ranks)
+        if (self._place, self._own_incarnation) not in members:
+            return False
+        self._view = MemberView(number, tuple(members), fresh=tuple(members[able:]))
+        self.number = number
+        # It may leave later, and does not wait to join then.
+        self._page.ranks[self._place].membership.ready = 0
+        self._meeting.regroup(members, number)
+        return True
+
+    def _form(self) -> None:
+        """Makes the view's page, which its first member creates."""
+        first, ranks, meeting = self._view.members[0][0], self.ranks, self._meeting
+        offer, nbytes = self._page.ranks[first].segment_offer, ControlPage.nbytes(len(ranks))
+        segment, problem = None, None
+        if first == self._place:
+            segment = SharedSegment.create(nbytes, "view")
+            offer.publish(os.getpid(), segment.descriptor, nbytes)
+        meeting.barrier()
+        try:
+            segment = segment or offer.open()
+        except UnfitMachine as error:
+            problem = error
+        # A member that has told that it has come may be lost before the others have opened its memory.
+        (failed,) = meeting.sum([float(problem is not None)])
+        if segment is None or failed:
+            raise self.explain(problem or UnfitMachine("a member could not open the page of the view"))
+        self.close()
+        self._enter(segment)
+
+    def _enter(self, segment: SharedSegment) -> None:
+        members = self._view.members
+        self._segment = segment
+        self.now = SharedMemoryGroup(
+            ControlPage(segment, len(members)),
+            self.ranks.index(self._place),
+            self.check,
+            self.ends.among(self.ranks),
+            lambda peer: self._page.ranks[members[peer][0]].restarts > members[peer][1],
+        )
+
+
+class ViewGroup(ProcessGroup):
+    """The members of the present view; who changes the views lets the group `adopt` the new one."""
+
+    fixed = False
+
+    def __init__(self, views: Views) -> None:
+        self.views = views
+        self.ends = views.ends
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Goes on with the members of the present view."""
+        self.moved_bytes += sum(group.all_moved_bytes for group in self.groups)
+        self._now = self.views.now
+        self.groups = (self._now,)
+        self.rank, self.world = self._now.rank, self._now.world
+
+    @property
+    def members(self) -> list[int]:
+        return self.views.ranks
+
+    def together(self, act: Callable[[], _Result]) -> _Result:
+        while True:
+            try:
+                return act()
+            except MemberLost:
+                self.views.renew()
+                self.adopt()
+
+    def is_gone(self, member: int) -> bool:
+        return self.views.is_gone(member)
+
+    def check(self, peer: int | None = None, broken: str = "") -> None:
+        self.views.check()
+
+    def barrier(self) -> None:
+        self._now.barrier()
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        return self._now.sum(values)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._now.all_reduce(tensor)
+
+    def share(self, nbytes: int) -> tuple[Tensor, ...]:
+        try:
+            return self._now.share(nbytes)
+        except UnfitMachine as problem:
+            # Each member has been told that one of them could not open the memory of another.
+            raise self.views.explain(problem) from None
+
+    def close(self) -> None:
+        """Releases memory."""
+        self.views.close()

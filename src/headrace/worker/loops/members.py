@@ -1,0 +1,184 @@
+"""How workers in lockstep go on when one is lost, joins or leaves: between two rounds, with the state handed over.
+
+    worker 0   round 7 ─ ✗        view 2: 0, 2 ─ round 7 again ─ round 8 ─ view 3: 0, 2, 3 ─ gives the state ─ round 9
+    worker 1   round 7 ─ lost
+    worker 2   round 7 ─ ✗        view 2: 0, 2 ─ round 7 again ─ round 8 ─ view 3: 0, 2, 3 ──────────────────── round 9
+    worker 3                                         starts, waits ─────── view 3: 0, 2, 3 ─ takes the state ── round 9
+
+A round is done where its last barrier is passed: all members pass it, or none.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.checkpoint.forms import extra_states, load_extra_states, pack, unpack
+from headrace.collectives.views import ViewGroup
+from headrace.modules import restore
+from headrace.shared_memory.barrier import MemberLost
+from headrace.spec.events import Notice
+from headrace.training.optimizer import StatePiece
+from headrace.worker.control import RunControl
+from headrace.worker.session import WorkerSession
+
+_LOOK_EVERY_S = 0.02
+
+_VALUES = "values"
+"""The name of what is no tensor, as JSON, in a state that is handed over."""
+
+
+class MemberChanges:
+    """Changes the members of a run between two rounds."""
+
+    def __init__(self, session: WorkerSession, control: RunControl) -> None:
+        assert isinstance(session.group, ViewGroup)
+        self._session = session
+        self._control = control
+        self._group = session.group
+        self._views = session.group.views
+        self._page = session.page
+        self._view = self._views.number
+        self._look_at = 0.0
+        self._before: tuple[list[Tensor], Any] | None = None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this worker has left the others, as it was asked to."""
+        return self._views.has_left
+
+    def begin(self) -> None:
+        """Joins the others, if this process begins while the run goes on."""
+        if self._session.is_replacement:
+            self._views.join()
+            self._group.adopt()
+            self._complete()
+        self._keep()
+
+    def survives(self, act: Callable[[], None]) -> bool:
+        """Runs a part of a round; returns False if a member was lost, and none has got beyond that part."""
+        try:
+            act()
+        except MemberLost:
+            return False
+        return True
+
+    def ask(self, done: int) -> None:
+        """Lets the first member decide whether members change after so many rounds, before the last one's barriers."""
+        if self._group.rank or monotonic() < self._look_at:
+            return
+        self._look_at = monotonic() + _LOOK_EVERY_S
+        if self._views.wants_change():
+            self._page.change_after = done
+
+    def due(self, done: int) -> bool:
+        """Tells whether members change after so many rounds; else keeps what the next round may change."""
+        if self._page.change_after == done or self._views.number != self._view:
+            return True
+        self._keep()
+        return False
+
+    def change(self, spoilt: bool) -> bool:
+        """Goes on with other members; returns whether this one stays. A round that is `spoilt` leaves no trace."""
+        if spoilt:
+            self._bring_back()
+        before = self._group.members
+        self._views.renew(admits=True)
+        if self.has_left:
+            return False
+        self._group.adopt()
+        self._complete()
+        self._keep()
+        self._tell(before)
+        return True
+
+    def _complete(self) -> None:
+        """Goes on with the members of a view that may change again meanwhile."""
+        self._group.together(self._go_on)
+
+    def _go_on(self) -> None:
+        group = self._group
+        self._session.replica.exchange.regroup()
+        if self._views.has_fresh:
+            self._hand_over()
+        group.barrier()
+        self._views.settle()
+        self._view = self._views.number
+        self._session.loader.assign((1,) * group.world, group.rank)
+
+    def _hand_over(self) -> None:
+        """Gives the first member's state to those that have joined."""
+        group = self._group
+        content = pack(self._state()) if group.rank == 0 else b""
+        (size,) = group.sum([float(len(content))])
+        packed = torch.zeros(int(size), dtype=torch.uint8)
+        if content:
+            packed.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        group.broadcast(packed)
+        if self._views.is_fresh:
+            self._load(unpack(packed.numpy().tobytes()))
+
+    def _state(self) -> dict[str, Tensor]:
+        session, control = self._session, self._control
+        values = {
+            "done": session.progress.done,
+            "saved": control.saved,
+            "settings": session.replica.exchange.settings(),
+            "early_stopping": control.stopper.state(),
+        }
+        text = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
+        pieces = {f"state/{piece.name}": piece.value for piece in session.replica.state()}
+        module = session.replica.compute.module
+        return {**dict(self._tensors()), **pieces, **extra_states(module, lambda _: True), _VALUES: text}
+
+    def _load(self, state: dict[str, Tensor]) -> None:
+        session, control = self._session, self._control
+        values = json.loads(state[_VALUES].numpy().tobytes())
+        with torch.no_grad():
+            for name, tensor in self._tensors():
+                restore(tensor, state[name])
+            load_extra_states(session.replica.compute.module, state)
+        pieces = [StatePiece.parse(name[6:], each) for name, each in state.items() if name.startswith("state/")]
+        session.replica.load(pieces, values["settings"])
+        control.stopper.load(values["early_stopping"])
+        control.saved = values["saved"]
+        session.progress.round = values["done"] - 1
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the model's parameters and buffers, by names of their own."""
+        module = self._session.replica.compute.module
+        for name, parameter in module.named_parameters():
+            yield f"parameter/{name}", parameter
+        for name, buffer in module.named_buffers():
+            yield f"buffer/{name}", buffer
+
+    def _keep(self) -> None:
+        """Copies what a round may change before it is done: buffers, and the generators of random numbers."""
+        buffers = [buffer.detach().clone() for buffer in self._session.replica.compute.module.buffers()]
+        self._before = buffers, (torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False))
+
+    def _bring_back(self) -> None:
+        assert self._before is not None
+        buffers, (own, python, numpy) = self._before
+        with torch.no_grad():
+            for buffer, kept in zip(self._session.replica.compute.module.buffers(), buffers, strict=True):
+                restore(buffer, kept)
+        torch.set_rng_state(own)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+    def _tell(self, before: list[int]) -> None:
+        group, events = self._group, self._session.events
+        if group.rank == 0:
+            lost = sorted(set(before) - set(group.members))
+            joined = sorted(set(group.members) - set(before))
+            changes = [f"{what} rank {rank}" for what, ranks in (("without", lost), ("with", joined)) for rank in ranks]
+            text = f"round {self._session.progress.done} begins with {group.world} workers: {', '.join(changes)}"
+            events.write(Notice(self._session.rank, events.now(), text))

@@ -1,0 +1,61 @@
+"""A loop in which rank 1 leaves the others in a round, on purpose or because it is killed somewhere in a step."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+
+import torch
+from torch import nn
+
+import headrace as hr
+
+ROUND = 7
+"""The round in which it is lost."""
+
+
+class Sensitive(nn.Sequential):
+    """Draws random numbers and has running statistics, so that a trace of a round that was not done shows."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 1))
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def job(rounds: int = 16) -> hr.Job:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(60, 4, generator=generator)
+    return hr.Job(
+        model=Sensitive,
+        task=hr.tasks.regression(),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        data=(inputs, inputs.sum(1, keepdim=True)),
+        global_batch_size=12,
+        steps=rounds,
+    )
+
+
+def lose_rank_1(how: str, first_without: int, worker: hr.Worker) -> None:
+    """Trains; rank 1 is lost so that `first_without` is the first round without it."""
+    for batch in worker.batches():
+        if how == "on purpose" and worker.round == first_without - 1 and worker.rank == 0:
+            # Before this round's barriers, so that all know it after them.
+            page = worker._session.page
+            page.ranks[1].leave, page.change_after = 1, first_without
+        if worker.rank == 1 and worker.round == ROUND:
+            plant(how, worker)
+        worker.step(batch)
+
+
+def plant(how: str, worker: hr.Worker) -> None:
+    exchange = worker._session.replica.exchange
+    if how == "in forward":
+        worker.model.register_forward_pre_hook(lambda *_: die())
+    elif how == "while it sums":
+        exchange._reduction.reduce = die  # type: ignore[attr-defined]
+    elif how == "in its update":
+        exchange.updater.optimizer.register_step_pre_hook(lambda *_: die())  # type: ignore[attr-defined]

@@ -1,0 +1,137 @@
+"""Workers in lockstep that are lost, join and leave: the others go on, and a round that was not done has no effect."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import headrace as hr
+from engine.conftest import below, fork_servers, until
+from engine.elastic_loops import ROUND, job, lose_rank_1
+from engine.test_elastic import EXAMPLES, MARK, Counter, Hand, check_counts, counting_job, mean_of_one_killed
+from headrace.checkpoint import CheckpointFolder
+from headrace.engine.local.engine import LocalEngine
+from headrace.engine.local.scaling import ask_for_workers
+from headrace.errors import InfeasiblePlan, PeerLost, UsageError
+from headrace.spec.events import Evaluated, Lost, Notice, WorkerEnded, WorkerStarted
+
+pytestmark = pytest.mark.slow
+
+
+def trained(engine: LocalEngine, how: str, first_without: int) -> dict[str, torch.Tensor]:
+    strategy = hr.Mirrored(workers=3, min_workers=2)
+    run = hr.launch(functools.partial(lose_rank_1, how, first_without), job(), strategy, engine=engine)
+    said = [event.text for event in run.events if isinstance(event, Notice)]
+    assert f"round {first_without} begins with 2 workers: without rank 1" in said
+    return dict(run.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("how", "first_without"), [("in forward", ROUND), ("while it sums", ROUND), ("in its update", ROUND + 1)]
+)
+def test_the_others_end_as_if_the_lost_worker_had_left_on_purpose(
+    engine: LocalEngine, how: str, first_without: int
+) -> None:
+    wanted = trained(engine, "on purpose", first_without)
+    found = trained(engine, how, first_without)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_lost_and_frozen_workers_are_replaced_and_every_epoch_is_complete(engine: LocalEngine, tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    hand = Hand({30: (0, signal.SIGKILL), 90: (2, signal.SIGSTOP)}, done=done)
+    strategy = hr.Mirrored(3, min_workers=1, max_workers=3)
+    run = hr.fit(counting_job(40, model=functools.partial(Counter, done)), strategy, engine=engine, on_event=hand,
+                 timeout_s=2.0)  # fmt: skip
+    check_counts(run, 40)
+    assert sorted(lost.lost for lost in hand.lost) == [0, 2]
+    assert sum(isinstance(event, WorkerStarted) for event in run.events) >= 4
+    assert [below(server) for server in fork_servers()] == [[]] * len(fork_servers())
+
+
+def test_workers_join_and_leave_on_request(engine: LocalEngine, tmp_path: Path) -> None:
+    said: list[str] = []
+    run_dir, done = tmp_path / "run", tmp_path / "done"
+
+    def staff() -> None:
+        assert until(lambda: any((run_dir / "events").glob("rank-1.jsonl")), 60)
+        said.append(ask_for_workers(run_dir, 1, 60))
+        assert until(lambda: '"stepped"' in _text(run_dir / "events" / "rank-2.jsonl"), 60)
+        said.append(ask_for_workers(run_dir, -2, 60))
+        with pytest.raises(UsageError, match="a run has 1 to"):
+            ask_for_workers(run_dir, -1, 60)
+        done.touch()
+
+    thread = threading.Thread(target=staff)
+    thread.start()
+    strategy = hr.Mirrored(2, min_workers=1, max_workers=3)
+    run = hr.fit(counting_job(40, model=functools.partial(Counter, done)), strategy, engine=engine, run_dir=run_dir)
+    thread.join()
+    check_counts(run, 40)
+    assert [line.split(":")[0] for line in said] == ["3 workers from now on", "1 worker from now on"]
+    assert [event.rank for event in run.events if isinstance(event, WorkerEnded)][-1] == 0
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def test_a_worker_that_dies_while_all_evaluate_and_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MARK, str(tmp_path / "mark"))
+    monkeypatch.setenv(f"{MARK}_LAUNCHER", str(os.getpid()))
+    data = (torch.eye(EXAMPLES, dtype=torch.float64), torch.zeros(EXAMPLES))
+    counting = counting_job(3, eval_data=data, metrics={"mean": mean_of_one_killed})
+    saves = hr.Checkpoints(every_steps=2, every_s=None, keep=100)
+    with LocalEngine() as fresh:
+        run = hr.fit(counting, hr.Mirrored(3, min_workers=2), engine=fresh, run_dir=tmp_path, checkpoints=saves)
+    check_counts(run, 3)
+    evaluations = [event for event in run.events if isinstance(event, Evaluated)]
+    assert [event.examples for event in evaluations] == [EXAMPLES] * 3, "each example is evaluated once"
+    assert sum(isinstance(event, Lost) for event in run.events) == 1
+    newest, damaged = CheckpointFolder(tmp_path / "checkpoints").latest()
+    assert newest is not None
+    assert (newest.step, damaged) == (3 * EXAMPLES // 16, ())
+
+
+def test_fewer_than_min_workers_end_the_run(engine: LocalEngine) -> None:
+    hand = Hand({30: (1, signal.SIGKILL)})
+    with pytest.raises(PeerLost, match="1 of the workers are left, and min_workers=2"):
+        hr.fit(counting_job(10**6), hr.Mirrored(2, min_workers=2), engine=engine, on_event=hand)
+
+
+def test_the_loss_of_the_last_worker_that_has_the_state_ends_the_run(engine: LocalEngine) -> None:
+    hand = Hand({30: (0, signal.SIGKILL)})
+    with pytest.raises(PeerLost, match=r"rank 0 .*the last that had the trained state; resume=True goes on"):
+        hr.fit(counting_job(10**6), hr.Mirrored(1, min_workers=1, max_workers=2), engine=engine, on_event=hand)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"workers": 2, "min_workers": 3}, "min_workers=3 is more than workers=2; use min_workers=2 or fewer"),
+        ({"workers": 4, "min_workers": 2, "max_workers": 3}, "max_workers=3 is less than workers=4"),
+        ({"workers": 4, "max_workers": 5}, "give min_workers"),
+        ({"workers": 4, "min_workers": 0}, "min_workers must be a whole number of at least 1"),
+        ({"min_workers": 1, "max_workers": 65}, "more than the 64"),
+        ({"min_workers": 1, "balance": "speed"}, "lets them come and go; give one of them"),
+    ],
+)
+def test_numbers_of_workers_that_do_not_fit_are_refused(given: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        hr.Mirrored(**given)  # type: ignore[arg-type]
+
+
+def test_too_few_workers_of_the_machine_are_refused(engine: LocalEngine) -> None:
+    with pytest.raises(InfeasiblePlan, match="mirrored has 1 workers, and min_workers=2"):
+        hr.fit(counting_job(1), hr.Mirrored(min_workers=2), engine=engine)
+
+
+def test_a_hybrid_refuses_workers_that_come_and_go() -> None:
+    with pytest.raises(UsageError, match="the ranks of a replica cannot"):
+        hr.Hybrid(hr.Mirrored(2, min_workers=1), hr.Pipeline(stages=2))
