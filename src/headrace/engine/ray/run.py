@@ -17,6 +17,7 @@ from headrace.engine.base import RunProgress, Stoppable
 from headrace.engine.ray.mirror import FolderMirror
 from headrace.engine.ray.nodes import RankPlace
 from headrace.engine.ray.watch import RankWatch
+from headrace.engine.schedulers.environment import LAUNCHER
 from headrace.engine.shipping import pack
 from headrace.engine.torchrun.secret import SECRET
 from headrace.errors import UsageError
@@ -56,6 +57,8 @@ class RayRun:
         first = places[0]
         port = ray.get(agents[0].free_port.remote(first.address), timeout=_ANSWER_S)
         self._launched = {
+            # Where srun has started Ray's nodes, its variables are not of this run.
+            LAUNCHER: "ray",
             "WORLD_SIZE": str(len(agents)),
             "MASTER_ADDR": first.address,
             "MASTER_PORT": str(port),
