@@ -70,9 +70,9 @@ def test_a_job_that_slurm_asks_to_end_saves_and_goes_on_when_it_is_requeued(clus
     assert until(lambda: cluster.state(job) == "PENDING", 120)
     (saved,) = CheckpointFolder(run_dir / "checkpoints").steps()[-1:]
     assert log.read_text().count("error: terminated (SIGTERM)") == 2
-    # Else SLURM waits for two minutes, so that the first attempt's end is not taken for the second one's.
+    # Else SLURM waits for two minutes. In the second of the first attempt's end it refuses the second one, as revoked.
     assert until(lambda: cluster.nodes() == ["idle", "idle"], 120)
-    cluster.run("scontrol", "update", f"jobid={job}", "starttime=now")
+    cluster.run("scontrol", "update", f"jobid={job}", "starttime=now+5")
     assert until(lambda: CheckpointFolder(run_dir / "checkpoints").steps()[-1] > saved, 120)
     assert summarize(run_dir).started.resumed_step == saved
 
