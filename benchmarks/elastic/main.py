@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import os
 import signal
@@ -78,16 +77,18 @@ def kills(count: int) -> Figures:
     killer = Killer(count)
     strategy = hr.Mirrored(WORKERS, min_workers=1, max_workers=WORKERS)
     run = hr.fit(cnn_job(WORKERS), strategy, on_event=killer)
-    steps = sorted((event.time_s, event.rank) for event in run.events if isinstance(event, Stepped))
+    steps = sorted((event.time_s, event.rank, event.step) for event in run.events if isinstance(event, Stepped))
     changes = [event.time_s for event in run.events if isinstance(event, Notice) and "begins with" in event.text]
     lost = [event for event in run.events if isinstance(event, Lost)]
     stood, joined, delays = [], [], []
     for (killed, rank), loss in zip(killer.killed, lost, strict=True):
         gone_on = min(time_s for time_s in changes if time_s > killed)
-        stood.append(min(time_s for time_s, other in steps if time_s > gone_on and other != rank) - killed)
-        first = min(time_s for time_s, own in steps if time_s > gone_on and own == rank)
+        stood.append(min(time_s for time_s, own, _ in steps if time_s > gone_on and own != rank) - killed)
+        first, joining = min((time_s, step) for time_s, own, step in steps if time_s > gone_on and own == rank)
         joined.append(first - loss.time_s)
-        delays.append(_delay_in_steps([time_s for time_s, other in steps if other == (rank + 1) % WORKERS], first))
+        other = {step: time_s for time_s, own, step in steps if own == (rank + 1) % WORKERS}
+        usual = statistics.median(other[step + 1] - other[step] for step in range(joining + 1, joining + 6))
+        delays.append((other[joining] - other[joining - 1]) / usual - 1)
     return {
         "kills": count,
         "next_step_median_s": statistics.median(stood),
@@ -96,14 +97,6 @@ def kills(count: int) -> Figures:
         "join_longest_s": max(joined),
         "delay_median_steps": statistics.median(delays),
     }
-
-
-def _delay_in_steps(times: list[float], joined: float) -> float:
-    """Returns how much longer than a step another worker's step took with which a worker has joined, in steps."""
-    gaps = [(after, after - before) for before, after in itertools.pairwise(times)]
-    around = [gap for after, gap in gaps if abs(after - joined) < 1.0]
-    usual = statistics.median(gap for after, gap in gaps if joined - 3.0 < after < joined - 1.0)
-    return max(around) / usual - 1
 
 
 def storm(every_s: float, seconds: float, seed: int) -> Figures:

@@ -73,9 +73,9 @@ class Views:
             self.renew()
 
     @property
-    def ranks(self) -> list[int]:
-        """The members' ranks in the run."""
-        return [rank for rank, _ in self._view.members]
+    def members(self) -> tuple[Member, ...]:
+        """Each member's rank in the run, and which of its processes it is."""
+        return self._view.members
 
     @property
     def has_fresh(self) -> bool:
@@ -131,7 +131,7 @@ class Views:
         """Returns what to raise where a member's memory cannot be opened: a MemberLost if a member is lost."""
         deadline = time.monotonic() + _NOTICED_S
         while time.monotonic() < deadline:
-            for rank in self.ranks:
+            for rank, _ in self.members:
                 if self.is_gone(rank):
                     return MemberLost(rank)
             self.check()
@@ -200,8 +200,8 @@ class Views:
 
     def _form(self) -> None:
         """Makes the view's page, which its first member creates."""
-        first, ranks, meeting = self._view.members[0][0], self.ranks, self._meeting
-        offer, nbytes = self._page.ranks[first].segment_offer, ControlPage.nbytes(len(ranks))
+        first, meeting = self.members[0][0], self._meeting
+        offer, nbytes = self._page.ranks[first].segment_offer, ControlPage.nbytes(len(self.members))
         segment, problem = None, None
         if first == self._place:
             segment = SharedSegment.create(nbytes, "view")
@@ -219,13 +219,13 @@ class Views:
         self._enter(segment)
 
     def _enter(self, segment: SharedSegment) -> None:
-        members = self._view.members
+        members, ranks = self.members, [rank for rank, _ in self.members]
         self._segment = segment
         self.now = SharedMemoryGroup(
             ControlPage(segment, len(members)),
-            self.ranks.index(self._place),
+            ranks.index(self._place),
             self.check,
-            self.ends.among(self.ranks),
+            self.ends.among(ranks),
             lambda peer: self._page.ranks[members[peer][0]].restarts > members[peer][1],
         )
 
@@ -249,7 +249,7 @@ class ViewGroup(ProcessGroup):
 
     @property
     def members(self) -> list[int]:
-        return self.views.ranks
+        return [rank for rank, _ in self.views.members]
 
     def together(self, act: Callable[[], _Result]) -> _Result:
         while True:

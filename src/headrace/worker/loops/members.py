@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from headrace.checkpoint.forms import extra_states, load_extra_states, pack, unpack
 from headrace.collectives.views import ViewGroup
 from headrace.modules import restore
+from headrace.policies.views import Member
 from headrace.shared_memory.barrier import MemberLost
 from headrace.spec.events import Notice
 from headrace.training.optimizer import StatePiece
@@ -57,6 +59,7 @@ class MemberChanges:
     def begin(self) -> None:
         """Joins the others, if this process begins while the run goes on."""
         if self._session.is_replacement:
+            self._warm_up()
             self._views.join()
             self._group.adopt()
             self._complete()
@@ -89,7 +92,7 @@ class MemberChanges:
         """Goes on with other members; returns whether this one stays. A round that is `spoilt` leaves no trace."""
         if spoilt:
             self._bring_back()
-        before = self._group.members
+        before = self._views.members
         self._views.renew(admits=True)
         if self.has_left:
             return False
@@ -98,6 +101,17 @@ class MemberChanges:
         self._keep()
         self._tell(before)
         return True
+
+    def _warm_up(self) -> None:
+        """Computes a share and drops its gradients: a first step takes longer, and the others would wait for it."""
+        session = self._session
+        if session.run.train is not None:
+            # Its loss may be another one.
+            return
+        share = session.loader.portion(0, 0, session.run.plan.workers)
+        if share.examples:
+            compute = session.replica.compute
+            compute.run(replace(share, batch=compute.place(share.batch)))
 
     def _complete(self) -> None:
         """Goes on with the members of a view that may change again meanwhile."""
@@ -174,11 +188,10 @@ class MemberChanges:
         random.setstate(python)
         np.random.set_state(numpy)
 
-    def _tell(self, before: list[int]) -> None:
-        group, events = self._group, self._session.events
+    def _tell(self, before: tuple[Member, ...]) -> None:
+        group, events, members = self._group, self._session.events, self._views.members
         if group.rank == 0:
-            lost = sorted(set(before) - set(group.members))
-            joined = sorted(set(group.members) - set(before))
-            changes = [f"{what} rank {rank}" for what, ranks in (("without", lost), ("with", joined)) for rank in ranks]
+            changes = [f"without rank {rank}" for rank, _ in sorted(set(before) - set(members))]
+            changes += [f"with a new rank {rank}" for rank, _ in sorted(set(members) - set(before))]
             text = f"round {self._session.progress.done} begins with {group.world} workers: {', '.join(changes)}"
             events.write(Notice(self._session.rank, events.now(), text))
