@@ -73,9 +73,11 @@ def test_the_front_door_lists_what_it_has() -> None:
 
 
 @pytest.mark.usefixtures("real_python")
-@pytest.mark.parametrize("name", [PACKAGE, f"{PACKAGE}.cli", f"{PACKAGE}.report", f"{PACKAGE}.spec"])
+@pytest.mark.parametrize(
+    "name", [PACKAGE, f"{PACKAGE}.cli", f"{PACKAGE}.report", f"{PACKAGE}.spec", f"{PACKAGE}.engine.ray.engine"]
+)
 def test_importing_it_does_not_import_torch(name: str) -> None:
-    heavy = {"torch", "sklearn", "matplotlib", "transformers", "tokenizers", "datasets"}
+    heavy = {"torch", "sklearn", "matplotlib", "transformers", "tokenizers", "datasets", "ray"}
     program = f"import sys, {name}; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
