@@ -20,6 +20,8 @@ pytest.importorskip("ray")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.full,
+    # Five nodes start one after the other, each in up to ten seconds where others use the machine.
+    pytest.mark.timeout(600),
     pytest.mark.skipif(not own_address(), reason="nodes need an address that is not this machine's own for itself"),
     pytest.mark.usefixtures("real_python"),
 ]
