@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -63,11 +64,28 @@ def train_under(strategy: str) -> None:
     )
 
 
+def follow() -> None:
+    """Rank 0 waits in its run until it is told of an event; then it is told of one by an error of its own."""
+    heard = threading.Event()
+
+    def train(worker: hr.Worker) -> None:
+        for batch in worker.batches():
+            worker.step(batch)
+        if worker.rank == 0:
+            assert heard.wait(30)
+            say(heard=True)
+
+    hr.launch(train, make_job(), "mirrored", on_event=lambda event: heard.set())
+    hr.fit(long_job(), "mirrored", on_event=lambda event: fail())
+
+
 def main() -> None:
     if DEED == "fit":
         train_under("mirrored")
         train_under("central_storage")
         train_under("pipeline")
+    elif DEED == "follow":
+        follow()
     elif DEED == "contradict":
         hr.fit(make_job(), hr.Mirrored(3))
     else:

@@ -46,6 +46,14 @@ def test_three_runs_one_after_the_other_are_those_of_one_process(start: Start) -
     assert [line["seen"] == line["events"] for line in ended.said[0]] == [True] * 3, "rank 0 leads"
 
 
+def test_rank_0_is_told_of_events_while_it_trains(start: Start) -> None:
+    ended = start("follow")
+    assert ended.one(0, "heard")["heard"]
+    # What the callback raises ends the run.
+    assert ended.logs[0].rstrip().endswith("ValueError: planted")
+    assert ended.codes == {0: 1, 1: 4}
+
+
 def test_a_number_of_workers_that_contradicts_the_launcher(start: Start) -> None:
     ended = start("contradict")
     assert ended.codes == {0: 2, 1: 2}

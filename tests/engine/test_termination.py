@@ -298,9 +298,10 @@ def test_ranks_of_a_launcher_go_on(engine: LocalEngine, ranks: Ranks, tmp_path: 
 
 
 def test_ranks_that_have_nothing_to_resume(ranks: Ranks) -> None:
-    for code, said in ranks("resume", 0, 0):
-        assert code != 0
-        assert "there is nothing to resume from" in said
+    (zero, said), (one, pointer) = ranks("resume", 0, 0)
+    assert 0 not in (zero, one)
+    assert "there is nothing to resume from" in said
+    assert "failed: what it prints says why" in pointer
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import itertools
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from time import monotonic
 from typing import NoReturn
@@ -39,6 +40,7 @@ from headrace.worker.server import serve
 
 _BEAT_EVERY_S = 0.25
 _SLICE_S = 0.01
+_FOLLOW_EVERY_S = 0.5
 
 _BROKEN_S = 2.0
 """How long a process may be silent when some connection has broken."""
@@ -302,6 +304,31 @@ class LaunchedGroup:
         return probe.silent_s(heartbeat.count)
 
 
+@contextmanager
+def _followed(page: ControlPage, progress: Callable[[RunProgress], None]) -> Iterator[None]:
+    """Calls `progress` while this process works, in a thread; what it raises ends the run, and is raised here."""
+    over = threading.Event()
+    failures: list[BaseException] = []
+
+    def follow() -> None:
+        try:
+            while not over.wait(_FOLLOW_EVERY_S):
+                progress(RunProgress.read(page))
+        except BaseException as error:
+            failures.append(error)
+            page.stop = 1
+
+    thread = threading.Thread(target=follow, name="headrace-follow", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    for failure in failures:
+        raise failure
+
+
 class LaunchedEngine(Engine):
     """Runs one worker, in this process; after `timeout_s` without a sign of life a process counts as lost.
 
@@ -316,7 +343,8 @@ class LaunchedEngine(Engine):
         group = self.group
         torch.set_num_threads(self._threads or threads_per_worker(cores(), group.mates))
         page = group.page
-        with orderly_interrupts(page) as interrupts:
+        followed = _followed(page, progress) if group.rank == 0 else nullcontext()
+        with orderly_interrupts(page) as interrupts, followed:
             try:
                 group.work(spec)
             except BaseException as error:
@@ -325,6 +353,8 @@ class LaunchedEngine(Engine):
                 if isinstance(error, PeerLost) and (part := spec.plan.part_of(error.rank)):
                     raise PeerLost(error.rank, error.host, error.cause, part) from error.__cause__
                 raise
+        # Now all have written their last events.
+        group.agree("ended")
         progress(RunProgress.read(page))
         return interrupts.status(page)
 
