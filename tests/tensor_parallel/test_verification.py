@@ -120,8 +120,12 @@ def with_own_forward() -> nn.Module:
     return model
 
 
+PARSES = threading.Lock()
+
+
 def scripted() -> nn.Module:
-    with warnings.catch_warnings():
+    # Python 3.11 may raise a SystemError where two threads parse at the same time, as torch.jit does (CPython, 106905).
+    with PARSES, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         inner: nn.Module = torch.jit.script(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)))
     return nn.Sequential(inner, nn.Linear(4, 6))

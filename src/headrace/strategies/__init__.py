@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from headrace.errors import UnknownName, UsageError
 from headrace.spec.call import Call, parse_call
 from headrace.strategies.central_storage import CentralStorage
+from headrace.strategies.checks import COUNTS
 from headrace.strategies.context import WorkerContext
 from headrace.strategies.downpour import Downpour
 from headrace.strategies.gossip import Gossip
@@ -17,7 +18,7 @@ from headrace.strategies.one_device import OneDevice
 from headrace.strategies.parameter_averaging import EASGD, DiLoCo, LocalSGD, ParameterAveraging
 from headrace.strategies.parameter_server import ParameterServer
 from headrace.strategies.pipeline import Pipeline
-from headrace.strategies.strategy import COUNTS, Strategy
+from headrace.strategies.strategy import Strategy
 from headrace.strategies.tensor_parallel import TensorParallel
 from headrace.strategies.unconnected import Unconnected
 

@@ -22,8 +22,9 @@ from headrace.policies.sharding import slices, whole
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
+from headrace.strategies.checks import check_balance, check_count
 from headrace.strategies.context import WorkerContext
-from headrace.strategies.strategy import Strategy, broadcast, check_balance, check_count, describe_options
+from headrace.strategies.strategy import Strategy, broadcast, describe_options
 from headrace.training.central_storage import CentralCopy, CentralStorageExchange
 from headrace.training.exchange import Replica
 from headrace.training.optimizer import build

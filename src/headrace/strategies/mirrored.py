@@ -22,15 +22,9 @@ from headrace.policies.roles import data_parallel_plan, elastic_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
+from headrace.strategies.checks import check_balance, check_count, check_elastic
 from headrace.strategies.context import WorkerContext
-from headrace.strategies.strategy import (
-    Strategy,
-    broadcast,
-    check_balance,
-    check_count,
-    check_elastic,
-    describe_options,
-)
+from headrace.strategies.strategy import Strategy, broadcast, describe_options
 from headrace.training.exchange import Replica
 from headrace.training.reduction import (
     CollectiveReduction,

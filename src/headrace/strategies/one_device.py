@@ -17,8 +17,9 @@ from headrace.policies.roles import data_parallel_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan, Segment
+from headrace.strategies.checks import check_count
 from headrace.strategies.context import WorkerContext
-from headrace.strategies.strategy import Strategy, check_count, describe_options
+from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.clipping import GradientClipper, StepDecision
 from headrace.training.exchange import Replica, UpdatingExchange
 

@@ -40,8 +40,9 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
+from headrace.strategies.checks import check_count, refuse_synced_buffers
 from headrace.strategies.context import ServerContext, WorkerContext
-from headrace.strategies.strategy import ServedStrategy, check_count, describe_options, refuse_synced_buffers
+from headrace.strategies.strategy import ServedStrategy, describe_options
 from headrace.training.exchange import Replica
 
 

@@ -33,8 +33,9 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan, Role, Segment
+from headrace.strategies.checks import check_count
 from headrace.strategies.context import ModelProbe, WorkerContext
-from headrace.strategies.strategy import Strategy, broadcast, check_count, describe_options
+from headrace.strategies.strategy import Strategy, broadcast, describe_options
 from headrace.training.exchange import Replica
 from headrace.training.optimizer import build
 from headrace.training.whole_model import HALF

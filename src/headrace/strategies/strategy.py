@@ -12,22 +12,15 @@ from torch import Tensor, nn
 
 from headrace.checkpoint.forms import pack, unpack
 from headrace.collectives.base import Collective
-from headrace.errors import UnknownName, UsageError
 from headrace.modules import is_dense, restore
 from headrace.parameter_server.server.server import Server
-from headrace.shared_memory.control_page import MEMBERS as MOST_MEMBERS
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan, ProcessCounts
+from headrace.strategies.checks import process_counts
 from headrace.strategies.context import ModelProbe, ServerContext, WorkerContext
 from headrace.training.exchange import Replica
-
-BALANCES = ("equal", "speed")
-"""How a global batch is split."""
-
-COUNTS = ("workers", "stages", "devices")
-"""What strategies call the option that says how many ranks compute."""
 
 
 class Strategy(ABC):
@@ -70,16 +63,7 @@ class Strategy(ABC):
         Raises:
             UsageError: its options do not say.
         """
-        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
-        option = next((name for name in COUNTS if name in options), None)
-        count = options[option] if option else 1
-        if count is None:
-            raise UsageError(
-                f"{self.name} does not say how many {option} it has, and the cluster is to start them; give "
-                f"{option}=2 or another number (--workers 2)"
-            )
-        servers = options.get("servers", 0)
-        return ProcessCounts(count, servers, servers * options.get("backups", 0), self.one_host)
+        return process_counts(self.name, describe_options(self), self.one_host)
 
     def check(self, options: Options) -> None:  # noqa: B027  (most can do all)
         """Refuses options that cannot be had under this strategy.
@@ -97,46 +81,10 @@ class ServedStrategy(Strategy):
         """Builds what the process of a rank runs that is a server or a backup in the plan."""
 
 
-def refuse_synced_buffers(name: str, options: Options) -> None:
-    """Raises UsageError if buffers are to be one on all workers, under a strategy without rounds that all end."""
-    if options.sync_buffers != "local":
-        raise UsageError(
-            f"sync_buffers={options.sync_buffers!r} combines buffers after each round of all workers, and those of "
-            f"{name} do not end rounds together; use mirrored, or sync_buffers='local'"
-        )
-
-
 def describe_options(strategy: Strategy) -> dict[str, object]:
     """Returns a strategy's fields as JSON values."""
     assert dataclasses.is_dataclass(strategy)
     return dataclasses.asdict(strategy)
-
-
-def check_count(name: str, count: int | None) -> None:
-    """Raises a `UsageError` unless `count` is None or a whole number of at least 1."""
-    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        remedy = "leave it out for what there is" if name == "workers" else "give a number such as 1 or 2"
-        raise UsageError(f"{name} must be a whole number of at least 1, got {count!r}; {remedy}")
-
-
-def check_balance(balance: str) -> None:
-    """Raises an `UnknownName` unless `balance` says how a batch is split."""
-    if balance not in BALANCES:
-        raise UnknownName("balance", balance, BALANCES)
-
-
-def check_elastic(workers: int | None, least: int | None, most: int | None) -> None:
-    """Raises a `UsageError` unless `min_workers` and `max_workers` fit each other and `workers`."""
-    check_count("min_workers", least)
-    check_count("max_workers", most)
-    if least is None and most is not None:
-        raise UsageError(f"max_workers={most} lets workers join, so the run must go on without some; give min_workers")
-    if least is not None and workers is not None and least > workers:
-        raise UsageError(f"min_workers={least} is more than workers={workers}; use min_workers={workers} or fewer")
-    if workers is not None and most is not None and most < workers:
-        raise UsageError(f"max_workers={most} is less than workers={workers}; use max_workers={workers} or more")
-    if most is not None and most > MOST_MEMBERS:
-        raise UsageError(f"max_workers={most} is more than the {MOST_MEMBERS} that may come and go; use fewer")
 
 
 def broadcast(module: nn.Module, collective: Collective) -> None:

@@ -22,8 +22,8 @@ from headrace.errors import UnfitMachine, UnknownName, UsageError
 
 _EXAMPLES = """
   headrace launch-files slurm job.py --workers 8 --hosts 2
-  headrace launch-files slurm job.py --workers 8 -- --strategy "pipeline(4)" --set lr=0.05
-  headrace launch-files kubernetes job.py --workers 4 --image registry/digits:1 --claim runs
+  headrace launch-files slurm job.py --workers 8 -- --strategy "pipeline(4)"
+  headrace launch-files kubernetes job.py --workers 4 --image job --claim runs
   headrace launch-files torchrun job.py --workers 4 --hosts 2
 """
 _NEXT = {"slurm": "sbatch", "kubernetes": "kubectl apply -f", "torchrun": "sh"}

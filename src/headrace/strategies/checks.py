@@ -1,0 +1,66 @@
+"""What strategies check of their options, and how many processes these ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.errors import UnknownName, UsageError
+from headrace.shared_memory.control_page import MEMBERS as MOST_MEMBERS
+from headrace.spec.options import Options
+from headrace.spec.plan import ProcessCounts
+
+BALANCES = ("equal", "speed")
+"""How a global batch is split."""
+
+COUNTS = ("workers", "stages", "devices")
+"""What strategies call the option that says how many ranks compute."""
+
+
+def process_counts(strategy: str, options: Mapping[str, Any], one_host: bool) -> ProcessCounts:
+    """Returns how many processes a strategy's options ask for; raises UsageError if they do not say."""
+    option = next((name for name in COUNTS if name in options), None)
+    count = options[option] if option else 1
+    if count is None:
+        raise UsageError(
+            f"{strategy} does not say how many {option} it has, and the cluster is to start them; give "
+            f"{option}=2 or another number (--workers 2)"
+        )
+    servers = options.get("servers", 0)
+    return ProcessCounts(count, servers, servers * options.get("backups", 0), one_host)
+
+
+def check_count(name: str, count: int | None) -> None:
+    """Raises a `UsageError` unless `count` is None or a whole number of at least 1."""
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        remedy = "leave it out for what there is" if name == "workers" else "give a number such as 1 or 2"
+        raise UsageError(f"{name} must be a whole number of at least 1, got {count!r}; {remedy}")
+
+
+def check_balance(balance: str) -> None:
+    """Raises an `UnknownName` unless `balance` says how a batch is split."""
+    if balance not in BALANCES:
+        raise UnknownName("balance", balance, BALANCES)
+
+
+def check_elastic(workers: int | None, least: int | None, most: int | None) -> None:
+    """Raises a `UsageError` unless `min_workers` and `max_workers` fit each other and `workers`."""
+    check_count("min_workers", least)
+    check_count("max_workers", most)
+    if least is None and most is not None:
+        raise UsageError(f"max_workers={most} lets workers join, so the run must go on without some; give min_workers")
+    if least is not None and workers is not None and least > workers:
+        raise UsageError(f"min_workers={least} is more than workers={workers}; use min_workers={workers} or fewer")
+    if workers is not None and most is not None and most < workers:
+        raise UsageError(f"max_workers={most} is less than workers={workers}; use max_workers={workers} or more")
+    if most is not None and most > MOST_MEMBERS:
+        raise UsageError(f"max_workers={most} is more than the {MOST_MEMBERS} that may come and go; use fewer")
+
+
+def refuse_synced_buffers(name: str, options: Options) -> None:
+    """Raises UsageError if buffers are to be one on all workers, under a strategy without rounds that all end."""
+    if options.sync_buffers != "local":
+        raise UsageError(
+            f"sync_buffers={options.sync_buffers!r} combines buffers after each round of all workers, and those of "
+            f"{name} do not end rounds together; use mirrored, or sync_buffers='local'"
+        )
