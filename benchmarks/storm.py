@@ -7,9 +7,10 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Sequence
 
 import headrace as hr
-from headrace.spec.events import Event, ServerStarted, WorkerEnded, WorkerStarted
+from headrace.spec.events import Event, Lost, ServerStarted, WorkerEnded, WorkerStarted
 
 
 class Storm:
@@ -61,3 +62,15 @@ class Storm:
         other = rank + self._servers if rank < self._workers + self._servers else rank - self._servers
         pair = [self._processes.get(each) for each in (rank, other)]
         return all(process is not None and time.monotonic() - process[1] > 2.0 for process in pair)
+
+
+def live_seconds(events: Sequence[Event], workers: int, began: float, ended: float) -> float:
+    """Worker-seconds in which a process was in its place: from its begin until it is told to be lost."""
+    total = 0.0
+    for rank in range(workers):
+        starts = [event.time_s for event in events if isinstance(event, WorkerStarted) and event.rank == rank]
+        ends = [event.time_s for event in events if isinstance(event, Lost) and event.lost == rank]
+        for start in starts:
+            end = min((time_s for time_s in ends if time_s > start), default=ended)
+            total += max(0.0, min(end, ended) - max(start, began))
+    return total

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.nn.functional as F
 from harness import alternate, ratio, report
+from storm import live_seconds
 from torch import Tensor, nn
 
 import headrace as hr
@@ -114,7 +115,7 @@ def rate(every_s: float, seconds: float, wait: str | float, engine: LocalEngine)
     began, ended = min(event.time_s for event in steps), max(event.time_s for event in steps)
     lost = sum(isinstance(event, Lost) for event in run.events)
     print(f"{rounds} rounds, {killer.killed} killed, {lost} lost, every example counted once", file=sys.stderr)
-    return rounds * BATCH / live_s(run.events, began, ended)
+    return rounds * BATCH / live_seconds(run.events, WORKERS, began, ended)
 
 
 def check(counts: Tensor, rounds: int) -> None:
@@ -124,18 +125,6 @@ def check(counts: Tensor, rounds: int) -> None:
     least, most, total = int(counts.min().round()), int(counts.max().round()), int(counts.sum().round())
     if off > 1e-6 or total != rounds * BATCH or least < epochs or most > epochs + 1:
         raise RuntimeError(f"{rounds} rounds: counts of {least} to {most}, {total} in all, off by {off}")
-
-
-def live_s(events: tuple[Event, ...], began: float, ended: float) -> float:
-    """Worker-seconds in which a process was in its place: from its begin until it is told to be lost."""
-    total = 0.0
-    for rank in range(WORKERS):
-        starts = [event.time_s for event in events if isinstance(event, WorkerStarted) and event.rank == rank]
-        ends = [event.time_s for event in events if isinstance(event, Lost) and event.lost == rank]
-        for start in starts:
-            end = min((time_s for time_s in ends if time_s > start), default=ended)
-            total += max(0.0, min(end, ended) - max(start, began))
-    return total
 
 
 def main() -> None:

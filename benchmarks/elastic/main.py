@@ -21,7 +21,7 @@ from headrace.engine.local.engine import LocalEngine
 from headrace.spec.events import Event, Lost, Notice, RunStarted, Stepped, WorkerStarted
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from storm import Storm
+from storm import Storm, live_seconds
 from workloads import EXAMPLES_A_WORKER, MODELS, examples, throughput
 
 WORKERS, STORM_WORKERS = 3, 4
@@ -112,20 +112,8 @@ def storm(every_s: float, seconds: float, seed: int) -> Figures:
         "faults": len(strikes.struck),
         "seconds": ended - began,
         "rounds": rounds,
-        "examples_per_live_worker_s": trained / _live_s(run.events, began, ended),
+        "examples_per_live_worker_s": trained / live_seconds(run.events, STORM_WORKERS, began, ended),
     }
-
-
-def _live_s(events: tuple[Event, ...], began: float, ended: float) -> float:
-    """Worker-seconds in which a process was a member: from its begin until it is told to be lost."""
-    total = 0.0
-    for rank in range(STORM_WORKERS):
-        starts = [event.time_s for event in events if isinstance(event, WorkerStarted) and event.rank == rank]
-        ends = [event.time_s for event in events if isinstance(event, Lost) and event.lost == rank]
-        for start in starts:
-            end = min((time_s for time_s in ends if time_s > start), default=ended)
-            total += max(0.0, min(end, ended) - max(start, began))
-    return total
 
 
 def storms(every_s: float, seconds: float) -> Figures:

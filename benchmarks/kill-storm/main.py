@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import headrace as hr
-from headrace.spec.events import Event, Lost, Stepped, WorkerStarted
+from headrace.spec.events import Lost, Stepped
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from storm import Storm
+from storm import Storm, live_seconds
 
 ROOT = Path(__file__).parents[2]
 WORKERS, SERVERS = 4, 2
@@ -33,23 +33,11 @@ def train(make: Callable[..., hr.Job], epochs: int, every_s: float, seed: int) -
     lost = [event for event in run.events if isinstance(event, Lost) and event.lost < WORKERS]
     return {
         "seconds": ended - began,
-        "examples_per_live_worker_s": examples / _live_s(run.events, began, ended),
+        "examples_per_live_worker_s": examples / live_seconds(run.events, WORKERS, began, ended),
         "accuracy": 100 * run.metrics["accuracy"],
         "faults": len(storm.struck),
         "workers_lost": len(lost),
     }
-
-
-def _live_s(events: tuple[Event, ...], began: float, ended: float) -> float:
-    """Worker-seconds in which a process was in its place: from its begin until it is told to be lost."""
-    total = 0.0
-    for rank in range(WORKERS):
-        starts = [event.time_s for event in events if isinstance(event, WorkerStarted) and event.rank == rank]
-        ends = [event.time_s for event in events if isinstance(event, Lost) and event.lost == rank]
-        for start in starts:
-            end = min((time_s for time_s in ends if time_s > start), default=ended)
-            total += max(0.0, min(end, ended) - max(start, began))
-    return total
 
 
 def main() -> None:

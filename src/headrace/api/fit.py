@@ -342,7 +342,7 @@ def _check_split(job: Job, info: JobInfo, plan: Plan) -> None:
         )
     if plan.balances and as_pipeline(job.data)[0].hosts is not None:
         raise InfeasiblePlan(
-            "balance='speed' gives examples to whichever worker is fast, and hr.data.local says that each host stores "
+            "balance='speed' gives a fast worker more examples, and hr.data.local says that each host stores "
             "its own; give every host all data, or use balance='equal'"
         )
     if info.examples < count:

@@ -103,7 +103,7 @@ class Saver:
         Rank 0's `description` is that of the checkpoint; `began` is when the copying began.
         """
         self.wait()
-        # The events of everything that a checkpoint holds are written before it, whichever process is killed next.
+        # The events of everything that a checkpoint holds are written before it, even if a process is killed next.
         self._events.flush()
         self._last_s = began
         self.saved = done
