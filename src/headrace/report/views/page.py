@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from html import escape
-from importlib import resources
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headrace.errors import UsageError
-from headrace.report.format import MISSING, clean, duration, fixed, short, to_cells, to_heads
+from headrace.report.format import MISSING, duration, fixed, short, to_cells, to_heads
 from headrace.report.model.summary import Summary
 from headrace.report.model.training import STEP_PARTS, WARM_UP_STEPS
 from headrace.report.model.verdict import References, verdict
+from headrace.report.views.document import document, figures, html_text, picture_key, scrolled_table, table_row
 from headrace.report.views.pictures import pictures
 from headrace.report.views.server_subjects import SERVERS
-from headrace.report.views.style import PARTS, STAND_INS, Picture, RunStyle, run_styles, style_variables
+from headrace.report.views.style import PARTS, STAND_INS, Picture, RunStyle, run_styles
 from headrace.report.views.subjects import BOTTLENECK, INPUT, INPUT_STAGE
 from headrace.report.views.table import COLUMNS, ComparedRun, differing_line, ending, first_metric, run_rows
 
@@ -66,26 +65,12 @@ def _page(summaries: Sequence[Summary], references: References) -> str:
         _notices(summaries),
         _how(),
     ]
-    style = resources.files("headrace.report").joinpath("page.css").read_text(encoding="utf-8")
-    return (
-        "<!DOCTYPE html>\n"
-        '<html lang="en" xmlns="http://www.w3.org/1999/xhtml">\n<head>\n<meta charset="utf-8"/>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
-        '<meta name="color-scheme" content="light dark"/>\n'
-        f"<title>headrace: {_text(title)}</title>\n<style>\n"
-        f":root {{ color-scheme: light dark; {style_variables(dark=False)} }}\n"
-        f"@media (prefers-color-scheme: dark) {{ :root {{ {style_variables(dark=True)} }} }}\n"
-        f"{style}</style>\n</head>\n<body>\n<main>\n" + "\n".join(body) + "\n</main>\n</body>\n</html>\n"
-    )
-
-
-def _text(text: str) -> str:
-    return escape(clean(text))
+    return document(title, body)
 
 
 def _header(title: str, summaries: Sequence[Summary], references: References) -> str:
     first = summaries[0].started
-    lede = f'<p class="lede">{_text(verdict(summaries, references))}</p>\n' if len(summaries) > 1 else ""
+    lede = f'<p class="lede">{html_text(verdict(summaries, references))}</p>\n' if len(summaries) > 1 else ""
     hosts = dict.fromkeys(host for each in summaries for host in each.outcome.hosts)
     batches = dict.fromkeys(str(each.started.global_batch_size) for each in summaries)
     sets = dict.fromkeys(f"{each.started.examples_per_epoch:,} examples" for each in summaries)
@@ -99,17 +84,17 @@ def _header(title: str, summaries: Sequence[Summary], references: References) ->
         ("global batch", ", ".join(batches)),
         ("versions", ", ".join(f"{name} {version}" for name, version in first.versions.items())),
     )
-    pairs = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in facts)
+    pairs = "".join(f"<div><dt>{html_text(name)}</dt><dd>{html_text(value)}</dd></div>" for name, value in facts)
     return (
-        f'<header>\n<p class="eyebrow">headrace</p>\n<h1>{_text(title)}</h1>\n{lede}'
+        f'<header>\n<p class="eyebrow">headrace</p>\n<h1>{html_text(title)}</h1>\n{lede}'
         f'<dl class="facts">{pairs}</dl>\n</header>'
     )
 
 
 def _alert(summary: Summary) -> str:
     trace = summary.outcome.failure.traceback if summary.outcome.failure else ""
-    shown = f"<pre>{_text(trace)}</pre>" if trace else ""
-    return f'<section class="alert"><p>{_text(ending(summary))}</p>{shown}</section>'
+    shown = f"<pre>{html_text(trace)}</pre>" if trace else ""
+    return f'<section class="alert"><p>{html_text(ending(summary))}</p>{shown}</section>'
 
 
 def _runs(summaries: Sequence[Summary], references: References) -> str:
@@ -117,13 +102,13 @@ def _runs(summaries: Sequence[Summary], references: References) -> str:
         more = _section("Servers", summaries, to_heads(SERVERS), lambda each: to_cells(SERVERS, each.servers))
         more += _inputs(summaries)
         differ = differing_line(summaries, references)
-        below = f'\n<p class="quiet">{_text(differ)}</p>' if differ else ""
+        below = f'\n<p class="quiet">{html_text(differ)}</p>' if differ else ""
         return f"<section>\n<h2>Side by side</h2>\n{_table(summaries, references)}{below}\n</section>{more}"
     rows = [(name, value) for name, value in run_rows(summaries[0]) if name not in ("run", "notice")]
     against = references.to_one_device(summaries[0])
     if against is not None:
         rows.append(("× one process", f"{fixed(against)} of one process with all threads"))
-    pairs = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in rows)
+    pairs = "".join(f"<dt>{html_text(name)}</dt><dd>{html_text(value)}</dd>" for name, value in rows)
     return f'<section>\n<h2>The run</h2>\n<dl class="run">{pairs}</dl>\n</section>{_stages(summaries[0])}'
 
 
@@ -134,23 +119,29 @@ def _table(summaries: Sequence[Summary], references: References) -> str:
     rate = heads.index("examples/s")
     rows = []
     for each, style in zip(summaries, run_styles(summaries), strict=True):
-        cells = [_text(cell) for cell in to_cells(COLUMNS, ComparedRun(each, references, metric))]
+        cells = [html_text(cell) for cell in to_cells(COLUMNS, ComparedRun(each, references, metric))]
         if each.examples_per_s == fastest and each.status == "ok":
             cells[rate] = f'<span class="best">{cells[rate]}</span>'
         why = references.disturbed(each)
-        status = f" ({_text(each.status)})" if each.status != "ok" else f" (disturbed: {_text(why)})" if why else ""
-        rows.append(_cells(f"{_swatch(style)}{_text(each.name)}{status}", cells))
+        status = (
+            f" ({html_text(each.status)})" if each.status != "ok" else f" (disturbed: {html_text(why)})" if why else ""
+        )
+        rows.append(table_row(f"{_swatch(style)}{html_text(each.name)}{status}", cells))
     if references.one_device_examples_per_s and not any(each.strategy == "one_device" for each in summaries):
         cells = ["", "", short(references.one_device_examples_per_s), "1.00", *[""] * 7]
-        rows.append(_cells("one process, all threads", cells, "quiet"))
-    return _scrolled([metric if head == "metric" and metric else head for head in heads], rows)
+        rows.append(table_row("one process, all threads", cells, "quiet"))
+    return scrolled_table([metric if head == "metric" and metric else head for head in heads], rows)
 
 
 def _section(title: str, summaries: Sequence[Summary], heads: Sequence[str], cells: Callable[..., list[str]]) -> str:
     """Returns a table with a row for each run for which `cells` returns some; nothing where it returns none."""
     found = [(each, style, cells(each)) for each, style in zip(summaries, run_styles(summaries), strict=True)]
-    rows = [_cells(_swatch(style) + _text(each.name), list(map(_text, row))) for each, style, row in found if any(row)]
-    return f"\n<section>\n<h2>{title}</h2>\n{_scrolled(heads, rows)}\n</section>" if rows else ""
+    rows = [
+        table_row(_swatch(style) + html_text(each.name), list(map(html_text, row)))
+        for each, style, row in found
+        if any(row)
+    ]
+    return f"\n<section>\n<h2>{title}</h2>\n{scrolled_table(heads, rows)}\n</section>" if rows else ""
 
 
 def _inputs(summaries: Sequence[Summary]) -> str:
@@ -165,26 +156,13 @@ def _stages(summary: Summary) -> str:
     inputs = summary.inputs
     if inputs is None:
         return ""
-    rows = [_cells(_text(stage.name), to_cells(INPUT_STAGE, (inputs, stage))) for stage in inputs.stages]
+    rows = [table_row(html_text(stage.name), to_cells(INPUT_STAGE, (inputs, stage))) for stage in inputs.stages]
     waits = "".join(
         f"<li>rank {rank} waited {duration(each.waited_s)} of {duration(each.seconds)} for data</li>"
         for rank, each in inputs.by_rank.items()
     )
-    table = _scrolled(to_heads(INPUT_STAGE), rows, "stage")
+    table = scrolled_table(to_heads(INPUT_STAGE), rows, "stage")
     return f'\n<section>\n<h2>The input</h2>\n{table}\n<ul class="notices">{waits}</ul>\n</section>'
-
-
-def _scrolled(heads: Iterable[str], rows: Iterable[str], first: str = "run") -> str:
-    head = "".join(f'<th scope="col">{_text(name).replace(chr(10), "<br/>")}</th>' for name in heads)
-    return (
-        f'<div class="scroll"><table>\n<thead><tr><th scope="col">{first}</th>{head}</tr></thead>\n'
-        f"<tbody>\n{chr(10).join(rows)}\n</tbody>\n</table></div>"
-    )
-
-
-def _cells(head: str, cells: Sequence[str], kind: str = "") -> str:
-    of_kind = f' class="{kind}"' if kind else ""
-    return f'<tr{of_kind}><th scope="row">{head}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
 
 
 def _swatch(style: RunStyle) -> str:
@@ -203,30 +181,21 @@ def _figures(drawn: Sequence[Picture], summaries: Sequence[Summary]) -> str:
         nothing = '<p class="quiet">No step was finished: there is nothing to draw.</p>'
         return f"<section><h2>Pictures</h2>{nothing}</section>"
     keys = {"runs": _runs_key(summaries), "parts": _parts_key(), "": ""}
-    figures = "\n".join(
-        f"<figure>\n<h3>{_text(each.title)}</h3>\n{keys[each.key]}{each.svg}\n"
-        f"<figcaption>{_text(each.reading)}</figcaption>\n</figure>"
-        for each in drawn
-    )
-    return f'<section>\n<h2>Pictures</h2>\n<div class="pictures">\n{figures}\n</div>\n</section>'
+    return figures("Pictures", ((each, keys[each.key]) for each in drawn))
 
 
 def _runs_key(summaries: Sequence[Summary]) -> str:
     if len(summaries) == 1:
         return ""
     styled = zip(summaries, run_styles(summaries), strict=True)
-    return _key(f"{_swatch(style)}{_text(each.name)}" for each, style in styled)
+    return picture_key(f"{_swatch(style)}{html_text(each.name)}" for each, style in styled)
 
 
 def _parts_key() -> str:
-    return _key(
+    return picture_key(
         f'<span class="box" style="background: var(--{STAND_INS[colour]})"></span>{STEP_PARTS[part]}'
         for part, colour in PARTS.items()
     )
-
-
-def _key(items: Iterable[str]) -> str:
-    return f'<ul class="key">{"".join(f"<li>{item}</li>" for item in items)}</ul>\n'
 
 
 def _notices(summaries: Sequence[Summary]) -> str:
@@ -243,10 +212,10 @@ def _notices(summaries: Sequence[Summary]) -> str:
     ]
     if not lines:
         return ""
-    items = "".join(f"<li>{_text(line)}</li>" for line in lines)
+    items = "".join(f"<li>{html_text(line)}</li>" for line in lines)
     return f'<section>\n<h2>Notices</h2>\n<ul class="notices">{items}</ul>\n</section>'
 
 
 def _how() -> str:
-    items = "".join(f"<dt>{_text(name)}</dt><dd>{_text(words)}</dd>" for name, words in _HOW.items())
+    items = "".join(f"<dt>{html_text(name)}</dt><dd>{html_text(words)}</dd>" for name, words in _HOW.items())
     return f'<section>\n<h2>How the numbers are made</h2>\n<dl class="how">{items}</dl>\n</section>'
