@@ -90,7 +90,7 @@ def test_the_slower_direction_counts_and_shared_links_are_divided(load) -> None:
         (HOSTS.replace("cores = 4", "cores = 0"), r"hosts\[1\].cores must be a whole number of at least 1, got 0"),
         (HOSTS.replace("cores = 4", ""), r"hosts\[1\].cores must be .*, got None"),
         (HOSTS.replace("16", "'16'"), r"hosts\[1\].memory_gb must be a number of at least 0, got '16'"),
-        (HOSTS.replace('["cuda:0"]', "1"), r"hosts\[0\].accelerators must be a list"),
+        (HOSTS.replace('["cuda:0"]', "true"), r"hosts\[0\].accelerators must be a number, or a list"),
         (HOSTS.replace('name = "b"', ""), r"hosts\[1\].name must be a text, got None"),
         ("network = 5" + HOSTS, "network must be a table"),
         (HOSTS + "[network]\nlatency_ms = 1", "network.mbit_per_s must be a number of at least 0, got None"),
@@ -113,3 +113,43 @@ def test_what_contradicts_is_refused_with_file_and_key(load, text: str, said: st
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"none\.toml cannot be read as a cluster's file: .*No such file"):
         Cluster.load(tmp_path / "none.toml")
+
+
+DEVICES = """
+device = "cuda"
+[[hosts]]
+name = "gpu"
+count = 3
+cores = 8
+memory_gb = 64
+accelerators = 4
+device_memory_gb = 16
+device_tflops = 7.5
+bus_gb_per_s = 12
+hours_between_failures = 500
+"""
+
+
+def test_a_table_may_stand_for_many_hosts_with_their_devices(load) -> None:
+    cluster = load(DEVICES)
+    assert [host.name for host in cluster.hosts] == ["gpu-0", "gpu-1", "gpu-2"]
+    assert cluster.accelerators == 12
+    host = cluster.hosts[2]
+    assert (host.device_memory_bytes, host.device_flops, host.bus_bytes_per_s) == (16_000_000_000, 7.5e12, 12e9)
+    assert load(cluster.toml()) == cluster
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("memory_gb = 64", "memory_gb = 64e9"), r"hosts\[0\].memory_gb is 6.4e\+10, .* is it in another unit"),
+        (("device_tflops = 7.5", "device_tflops = 7.5e12"), "device_tflops .* is it in another unit"),
+        (("device_tflops = 7.5", "device_tflops = -1"), "device_tflops must be a number of at least 0, got -1"),
+        (("bus_gb_per_s = 12", "bus_gb_per_s = 0"), "bus_gb_per_s must be above 0"),
+        (("count = 3", "count = 0"), "count must be a whole number of at least 1"),
+        (("accelerators = 4", "accelerators = -4"), "accelerators must be a number, or a list"),
+    ],
+)
+def test_figures_of_devices_that_are_refused(load, change: tuple[str, str], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        load(DEVICES.replace(*change))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import UnknownName, UsageError
+from headrace.spec.tables import check_keys, number, read_toml, tables, text, whole
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,12 @@ class Host:
         ranks: of the processes that a launcher has started on it, where there are several hosts.
         address: by which other hosts reach it; "" where it is not given.
         price_per_hour: in any currency, the same for all hosts.
+        device_memory_bytes: of each accelerator; 0 where it is not known.
+        device_flops: floating-point operations a second that a device attains in training, not its peak; 0 where it is
+            not known, and a model's measured times count.
+        bus_bytes_per_s: between two devices of the host, or two processes on its cores.
+        speed: of its devices, relative to the one that the model was measured on.
+        hours_between_failures: on average; 0 if it never fails.
     """
 
     name: str
@@ -35,6 +40,11 @@ class Host:
     ranks: tuple[int, ...] = ()
     address: str = ""
     price_per_hour: float = 0.0
+    device_memory_bytes: int = 0
+    device_flops: float = 0.0
+    bus_bytes_per_s: float = 5e9
+    speed: float = 1.0
+    hours_between_failures: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -120,10 +130,7 @@ class Cluster:
             UsageError: the file cannot be read, has a key or a value that it must not have, two hosts of one name, or
                 links that contradict each other; with the file and the key.
         """
-        try:
-            document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise UsageError(f"{path} cannot be read as a cluster's file: {error}") from None
+        document = read_toml(path, "a cluster's file")
         try:
             return _cluster(document)
         except UsageError as error:
@@ -140,11 +147,24 @@ class Cluster:
             lines += [f"cores = {host.cores}", f"memory_gb = {_number(host.memory_bytes / 1e9)}"]
             lines += [f"accelerators = {json.dumps(host.accelerators)}"] * bool(host.accelerators)
             lines += [f"price_per_hour = {_number(host.price_per_hour)}"] * bool(host.price_per_hour)
+            lines += _device(host)
         for link in self.links:
             lines += ["", "[[links]]", f"from = {json.dumps(link.source)}", f"to = {json.dumps(link.target)}"]
             lines += _rates(link.bytes_per_s, link.latency_s)
             lines += [f"shared = {json.dumps(link.shared)}"] * bool(link.shared)
         return "\n".join(lines) + "\n"
+
+
+def _device(host: Host) -> list[str]:
+    """Returns the lines of a host's devices that do not say the defaults."""
+    figures = {
+        "device_memory_gb": (host.device_memory_bytes / 1e9, Host.device_memory_bytes),
+        "device_tflops": (host.device_flops / 1e12, Host.device_flops),
+        "bus_gb_per_s": (host.bus_bytes_per_s / 1e9, Host.bus_bytes_per_s / 1e9),
+        "speed": (host.speed, Host.speed),
+        "hours_between_failures": (host.hours_between_failures, Host.hours_between_failures),
+    }
+    return [f"{key} = {_number(value)}" for key, (value, default) in figures.items() if value != default]
 
 
 def _rates(bytes_per_s: float, latency_s: float) -> list[str]:
@@ -156,57 +176,86 @@ def _number(value: float) -> str:
 
 
 _TOP = ("device", "network", "hosts", "links")
-_HOST = ("name", "address", "cores", "memory_gb", "accelerators", "price_per_hour")
+_HOST = (
+    *("name", "count", "address", "cores", "memory_gb", "accelerators", "price_per_hour", "device_memory_gb"),
+    *("device_tflops", "bus_gb_per_s", "speed", "hours_between_failures"),
+)
 _RATES = ("mbit_per_s", "latency_ms")
 _LINK = ("between", "from", "to", *_RATES, "shared")
+# Far above what there is: 100 Tbit/s of a network, 10 s of latency, 100 TB of memory, 1 EFLOP/s and 100 TB/s in a host.
+_MOST_MBIT, _MOST_MS, _MOST_GB, _MOST_TFLOPS, _MOST_BUS_GB = 1e8, 1e4, 1e5, 1e6, 1e5
 
 
 def _cluster(document: Mapping[str, Any]) -> Cluster:
-    _known(document, _TOP, "the file")
-    device = _text(document, "device", "", "cpu")
+    check_keys(document, _TOP, "the file")
+    device = text(document, "device", "", "cpu")
     if device not in ("cpu", "cuda"):
         raise UsageError(f"device is 'cpu' or 'cuda', got {device!r}")
-    hosts = tuple(_host(item, f"hosts[{place}]") for place, item in enumerate(_tables(document, "hosts")))
-    if not hosts:
+    items = tables(document, "hosts")
+    places = [(place, host) for place, item in enumerate(items) for host in _hosts(item, f"hosts[{place}]")]
+    if not places:
         raise UsageError("no hosts; a host begins with [[hosts]] and has a name, cores and memory_gb")
-    for first, second in combinations(range(len(hosts)), 2):
-        if hosts[first].name == hosts[second].name:
-            raise UsageError(f"hosts[{first}] and hosts[{second}] have one name, {hosts[first].name!r}")
+    first: dict[str, int] = {}
+    for place, host in places:
+        if first.setdefault(host.name, place) != place:
+            raise UsageError(f"hosts[{first[host.name]}] and hosts[{place}] have one name, {host.name!r}")
+    hosts = tuple(host for _, host in places)
     links = _links(document, [host.name for host in hosts])
     if "network" not in document:
         return Cluster(hosts, device=device, links=links)
     network = document["network"]
     if not isinstance(network, dict):
         raise UsageError("network must be a table, [network]")
-    _known(network, _RATES, "network")
+    check_keys(network, _RATES, "network")
     return Cluster(hosts, None, device, *_rate_and_latency(network, "network"), links=links)
 
 
-def _host(item: Mapping[str, Any], where: str) -> Host:
-    _known(item, _HOST, where)
-    cores = item.get("cores")
-    if not isinstance(cores, int) or isinstance(cores, bool) or cores < 1:
-        raise UsageError(f"{where}.cores must be a whole number of at least 1, got {cores!r}")
-    memory = _number_of(item, "memory_gb", where, least=0.0)
+def _hosts(item: Mapping[str, Any], where: str) -> list[Host]:
+    """Returns the host of a table, or as many like it as its `count` says, "a-0", "a-1" and so on."""
+    check_keys(item, _HOST, where)
+    name = text(item, "name", where)
+    host = Host(
+        name,
+        cores=whole(item, "cores", where),
+        memory_bytes=round(number(item, "memory_gb", where, most=_MOST_GB) * 1e9),
+        accelerators=_accelerators(item, where),
+        address=text(item, "address", where, ""),
+        price_per_hour=number(item, "price_per_hour", where, 0.0),
+        device_memory_bytes=round(number(item, "device_memory_gb", where, 0.0, most=_MOST_GB) * 1e9),
+        device_flops=number(item, "device_tflops", where, 0.0, most=_MOST_TFLOPS) * 1e12,
+        bus_bytes_per_s=number(item, "bus_gb_per_s", where, Host.bus_bytes_per_s / 1e9, most=_MOST_BUS_GB) * 1e9,
+        speed=number(item, "speed", where, 1.0),
+        hours_between_failures=number(item, "hours_between_failures", where, 0.0),
+    )
+    for key, value in (("bus_gb_per_s", host.bus_bytes_per_s), ("speed", host.speed)):
+        if value == 0:
+            raise UsageError(f"{where}.{key} must be above 0")
+    if "count" not in item:
+        return [host]
+    return [replace(host, name=f"{name}-{index}") for index in range(whole(item, "count", where))]
+
+
+def _accelerators(item: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """Returns the devices by name; a number of them stands for "cuda:0" and so on."""
     devices = item.get("accelerators", [])
+    if isinstance(devices, int) and not isinstance(devices, bool) and devices >= 0:
+        return tuple(f"cuda:{index}" for index in range(devices))
     if not isinstance(devices, list) or not all(isinstance(device, str) for device in devices):
-        raise UsageError(f'{where}.accelerators must be a list like ["cuda:0"], got {devices!r}')
-    price = _number_of(item, "price_per_hour", where, 0.0, least=0.0)
-    name = _text(item, "name", where)
-    return Host(name, cores, round(memory * 1e9), tuple(devices), (), _text(item, "address", where, ""), price)
+        raise UsageError(f'{where}.accelerators must be a number, or a list like ["cuda:0"], got {devices!r}')
+    return tuple(devices)
 
 
 def _links(document: Mapping[str, Any], names: Sequence[str]) -> tuple[Link, ...]:
     found: dict[tuple[str, str], str] = {}
     links = []
-    for place, item in enumerate(_tables(document, "links")):
+    for place, item in enumerate(tables(document, "links")):
         where = f"links[{place}]"
-        _known(item, _LINK, where)
+        check_keys(item, _LINK, where)
         for ends in _ends(item, where, names):
             if ends in found:
                 raise UsageError(f"{where} and {found[ends]} both say what is from {ends[0]!r} to {ends[1]!r}")
             found[ends] = where
-            links.append(Link(*ends, *_rate_and_latency(item, where), _text(item, "shared", where, "")))
+            links.append(Link(*ends, *_rate_and_latency(item, where), text(item, "shared", where, "")))
     return tuple(links)
 
 
@@ -228,35 +277,7 @@ def _ends(item: Mapping[str, Any], where: str, names: Sequence[str]) -> list[tup
 
 
 def _rate_and_latency(item: Mapping[str, Any], where: str) -> tuple[float, float]:
-    rate = _number_of(item, "mbit_per_s", where, least=0.0)
+    rate = number(item, "mbit_per_s", where, most=_MOST_MBIT)
     if rate == 0:
         raise UsageError(f"{where}.mbit_per_s must be above 0")
-    return rate * 1e6 / 8, _number_of(item, "latency_ms", where, 0.0, least=0.0) / 1e3
-
-
-def _known(item: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
-    for key in item:
-        if key not in keys:
-            raise UnknownName("key", key, keys, where)
-
-
-def _tables(document: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    items = document.get(key, [])
-    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise UsageError(f"{key} must be tables, [[{key}]]")
-    return items
-
-
-def _text(item: Mapping[str, Any], key: str, where: str, default: str | None = None) -> str:
-    value = item.get(key, default)
-    if not isinstance(value, str) or (default is None and not value):
-        raise UsageError(f"{where}.{key} must be a text, got {value!r}".lstrip("."))
-    return value
-
-
-def _number_of(item: Mapping[str, Any], key: str, where: str, default: float | None = None, *, least: float) -> float:
-    value = item.get(key, default)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not (math.isfinite(value) and value >= least):
-        raise UsageError(f"{where}.{key} must be a number of at least {least:g}, got {value!r}")
-    return float(value)
+    return rate * 1e6 / 8, number(item, "latency_ms", where, 0.0, most=_MOST_MS) / 1e3

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import UnknownName, UsageError
+from headrace.spec.plain import from_plain, to_plain
+from headrace.spec.tables import check_keys, number, read_json, read_toml, tables, text, whole
 
 ITEM_BYTES = {
     "float64": 8,
@@ -85,6 +93,100 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
+class BatchProfile:
+    """What a batch of so many examples takes on one device.
+
+    Attributes:
+        saved_bytes: what autograd keeps for backward at most.
+        layers: the same by layer; () where the model was measured as a whole.
+    """
+
+    examples: int
+    forward_s: float
+    backward_s: float
+    saved_bytes: int = 0
+    layers: tuple[LayerSpec, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_figures(self, f"the profile of {self.examples} examples")
+        for layer in self.layers:
+            _check_figures(layer, f"layer {layer.name} of the profile of {self.examples} examples")
+        if self.examples < 1 or self.forward_s + self.backward_s <= 0:
+            raise UsageError(
+                f"the profile of {self.examples} examples takes {self.forward_s + self.backward_s:g} s; it needs at "
+                "least one example, and a time above 0"
+            )
+
+
+@dataclass(frozen=True)
+class ComputeProfile:
+    """What a training step of a model takes on one device, measured, or as a person has written it.
+
+    Attributes:
+        batches: at least one; their sizes ascend.
+        optimizer_s: for one update of all parameters.
+        fixed_s: of a step, whatever the batch: launches, bookkeeping.
+        spread: standard deviation of a step's time, over its mean.
+        device: that it was measured on, as text.
+    """
+
+    batches: tuple[BatchProfile, ...]
+    optimizer_s: float = 0.0
+    fixed_s: float = 0.0
+    spread: float = 0.0
+    device: str = ""
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        _check_figures(self, "the profile")
+        sizes = [batch.examples for batch in self.batches]
+        if not sizes or sizes != sorted(set(sizes)):
+            raise UsageError(f"a profile needs batches of ascending sizes, got {sizes}")
+
+    def at(self, examples: int) -> BatchProfile:
+        """Returns what a batch of another size takes: on the line through the two measured ones next to it.
+
+        A profile of one batch is in proportion to the examples; so are batches below the smallest, where the line would
+        go below.
+        """
+        known = {batch.examples: batch for batch in self.batches}
+        if examples in known:
+            return known[examples]
+        low, high = self._next_to(examples)
+        scale = examples / low.examples if low is high else (examples - low.examples) / (high.examples - low.examples)
+
+        def between(one: float, other: float) -> float:
+            if low is high:
+                return one * scale
+            return max(one + (other - one) * scale, one * min(1.0, examples / low.examples))
+
+        layers = tuple(
+            replace(
+                one,
+                forward_s=between(one.forward_s, other.forward_s),
+                backward_s=between(one.backward_s, other.backward_s),
+                saved_bytes=round(between(one.saved_bytes, other.saved_bytes)),
+                crossing_bytes=round(between(one.crossing_bytes, other.crossing_bytes)),
+            )
+            for one, other in zip(low.layers, high.layers, strict=False)
+        )
+        return BatchProfile(
+            examples,
+            between(low.forward_s, high.forward_s),
+            between(low.backward_s, high.backward_s),
+            round(between(low.saved_bytes, high.saved_bytes)),
+            layers,
+        )
+
+    def _next_to(self, examples: int) -> tuple[BatchProfile, BatchProfile]:
+        if len(self.batches) == 1:
+            return self.batches[0], self.batches[0]
+        above = next((place for place, each in enumerate(self.batches) if each.examples > examples), len(self.batches))
+        place = min(max(above, 1), len(self.batches) - 1)
+        return self.batches[place - 1], self.batches[place]
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A model as the strategies see it.
 
@@ -95,6 +197,11 @@ class ModelSpec:
             between owners (SGD and Adam may be cut; Muon and Adafactor need whole matrices).
         layers: in the order of forward; only for strategies that cut the model between them.
         copies: memory of a trained parameter as a multiple of its size: itself, its gradient, and the optimizer state.
+        name: for people.
+        compute: how long a step takes; None where that was not measured.
+        flops_per_example: floating-point operations of the forward pass; 0 where they are not known.
+        origin: what a profile belongs to, such as "torch", "machine" and "digest" of the model; empty if a person has
+            written it.
     """
 
     parameters: tuple[ParameterSpec, ...]
@@ -102,6 +209,10 @@ class ModelSpec:
     sliceable: bool = True
     layers: tuple[LayerSpec, ...] = ()
     copies: int = 3
+    name: str = ""
+    compute: ComputeProfile | None = None
+    flops_per_example: float = 0.0
+    origin: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def trainable(self) -> tuple[ParameterSpec, ...]:
@@ -118,6 +229,25 @@ class ModelSpec:
         """Bytes of all gradients together."""
         return sum(parameter.bytes for parameter in self.trainable)
 
+    @staticmethod
+    def load(path: Path | str) -> ModelSpec:
+        """Reads a profile (.json), or a file that a person has written (.toml) like docs/guide/simulate.md's.
+
+        Raises:
+            UsageError: the file cannot be read, has a key or a value that it must not have, or does not say how long a
+                step takes; with the file and the key.
+        """
+        written = Path(path).suffix == ".toml"
+        document = read_toml(path, "a model's file") if written else read_json(path, "a model's file")
+        try:
+            return _written(document) if written else from_plain(ModelSpec, document)
+        except (UsageError, TypeError) as error:
+            raise UsageError(f"{path}: {error}") from None
+
+    def save(self, path: Path | str) -> None:
+        """Writes the JSON file that `load` reads."""
+        Path(path).write_text(json.dumps(to_plain(self), indent=1) + "\n", encoding="utf-8")
+
 
 @dataclass(frozen=True)
 class ProfileRequest:
@@ -128,3 +258,116 @@ class ProfileRequest:
 
     examples: int
     threads: int = 0
+
+
+def _check_figures(value: BatchProfile | ComputeProfile | LayerSpec, where: str) -> None:
+    for each in fields(value):
+        figure = getattr(value, each.name)
+        if isinstance(figure, int | float) and not (math.isfinite(figure) and figure >= 0):
+            raise UsageError(f"{each.name} of {where} must be a number of at least 0, got {figure!r}")
+
+
+_STEP = ("batch_size", "examples_per_s", "forward_ms", "backward_ms", "activation_mb")
+_LAYER = ("name", "parameters", "parameter_mb", "forward_ms", "backward_ms", "crossing_mb", "activation_mb")
+_SIZES = ("parameters", "parameter_mb")
+_FIXED = ("optimizer_ms", "fixed_ms", "spread", "device")
+_MODEL = ("name", "dtype", "copies", "flops_per_example", *_SIZES, *_STEP, *_FIXED, "measured", "layers")
+# Far above what there is: 100 trillion parameters, or 1 EFLOP for an example.
+_MOST_PARAMETERS, _MOST_FLOPS = 1e14, 1e18
+
+
+def _written(document: Mapping[str, Any]) -> ModelSpec:
+    check_keys(document, _MODEL, "the file")
+    dtype = text(document, "dtype", "", "float32")
+    if dtype not in ITEM_BYTES:
+        raise UnknownName("dtype", dtype, ITEM_BYTES, "the file")
+    items = tables(document, "layers")
+    named = [
+        ParameterSpec(text(item, "name", f"layers[{place}]"), (_elements(item, f"layers[{place}]", dtype),), dtype)
+        for place, item in enumerate(items)
+    ]
+    parameters = tuple(each for each in named if each.elements) or (
+        ParameterSpec("parameters", (_elements(document, "", dtype),), dtype),
+    )
+    flops = number(document, "flops_per_example", "", 0.0, most=_MOST_FLOPS)
+    compute = _compute(document, named)
+    if compute is None and not flops:
+        raise UsageError(
+            "nothing says how long a step takes; give batch_size and examples_per_s, or batch_size, forward_ms and "
+            "backward_ms, or flops_per_example"
+        )
+    return ModelSpec(
+        parameters,
+        layers=compute.batches[0].layers if compute else (),
+        copies=whole(document, "copies", "", 3),
+        name=text(document, "name", "", "model"),
+        compute=compute,
+        flops_per_example=flops,
+    )
+
+
+def _elements(item: Mapping[str, Any], where: str, dtype: str) -> int:
+    if all(key in item for key in _SIZES) or not any(key in item for key in _SIZES):
+        raise UsageError(f"{where} needs either parameters or parameter_mb".removeprefix(" "))
+    if "parameters" in item:
+        return round(number(item, "parameters", where, most=_MOST_PARAMETERS))
+    return round(number(item, "parameter_mb", where, most=_MOST_PARAMETERS / 1e6) * 1e6) // ITEM_BYTES[dtype]
+
+
+def _compute(document: Mapping[str, Any], named: list[ParameterSpec]) -> ComputeProfile | None:
+    optimizer_s, fixed_s = (number(document, key, "", 0.0) / 1e3 for key in ("optimizer_ms", "fixed_ms"))
+    measured: list[tuple[Mapping[str, Any], str]] = [
+        (item, f"measured[{place}]") for place, item in enumerate(tables(document, "measured"))
+    ]
+    for item, where in measured:
+        check_keys(item, _STEP, where)
+    items = tables(document, "layers")
+    if "batch_size" in document or items:
+        measured.insert(0, (document, ""))
+    batches = []
+    for item, where in measured:
+        size = whole(item, "batch_size", where)
+        if item is document and items:
+            layers = tuple(
+                _layer(each, place, spec) for place, (each, spec) in enumerate(zip(items, named, strict=True))
+            )
+            times = sum(each.forward_s for each in layers), sum(each.backward_s for each in layers)
+            saved = sum(each.saved_bytes for each in layers)
+            batches.append(BatchProfile(size, *times, saved, layers))
+            continue
+        saved = round(number(item, "activation_mb", where, 0.0) * 1e6)
+        batches.append(BatchProfile(size, *_times(item, where, size, optimizer_s + fixed_s), saved))
+    if not batches:
+        return None
+    batches.sort(key=lambda batch: batch.examples)
+    spread, device = number(document, "spread", "", 0.0, most=10.0), text(document, "device", "", "")
+    return ComputeProfile(tuple(batches), optimizer_s, fixed_s, spread, device)
+
+
+def _times(item: Mapping[str, Any], where: str, size: int, besides_s: float) -> tuple[float, float]:
+    """Returns the seconds of forward and backward."""
+    if "examples_per_s" not in item:
+        return number(item, "forward_ms", where) / 1e3, number(item, "backward_ms", where) / 1e3
+    rate = number(item, "examples_per_s", where)
+    step_s = size / rate - besides_s if rate else 0.0
+    if step_s <= 0:
+        raise UsageError(
+            f"{where}.examples_per_s is {rate:g}: a step of {size} examples would leave no time for forward and "
+            f"backward beside the {1e3 * besides_s:g} ms of optimizer_ms and fixed_ms".removeprefix(".")
+        )
+    # Backward makes two gradients where forward makes one output.
+    return step_s / 3, 2 * step_s / 3
+
+
+def _layer(item: Mapping[str, Any], place: int, parameter: ParameterSpec) -> LayerSpec:
+    where = f"layers[{place}]"
+    check_keys(item, _LAYER, where)
+    return LayerSpec(
+        name=parameter.name,
+        parameters=(parameter.name,) if parameter.elements else (),
+        parameter_bytes=parameter.bytes,
+        forward_s=number(item, "forward_ms", where) / 1e3,
+        backward_s=number(item, "backward_ms", where) / 1e3,
+        saved_bytes=round(number(item, "activation_mb", where, 0.0) * 1e6),
+        crossing_bytes=round(number(item, "crossing_mb", where, 0.0) * 1e6),
+    )

@@ -1,0 +1,1 @@
+"""Predictions: what a job costs on machines that were measured, or only described."""

@@ -1,0 +1,80 @@
+"""What is read from files that a person writes: tables of a TOML document, whose errors name the key."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import UnknownName, UsageError
+
+
+def read_toml(path: Path | str, what: str) -> dict[str, Any]:
+    """Returns a file's content; raises UsageError if it cannot be read as `what`."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{path} cannot be read as {what}: {error}") from None
+
+
+def read_json(path: Path | str, what: str) -> dict[str, Any]:
+    """Returns a file's content; raises UsageError if it cannot be read as `what`."""
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read as {what}: {error}") from None
+    if not isinstance(document, dict):
+        raise UsageError(f"{path} cannot be read as {what}: it holds no JSON object")
+    return document
+
+
+def check_keys(item: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
+    """Raises UnknownName for a key that a table must not have."""
+    for key in item:
+        if key not in keys:
+            raise UnknownName("key", key, keys, where)
+
+
+def tables(document: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    """Returns an array of tables, [[key]]; none where it is not given."""
+    items = document.get(key, [])
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise UsageError(f"{key} must be tables, [[{key}]]")
+    return items
+
+
+def text(item: Mapping[str, Any], key: str, where: str, default: str | None = None) -> str:
+    """Returns a text; one without a default must be given, and not be empty."""
+    value = item.get(key, default)
+    if not isinstance(value, str) or (default is None and not value):
+        raise UsageError(f"{where}.{key} must be a text, got {value!r}".lstrip("."))
+    return value
+
+
+def number(
+    item: Mapping[str, Any], key: str, where: str, default: float | None = None, *, most: float = math.inf
+) -> float:
+    """Returns a number from 0 to `most`; the key says its unit. One without a default must be given.
+
+    `most` is far above anything known: a larger number is in another unit.
+    """
+    value = item.get(key, default)
+    name = f"{where}.{key}".lstrip(".")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (math.isfinite(value) and value >= 0):
+        raise UsageError(f"{name} must be a number of at least 0, got {value!r}")
+    if value > most:
+        raise UsageError(f"{name} is {value:g}, and no machine has more than {most:g}; is it in another unit?")
+    return float(value)
+
+
+def whole(item: Mapping[str, Any], key: str, where: str, default: int | None = None, *, least: int = 1) -> int:
+    """Returns a whole number of at least `least`. One without a default must be given."""
+    value = item.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        name = f"{where}.{key}".lstrip(".")
+        raise UsageError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return value
