@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from headrace.cli.commands.bench import bench
 from headrace.cli.commands.checkpoint import checkpoint
 from headrace.cli.commands.data import data
 from headrace.cli.commands.doctor import doctor
@@ -26,6 +27,7 @@ __all__ = ["COMMANDS", "app", "main", "run"]
 
 _EXAMPLES = """
   headrace doctor
+  headrace bench --quick
   headrace train job.py --strategy mirrored --workers 2
   headrace compare job.py --strategies one_device,mirrored --workers 2
   headrace report runs/a
@@ -45,6 +47,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "launch": launch,
     "launch-files": launch_files,
     "workers": workers,
+    "bench": bench,
     "doctor": doctor,
 }
 """Every command by its name, in the order of `--help`."""

@@ -1,0 +1,121 @@
+"""Measured figures of a machine, in parts that are tables, and their file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+
+from headrace.errors import UsageError
+from headrace.spec.plain import from_plain, to_plain
+
+PARTS: Mapping[str, str] = {
+    "matrix": "Matrix product",
+    "memory": "Memory",
+    "transfer": "Transfer between host and GPU",
+    "storage": "Storage",
+    "inference": "Networks: inference, batch of 16",
+    "training": "Networks: forward and backward, batch of 16",
+}
+"""Titles by part, in the order in which they are measured and shown."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number, and its place in the table of a part.
+
+    Attributes:
+        value: the median, in `unit`; the larger the better, unless the unit is one of time.
+        spread: the distance between the quartiles of the repetitions, over the median; 0 where it is not known.
+    """
+
+    part: str
+    row: str
+    column: str
+    value: float
+    unit: str
+    spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A place without a number, and why; a whole column if `row` is ""."""
+
+    part: str
+    row: str
+    column: str
+    why: str
+
+
+@dataclass(frozen=True)
+class MachineFigures:
+    """What was measured on a machine.
+
+    Attributes:
+        name: of the machine, for people.
+        source: where published figures are from; "" for measured ones.
+        facts: the processor, versions and the like, by name.
+        disturbed: what else the machine did; "" if it was idle.
+    """
+
+    name: str
+    figures: tuple[Figure, ...]
+    gaps: tuple[Gap, ...] = ()
+    source: str = ""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    disturbed: str = ""
+
+    def parts(self) -> list[str]:
+        """Returns the parts that were measured, or could not be."""
+        found = {each.part for each in self._places()}
+        return [part for part in PARTS if part in found]
+
+    def rows(self, part: str) -> list[str]:
+        """Returns a part's rows in the order of measurement."""
+        return list(dict.fromkeys(each.row for each in self._places() if each.part == part and each.row))
+
+    def columns(self, part: str) -> list[str]:
+        """Returns a part's columns in the order of measurement, those without any number last."""
+        return list(dict.fromkeys(each.column for each in self._places() if each.part == part))
+
+    def _places(self) -> list[Figure | Gap]:
+        return [*self.figures, *self.gaps]
+
+    def at(self, part: str, row: str, column: str) -> Figure | None:
+        """Returns the figure of a place."""
+        place = (part, row, column)
+        return next((each for each in self.figures if (each.part, each.row, each.column) == place), None)
+
+    @staticmethod
+    def load(path: Path | str) -> MachineFigures:
+        """Reads what `headrace bench --json` prints; raises UsageError for another file."""
+        try:
+            return from_plain(MachineFigures, json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise UsageError(
+                f"{path} cannot be read as figures of a machine: {error}; give a file of `headrace bench --json`"
+            ) from None
+
+    def plain(self) -> dict[str, object]:
+        """Returns the document that `load` reads."""
+        document: dict[str, object] = to_plain(self)
+        return document
+
+
+def figure(part: str, row: str, column: str, unit: str, values: Sequence[float]) -> Figure:
+    """Returns the median of repetitions, and their spread."""
+    middle = median(values)
+    low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else (middle, middle, middle)
+    return Figure(part, row, column, middle, unit, (high - low) / middle if middle else 0.0)
+
+
+def is_time(unit: str) -> bool:
+    """Tells whether less is better."""
+    return unit in ("ms", "us")
+
+
+def missing(part: str, columns: Iterable[str], why: str) -> list[Gap]:
+    """Returns the gaps of whole columns."""
+    return [Gap(part, "", column, why) for column in columns]

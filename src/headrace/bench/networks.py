@@ -1,0 +1,167 @@
+"""Known networks for images of 224 x 224: how long inference, and forward with backward, take for a batch of 16."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.bench.figures import Figure, Gap, figure, missing
+from headrace.bench.settings import (
+    GPU,
+    NO_GPU,
+    Effort,
+    Setting,
+    gpu_settings,
+    processor_settings,
+    repeat,
+)
+from headrace.errors import JobError
+from headrace.machine import give_back, spare_memory_bytes
+from headrace.report.format import byte_count
+from headrace.training.whole_model import CompiledModule
+
+BATCH = 16
+_SIDE = 224
+_PROBED = 2
+
+
+def _resnet200(models: Any) -> nn.Module:
+    # torchvision has no function for it, but the class.
+    network: nn.Module = models.resnet.ResNet(models.resnet.Bottleneck, [3, 24, 36, 3])
+    return network
+
+
+NETWORKS: Mapping[str, Callable[[Any], nn.Module]] = {
+    "AlexNet": lambda models: models.alexnet(),
+    "ResNet-18": lambda models: models.resnet18(),
+    "Inception-V1": lambda models: models.googlenet(weights=None, aux_logits=False, init_weights=False),
+    "ResNet-34": lambda models: models.resnet34(),
+    "ResNet-50": lambda models: models.resnet50(),
+    "VGG-16": lambda models: models.vgg16(),
+    "VGG-19": lambda models: models.vgg19(),
+    "ResNet-101": lambda models: models.resnet101(),
+    "ResNet-152": lambda models: models.resnet152(),
+    "ResNet-200": _resnet200,
+}
+"""torchvision's, by name; those that compute least come first."""
+
+_NO_TORCHVISION = "needs torchvision: pip install 'headrace[bench]'"
+
+
+def networks(effort: Effort, ends: float) -> Iterator[Figure | Gap]:
+    """Measures both; after `ends`, by the monotonic clock, no other number is begun."""
+    settings = _settings(effort)
+    columns = [each.name for each in settings]
+    try:
+        models = importlib.import_module("torchvision.models")
+    except ImportError:
+        yield from (gap for part in ("inference", "training") for gap in missing(part, columns, _NO_TORCHVISION))
+        return
+    except (RuntimeError, OSError) as error:
+        why = f"torchvision does not load beside this torch: {error}; install a build for {torch.__version__}"
+        yield from (gap for part in ("inference", "training") for gap in missing(part, columns, why))
+        return
+    for name, make in list(NETWORKS.items())[: effort.networks]:
+        for setting in settings:
+            yield from _network(name, partial(make, models), setting, effort, ends)
+    for part in ("inference", "training"):
+        if effort.networks < len(NETWORKS):
+            rest = list(NETWORKS)[effort.networks :]
+            yield from (Gap(part, row, column, "left out by --quick") for row in rest for column in columns)
+        if not gpu_settings():
+            yield from missing(part, [f"{GPU}, no cuDNN", GPU, f"{GPU}, compiled"], NO_GPU)
+
+
+def _settings(effort: Effort) -> list[Setting]:
+    """Returns the columns that this machine has."""
+    *_, cpu = processor_settings()
+    found = [replace(cpu, name="CPU")]
+    if effort.compiled:
+        found.append(replace(cpu, name="CPU, compiled", compiled=True))
+    for gpu in gpu_settings():
+        found += [replace(gpu, name=f"{GPU}, no cuDNN", cudnn=False), gpu]
+        if effort.compiled:
+            found.append(replace(gpu, name=f"{GPU}, compiled", compiled=True))
+    return found
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A network on a device, and what it is given."""
+
+    network: nn.Module
+    images: Tensor
+    targets: Tensor
+
+
+def _batch(network: nn.Module, device: torch.device) -> _Batch:
+    images = torch.randn(BATCH, 3, _SIDE, _SIDE, device=device)
+    return _Batch(network.to(device), images, torch.randint(1000, (BATCH,), device=device))
+
+
+def _network(
+    name: str, make: Callable[[], nn.Module], setting: Setting, effort: Effort, ends: float
+) -> Iterator[Figure | Gap]:
+    batch: _Batch | None = None
+    for part in ("inference", "training"):
+        if time.monotonic() > ends:
+            yield Gap(part, name, setting.name, f"left out by --quick, after {effort.until_s:.0f} s")
+            continue
+        batch = batch or _batch(make(), setting.device)
+        yield _measured(part, name, batch, setting, effort)
+    del batch
+    give_back()
+
+
+def _measured(part: str, name: str, batch: _Batch, setting: Setting, effort: Effort) -> Figure | Gap:
+    network = batch.network.train(part == "training")
+    short = None if part == "inference" or setting.on_gpu else _lacking_memory(network, batch.images)
+    if short:
+        return Gap(part, name, setting.name, short)
+    graph = CompiledModule(network, BATCH) if setting.compiled else None
+    run = graph.forward(BATCH) if graph else network
+    act = partial(_infer, run, batch.images) if part == "inference" else partial(_train, run, batch)
+    try:
+        with setting.applied(), graph.errors() if graph else nullcontext():
+            times = repeat(act, setting, effort.cell_s)
+    except torch.OutOfMemoryError:
+        return Gap(part, name, setting.name, "out of memory")
+    except JobError as error:
+        return Gap(part, name, setting.name, str(error))
+    return figure(part, name, setting.name, "ms", [1e3 * each for each in times])
+
+
+def _infer(run: Callable[..., Any], images: Tensor) -> None:
+    with torch.inference_mode():
+        run(images)
+
+
+def _train(run: Callable[..., Any], batch: _Batch) -> None:
+    batch.network.zero_grad()
+    nn.functional.cross_entropy(run(batch.images), batch.targets).backward()
+
+
+def _lacking_memory(network: nn.Module, images: Tensor) -> str | None:
+    """Returns what is short for a training step, by what autograd keeps of a small batch; None if it fits."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        network(images[:_PROBED])
+    own = sum(parameter.nbytes for parameter in network.parameters())
+    needed = own + max(0, sum(kept.values()) - own) * BATCH // _PROBED
+    spare = spare_memory_bytes()
+    if 1.25 * needed < spare:
+        return None
+    return f"needs about {byte_count(1.25 * needed)}, and {byte_count(spare)} are free"

@@ -1,0 +1,122 @@
+"""Figures of a machine as one page, with bars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from headrace.bench.figures import PARTS, Figure, MachineFigures, is_time
+from headrace.report.format import MISSING, percent, short
+from headrace.report.views.document import document, figures, html_text, scrolled_table, table_row
+from headrace.report.views.drawing import Bar, draw_bars
+from headrace.report.views.style import PARTS as COLOURS
+from headrace.report.views.style import Picture
+
+_MOST_BARS = 14
+_HOW = {
+    "A number": (
+        "The median of repetitions for some time, at least two, after one that does not count. Spread: the distance "
+        "between the quartiles over the median."
+    ),
+    "Matrix product": "For two square matrices of side n, 2 n\N{SUPERSCRIPT THREE} operations; no memory is allocated.",
+    "Memory": "Bytes read plus bytes written: a copy of 256 MB moves 512 MB.",
+    "Storage": (
+        "Read from Python, as an input pipeline reads. Disk: after the page cache let go of the files; the host of a "
+        "virtual machine may still have them in its memory."
+    ),
+    "Networks": (
+        "torchvision's, random weights, synthetic images. Inference is in eval mode; training is forward, "
+        "cross-entropy and backward, without the optimizer's update. torch's defaults on a GPU: TF32 in convolutions."
+    ),
+}
+
+
+def write_page(path: Path, here: MachineFigures, answer: str, beside: MachineFigures | None = None) -> None:
+    """Writes the page; makes its directory."""
+    facts = "".join(
+        f"<div><dt>{html_text(name)}</dt><dd>{html_text(value)}</dd></div>" for name, value in here.facts.items()
+    )
+    head = (
+        f'<header>\n<p class="eyebrow">headrace bench</p>\n<h1>What {html_text(here.name)} gives</h1>\n'
+        f'<p class="lede">{html_text(answer)}</p>\n<dl class="facts">{facts}</dl>\n</header>'
+    )
+    if here.disturbed:
+        head += f'\n<section class="alert"><p>{html_text(here.disturbed)}</p></section>'
+    body = [head, *(section for part in here.parts() for section in _part(here, beside, part)), _how()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(document(f"what {here.name} gives", body), encoding="utf-8")
+
+
+def _part(here: MachineFigures, beside: MachineFigures | None, part: str) -> Iterator[str]:
+    yield f"<section>\n<h2>{html_text(PARTS[part])}</h2>"
+    yield _table(here, part)
+    gaps = dict.fromkeys(
+        f"{gap.row or gap.column}: {gap.why}" for gap in here.gaps if gap.part == part and (gap.row or gap.why)
+    )
+    if gaps:
+        items = "".join(f"<li>{html_text(line)}</li>" for line in gaps)
+        yield f'<ul class="notices">{items}</ul>'
+    if beside and beside.rows(part):
+        yield f"<h3>Beside: {html_text(beside.name)}</h3>\n{_table(beside, part)}"
+        yield f'<p class="quiet">{html_text(beside.source)}</p>'
+    yield "</section>"
+    drawn = [_picture(part, rows, machines) for rows, machines in _groups(here, beside, part)]
+    if drawn:
+        yield figures(f"{PARTS[part]}: bars", ((picture, "") for picture in drawn))
+
+
+def _table(machine: MachineFigures, part: str) -> str:
+    columns = machine.columns(part)
+    rows = []
+    for row in machine.rows(part):
+        found = [machine.at(part, row, column) for column in columns]
+        unit = next((each.unit for each in found if each), "")
+        cells = [MISSING if each is None else html_text(_cell(each)) for each in found]
+        rows.append(table_row(html_text(f"{row} [{unit}]" if unit else row), cells))
+    return scrolled_table(columns, rows, "")
+
+
+def _cell(figure: Figure) -> str:
+    return f"{short(figure.value)} ± {percent(figure.spread / 2)}" if figure.spread else short(figure.value)
+
+
+def _groups(
+    here: MachineFigures, beside: MachineFigures | None, part: str
+) -> Iterator[tuple[Sequence[Figure], Sequence[bool]]]:
+    """Yields what is drawn in one picture, and which of it was measured here: a network each, or rows of one unit."""
+    machines = [machine for machine in (here, beside) if machine]
+    per_row = part in ("inference", "training")
+    units = dict.fromkeys((each.row if per_row else "", each.unit) for each in here.figures if each.part == part)
+    for row, unit in units:
+        found = [
+            (each, machine is here)
+            for machine in machines
+            for each in machine.figures
+            if each.part == part and each.unit == unit and (not row or each.row == row)
+        ]
+        for begin in range(0, len(found), _MOST_BARS):
+            chosen = found[begin : begin + _MOST_BARS]
+            yield [each for each, _ in chosen], [own for _, own in chosen]
+
+
+def _picture(part: str, rows: Sequence[Figure], own: Sequence[bool]) -> Picture:
+    unit = rows[0].unit
+    network = rows[0].row if part in ("inference", "training") else ""
+    bars = [
+        Bar(
+            each.column if network else f"{each.row}: {each.column}",
+            f"{short(each.value)} {unit}",
+            [(each.value, COLOURS["compute_s" if is_own else "exchange_s"])],
+        )
+        for each, is_own in zip(rows, own, strict=True)
+    ]
+    title = f"{network or PARTS[part]}, {unit}"
+    reading = "Shorter is better." if is_time(unit) else "Longer is better."
+    if not all(own):
+        reading += " The other colour: published, or of another machine."
+    return Picture(title, draw_bars(f"{part} {title} {rows[0].row} {rows[0].column}", bars, unit), reading)
+
+
+def _how() -> str:
+    items = "".join(f"<dt>{html_text(name)}</dt><dd>{html_text(words)}</dd>" for name, words in _HOW.items())
+    return f'<section>\n<h2>How the numbers are made</h2>\n<dl class="how">{items}</dl>\n</section>'

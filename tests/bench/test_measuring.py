@@ -1,0 +1,158 @@
+"""What is measured on this machine: numbers that are there, and reasons where they are not."""
+
+from __future__ import annotations
+
+import sys
+import time
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from headrace.bench import networks, settings, storage
+from headrace.bench.figures import Figure, Gap, MachineFigures
+from headrace.bench.measuring import measure
+from headrace.bench.settings import QUICK, Setting, disturbance, processor_name, repeat
+from headrace.errors import UnfitMachine, UnknownName
+
+TINY = replace(QUICK, cell_s=0.01, sizes=(8, 16), file_bytes=1_000_000, files=5)
+CPU = Setting("CPU", torch.device("cpu"), 1)
+
+
+def tiny(tmp_path: Path, *only: str) -> MachineFigures:
+    return measure(TINY, tmp_path, only)
+
+
+@pytest.mark.slow
+def test_each_part_gives_numbers_or_says_why_not(tmp_path: Path) -> None:
+    said: list[str] = []
+    found = measure(TINY, tmp_path, ("matrix", "memory", "transfer", "storage"), said.append)
+    assert found.parts() == ["matrix", "memory", "transfer", "storage"]
+    assert all(each.value > 0 for each in found.figures)
+    assert len(said) == len(found.figures)
+    assert found.at("matrix", "float32, 16 x 16", "CPU, 1 thread")
+    assert found.at("storage", "1.00 MB, in order", storage.CACHE)
+    if not torch.cuda.is_available():
+        why = {(gap.part, gap.column, gap.why) for gap in found.gaps if gap.part in ("matrix", "memory", "transfer")}
+        assert why == {(part, "GPU", "no CUDA device here") for part in ("matrix", "memory", "transfer")}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_product_that_takes_too_long_is_left_out(tmp_path: Path) -> None:
+    found = measure(replace(TINY, longest_s=0.0), tmp_path, ["matrix"])
+    assert {each.row for each in found.figures} == {f"{kind}, 8 x 8" for kind in ("float64", "float32", "bfloat16")}
+    assert all(gap.why.startswith("would take") for gap in found.gaps if gap.row)
+
+
+def test_unknown_parts_and_full_disks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnknownName, match="did you mean 'matrix'"):
+        tiny(tmp_path, "matrx")
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=1000))
+    with pytest.raises(UnfitMachine, match=r"has 1\.00 kB free, and the files to read are 1\.08 MB"):
+        tiny(tmp_path, "storage")
+
+
+def test_files_that_stay_cached_are_not_taken_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_is_cached", lambda file: True)
+    found = tiny(tmp_path, "storage")
+    assert {each.column for each in found.figures} == {storage.CACHE}
+    assert {gap.why for gap in found.gaps} == {"the page cache keeps what was written here"}
+
+
+def test_whether_a_file_is_cached_is_asked_of_the_kernel(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(8192))
+    assert storage._is_cached(file)
+
+
+def test_short_acts_are_repeated_between_looks_at_the_clock() -> None:
+    counted = []
+    times = repeat(lambda: counted.append(1), CPU, 0.01)
+    assert len(times) >= 2
+    assert len(counted) > 10 * len(times)
+    # The first call is not counted, and one that takes long is made twice more.
+    slow = []
+    assert len(repeat(lambda: (slow.append(1), time.sleep(0.02)), CPU, 0.001)) == 2
+    assert len(slow) == 3
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1000)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(images.mean((2, 3)))
+        return found
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision.models", types.ModuleType("torchvision.models"))
+    monkeypatch.setattr(networks, "NETWORKS", dict.fromkeys(["A", "B", "C", "D"], lambda models: Small()))
+
+
+@pytest.mark.slow
+def test_networks_are_measured_both_ways(small: None, tmp_path: Path) -> None:
+    found = measure(replace(TINY, networks=2), tmp_path, ["networks"])
+    assert [(each.part, each.row) for each in found.figures] == [
+        (part, row) for row in ("A", "B") for part in ("inference", "training")
+    ]
+    assert {gap.row for gap in found.gaps if gap.column == "CPU"} == {"C", "D"}
+
+
+def test_what_does_not_fit_into_time_or_memory_is_left_out(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = measure(replace(TINY, until_s=-1.0), tmp_path, ["networks"])
+    assert late.figures == ()
+    assert Gap("inference", "A", "CPU", "left out by --quick, after -1 s") in late.gaps
+    monkeypatch.setattr(networks, "spare_memory_bytes", lambda: 1000)
+    short = measure(replace(TINY, networks=1), tmp_path, ["networks"])
+    assert [each.part for each in short.figures] == ["inference"]
+    assert any(gap.why.startswith("needs about") and gap.why.endswith("1.00 kB are free") for gap in short.gaps)
+
+
+def test_a_torchvision_that_is_not_there_or_does_not_load_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision.models", None)
+    assert "pip install 'headrace[bench]'" in tiny(tmp_path, "networks").gaps[0].why
+
+    def broken(name: str) -> None:
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(networks.importlib, "import_module", broken)
+    assert "does not load beside this torch: operator" in tiny(tmp_path, "networks").gaps[0].why
+
+
+def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "load_average", lambda: 3.25)
+    assert disturbance().startswith("Not idle: 3.2 processes")
+    monkeypatch.setattr(settings, "load_average", lambda: 0.1)
+    assert disturbance() == ""
+
+
+def test_the_processor_has_a_name(tmp_path: Path) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text("processor\t: 0\nmodel name\t: Abacus 3000\n")
+    assert processor_name(file) == "Abacus 3000"
+    assert processor_name(tmp_path / "none")
+
+
+def test_all_networks_are_torchvision_s() -> None:
+    pytest.importorskip("torchvision", exc_type=ImportError, reason="torchvision is not installed")
+    from torchvision import models
+
+    counts = {name: sum(each.numel() for each in make(models).parameters()) for name, make in networks.NETWORKS.items()}
+    assert counts["ResNet-200"] == pytest.approx(64.7e6, rel=0.01)
+    assert counts["Inception-V1"] == pytest.approx(6.6e6, rel=0.01)
+
+
+def test_a_figure_is_of_this_machine(tmp_path: Path) -> None:
+    found = tiny(tmp_path, "transfer")
+    assert found.facts["torch"] == torch.__version__
+    assert all(isinstance(each, Figure) for each in found.figures)
