@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from headrace.engine.threads import ThreadEngine
     from headrace.metrics import Mean
     from headrace.parameter_server.server.optimizer import Remedies
+    from headrace.prediction.simulation.scene import Assumptions
+    from headrace.prediction.simulation.simulate import Prediction, simulate
     from headrace.report.views.tensorboard import TensorBoard
     from headrace.spec.cluster import Cluster
     from headrace.spec.job import Job
+    from headrace.spec.model import ModelSpec
     from headrace.spec.options import Checkpoints, EarlyStopping, Options
     from headrace.strategies import (
         EASGD,
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EASGD",
+    "Assumptions",
     "AutoPeriod",
     "CentralStorage",
     "Checkpoints",
@@ -58,6 +62,7 @@ __all__ = [
     "LocalSGD",
     "Mean",
     "Mirrored",
+    "ModelSpec",
     "MultiWorkerMirrored",
     "Nesterov",
     "OneDevice",
@@ -65,6 +70,7 @@ __all__ = [
     "ParameterAveraging",
     "ParameterServer",
     "Pipeline",
+    "Prediction",
     "RayEngine",
     "Remedies",
     "Run",
@@ -80,6 +86,7 @@ __all__ = [
     "launch",
     "metrics",
     "setup",
+    "simulate",
     "tasks",
 ]
 
@@ -95,9 +102,12 @@ _MODULES = {
     "engine.threads": ("ThreadEngine",),
     "metrics": ("Mean",),
     "parameter_server.server.optimizer": ("Remedies",),
+    "prediction.simulation.scene": ("Assumptions",),
+    "prediction.simulation.simulate": ("Prediction", "simulate"),
     "report.views.tensorboard": ("TensorBoard",),
     "spec.cluster": ("Cluster",),
     "spec.job": ("Job",),
+    "spec.model": ("ModelSpec",),
     "spec.options": ("Checkpoints", "EarlyStopping", "Options"),
     "worker.worker": ("Worker",),
 }

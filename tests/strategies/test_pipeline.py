@@ -44,6 +44,7 @@ HOW = [
     {"schedule": "1f1b", "recompute": "always"},
     {"schedule": "zb_h1", "recompute": "never"},
     {"schedule": "zb_h1", "recompute": "except_last"},
+    {"schedule": "zb_h2"},
 ]
 STATES = {
     "momentum": DEEP,

@@ -17,6 +17,7 @@ from headrace.cli.commands.doctor import doctor
 from headrace.cli.commands.launch import launch
 from headrace.cli.commands.launch_files import launch_files
 from headrace.cli.commands.report import report
+from headrace.cli.commands.simulate import simulate
 from headrace.cli.commands.train import compare, train
 from headrace.cli.commands.workers import workers
 from headrace.cli.options import help_option
@@ -31,6 +32,7 @@ _EXAMPLES = """
   headrace train job.py --strategy mirrored --workers 2
   headrace compare job.py --strategies one_device,mirrored --workers 2
   headrace report runs/a
+  headrace simulate model.toml --cluster cluster.toml --strategy mirrored
   headrace data profile job.py
   headrace checkpoint list runs/a
   headrace launch script.py --workers 2
@@ -42,6 +44,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
     "compare": compare,
     "report": report,
+    "simulate": simulate,
     "data": data,
     "checkpoint": checkpoint,
     "launch": launch,

@@ -14,10 +14,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 class Admission(ABC):
-    """Says which workers may begin their next round."""
+    """Says which workers may begin their next round.
+
+    Attributes:
+        waits: whether any worker ever waits; else the slowest need not be looked for, among 10,000 perhaps.
+    """
+
+    waits: ClassVar[bool] = True
 
     @abstractmethod
     def admits(self, clock: int, slowest: int) -> bool:
@@ -27,6 +34,8 @@ class Admission(ABC):
 @dataclass(frozen=True)
 class Unbounded(Admission):
     """No worker waits (asynchronous SGD)."""
+
+    waits = False
 
     def admits(self, clock: int, slowest: int) -> bool:
         return True

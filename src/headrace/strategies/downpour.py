@@ -43,7 +43,7 @@ from headrace.parameter_server.replication.failover import server_of
 from headrace.parameter_server.server.optimizer import RoundClock, ShardOptimizer
 from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.wire import ShardLayout
-from headrace.policies.staleness import EveryPush, Unbounded
+from headrace.policies.staleness import Admission, Combination, EveryPush, Unbounded
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
@@ -186,8 +186,12 @@ class Downpour(ServedStrategy):
         alone = leases_between(first, max(first, self.warmstart_steps), self.push_every)
         table = LeaseTable(len(plan.shares), until, first, alone=alone, workers=range(plan.replicas))
         leases = (table, first, context.until, self.push_every)
-        policies = (Unbounded(), EveryPush())
+        policies = self.policies(plan.replicas)
         return build_server(plan, rank, layout, optimizer, policies, leases, self.transport, context.process)
+
+    def policies(self, workers: int) -> tuple[Admission, Combination]:
+        """Returns which workers may proceed, and which pushes make a step."""
+        return Unbounded(), EveryPush()
 
 
 def _check_steps(name: str, count: int | None) -> None:

@@ -46,7 +46,7 @@ from headrace.parameter_server.server.optimizer import RoundClock, ShardOptimize
 from headrace.parameter_server.server.server import Server
 from headrace.policies.roles import data_parallel_plan
 from headrace.policies.sharding import everywhere
-from headrace.policies.staleness import Unbounded
+from headrace.policies.staleness import Admission, Combination, Unbounded
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
@@ -226,6 +226,10 @@ class ParameterAveraging(ServedStrategy):
         return build_server(
             plan, rank, layout, shard_optimizer, policies, leases, self.transport, context.process, measures=True
         )
+
+    def policies(self, workers: int) -> tuple[Admission, Combination]:
+        """Returns which workers may proceed via "server", and which pushes make an average."""
+        return Unbounded(), self._service.combination(first=True)
 
     def _served_replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         config = self._service

@@ -165,10 +165,11 @@ class ParameterServer(ServedStrategy):
         fixed = self.staleness_bound is not None and not self.backup_workers
         table = LeaseTable(len(plan.shares), context.until, context.first, fixed, workers=range(workers))
         leases = (table, context.first, context.until, 1)
-        policies = self._policies(workers)
+        policies = self.policies(workers)
         return build_server(plan, rank, layout, optimizer, policies, leases, self.transport, context.process)
 
-    def _policies(self, workers: int) -> tuple[Admission, Combination]:
+    def policies(self, workers: int) -> tuple[Admission, Combination]:
+        """Returns which of so many workers may proceed, and which pushes make a step."""
         if self.staleness_bound == 0 or self.backup_workers:
             return Unbounded(), FirstPushes(workers - self.backup_workers)
         return (Unbounded() if self.staleness_bound is None else Bounded(self.staleness_bound)), EveryPush()

@@ -56,8 +56,8 @@ class Pipeline(Strategy):
         stages: on how many workers; None for the launcher's processes or the machine's accelerators.
         micro_batches: into how many parts a batch is cut; "auto" for four a stage. A batch with fewer examples has
             fewer.
-        schedule: in which order they go through: "gpipe", "1f1b", "zb_h1" (1F1B whose weights' gradients are made
-            late), or "interleaved", where each worker has `chunks` stages.
+        schedule: in which order they go through: "gpipe", "1f1b", "zb_h1" and "zb_h2" (1F1B whose weights'
+            gradients are made late), or "interleaved", where each worker has `chunks` stages.
         recompute: what is run again for backward, so that activations need not be kept: "never" anything, "always"
             every forward pass, "except_last" all but those whose backward follows at once.
         partition: "auto", or of each stage, in order, how many layers it has, or their names.
@@ -130,7 +130,7 @@ class Pipeline(Strategy):
         ranks = len(roles)
         # Each builds the whole model before it keeps its stages.
         require_memory(self.name, max(ranks, model.copies) * model.trainable_bytes, cluster)
-        schedule = self._schedule(ranks)
+        schedule = self.schedule_of(ranks)
         terms = self._terms(schedule, roles, cluster)
         if isinstance(self.partition, str):
             partition = split(model, schedule.stages(), terms)
@@ -185,7 +185,7 @@ class Pipeline(Strategy):
         # Also other replicas: what a thread changes in its module while another traces would get into that graph.
         (everyone or group).barrier()
         stages = cut(traced, plan.partition)
-        schedule = self._schedule(group.world)
+        schedule = self.schedule_of(group.world)
         placement, count = schedule.placement(), schedule.micro_batches
         part = StageModule(context.module, stages, placement, group.rank)
         part.release()
@@ -199,7 +199,8 @@ class Pipeline(Strategy):
     def _count(self, ranks: int) -> int:
         return self.micro_batches if isinstance(self.micro_batches, int) else _MICRO_BATCHES_A_STAGE * ranks
 
-    def _schedule(self, ranks: int) -> PipelineSchedule:
+    def schedule_of(self, ranks: int) -> PipelineSchedule:
+        """Returns the order of passes on so many ranks."""
         return SCHEDULES[self.schedule](ranks, self._count(ranks), self.chunks)
 
     def _terms(self, schedule: PipelineSchedule, roles: Sequence[Role], cluster: Cluster) -> Terms:

@@ -272,9 +272,10 @@ class LeaseTable:
 
     def _answer(self) -> list[Answer]:
         answers: list[Answer] = []
-        for worker in self._asking[:]:
-            # Leases that are free while workers meet are behind the sync point.
-            lease = None if self._met else self._take(worker)
+        # Leases that are free while workers meet are behind the sync point.
+        asking = self._asking[:] if self._left() and not self._met else []
+        for worker in asking:
+            lease = self._take(worker)
             if lease is not None:
                 self._held[lease] = worker
                 self._asking.remove(worker)
@@ -283,14 +284,17 @@ class LeaseTable:
 
     def _meet(self) -> list[Answer]:
         """Lets all present workers meet when no lease is left in front of the sync point."""
-        left = self._free or any(lease < self._stop() for lease in self._next)
-        if self._met or not self._present or self._held or left or len(self._asking) < len(self._present):
+        if self._met or not self._present or self._held or len(self._asking) < len(self._present) or self._left():
             return []
         members = tuple(self._present)
         self._met.update(members)
         self._asking.clear()
         self._meetings += 1
         return [MeetAtSyncPoint(worker, self.until, self._meetings, members) for worker in members]
+
+    def _left(self) -> bool:
+        """Returns whether a lease is left in front of the sync point."""
+        return bool(self._free) or any(lease < self._stop() for lease in self._next)
 
     def _take(self, worker: int) -> int | None:
         ready = [*self._free, *(lease for lease in self._next if lease < self._stop())]

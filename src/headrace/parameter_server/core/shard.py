@@ -244,7 +244,7 @@ class Shard:
         # While a round that has ended elsewhere is open here, there is no new version.
         if not self._waiting or self._awaited is not None:
             return []
-        slowest = min(self.clocks.values())
+        slowest = min(self.clocks.values()) if self._admission.waits else 0
         ready = [
             worker
             for worker, pull in self._waiting.items()

@@ -12,11 +12,13 @@ from headrace.pipeline.schedules.interleaved import Interleaved
 from headrace.pipeline.schedules.one_forward_one_backward import OneForwardOneBackward
 from headrace.pipeline.schedules.schedule import PipelineSchedule
 from headrace.pipeline.schedules.zb_h1 import ZeroBubbleH1
+from headrace.pipeline.schedules.zb_h2 import ZeroBubbleH2
 
 SCHEDULES: Mapping[str, type[PipelineSchedule]] = {
     "1f1b": OneForwardOneBackward,
     "gpipe": GPipe,
     "interleaved": Interleaved,
     "zb_h1": ZeroBubbleH1,
+    "zb_h2": ZeroBubbleH2,
 }
 """Every schedule by its name."""

@@ -99,9 +99,9 @@ def timed(
     while any(left):
         moved = False
         for rank, order in enumerate(left):
-            while order and all(before in done for before in _needs(order[0], last, gradient)):
+            while order and all(before in done for before in needs(order[0], last, gradient)):
                 action = order.pop(0)
-                needed = _needs(action, last, gradient)
+                needed = needs(action, last, gradient)
                 ready = [done[before] + transfer * (before.stage != action.stage) for before in needed]
                 start = max([*ready, spans[rank][-1].stop if spans[rank] else 0.0])
                 done[action] = start + cost(action)
@@ -151,8 +151,11 @@ def draw(spans: Sequence[ActionSpan]) -> str:
     return "\n".join(f"rank {rank}   {row}" for rank, row in enumerate(rows))
 
 
-def _needs(action: Action, last: int, gradient: PassKind) -> list[Action]:
-    """Returns what must be done before; `gradient` is the kind of pass that makes an input's gradient."""
+def needs(action: Action, last: int, gradient: PassKind) -> list[Action]:
+    """Returns what must be done before an action.
+
+    `last` is the last stage, `gradient` the kind of pass that makes an input's gradient.
+    """
     stage, micro_batch = action.stage, action.micro_batch
     if action.kind is PassKind.FORWARD:
         return [Action(stage - 1, micro_batch)] if stage else []

@@ -1,0 +1,220 @@
+"""How each strategy behaves in a simulation: from its options to the timeline of its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import singledispatch
+
+from headrace.averaging.period import AutoPeriod
+from headrace.errors import UsageError
+from headrace.prediction.simulation.network import Way
+from headrace.prediction.simulation.rounds import averaging, gossip, synchronous
+from headrace.prediction.simulation.scene import DeviceStep, Scene
+from headrace.prediction.simulation.served import ServerTerms, served
+from headrace.prediction.simulation.staged import PipelineTerms, require_enough, staged, stages_of
+from headrace.prediction.simulation.timeline import Timeline
+from headrace.spec.plan import StageCost
+from headrace.strategies import (
+    CentralStorage,
+    Downpour,
+    Gossip,
+    Hybrid,
+    Mirrored,
+    OneDevice,
+    ParameterAveraging,
+    ParameterServer,
+    Pipeline,
+    Strategy,
+    TensorParallel,
+    Unconnected,
+)
+
+_CODED = {"plain": 1.0, "bf16": 0.5, "int8": 0.25}
+"""Bytes on the wire as a part of those of float32."""
+
+
+@singledispatch
+def behave(strategy: Strategy, scene: Scene) -> Timeline:
+    """Returns what the workers do; raises UsageError for a strategy that cannot be simulated."""
+    raise UsageError(f"{strategy.name} cannot be simulated; give another strategy")
+
+
+def _steps(scene: Scene, replicas: int | None = None, by_speed: bool = False) -> list[DeviceStep]:
+    """Returns what a step of each worker takes, or of each replica's first."""
+    count = replicas or scene.workers
+    ranks = scene.workers // count
+    shares = scene.shares(count, by_speed)
+    known: dict[tuple[str, int], DeviceStep] = {}
+    found = []
+    for replica, share in enumerate(shares):
+        host = scene.hosts[replica * ranks]
+        if (host.name, share) not in known:
+            known[host.name, share] = scene.step(host, share)
+        found.append(known[host.name, share])
+    return found
+
+
+def _coded(way: Way, codec: str) -> Way:
+    return replace(way, s_per_byte=way.s_per_byte * _CODED[codec], moved=way.moved * _CODED[codec])
+
+
+@behave.register(OneDevice)
+def _(strategy: OneDevice, scene: Scene) -> Timeline:
+    return synchronous(scene, _steps(scene), Way(), overlap=False)
+
+
+@behave.register(Unconnected)
+def _(strategy: Unconnected, scene: Scene) -> Timeline:
+    return averaging(scene, _steps(scene), Way(), scene.assumptions.steps, 0)
+
+
+@behave.register(Mirrored)
+def _(strategy: Mirrored, scene: Scene) -> Timeline:
+    way = scene.network.all_reduce(scene.hosts, scene.assumptions.algorithm)
+    several = len({host.name for host in scene.hosts}) > 1
+    overlap = strategy.overlap and (several or scene.cluster.device != "cpu")
+    steps = _steps(scene, by_speed=strategy.balance == "speed")
+    return synchronous(scene, steps, _coded(way, strategy.codec) if several else way, overlap)
+
+
+@behave.register(CentralStorage)
+def _(strategy: CentralStorage, scene: Scene) -> Timeline:
+    way = scene.network.all_reduce(scene.hosts, "ring")
+    steps = _steps(scene, by_speed=strategy.balance == "speed")
+    return synchronous(scene, steps, way, overlap=False, parts=scene.workers)
+
+
+@behave.register(Gossip)
+def _(strategy: Gossip, scene: Scene) -> Timeline:
+    return gossip(scene, _steps(scene), strategy.topology, strategy.period)
+
+
+@behave.register(ParameterAveraging)
+def _(strategy: ParameterAveraging, scene: Scene) -> Timeline:
+    target = AutoPeriod() if isinstance(strategy.period, str) else strategy.period
+    if strategy.via == "all_reduce":
+        way = _coded(scene.network.all_reduce(scene.hosts, scene.assumptions.algorithm), strategy.codec)
+        return averaging(scene, _steps(scene), way, target, strategy.post_local)
+    if isinstance(strategy.wait, float) or not isinstance(target, int):
+        raise UsageError(
+            f"wait={strategy.wait!r} and period={strategy.period!r} follow what workers measure, and via='server' is "
+            "simulated with numbers alone; give wait='all' or a number of workers, and a number of rounds"
+        )
+    terms = ServerTerms(
+        strategy.policies(scene.workers), strategy.servers, target, local=True, fixed=strategy.wait == "all",
+        pushed=_CODED[strategy.codec], pulled=_CODED[strategy.pull_codec],
+    )  # fmt: skip
+    return served(scene, _steps(scene), terms)
+
+
+@behave.register(ParameterServer)
+def _(strategy: ParameterServer, scene: Scene) -> Timeline:
+    bounded = strategy.staleness_bound is not None and not strategy.backup_workers
+    terms = ServerTerms(
+        strategy.policies(scene.workers), strategy.servers, fixed=bounded,
+        pushed=_CODED[strategy.push_codec], pulled=_CODED[strategy.pull_codec],
+    )  # fmt: skip
+    return served(scene, _steps(scene), terms)
+
+
+@behave.register(Downpour)
+def _(strategy: Downpour, scene: Scene) -> Timeline:
+    terms = ServerTerms(
+        strategy.policies(scene.workers), strategy.servers, strategy.push_every, strategy.overlap, local=True,
+        pushed=_CODED[strategy.push_codec], pulled=_CODED[strategy.pull_codec],
+    )  # fmt: skip
+    timeline = served(scene, _steps(scene), terms)
+    if strategy.fetch_every == strategy.push_every:
+        return timeline
+    return replace(timeline, notes=(*timeline.notes, "parameters are taken to be fetched with every push"))
+
+
+@behave.register(Pipeline)
+def _(strategy: Pipeline, scene: Scene) -> Timeline:
+    return _pipelined(strategy, scene, 1)
+
+
+@behave.register(TensorParallel)
+def _(strategy: TensorParallel, scene: Scene) -> Timeline:
+    return synchronous(scene, tensor_parallel_steps(scene, 1), Way(), overlap=False)
+
+
+@behave.register(Hybrid)
+def _(strategy: Hybrid, scene: Scene) -> Timeline:
+    outer, inner = strategy.outer, strategy.inner
+    if not isinstance(outer, Mirrored | ParameterAveraging) or (
+        isinstance(outer, ParameterAveraging) and not isinstance(outer.period, int)
+    ):
+        raise UsageError(
+            f"a hybrid whose outer strategy is {outer.name} cannot be simulated; use hr.Mirrored(...), or "
+            "hr.ParameterAveraging(...) with a number of rounds as its period"
+        )
+    devices = inner.processes().workers
+    replicas = scene.workers // devices
+    every = outer.period if isinstance(outer, ParameterAveraging) else 1
+    assert isinstance(every, int)
+    if isinstance(inner, Pipeline):
+        return _pipelined(inner, scene, replicas, every)
+    steps = tensor_parallel_steps(scene, replicas)
+    firsts = scene.hosts[::devices]
+    side_by_side = sum(host.name == firsts[0].name for host in scene.hosts[:devices])
+    way = scene.network.all_reduce(firsts, scene.assumptions.algorithm, side_by_side)
+    # Each device exchanges its slice with those that hold the same.
+    own = replace(way, s_per_byte=way.s_per_byte / devices, moved=way.moved / devices)
+    alone = replace(scene, hosts=firsts)
+    if every > 1:
+        return averaging(alone, steps, own, every, 0)
+    return synchronous(alone, steps, own, overlap=False)
+
+
+def pipeline_stages(strategy: Pipeline, scene: Scene, replicas: int) -> tuple[tuple[StageCost, ...], PipelineTerms]:
+    """Returns what the stages of a pipeline need."""
+    terms = _pipeline_terms(strategy, scene, replicas)
+    return stages_of(scene, terms, replicas)[1], terms
+
+
+def _pipeline_terms(strategy: Pipeline, scene: Scene, replicas: int) -> PipelineTerms:
+    schedule = strategy.schedule_of(scene.workers // replicas)
+    require_enough(scene.examples, replicas, schedule.micro_batches)
+    count = schedule.micro_batches
+    again = {"never": 0.0, "except_last": (count - 1) / count, "always": 1.0}[strategy.recompute]
+    return PipelineTerms(schedule, again, strategy.partition, strategy.cost, strategy.limit_bytes)
+
+
+def _pipelined(strategy: Pipeline, scene: Scene, replicas: int, every: int = 1) -> Timeline:
+    terms = _pipeline_terms(strategy, scene, replicas)
+    stages, needed, note = stages_of(scene, terms, replicas)
+    timeline = staged(scene, terms, replicas, stages, needed, every)
+    return replace(timeline, notes=(*timeline.notes, note) if note else timeline.notes)
+
+
+def tensor_parallel_steps(scene: Scene, replicas: int) -> Sequence[DeviceStep]:
+    """Returns what a step of replicas takes whose layers are divided over devices.
+
+    A layer is taken to be divided evenly, and each pair of layers to need an all-reduce of its output in forward, and
+    one in backward (Megatron's columns, then rows).
+
+    Raises:
+        UsageError: the layers are not known.
+    """
+    devices = scene.workers // replicas
+    found = []
+    for replica, step in enumerate(_steps(scene, replicas)):
+        if not step.layers:
+            raise UsageError(
+                "tensor_parallel exchanges what is between layers, and the model's file has no layers; profile the "
+                "model, or write [[layers]]"
+            )
+        hosts = scene.hosts[replica * devices : (replica + 1) * devices]
+        way = scene.network.all_reduce(hosts, scene.assumptions.algorithm)
+        crossing_s = sum(way.seconds(layer.crossing_bytes) for layer in step.layers[1::2])
+        found.append(
+            DeviceStep(
+                step.forward_s / devices + crossing_s,
+                step.backward_s / devices + crossing_s,
+                step.optimizer_s / devices,
+                step.fixed_s,
+            )
+        )
+    return found

@@ -1,0 +1,131 @@
+"""The event files of a simulated run, as a real run writes them, so that `headrace report` draws it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+
+from headrace.errors import UsageError
+from headrace.machine import versions
+from headrace.prediction.simulation.scene import Scene
+from headrace.prediction.simulation.timeline import Passes, Timeline
+from headrace.spec.events import (
+    LAUNCHER,
+    Event,
+    Notice,
+    ParametersAveraged,
+    PipelineStepTimed,
+    RunEnded,
+    RunStarted,
+    StagePass,
+    Stepped,
+    WorkerEnded,
+    WorkerStarted,
+    encode,
+)
+from headrace.spec.plain import to_plain
+from headrace.spec.plan import Plan, Role
+from headrace.strategies import Strategy
+from headrace.strategies.strategy import describe_options
+
+_PARTS = {"backward for the input": "input", "backward for the weights": "weights"}
+
+
+def write(directory: Path, strategy: Strategy, scene: Scene, timeline: Timeline, replicas: int, memory: int) -> None:
+    """Writes a run directory.
+
+    Raises:
+        UsageError: it holds events already.
+    """
+    folder = directory / "events"
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UsageError(f"{directory} holds the events of another run; name a new directory")
+    folder.mkdir(parents=True, exist_ok=True)
+    by_rank: dict[int, list[Event]] = defaultdict(list)
+    by_rank[LAUNCHER] = _launcher(strategy, scene, timeline, replicas)
+    for rank, events in _workers(scene, timeline, replicas, memory).items():
+        by_rank[rank] = events
+    for rank, events in by_rank.items():
+        name = "launcher" if rank == LAUNCHER else f"rank-{rank}"
+        events.sort(key=lambda event: event.time_s)
+        (folder / f"{name}.jsonl").write_text("".join(f"{encode(event)}\n" for event in events), encoding="utf-8")
+
+
+def plan_of(strategy: Strategy, scene: Scene, replicas: int) -> Plan:
+    """Returns who does what, without the parameters' owners."""
+    ranks = scene.workers // replicas
+    roles = [
+        Role(rank, "worker", host.name, scene.cluster.device, 1, rank // ranks, rank % ranks)
+        for rank, host in enumerate(scene.hosts)
+    ]
+    first = len(roles)
+    roles += [Role(first + place, "server", host.name, "cpu", 1, -1) for place, host in enumerate(scene.servers)]
+    stages = tuple((f"stage {stage}",) for stage in range(ranks)) if ranks > 1 else ()
+    return Plan(
+        strategy.name,
+        describe_options(strategy),
+        tuple(roles),
+        (1,) * replicas,
+        scene.model.trainable_bytes,
+        (),
+        stages,
+    )
+
+
+def _launcher(strategy: Strategy, scene: Scene, timeline: Timeline, replicas: int) -> list[Event]:
+    started = RunStarted(
+        LAUNCHER,
+        0.0,
+        strategy=strategy.name,
+        workers=scene.workers,
+        device=scene.cluster.device,
+        threads=1,
+        global_batch_size=scene.examples,
+        examples_per_epoch=scene.examples * scene.assumptions.steps,
+        started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
+        plan=to_plain(plan_of(strategy, scene, replicas)),
+        versions=versions(),
+    )
+    told = ["simulated: nothing was trained, and all times are virtual", *timeline.notes]
+    return [started, *(Notice(LAUNCHER, 0.0, text) for text in told), RunEnded(LAUNCHER, timeline.seconds, "ok")]
+
+
+def _workers(scene: Scene, timeline: Timeline, replicas: int, memory: int) -> Mapping[int, list[Event]]:
+    found: dict[int, list[Event]] = {}
+    shares, ranks = scene.shares(replicas), scene.workers // replicas
+    for rank, host in enumerate(scene.hosts):
+        found[rank] = [WorkerStarted(rank, 0.0, host.name, 0, scene.cluster.device, 1)]
+    columns = (
+        timeline.worker,
+        timeline.step,
+        timeline.ended_s,
+        timeline.compute_s,
+        timeline.exchange_s,
+        timeline.update_s,
+    )
+    for worker, step, ended, compute, exchange, update in zip(*(column.tolist() for column in columns), strict=True):
+        # Of a replica that several ranks hold, the first counts the examples.
+        own = shares[worker // ranks] if worker % ranks == 0 else 0
+        found[worker].append(Stepped(worker, ended, step, 0, own, None, float(own), 0.0, compute, exchange, update))
+    for each in timeline.passes:
+        found[each.rank].append(_timed(each))
+    for step, exchange, time_s in timeline.averaged:
+        found[0].append(ParametersAveraged(0, time_s, step, 0, 0, "simulated", 0.0, exchange))
+    for rank, events in found.items():
+        steps = sum(isinstance(event, Stepped) for event in events)
+        moved = round(timeline.moved_bytes * steps)
+        events.append(WorkerEnded(rank, timeline.seconds, steps, moved, memory, scene.model.parameter_bytes, 0))
+    return found
+
+
+def _timed(passes: Passes) -> PipelineStepTimed:
+    columns: Iterable[tuple[int, int, str, float, float]] = zip(
+        passes.stages, passes.micro_batches, passes.kinds, passes.began_s, passes.ended_s, strict=True
+    )
+    spans = tuple(
+        StagePass(stage, micro_batch, kind != "forward", began, ended, 0.0, _PARTS.get(kind, ""))
+        for stage, micro_batch, kind, began, ended in columns
+    )
+    return PipelineStepTimed(passes.rank, max(passes.ended_s), passes.step, passes.in_flight, spans)

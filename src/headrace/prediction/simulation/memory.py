@@ -1,0 +1,104 @@
+"""What a device or a process holds at most: parameters, gradients, optimizer state, activations, what is on its way.
+
+The runtime's own part (code, threads, a CUDA context) is not in it.
+"""
+
+from __future__ import annotations
+
+from headrace.errors import InfeasiblePlan
+from headrace.prediction.simulation.behaviour import pipeline_stages
+from headrace.prediction.simulation.scene import Scene
+from headrace.strategies import (
+    CentralStorage,
+    Downpour,
+    Hybrid,
+    Mirrored,
+    ParameterAveraging,
+    ParameterServer,
+    Pipeline,
+    Strategy,
+    TensorParallel,
+)
+
+
+def device_bytes(strategy: Strategy, scene: Scene) -> int:
+    """Returns the bytes of the fullest worker."""
+    model = scene.model
+    trained = model.trainable_bytes
+    frozen = model.parameter_bytes - trained
+    inner = strategy.inner if isinstance(strategy, Hybrid) else strategy
+    if isinstance(inner, Pipeline):
+        devices = inner.processes().workers if inner is not strategy else scene.workers
+        needed, terms = pipeline_stages(inner, scene, scene.workers // devices)
+        ranks = [0] * terms.schedule.ranks
+        for stage, cost in enumerate(needed):
+            ranks[terms.schedule.rank_of(stage)] += cost.bytes
+        if not any(cost.parameter_bytes for cost in needed):
+            ranks = [each + model.copies * trained // len(ranks) for each in ranks]
+        return max(ranks)
+    devices = inner.processes().workers if inner is not strategy else scene.workers
+    if isinstance(inner, TensorParallel):
+        replicas = scene.workers // devices
+        return (model.copies * trained + _saved(scene, max(scene.shares(replicas)))) // devices + frozen
+    activations = _saved(scene, max(scene.shares(scene.workers)))
+    return frozen + activations + round(trained * _copies(strategy, scene))
+
+
+def server_bytes(scene: Scene) -> int:
+    """Returns the bytes of a server: its shards, the optimizer's state, and a gradient on its way."""
+    return scene.model.copies * scene.model.trainable_bytes // max(1, len(scene.servers))
+
+
+def _copies(strategy: Strategy, scene: Scene) -> float:
+    """Returns the memory of the trained parameters on a worker, as a multiple of their size."""
+    state = scene.model.copies - 2
+    match strategy:
+        case CentralStorage():
+            # One copy of the parameters, the sum and the optimizer's state is shared by all.
+            return 1 + (2 + state) / scene.workers
+        case Mirrored():
+            return 2 + state + 1 / scene.workers
+        case ParameterServer():
+            return 2
+        case Downpour():
+            return (5 if strategy.overlap else 3) + state
+        case ParameterAveraging():
+            return 3 + state
+        case _:
+            return 2 + state
+
+
+def _saved(scene: Scene, examples: int) -> int:
+    return scene.model.compute.at(examples).saved_bytes if scene.model.compute and examples else 0
+
+
+def limit_bytes(scene: Scene) -> int:
+    """Returns what the fullest worker may hold: the device's memory, or its part of the host's; 0 where not known."""
+    limits = [
+        host.device_memory_bytes if scene.cluster.device != "cpu" else host.memory_bytes // scene.crowds[host.name]
+        for host in scene.hosts
+    ]
+    return min(limits)
+
+
+def require_fit(strategy: Strategy, scene: Scene, needed: int) -> None:
+    """Raises InfeasiblePlan where a worker does not fit: what is short, by how much, where, and what would do."""
+    limit = limit_bytes(scene)
+    if not limit or needed <= limit:
+        return
+    host = min(
+        scene.hosts, key=lambda each: each.device_memory_bytes if scene.cluster.device != "cpu" else each.memory_bytes
+    )
+    kind = "device" if scene.cluster.device != "cpu" else "worker"
+    state = scene.model.copies * scene.model.trainable_bytes
+    stages = -(-state // limit)
+    remedy = (
+        f"a pipeline of {stages} stages or more divides the {state:,} bytes of parameters, gradients and optimizer "
+        f"state over {stages} such {kind}s"
+        if stages > 1
+        else "the activations are too many: use a smaller batch, more workers, or a pipeline with recompute='always'"
+    )
+    raise InfeasiblePlan(
+        f"{strategy.name} needs {needed:,} bytes on each {kind}, and a {kind} of host {host.name} has {limit:,}: "
+        f"{needed - limit:,} too few; {remedy}"
+    )

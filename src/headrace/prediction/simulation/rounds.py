@@ -1,0 +1,150 @@
+"""Workers that each have the whole model and exchange gradients in every round, or parameters every few rounds.
+
+forward  backward          update
+────────█████████░░░░░░░░░░▓▓       a bucket of gradients leaves when the slowest worker has it,
+           └ bucket 0 ──┐           and when the bucket before it is through
+             └ bucket 1 ┴──┐
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.averaging.period import AutoPeriod, Measured, first_period, next_period
+from headrace.prediction.simulation.network import Way
+from headrace.prediction.simulation.scene import DeviceStep, Scene, Seconds
+from headrace.prediction.simulation.timeline import Timeline, of_rounds
+from headrace.spec.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class ReplicaSteps:
+    """What the steps of all replicas take, by round and replica."""
+
+    forward_s: Seconds
+    backward_s: Seconds
+    update_s: Seconds
+
+
+def replica_steps(scene: Scene, steps: Sequence[DeviceStep]) -> ReplicaSteps:
+    """Returns the times of all rounds, given what a step of each replica takes on average."""
+    factors = scene.variation(scene.assumptions.steps, len(steps))
+    columns = np.array([(s.forward_s + s.fixed_s, s.backward_s, s.optimizer_s) for s in steps]).T
+    return ReplicaSteps(columns[0] * factors, columns[1] * factors, np.broadcast_to(columns[2], factors.shape))
+
+
+def synchronous(scene: Scene, steps: Sequence[DeviceStep], way: Way, overlap: bool, parts: int = 1) -> Timeline:
+    """Simulates rounds that end with an all-reduce of the gradients.
+
+    `parts` is the number of workers that share the update of the parameters (central storage), or that hold a replica
+    together and each exchange their part.
+    """
+    times = replica_steps(scene, steps)
+    computed = times.forward_s + times.backward_s
+    size = scene.model.trainable_bytes
+    done = computed.max(axis=1) + way.seconds(size)
+    if overlap and way.moved:
+        done = np.zeros(len(computed))
+        for share, part_bytes in buckets(scene.model, scene.bucket_bytes):
+            ready = (times.forward_s + share * times.backward_s).max(axis=1)
+            done = np.maximum(done, ready) + way.seconds(part_bytes)
+        done = np.maximum(done, computed.max(axis=1))
+    update_s = times.update_s / parts
+    ended = np.cumsum(done + update_s.max(axis=1))
+    exchange_s = done[:, None] - computed
+    timeline = of_rounds(np.broadcast_to(ended[:, None], computed.shape), computed, exchange_s, update_s)
+    return replace(timeline, moved_bytes=2 * way.moved * size)
+
+
+def buckets(model: ModelSpec, most_bytes: int) -> list[tuple[float, int]]:
+    """Returns the part of backward after which each bucket of gradients is complete, and its bytes.
+
+    Gradients come from the last layer on. Without layers they are assumed to come evenly.
+    """
+    layers = [layer for layer in reversed(model.layers)]
+    if not layers or sum(layer.backward_s for layer in layers) <= 0:
+        size = model.trainable_bytes
+        count = max(1, -(-size // most_bytes))
+        return [((place + 1) / count, size // count) for place in range(count)]
+    whole_s = sum(layer.backward_s for layer in layers)
+    times = accumulate(layer.backward_s / whole_s for layer in layers)
+    found: list[tuple[float, int]] = []
+    held = 0
+    for share, layer in zip(times, layers, strict=True):
+        held += layer.parameter_bytes
+        if held >= most_bytes:
+            found.append((min(share, 1.0), held))
+            held = 0
+    return [*found, (1.0, held)] if held else found
+
+
+def averaging(
+    scene: Scene, steps: Sequence[DeviceStep], way: Way, target: int | AutoPeriod, post_local: int
+) -> Timeline:
+    """Simulates workers that step on their own, and average their parameters as the runtime's period says."""
+    times = replica_steps(scene, steps)
+    local_s = times.forward_s + times.backward_s + times.update_s
+    rounds, workers = local_s.shape
+    size = scene.model.trainable_bytes
+    ended, exchange_s = np.zeros((rounds, workers)), np.zeros((rounds, workers))
+    period, now, since, spent, last_s = first_period(target), np.zeros(workers), 0, np.zeros(workers), 0.0
+    averaged: list[tuple[int, float, float]] = []
+    for step in range(rounds):
+        now = now + local_s[step]
+        spent = spent + local_s[step]
+        since += 1
+        if since >= (1 if step < post_local else period.rounds) or step + 1 == rounds:
+            last_s = way.seconds(size)
+            together = float(now.max()) + last_s
+            exchange_s[step] = together - now
+            averaged.append((step + 1, float(exchange_s[step][0]), together))
+            now = np.full(workers, together)
+            period = next_period(period, Measured(since, float(spent.max()), last_s, 0.0), target)
+            since, spent = 0, np.zeros(workers)
+        ended[step] = now
+    timeline = of_rounds(ended, times.forward_s + times.backward_s, exchange_s, times.update_s)
+    moved = 2 * way.moved * size * len(averaged) / rounds
+    return replace(timeline, moved_bytes=moved, averaged=tuple(averaged))
+
+
+def gossip(scene: Scene, steps: Sequence[DeviceStep], topology: str, period: int) -> Timeline:
+    """Simulates workers that exchange parameters with their neighbours, and wait for these alone."""
+    times = replica_steps(scene, steps)
+    local_s = times.forward_s + times.backward_s + times.update_s
+    rounds, workers = local_s.shape
+    random = np.random.default_rng([scene.assumptions.seed, 7])
+    hosts, size, now = scene.hosts, scene.model.trainable_bytes, np.zeros(workers)
+    ended, exchange_s, sent = np.zeros((rounds, workers)), np.zeros((rounds, workers)), 0
+    for step in range(rounds):
+        now = now + local_s[step]
+        if (step + 1) % period == 0 and workers > 1:
+            before = now
+            pairs = _neighbours(topology, workers, random)
+            sent += pairs.shape[0]
+            for others in pairs:
+                ways = [scene.network.between(hosts[other], host) for host, other in zip(hosts, others, strict=True)]
+                # One after the other: they come through one card.
+                now = np.maximum(now, before[others]) + [way.seconds(size) for way in ways]
+            exchange_s[step] = now - before
+        ended[step] = now
+    timeline = of_rounds(ended, times.forward_s + times.backward_s, exchange_s, times.update_s)
+    return replace(timeline, moved_bytes=2 * size * sent / rounds)
+
+
+def _neighbours(topology: str, workers: int, random: np.random.Generator) -> NDArray[np.int64]:
+    """Returns each neighbour of each worker, (neighbours, workers)."""
+    own = np.arange(workers)
+    if topology == "ring":
+        return np.stack([(own - 1) % workers, (own + 1) % workers][: min(2, workers - 1)])
+    if topology == "hypercube":
+        return np.stack([own ^ (1 << bit) for bit in range(max(1, workers.bit_length() - 1))])
+    partners = np.arange(workers)
+    shuffled = random.permutation(workers)
+    for one, other in zip(shuffled[::2], shuffled[1::2], strict=False):
+        partners[one], partners[other] = other, one
+    return partners[None, :]

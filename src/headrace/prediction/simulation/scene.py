@@ -1,0 +1,214 @@
+"""What a simulation is about: the model on the devices of a cluster, and what is assumed beside what is known."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.errors import InfeasiblePlan, UnknownName, UsageError
+from headrace.policies.roles import split, threads_per_worker
+from headrace.prediction.simulation.network import ALGORITHMS, Network
+from headrace.spec.cluster import Cluster, Host
+from headrace.spec.model import BatchProfile, LayerSpec, ModelSpec
+
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What a simulation assumes where neither the model's nor the cluster's file says it.
+
+    Attributes:
+        steps: rounds that are simulated.
+        spread: standard deviation of a step's computing time over its mean; None for the profile's.
+        slow_share, slow_factor: so many of the steps of a worker take so many times as long (stragglers).
+        network_share: the part of a link's bytes/s that gradients and parameters attain: 0.9 is common, and 0.3 to 0.6
+            on fast Ethernet without RDMA.
+        algorithm: of an all-reduce: a key of `ALGORITHMS`, or "auto".
+        bucket_bytes: of the gradients that are exchanged while backward runs; None for the runtime's.
+        apply_bytes_per_s: at which a server adds a gradient to its parameters.
+        input_gradient_share: the part of a backward pass that makes the gradient of the input, where a schedule does
+            both parts apart.
+        checkpoint_s, restart_s: how long a checkpoint stops the run, and how long it takes to begin again.
+    """
+
+    steps: int = 100
+    seed: int = 0
+    spread: float | None = None
+    slow_share: float = 0.0
+    slow_factor: float = 1.0
+    network_share: float = 1.0
+    algorithm: str = "auto"
+    bucket_bytes: int | None = None
+    apply_bytes_per_s: float = 5e9
+    input_gradient_share: float = 0.5
+    checkpoint_s: float = 5.0
+    restart_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
+                raise UsageError(f"{each.name} must be a number of at least 0, got {value!r}")
+        for name in ("slow_share", "network_share", "input_gradient_share"):
+            if getattr(self, name) > 1:
+                raise UsageError(f"{name} is a part of the whole, at most 1, got {getattr(self, name)!r}")
+        for name in ("steps", "network_share", "apply_bytes_per_s"):
+            if not getattr(self, name):
+                raise UsageError(f"{name} must be above 0")
+        if self.algorithm not in ("auto", *ALGORITHMS):
+            raise UnknownName("all-reduce algorithm", self.algorithm, ("auto", *ALGORITHMS))
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """What a step takes on one device, in seconds, without variation."""
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    fixed_s: float
+    layers: tuple[LayerSpec, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Workers and servers on the hosts of a cluster.
+
+    Attributes:
+        hosts: of each worker.
+        servers: hosts of the servers.
+        examples: of a global batch.
+    """
+
+    model: ModelSpec
+    cluster: Cluster
+    hosts: tuple[Host, ...]
+    servers: tuple[Host, ...]
+    examples: int
+    assumptions: Assumptions
+
+    @property
+    def workers(self) -> int:
+        """Number of devices that compute."""
+        return len(self.hosts)
+
+    @cached_property
+    def network(self) -> Network:
+        """The links between the hosts."""
+        return Network(self.cluster, self.assumptions.network_share)
+
+    @cached_property
+    def crowds(self) -> Counter[str]:
+        """How many workers each host has."""
+        return Counter(host.name for host in self.hosts)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Of the gradients that are exchanged together."""
+        runtime = (25 << 20) if self.cluster.device == "cuda" else (8 << 20)
+        return self.assumptions.bucket_bytes or runtime
+
+    def shares(self, replicas: int, by_speed: bool = False) -> tuple[int, ...]:
+        """Returns how many examples of a global batch each replica gets."""
+        ranks = self.workers // replicas
+        speeds = [round(1000 * self.hosts[replica * ranks].speed) for replica in range(replicas)]
+        return split(self.examples, speeds if by_speed else (1,) * replicas)
+
+    def step(self, host: Host, examples: int) -> DeviceStep:
+        """Returns what a step of so many examples takes on a device of a host.
+
+        Raises:
+            UsageError: neither a profile nor the device's FLOP/s say.
+        """
+        if examples == 0:
+            return DeviceStep(0.0, 0.0, 0.0, 0.0)
+        profile = self.model.compute
+        if profile is None:
+            batch = self._from_operations(host, examples)
+            return DeviceStep(batch.forward_s, batch.backward_s, 0.0, 0.0)
+        slower = self._crowding(host) / host.speed
+        batch = profile.at(examples)
+        layers = tuple(
+            replace(each, forward_s=each.forward_s * slower, backward_s=each.backward_s * slower)
+            for each in batch.layers
+        )
+        times = (batch.forward_s, batch.backward_s, profile.optimizer_s, profile.fixed_s)
+        forward_s, backward_s, optimizer_s, fixed_s = (each * slower for each in times)
+        return DeviceStep(forward_s, backward_s, optimizer_s, fixed_s, layers)
+
+    def _crowding(self, host: Host) -> float:
+        """Returns how many times slower a CPU worker is that has fewer threads than the profile had."""
+        assert self.model.compute is not None
+        if self.cluster.device != "cpu" or host.name not in self.crowds:
+            return 1.0
+        own = threads_per_worker(host.cores, self.crowds[host.name])
+        return max(1.0, (self.model.compute.threads or host.cores) / own)
+
+    def _from_operations(self, host: Host, examples: int) -> BatchProfile:
+        if not host.device_flops:
+            raise UsageError(
+                f"{self.model.name or 'the model'} has no measured time, and host {host.name} does not say "
+                "device_tflops, so that nothing says how long a step takes; give one of them"
+            )
+        forward_s = examples * self.model.flops_per_example / host.device_flops
+        # Backward makes two gradients where forward makes one output.
+        return BatchProfile(examples, forward_s, 2 * forward_s)
+
+    def variation(self, rounds: int, workers: int, stream: int = 0) -> Seconds:
+        """Returns by how much each step of each worker takes longer than on average, (rounds, workers)."""
+        assumed = self.assumptions
+        profile = self.model.compute
+        spread = assumed.spread if assumed.spread is not None else (profile.spread if profile else 0.0)
+        random = np.random.default_rng([assumed.seed, stream])
+        sigma = math.sqrt(math.log1p(spread**2))
+        factors: Seconds = np.ones((rounds, workers))
+        if spread:
+            factors = random.lognormal(-(sigma**2) / 2, sigma, (rounds, workers))
+        if assumed.slow_share:
+            factors = (
+                np.where(random.random((rounds, workers)) < assumed.slow_share, assumed.slow_factor, 1.0) * factors
+            )
+        return factors
+
+
+def place(cluster: Cluster, workers: int, servers: int) -> tuple[tuple[Host, ...], tuple[Host, ...]]:
+    """Returns the hosts of workers and servers: as a launcher says, or workers in blocks, and servers behind them.
+
+    Raises:
+        InfeasiblePlan: there are fewer devices, with both numbers.
+    """
+    hosts = cluster.hosts
+    if cluster.ranks is not None and any(host.ranks for host in hosts):
+        of_rank = {rank: host for host in hosts for rank in host.ranks}
+        if len(of_rank) != workers + servers:
+            raise InfeasiblePlan(
+                f"{workers} workers and {servers} servers, and the cluster has {len(of_rank)} processes"
+            )
+        ordered = [of_rank[rank] for rank in sorted(of_rank)]
+        return tuple(ordered[:workers]), tuple(ordered[workers:])
+    if cluster.device == "cuda":
+        devices = [host for host in hosts for _ in host.accelerators]
+        if len(devices) < workers:
+            raise InfeasiblePlan(
+                f"{workers} workers need as many devices, and the cluster has {len(devices)} on {len(hosts)} hosts; "
+                f"use workers={len(devices)} or fewer, or more hosts"
+            )
+        taken = devices[:workers]
+    else:
+        counts = split(workers, (1,) * min(workers, len(hosts)))
+        taken = [host for host, count in zip(hosts, counts, strict=False) for _ in range(count)]
+    used = {host.name for host in taken}
+    free = [host for host in hosts if host.name not in used] or list(reversed(hosts))
+    return tuple(taken), tuple(free[index % len(free)] for index in range(servers))
+
+
+def per_host(hosts: Sequence[Host]) -> dict[str, int]:
+    """Returns how many of the processes are on each host, in their order."""
+    return dict(Counter(host.name for host in hosts))

@@ -1,0 +1,193 @@
+"""Workers that push gradients to servers and pull parameters, by the shard and the lease table of real servers.
+
+    worker    ░compute░ ─ out ─┐                      ┌─ in ─ ░compute░
+    server          in ────────▓▓▓ apply ── Shard ────┴ out
+
+Each server takes what the others take at the same time, so one stands for all, with its part of the bytes. Its card
+carries one message after the other in each direction, and its core applies one gradient after the other.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.parameter_server.core.events import ApplyStep, Pull, Push, Refuse, Reply
+from headrace.parameter_server.core.leases import Ask, Commit, Grant, LeaseTable, Return
+from headrace.parameter_server.core.shard import Shard
+from headrace.policies.staleness import Admission, Combination
+from headrace.prediction.simulation.clock import Line, VirtualClock
+from headrace.prediction.simulation.scene import DeviceStep, Scene, Seconds
+from headrace.prediction.simulation.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class ServerTerms:
+    """How workers speak to servers.
+
+    Attributes:
+        policies: who may proceed, and which pushes make a step.
+        servers: how many, each with an equal part of the bytes.
+        span: steps between two pushes; a lease is so many.
+        overlap: whether a worker computes while its push and its pull are under way.
+        local: whether it updates its own parameters, too.
+        fixed: whether all workers have the same number of leases.
+        pushed, pulled: bytes on the wire, as a part of the parameters' own.
+    """
+
+    policies: tuple[Admission, Combination]
+    servers: int
+    span: int = 1
+    overlap: bool = False
+    local: bool = False
+    fixed: bool = False
+    pushed: float = 1.0
+    pulled: float = 1.0
+
+
+class ServedRun:
+    """The state of one simulation: call `run` once."""
+
+    def __init__(self, scene: Scene, steps: Sequence[DeviceStep], terms: ServerTerms) -> None:
+        workers = len(steps)
+        self._terms, self._clock = terms, VirtualClock()
+        self._leases_each = -(-scene.assumptions.steps // terms.span)
+        self._shard = Shard(range(workers), *terms.policies)
+        self._table = LeaseTable(workers, self._leases_each, fixed=terms.fixed, workers=range(workers))
+        computing = np.array([terms.span * (s.forward_s + s.backward_s + s.fixed_s) for s in steps])
+        # Of each worker, by its leases.
+        self._compute_s: list[list[float]] = (scene.variation(self._leases_each, workers) * computing).T.tolist()
+        self._update_s = [terms.span * s.optimizer_s * terms.local for s in steps]
+        self._into, self._core, self._out = Line(), Line(), Line()
+        self._lease = [0] * workers
+        self._version = [0] * workers
+        self._done = [0] * workers
+        self._free_s = [0.0] * workers
+        self._began_s = [0.0] * workers
+        self._rows = array("d")
+        self._staleness: Counter[int] = Counter()
+        self._costs(scene)
+
+    def _costs(self, scene: Scene) -> None:
+        size = scene.model.trainable_bytes / self._terms.servers
+        pushed, pulled = size * self._terms.pushed, size * self._terms.pulled
+        self._apply_s = size / scene.assumptions.apply_bytes_per_s
+        server = scene.servers[0]
+        ways = [scene.network.between(host, server) for host in scene.hosts]
+        remote = [host.name != server.name for host in scene.hosts]
+        card = scene.network.card(server)
+        # A message holds the server's card for its bytes, and comes when the sender has sent those of all servers.
+        self._holds = [(pushed / card, pulled / card) if far else (pushed * way.s_per_byte, pulled * way.s_per_byte)
+                       for way, far in zip(ways, remote, strict=True)]  # fmt: skip
+        count = self._terms.servers
+        extra = [
+            max(0.0, count * way.s_per_byte - 1 / card) if far else 0.0 for way, far in zip(ways, remote, strict=True)
+        ]
+        self._delay_s = [
+            (way.latency_s + pushed * more, way.latency_s + pulled * more)
+            for way, more in zip(ways, extra, strict=True)
+        ]
+        self._moved = count * (pushed + pulled)
+
+    def run(self) -> Timeline:
+        """Simulates all leases."""
+        for worker in range(len(self._lease)):
+            self._ask(worker, 0.0)
+        self._clock.run()
+        rows: Seconds = np.frombuffer(self._rows).reshape(-1, 6)
+        workers = len(self._lease)
+        busy = np.bincount(rows[:, 0].astype(int), rows[:, 3] + rows[:, 5], workers).astype(float)
+        seconds = float(rows[:, 2].max())
+        return Timeline(
+            worker=rows[:, 0].astype(np.int64),
+            step=rows[:, 1].astype(np.int64),
+            ended_s=rows[:, 2],
+            compute_s=rows[:, 3],
+            exchange_s=rows[:, 4],
+            update_s=rows[:, 5],
+            busy_s=busy,
+            moved_bytes=self._moved,
+            server_busy={
+                "receiving": self._into.busy_s / seconds,
+                "applying": self._core.busy_s / seconds,
+                "sending": self._out.busy_s / seconds,
+            },
+            staleness=dict(sorted(self._staleness.items())),
+        )
+
+    def _ask(self, worker: int, now_s: float) -> None:
+        """Begins a worker's next lease, if one is left for it."""
+        for answer in self._table.handle(Ask(worker)):
+            if isinstance(answer, Grant):
+                self._begin(answer.worker, answer.lease, now_s)
+
+    def _begin(self, worker: int, lease: int, now_s: float) -> None:
+        self._lease[worker] = lease
+        self._began_s[worker] = now_s
+        self._clock.at(now_s + self._computing_s(worker) + self._update_s[worker], self._computed, worker)
+
+    def _computing_s(self, worker: int) -> float:
+        # A worker may have more leases than the others.
+        times = self._compute_s[worker]
+        return times[self._done[worker] % len(times)]
+
+    def _computed(self, worker: int) -> None:
+        """A worker has its gradient: the push leaves when the answer to the one before is there."""
+        now_s = self._clock.now
+        if self._free_s[worker] > now_s:
+            self._clock.at(self._free_s[worker], self._computed, worker)
+            return
+        hold, delay = self._holds[worker][0], self._delay_s[worker][0]
+        arrived = self._into.occupy(now_s + delay, hold)
+        applied = self._core.occupy(arrived, self._apply_s)
+        push = Push(worker, 0, self._lease[worker], self._version[worker], share=1 / len(self._lease))
+        actions = self._shard.handle(push)
+        refused = any(isinstance(action, Refuse) and action.worker == worker for action in actions)
+        self._carry_out(actions, applied)
+        self._settle(Return(push.lease, worker) if refused else Commit(push.lease, worker))
+        self._carry_out(self._shard.handle(Pull(worker)), applied)
+        if self._terms.overlap:
+            self._finish(worker, now_s)
+
+    def _settle(self, event: Commit | Return) -> None:
+        for answer in self._table.handle(event):
+            if isinstance(answer, Grant):
+                self._begin(answer.worker, answer.lease, self._clock.now)
+
+    def _carry_out(self, actions: Sequence[object], now_s: float) -> None:
+        for action in actions:
+            if isinstance(action, ApplyStep):
+                self._staleness[action.staleness] += 1
+            elif isinstance(action, Reply):
+                worker = action.worker
+                sent = self._out.occupy(now_s, self._holds[worker][1])
+                self._version[worker] = action.version
+                self._free_s[worker] = sent + self._delay_s[worker][1]
+                if not self._terms.overlap:
+                    self._clock.at(self._free_s[worker], self._pulled, worker)
+
+    def _pulled(self, worker: int) -> None:
+        self._finish(worker, self._clock.now)
+
+    def _finish(self, worker: int, now_s: float) -> None:
+        """Ends a lease, and begins the next."""
+        step, span = self._done[worker], self._terms.span
+        update, compute = self._update_s[worker], self._computing_s(worker)
+        exchange = now_s - self._began_s[worker] - compute - update
+        for place in range(span):
+            last = place + 1 == span
+            ended = now_s if last else self._began_s[worker] + (place + 1) * (compute + update) / span
+            self._rows.extend(
+                (worker, step * span + place, ended, compute / span, exchange if last else 0.0, update / span)
+            )
+        self._done[worker] += 1
+        self._ask(worker, now_s)
+
+
+def served(scene: Scene, steps: Sequence[DeviceStep], terms: ServerTerms) -> Timeline:
+    """Simulates workers and servers."""
+    return ServedRun(scene, steps, terms).run()

@@ -1,0 +1,210 @@
+"""simulate: what a strategy takes on a cluster, from numbers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from headrace.errors import InfeasiblePlan, UsageError
+from headrace.prediction.simulation.behaviour import behave
+from headrace.prediction.simulation.event_files import write
+from headrace.prediction.simulation.failures import Reliability, reliability
+from headrace.prediction.simulation.memory import device_bytes, require_fit, server_bytes
+from headrace.prediction.simulation.scene import Assumptions, Scene, place
+from headrace.prediction.simulation.timeline import Timeline
+from headrace.spec.cluster import Cluster
+from headrace.spec.model import ModelSpec
+from headrace.strategies import Hybrid, Pipeline, Strategy, TensorParallel, resolve
+from headrace.strategies.checks import COUNTS
+from headrace.strategies.strategy import describe_options
+
+_BUSY = 0.9
+"""From this part of the time on, a server's card or core is what workers wait for."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a simulated run takes.
+
+    Attributes:
+        step_s: of a round, on average.
+        shares: where the devices' time goes: the name of a part to its share of 1.
+        moved_bytes: that a worker sends and receives in a step.
+        memory_bytes: that the fullest worker holds, without the runtime itself; `server_bytes` of a server.
+        efficiency: examples a second, over those of as many devices that each work alone on their part of a batch.
+        reliability: what failures do; None if the hosts never fail.
+    """
+
+    strategy: Strategy
+    workers: int
+    servers: int
+    global_batch_size: int
+    step_s: float
+    examples_per_s: float
+    efficiency: float
+    shares: Mapping[str, float]
+    bottleneck: str
+    moved_bytes: float
+    memory_bytes: int
+    server_bytes: int
+    reliability: Reliability | None
+    notes: tuple[str, ...]
+    timeline: Timeline = field(repr=False)
+
+    @property
+    def useful_examples_per_s(self) -> float:
+        """Examples a second that count, after what failures cost."""
+        return self.examples_per_s * (self.reliability.useful if self.reliability else 1.0)
+
+    @property
+    def speed_up(self) -> float:
+        """Over one device that works alone on such a part of a batch."""
+        return self.efficiency * self.workers
+
+    @property
+    def staleness(self) -> float | None:
+        """Mean staleness of an update; None where no gradient is stale."""
+        counted = self.timeline.staleness
+        updates = sum(counted.values())
+        return sum(lag * count for lag, count in counted.items()) / updates if updates else None
+
+
+def simulate(
+    model: ModelSpec | Path | str,
+    cluster: Cluster | Path | str,
+    strategy: Strategy | str,
+    *,
+    global_batch_size: int | None = None,
+    assumptions: Assumptions | None = None,
+    run_dir: Path | str | None = None,
+) -> Prediction:
+    """Runs a strategy in virtual time on machines that need not be there.
+
+    The schedules, shards, leases and policies are those of real runs; only times are computed.
+
+    Args:
+        model: a profile, a file of one, or one that a person has written.
+        cluster: the machines, or their file.
+        strategy: as for `fit`; without a number of workers it takes all devices of the cluster.
+        global_batch_size: examples of a round; None for the profile's largest batch on every replica.
+        run_dir: where the events of the run are to be written, as a real run writes them, for `headrace report`.
+
+    Raises:
+        UsageError: something that is needed is missing, or impossible; with the field and its unit.
+        InfeasiblePlan: the cluster has too few devices, or a device too little memory, with the numbers.
+    """
+    model = model if isinstance(model, ModelSpec) else ModelSpec.load(model)
+    cluster = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
+    chosen = counted(resolve(strategy), cluster)
+    scene, replicas = scene_of(model, cluster, chosen, global_batch_size, assumptions or Assumptions())
+    needed = device_bytes(chosen, scene)
+    require_fit(chosen, scene, needed)
+    timeline = behave(chosen, scene)
+    if run_dir is not None:
+        write(Path(run_dir), chosen, scene, timeline, replicas, needed)
+    return _prediction(chosen, scene, timeline, replicas, needed)
+
+
+def counted(strategy: Strategy, cluster: Cluster) -> Strategy:
+    """Returns a strategy with its number of workers: as many as the cluster has devices, where it has none."""
+    options = describe_options(strategy)
+    if isinstance(strategy, Hybrid):
+        strategy.processes()
+        return strategy
+    option = next((name for name in COUNTS if name in options), None)
+    if option is None or options[option] is not None:
+        return strategy
+    servers = options.get("servers", 0) if options.get("via", "server") == "server" else 0
+    assert isinstance(servers, int)
+    if cluster.ranks is not None:
+        devices = cluster.ranks - servers
+    else:
+        devices = cluster.accelerators if cluster.device == "cuda" else len(cluster.hosts)
+    if devices < 1:
+        raise UsageError(f"{strategy.name} does not say how many {option} it has, and the cluster has no device")
+    return replace(strategy, **{option: devices})  # type: ignore[type-var]
+
+
+def scene_of(
+    model: ModelSpec, cluster: Cluster, strategy: Strategy, examples: int | None, assumptions: Assumptions
+) -> tuple[Scene, int]:
+    """Returns the scene of a strategy with a number of workers, and how many replicas there are."""
+    counts = strategy.processes()
+    hosts, servers = place(cluster, counts.workers, counts.servers)
+    if counts.one_host and len({host.name for host in hosts}) > 1:
+        raise InfeasiblePlan(f"{strategy.name} works on one host, and its {counts.workers} workers are on several")
+    inner = strategy.inner if isinstance(strategy, Hybrid) else strategy
+    devices = inner.processes().workers if isinstance(inner, Pipeline | TensorParallel) else 1
+    replicas = counts.workers // devices
+    if examples is None:
+        if model.compute is None:
+            raise UsageError("the model has no measured batch; give global_batch_size (--global-batch-size)")
+        examples = model.compute.batches[-1].examples * replicas
+    if examples < replicas:
+        raise UsageError(
+            f"a global batch of {examples} examples leaves some of {replicas} replicas without one; give a "
+            f"global_batch_size of at least {replicas}"
+        )
+    return Scene(model, cluster, hosts, servers, examples, assumptions), replicas
+
+
+def _prediction(strategy: Strategy, scene: Scene, timeline: Timeline, replicas: int, needed: int) -> Prediction:
+    ranks = scene.workers // replicas
+    examples = scene.examples * len(timeline.step) / scene.workers
+    rate = examples / timeline.seconds
+    alone = scene.step(scene.hosts[0], max(1, scene.examples // replicas))
+    alone_s = alone.forward_s + alone.backward_s + alone.optimizer_s + alone.fixed_s
+    single = scene.examples / replicas / alone_s
+    shares = where_time_goes(timeline)
+    assumed = scene.assumptions
+    used = {host.name: host for host in (*scene.hosts, *scene.servers)}
+    return Prediction(
+        strategy=strategy,
+        workers=scene.workers,
+        servers=len(scene.servers),
+        global_batch_size=scene.examples,
+        step_s=scene.examples / rate,
+        examples_per_s=rate,
+        efficiency=rate / (single * replicas * ranks),
+        shares=shares,
+        bottleneck=bottleneck(shares, timeline.server_busy),
+        moved_bytes=timeline.moved_bytes,
+        memory_bytes=needed,
+        server_bytes=server_bytes(scene) if scene.servers else 0,
+        reliability=reliability(list(used.values()), assumed.checkpoint_s, assumed.restart_s),
+        notes=timeline.notes,
+        timeline=timeline,
+    )
+
+
+def where_time_goes(timeline: Timeline) -> dict[str, float]:
+    """Returns the parts of the devices' time: computing, update, network, waiting for others, and bubbles."""
+    whole = timeline.seconds * timeline.workers
+    update = float(timeline.update_s.sum())
+    computing = float(timeline.busy_s.sum()) - update
+    bubble = max(0.0, float(timeline.compute_s.sum()) - computing)
+    # The worker that waits least in a round waits for the network alone.
+    order = np.argsort(timeline.step, kind="stable")
+    _, first = np.unique(timeline.step[order], return_index=True)
+    least = np.minimum.reduceat(timeline.exchange_s[order], first)
+    counts = np.diff(np.append(first, len(order)))
+    network = float((least * counts).sum())
+    waiting = float(timeline.exchange_s.sum()) - network
+    parts = {"computing": computing, "update": update, "network": network, "waiting for others": waiting}
+    shares = {name: seconds / whole for name, seconds in {**parts, "bubble": bubble}.items() if seconds > 1e-9 * whole}
+    rest = 1.0 - sum(shares.values())
+    return {**shares, "other": rest} if rest > 0.005 else shares
+
+
+def bottleneck(shares: Mapping[str, float], server_busy: Mapping[str, float]) -> str:
+    """Returns what limits the speed, by name."""
+    busiest = max(server_busy, key=lambda name: server_busy[name], default=None)
+    if busiest is not None and server_busy[busiest] > _BUSY:
+        what = "core" if busiest == "applying" else "network card"
+        return f"the server's {what} ({busiest} {server_busy[busiest]:.0%} of the time)"
+    lost = {name: share for name, share in shares.items() if name != "computing"}
+    most = max(lost, key=lambda name: lost[name], default="computing")
+    return "computing" if lost.get(most, 0.0) < 0.1 else f"{most} ({lost[most]:.0%} of the time)"

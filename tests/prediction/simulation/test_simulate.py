@@ -1,0 +1,216 @@
+"""Simulated runs: what they take is what a sum on paper says, and the rules of the runtime hold in virtual time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import headrace as hr
+from headrace.errors import InfeasiblePlan, UsageError
+from headrace.prediction.simulation.scene import Assumptions
+from headrace.prediction.simulation.simulate import Prediction, simulate
+from headrace.report.model.summary import summarize
+from headrace.spec.cluster import Cluster, Host
+from headrace.spec.model import ModelSpec
+from headrace.strategies import STRATEGIES
+from prediction.simulation.scenes import QUICK, gpus, model
+
+
+def run(strategy: hr.Strategy, cluster: Cluster | None = None, *, examples: int = 32, **changes) -> Prediction:
+    return simulate(
+        changes.pop("model", model()),
+        cluster or gpus(4),
+        strategy,
+        global_batch_size=examples,
+        assumptions=changes.pop("assumptions", QUICK),
+        **changes,
+    )
+
+
+def test_one_device_takes_what_the_profile_says() -> None:
+    prediction = run(hr.OneDevice(), examples=8)
+    assert prediction.step_s == pytest.approx(0.032)
+    assert (prediction.efficiency, prediction.bottleneck) == (pytest.approx(1.0), "computing")
+    assert prediction.shares == pytest.approx({"computing": 30 / 32, "update": 2 / 32})
+
+
+def test_mirrored_without_overlap_waits_for_the_whole_ring() -> None:
+    # 100 MB at 1 GB/s, 2 * 3 / 4 of them.
+    prediction = run(hr.Mirrored(workers=4, overlap=False))
+    assert prediction.step_s == pytest.approx(0.030 + 0.150 + 0.002)
+    assert prediction.bottleneck.startswith("network")
+    assert prediction.moved_bytes == pytest.approx(2 * 1.5 * 100e6)
+
+
+def test_buckets_leave_while_backward_runs() -> None:
+    # Four buckets of 25 MB come every 5 ms, and take 37.5 ms each: all but the first wait for the one before.
+    assumptions = replace(QUICK, bucket_bytes=25_000_000)
+    prediction = run(hr.Mirrored(workers=4), assumptions=assumptions)
+    assert prediction.step_s == pytest.approx(0.010 + 0.005 + 4 * 0.0375 + 0.002)
+    assert run(hr.Mirrored(workers=4), model=model(layers=True), assumptions=assumptions).step_s == pytest.approx(
+        prediction.step_s
+    )
+
+
+def test_a_round_waits_for_its_slowest_worker() -> None:
+    slow = replace(QUICK, slow_share=1.0, slow_factor=2.0)
+    assert run(hr.Mirrored(workers=2, overlap=False), assumptions=slow).step_s == pytest.approx(0.060 * 2 + 0.1 + 0.002)
+    cluster = gpus(2)
+    cluster = replace(cluster, hosts=(cluster.hosts[0], replace(cluster.hosts[1], speed=0.5)))
+    prediction = run(hr.Mirrored(workers=2, overlap=False), cluster, examples=16)
+    assert prediction.step_s == pytest.approx(0.060 + 0.1 + 0.004)
+    assert prediction.shares["waiting for others"] == pytest.approx(0.5 * 0.030 / 0.164)
+
+
+def test_a_server_carries_the_bytes_of_all_workers() -> None:
+    many = replace(QUICK, steps=50)
+    prediction = run(hr.ParameterServer(workers=4, servers=1), gpus(5), assumptions=many)
+    # A round is 4 pushes of 0.1 s through one card.
+    assert prediction.step_s == pytest.approx(0.4, rel=0.03)
+    assert prediction.bottleneck.startswith("the server's network card")
+    assert run(hr.ParameterServer(workers=4, servers=4), gpus(8), assumptions=many).step_s < 0.26
+    half = run(hr.ParameterServer(workers=4, push_codec="bf16", pull_codec="bf16"), gpus(5), assumptions=many)
+    assert half.step_s == pytest.approx(0.2, rel=0.1)
+
+
+def test_staleness_is_what_the_policies_allow() -> None:
+    varied = {"model": model(1, spread=0.5), "assumptions": replace(QUICK, steps=40)}
+    assert run(hr.ParameterServer(workers=4, staleness_bound=0), gpus(5), **varied).staleness == 0
+    asynchronous = run(hr.ParameterServer(workers=4), gpus(5), **varied)
+    assert asynchronous.staleness == pytest.approx(3, abs=0.3)
+    bounded = run(hr.ParameterServer(workers=4, staleness_bound=2), gpus(5), **varied)
+    lead = 0
+    done = [0] * 4
+    for worker in bounded.timeline.worker[np.argsort(bounded.timeline.ended_s, kind="stable")]:
+        done[worker] += 1
+        lead = max(lead, done[worker] - min(done))
+    assert 1 < lead <= 3
+    assert bounded.step_s >= asynchronous.step_s
+
+
+def test_backup_workers_drop_the_slowest_gradient() -> None:
+    slow = {"model": model(1), "assumptions": replace(QUICK, steps=40, slow_share=0.1, slow_factor=10)}
+    waits = run(hr.ParameterServer(workers=8, staleness_bound=0), gpus(9), examples=64, **slow)
+    spare = run(hr.ParameterServer(workers=8, backup_workers=2), gpus(9), examples=64, **slow)
+    assert spare.step_s < 0.8 * waits.step_s
+
+
+def test_downpour_hides_its_exchange() -> None:
+    many = replace(QUICK, steps=100)
+    hidden = run(hr.Downpour(workers=4, push_every=20, fetch_every=20), gpus(5), assumptions=many)
+    waiting = hr.Downpour(workers=4, push_every=20, fetch_every=20, overlap=False)
+    assert hidden.efficiency > 0.9 > run(waiting, gpus(5), assumptions=many).efficiency
+
+
+def test_averaging_pays_for_the_ring_once_a_period() -> None:
+    local, ring = 0.032, 0.150
+    for period, syncs in ((1, 10), (5, 2), (10, 1)):
+        prediction = run(hr.ParameterAveraging(workers=4, period=period))
+        assert prediction.timeline.seconds == pytest.approx(10 * local + syncs * ring)
+    post_local = run(hr.ParameterAveraging(workers=4, period=5, post_local=5))
+    assert post_local.timeline.seconds == pytest.approx(10 * local + 6 * ring)
+    automatic = run(hr.ParameterAveraging(workers=4, period="auto"), assumptions=replace(QUICK, steps=2000))
+    # Not above 5 %, once the period has grown.
+    assert automatic.shares["network"] < 0.07
+
+
+def test_an_average_through_servers_waits_for_all() -> None:
+    prediction = run(hr.ParameterAveraging(workers=4, period=5, via="server", servers=1), gpus(5))
+    # First all push at once, 0.1 s each; then the worker that got the average last pushes when all others have.
+    assert prediction.timeline.seconds == pytest.approx(10 * 0.032 + (0.4 + 0.02 + 0.4) + (0.1 + 0.02 + 0.4))
+    assert prediction.staleness == 0
+
+
+@pytest.mark.parametrize("strategy", [hr.Mirrored(8), hr.ParameterServer(8), hr.LocalSGD(8), hr.Gossip(8)])
+def test_the_seed_decides(strategy: hr.Strategy) -> None:
+    varied = {"model": model(1, spread=0.2), "examples": 64, "cluster": gpus(9)}
+    one, again, other = (run(strategy, assumptions=replace(QUICK, seed=seed), **varied) for seed in (1, 1, 2))
+    assert one.timeline.seconds == again.timeline.seconds != other.timeline.seconds
+
+
+def test_every_strategy_can_be_simulated() -> None:
+    chosen = {
+        **{name: kind() for name, kind in STRATEGIES.items() if name not in ("hybrid",)},
+        "hybrid": hr.Hybrid(hr.Mirrored(workers=2), hr.Pipeline(stages=2)),
+    }
+    for name, strategy in chosen.items():
+        cluster = gpus(1, 4) if strategy.one_host else gpus(4)
+        if name in ("parameter_server", "downpour"):
+            strategy = replace(strategy, workers=3)
+        prediction = run(strategy, cluster, model=model(1, layers=True))
+        assert prediction.examples_per_s > 0, name
+        assert sum(prediction.shares.values()) == pytest.approx(1, abs=0.02), name
+
+
+def test_threads_that_a_host_lacks_make_cpu_workers_slower() -> None:
+    known = model()
+    assert known.compute is not None
+    known = replace(known, compute=replace(known.compute, threads=4))
+    cluster = Cluster((Host("a", 8, 64_000_000_000),))
+    assert run(hr.Unconnected(workers=2), cluster, model=known, examples=16).step_s == pytest.approx(0.032)
+    assert run(hr.Unconnected(workers=4), cluster, model=known, examples=32).step_s == pytest.approx(0.064)
+
+
+def test_operations_and_a_devices_speed_are_enough() -> None:
+    known = ModelSpec(model().parameters, flops_per_example=1e9)
+    cluster = replace(gpus(1), hosts=(replace(gpus(1).hosts[0], device_flops=1e12),))
+    assert run(hr.OneDevice(), cluster, model=known, examples=10).step_s == pytest.approx(0.030)
+    with pytest.raises(UsageError, match=r"host h0 does not say device_tflops"):
+        run(hr.OneDevice(), gpus(1), model=known, examples=10)
+
+
+def test_a_real_runs_report_draws_a_simulated_run(tmp_path: Path) -> None:
+    for strategy in (hr.Mirrored(4), hr.ParameterServer(3), hr.LocalSGD(4), hr.Pipeline(4, schedule="zb_h1")):
+        prediction = run(strategy, run_dir=tmp_path / strategy.name, model=model(1), assumptions=Assumptions(steps=30))
+        summary = summarize(tmp_path / strategy.name)
+        assert (summary.strategy, summary.status) == (strategy.name, "ok")
+        assert summary.examples_per_s == pytest.approx(prediction.examples_per_s, rel=0.05)
+        assert "simulated: nothing was trained, and all times are virtual" in summary.outcome.notices
+    assert summary.passed is not None
+    with pytest.raises(UsageError, match="holds the events of another run"):
+        run(hr.Mirrored(4), run_dir=tmp_path / "mirrored")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "cluster", "says"),
+    [
+        (hr.Mirrored(9), gpus(4, 2), "9 workers need as many devices, and the cluster has 8 on 4 hosts"),
+        (hr.CentralStorage(4), gpus(4), "central_storage works on one host"),
+        (
+            hr.Mirrored(4),
+            gpus(4, memory=250_000_000),
+            r"mirrored needs 3\d\d,000,000 bytes on each device, and a device of host h0 has 250,000,000: "
+            r"\d+,000,000 too few; a pipeline of 2 stages or more",
+        ),
+    ],
+)
+def test_what_fits_nowhere_is_refused_with_numbers(strategy: hr.Strategy, cluster: Cluster, says: str) -> None:
+    with pytest.raises(InfeasiblePlan, match=says):
+        run(strategy, cluster)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"spread": math.nan}, "spread must be a number of at least 0, got nan"),
+        ({"slow_share": 2.0}, "slow_share is a part of the whole, at most 1, got 2.0"),
+        ({"network_share": 0.0}, "network_share must be above 0"),
+        ({"algorithm": "star"}, "all-reduce algorithm 'star'"),
+    ],
+)
+def test_assumptions_that_are_refused(values: dict[str, object], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        Assumptions(**values)  # type: ignore[arg-type]
+
+
+def test_too_few_examples_and_unknown_layers_are_refused() -> None:
+    with pytest.raises(UsageError, match="a global batch of 3 examples leaves some of 4 replicas without one"):
+        run(hr.Mirrored(4), examples=3)
+    with pytest.raises(UsageError, match="16 micro-batches of 8 examples would be empty"):
+        run(hr.Pipeline(4), examples=8)
+    with pytest.raises(UsageError, match="the model's file has no layers"):
+        run(hr.TensorParallel(4))
