@@ -20,6 +20,10 @@ from warm.programs import PYTHON, join, launch, programs
 # A shell lets what it starts in the background ignore Ctrl-C, and the tests of it would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Several tests at a time are more threads than cores: one that spins while it waits for another keeps that one waiting.
+# To be set before torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # The same examples on every run, and no deadline: neighbours on a busy machine are not the test's fault.
 settings.register_profile("headrace", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("headrace")

@@ -40,8 +40,9 @@ IMPORTED = ("torch._dynamo", "headrace.engine.local.process", "headrace.engine.l
 AT_LOAD = ("OMP_", "MKL_", "KMP_", "GOMP_", "LD_", "GLIBC_", "TORCH_", "LC_", "LANG", "PYTHON")
 """How variables begin that count when a library, or Python, begins; those below can be honoured later."""
 LATER = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "GLIBC_TUNABLES", "OMP_NUM_THREADS",
-         "TORCH_NCCL_ASYNC_ERROR_HANDLING"}  # fmt: skip
-"""torchrun gives the last two to each of its ranks."""
+         "TORCH_NCCL_ASYNC_ERROR_HANDLING", "OMP_WAIT_POLICY"}  # fmt: skip
+"""torchrun gives OMP_NUM_THREADS and TORCH_NCCL_ASYNC_ERROR_HANDLING to each of its ranks; how threads wait changes no
+result."""
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}
 """Variables of glibc's memory, and what `mallopt` calls them (malloc.h)."""
 _BEGUN_WITH = dict(os.environ)
