@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 
-from headrace.api.probes.finding import names_of, without_compilers
+from headrace.api.probes.finding import drawn, names_of, without_compilers
 from headrace.api.probes.layers import modes_text
 from headrace.api.special_layers import NoSparseGradients, lazy_tensors, refuse_sparse_layers
 from headrace.data import Loader, as_pipeline
@@ -114,24 +112,18 @@ def _first_share(job: Job, data: object, what: str) -> tuple[Share, tuple[str, .
     """Returns the first examples, and the pipeline's notices."""
     pipeline, _ = as_pipeline(data)
     loader = Loader(pipeline, job.seed, min(_TRIED_EXAMPLES, len(pipeline)), (1,), 0, ordered=True)
-    before = _random_states()
+    before = drawn()
     share = next((share for share in loader.sweep(alone=True) if share.examples), None)
     if share is None:
         raise DataError(f"nothing is left of {what}: a filter leaves out every one of {len(pipeline)} examples")
     notices = tuple(loader.counters.notices)
     collator = pipeline.batching.collate
-    if collator is not None and _random_states() != before:
+    if collator is not None and drawn() != before:
         notices += (
             f"the collator {collator.name} draws from the process's own random numbers, so that a run that is repeated "
             "or resumed gets other batches; give it a parameter rng, a numpy.random.Generator to draw from",
         )
     return share, notices
-
-
-def _random_states() -> tuple[bytes, object, bytes]:
-    """Returns the states of the global generators of torch, Python and numpy."""
-    of_numpy = np.random.get_state(legacy=False)
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(of_numpy).encode()
 
 
 def _made(job: Job) -> tuple[Job, nn.Module, tuple[str, ...]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ import headrace as hr
 import torchvision_ops
 from api.probes.models import CLASSES, Cache, Codebook, Counting, Examples, Noisy, Target
 from headrace.api.checks import inspect_job
-from headrace.api.probes.finding import Finding, Scope, trial
+from headrace.api.probes.finding import Finding, Scope, drawn, trial
 from headrace.api.probes.layers import modes_text
 from headrace.api.probes.probing import PROBES, probe, said_by
 from headrace.errors import JobError
@@ -236,12 +238,20 @@ def test_a_probe_leaves_everything_as_it_was(each: Any, model: Callable[[], nn.M
     module = model()
     next(iter(module.children())).eval()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    modes, drawn = [part.training for part in module.modules()], torch.get_rng_state()
+    modes, before_it = [part.training for part in module.modules()], drawn()
     each(module, rows(8), objective_of(hr.Job(model, lambda _: None, (), 1, loss=nn.CrossEntropyLoss(), steps=1)))
     assert [part.training for part in module.modules()] == modes
-    assert torch.equal(torch.get_rng_state(), drawn)
+    assert drawn() == before_it
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize("draw", [partial(torch.rand, 1), random.random, np.random.rand, np.random.randn])
+def test_one_number_of_any_generator_is_seen(draw: Callable[[], object]) -> None:
+    before = drawn()
+    assert drawn() == before
+    draw()
+    assert drawn() != before
 
 
 def test_a_trial_ends_after_an_error() -> None:

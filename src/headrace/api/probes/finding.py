@@ -102,6 +102,8 @@ def without_compilers() -> Iterator[None]:
         yield
 
 
-def drawn() -> tuple[bytes, object, bytes]:
-    """Returns the states of the generators, which tell whether numbers were drawn."""
-    return (torch.get_rng_state().numpy().tobytes(), random.getstate(), np.random.get_state()[1].tobytes())  # type: ignore[index]
+def drawn() -> tuple[object, ...]:
+    """Returns the states of the global generators of torch, Python and numpy, which tell whether numbers were drawn."""
+    numpy: dict[str, Any] = np.random.get_state(legacy=False)
+    words, place = numpy["state"]["key"].tobytes(), numpy["state"]["pos"]
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), words, place, numpy["has_gauss"]
