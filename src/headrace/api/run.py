@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from headrace.checkpoint import forms
 from headrace.errors import RunFailed, UnfitMachine, UsageError
 from headrace.modules import copy_module, is_dense, restore
-from headrace.report.model.events import read_events
+from headrace.report.model.events import EventLog, read_log
 from headrace.report.model.summary import Summary, summarize
 from headrace.report.views.page import write_page
 from headrace.spec.events import LAUNCHER, Event, decode
@@ -188,7 +188,7 @@ class Run:
     @cached_property
     def summary(self) -> Summary:
         """What the events say, in numbers."""
-        return summarize(self.run_dir)
+        return summarize(self.run_dir, self._log)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -204,7 +204,11 @@ class Run:
     @cached_property
     def events(self) -> tuple[Event, ...]:
         """Every event of every process, by time."""
-        return read_events(self.run_dir)
+        return self._log.events
+
+    @cached_property
+    def _log(self) -> EventLog:
+        return read_log(self.run_dir)
 
     def predict(self, batch: Any) -> Any:
         """Returns predictions for a batch in the form that the data has: the task's activation of the output."""

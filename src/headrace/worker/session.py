@@ -114,9 +114,21 @@ class WorkerSession:
         return self.replica.compute.mates or self.group
 
 
+def seed_torch(seed: int) -> None:
+    """Seeds torch's generators of all devices.
+
+    For each kind of accelerator that has not begun, `torch.manual_seed` formats the stack, some milliseconds; a build
+    of torch without accelerators has one generator.
+    """
+    if torch.accelerator.current_accelerator() is None:
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
 def make_module(job: Job) -> nn.Module:
     """Makes the job's model from its seed, or copies the one that it is."""
-    torch.manual_seed(job.seed)
+    seed_torch(job.seed)
     return copy_module(job.model) if isinstance(job.model, nn.Module) else job.model()
 
 

@@ -23,7 +23,7 @@ from headrace.training.compute import Compute
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import AVERAGE, PARAMETER
 from headrace.worker.evaluation import EarlyStopper, average
-from headrace.worker.session import WorkerSession
+from headrace.worker.session import WorkerSession, seed_torch
 
 
 class WorkerState:
@@ -117,7 +117,7 @@ def owned_pieces(pieces: tuple[StatePiece, ...], plan: Plan, rank: int) -> dict[
 
 def seed_random(seed: int) -> None:
     """Seeds this process's generators: torch's, numpy's and Python's."""
-    torch.manual_seed(seed)
+    seed_torch(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.errors import DataError
-from headrace.report.model.events import Attempt, attempts, of_kind, read_log
+from headrace.report.model.events import Attempt, EventLog, attempts, of_kind, read_log
 from headrace.report.model.inputs import Bottleneck, InputSummary, bottleneck_of, inputs_of
 from headrace.report.model.pipeline import PipelineStep, passed_of
 from headrace.report.model.servers import ServerSummary, servers_of
@@ -173,15 +173,19 @@ class Summary:
         return self.curves.evaluations[-1].metrics if self.curves.evaluations else {}
 
 
-def summarize(run_dir: Path | str) -> Summary:
+def summarize(run_dir: Path | str, log: EventLog | None = None) -> Summary:
     """Returns the summary of a run's event files, also of a run that failed, was interrupted or is still running.
+
+    Args:
+        run_dir: of the run.
+        log: its events, where they have been read.
 
     Raises:
         UsageError: the directory holds no events.
         DataError: a line is no event, or there is no run_started event.
     """
     run_dir = Path(run_dir)
-    log = read_log(run_dir)
+    log = log or read_log(run_dir)
     begun = attempts(log.events)
     if not begun:
         raise DataError(f"{run_dir} holds no run_started event: its launcher was killed before the run began")
