@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from headrace import data, metrics, tasks
     from headrace.api.comparison import Comparison, compare
     from headrace.api.fit import fit, launch
+    from headrace.api.model_profile import profile
     from headrace.api.run import Run
     from headrace.api.setup import setup
     from headrace.averaging.outer_steps import Elastic, Nesterov
@@ -85,6 +86,7 @@ __all__ = [
     "fit",
     "launch",
     "metrics",
+    "profile",
     "setup",
     "simulate",
     "tasks",
@@ -94,6 +96,7 @@ __all__ = [
 _MODULES = {
     "api.comparison": ("Comparison", "compare"),
     "api.fit": ("fit", "launch"),
+    "api.model_profile": ("profile",),
     "api.run": ("Run",),
     "api.setup": ("setup",),
     "averaging.outer_steps": ("Elastic", "Nesterov"),

@@ -107,6 +107,15 @@ def load_average(root: Path = _ROOT) -> float | None:
     return float(words[0]) if words else None
 
 
+def processor_name(root: Path = _ROOT) -> str:
+    """Returns the processor's name, or that of its architecture where the kernel does not say."""
+    for line in _lines(root / "proc/cpuinfo"):
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
 def resident_bytes() -> int:
     """Returns how much of this process's memory is in the machine's memory."""
     return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGESIZE")

@@ -15,7 +15,7 @@ from torch import nn
 from headrace.bench import networks, settings, storage
 from headrace.bench.figures import Figure, Gap, MachineFigures
 from headrace.bench.measuring import measure
-from headrace.bench.settings import QUICK, Setting, disturbance, processor_name, repeat
+from headrace.bench.settings import QUICK, Setting, disturbance, repeat
 from headrace.errors import UnfitMachine, UnknownName
 
 TINY = replace(QUICK, cell_s=0.01, sizes=(8, 16), file_bytes=1_000_000, files=5)
@@ -134,13 +134,6 @@ def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert disturbance().startswith("Not idle: 3.2 processes")
     monkeypatch.setattr(settings, "load_average", lambda: 0.1)
     assert disturbance() == ""
-
-
-def test_the_processor_has_a_name(tmp_path: Path) -> None:
-    file = tmp_path / "cpuinfo"
-    file.write_text("processor\t: 0\nmodel name\t: Abacus 3000\n")
-    assert processor_name(file) == "Abacus 3000"
-    assert processor_name(tmp_path / "none")
 
 
 def test_all_networks_are_torchvision_s() -> None:

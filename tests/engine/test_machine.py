@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import platform
 import socket
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from headrace.machine import (
     detect,
     load_average,
     memory_limit_bytes,
+    processor_name,
     processor_times,
     require_linux,
     spare_memory_bytes,
@@ -237,3 +239,10 @@ def test_what_the_processors_did(tmp_path: Path) -> None:
     assert load_average(tmp_path) == 1.25
     assert processor_times(tmp_path / "none") is None
     assert load_average(tmp_path / "none") is None
+
+
+def test_the_processor_has_a_name(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Abacus 3000\n")
+    assert processor_name(tmp_path) == "Abacus 3000"
+    assert processor_name(tmp_path / "none") == platform.machine()

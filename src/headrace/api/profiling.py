@@ -68,11 +68,11 @@ def profile(
 
     Nothing is evaluated or saved. The other arguments and errors are those of `fit`.
     """
-    options = replace(job.options, early_stopping=None, eval_every=None)
+    options = job.options
     if options.on_nonfinite == "rollback":
         # Without checkpoints there is nothing to roll back to.
         options = replace(options, on_nonfinite="skip")
-    endless = replace(job, eval_data=None, epochs=None, steps=_ENDLESS, options=options)
+    endless = without_end(replace(job, options=options))
 
     def train(job: Job) -> Summary:
         return fit(job, strategy, device=device, engine=engine, seconds=seconds, checkpoints=False).summary
@@ -82,11 +82,24 @@ def profile(
     reading = functools.partial(_read, seconds=seconds)
     events = launch(reading, endless, OneDevice(), device=device, engine=engine, checkpoints=False).events
     alone = [event for event in events if isinstance(event, InputStats)]
-    data, size = replayed(_batches(job, seconds))
-    say(f"the training alone, with {len(data) // size} batches that lie ready, for {seconds:g} s")
-    ceiling = train(replace(endless, data=data, global_batch_size=size))
+    ready = with_ready_data(endless, seconds)
+    count = len(ready.data) // ready.global_batch_size
+    say(f"the training alone, with {count} batches that lie ready, for {seconds:g} s")
+    ceiling = train(ready)
     say(f"both together, for {seconds:g} s")
     return Profile(alone[-1], _rate(alone), ceiling, train(endless))
+
+
+def without_end(job: Job) -> Job:
+    """Returns a job that trains until it is stopped, and evaluates nothing."""
+    options = replace(job.options, early_stopping=None, eval_every=None)
+    return replace(job, eval_data=None, epochs=None, steps=_ENDLESS, options=options)
+
+
+def with_ready_data(job: Job, seconds: float) -> Job:
+    """Returns a job whose data is a few batches in memory, for whose reading there are so many seconds."""
+    data, size = replayed(_batches(job, seconds))
+    return replace(job, data=data, global_batch_size=size)
 
 
 def _read(worker: Worker, seconds: float) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from headrace.machine import cores, host_name, load_average, memory_limit_bytes, versions
+from headrace.machine import cores, host_name, load_average, memory_limit_bytes, processor_name, versions
 from headrace.report.format import byte_count
 
 GPU = "GPU"
@@ -132,12 +130,3 @@ def disturbance() -> str:
         f"Not idle: {load:.1f} processes ran or waited for the {cores()} cores in the minute before, on average. The "
         "figures are lower than what the machine gives."
     )
-
-
-def processor_name(file: Path = Path("/proc/cpuinfo")) -> str:
-    """Returns the processor's name, or that of its architecture where the kernel does not say."""
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            return value.strip()
-    return platform.machine()

@@ -16,6 +16,7 @@ from headrace.cli.commands.data import data
 from headrace.cli.commands.doctor import doctor
 from headrace.cli.commands.launch import launch
 from headrace.cli.commands.launch_files import launch_files
+from headrace.cli.commands.profile import profile
 from headrace.cli.commands.report import report
 from headrace.cli.commands.simulate import simulate
 from headrace.cli.commands.train import compare, train
@@ -29,6 +30,7 @@ __all__ = ["COMMANDS", "app", "main", "run"]
 _EXAMPLES = """
   headrace doctor
   headrace bench --quick
+  headrace profile job.py
   headrace train job.py --strategy mirrored --workers 2
   headrace compare job.py --strategies one_device,mirrored --workers 2
   headrace report runs/a
@@ -50,6 +52,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "launch": launch,
     "launch-files": launch_files,
     "workers": workers,
+    "profile": profile,
     "bench": bench,
     "doctor": doctor,
 }

@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter, thread_time
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -70,11 +70,11 @@ def profile(
     """
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     context = nullcontext() if autocast is None else torch.autocast(device.type, autocast)
-    with unchanged(module), _threads(threads), context:
+    with unchanged(module), limited_threads(threads), context:
         traced = trace(module, batch if sample is None else sample, objective.inputs)
         groups = _groups(traced)
         set_train_modes(module)
-        sweep = Sweep(module, cut(traced, groups), traced.inputs(batch), _loss(objective, batch), device)
+        sweep = Sweep(module, cut(traced, groups), traced.inputs(batch), loss_of(objective, batch), device)
         saved, crossing = sweep.count()
         times: list[list[LayerTiming]] = []
         until = perf_counter() + seconds
@@ -92,7 +92,9 @@ def profile(
     return MeasuredLayers(tuple(layers), len(times), traced.notices)
 
 
-def _loss(objective: Objective, batch: Any) -> Callable[[Any], Tensor]:
+def loss_of(objective: Objective, batch: Any) -> Callable[[Any], Tensor]:
+    """Returns a function of the output: the mean loss of a batch."""
+
     def loss(output: Any) -> Tensor:
         total, weight = weigh(objective.loss(output, select_target(batch, objective.target)), 1, "the loss")
         return total / weight
@@ -111,7 +113,8 @@ def _groups(traced: TracedModel) -> list[list[str]]:
 
 
 @contextmanager
-def _threads(count: int | None) -> Iterator[None]:
+def limited_threads(count: int | None) -> Iterator[None]:
+    """Lets torch compute with so many threads; None for as many as before."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -133,7 +136,7 @@ def measure(job: Job, module: nn.Module, objective: Objective, request: ProfileR
     Returns what this process has measured before of a model of the same code and configuration, with examples of the
     same form. Raises a `JobError` if the model cannot be cut, an `UnfitMachine` if there is not enough memory.
     """
-    batch, sample = _first(job, request.examples), _first(job, _SAMPLED)
+    batch, sample = first_batch(job, request.examples), first_batch(job, _SAMPLED)
     if device != "cpu":
         module = copy.deepcopy(module).to(device)
         batch, sample = map_tensors(lambda tensor: tensor.to(device), (batch, sample))
@@ -161,7 +164,8 @@ def measure(job: Job, module: nn.Module, objective: Objective, request: ProfileR
     return found
 
 
-def _first(job: Job, examples: int) -> Any:
+def first_batch(job: Job, examples: int) -> Any:
+    """Returns the first examples of a job's data, or all of them if it has fewer."""
     pipeline, _ = as_pipeline(job.data)
     count = max(1, min(examples, len(pipeline)))
     loader = Loader(pipeline, job.seed, count, (1,), 0, ordered=True)
@@ -200,7 +204,7 @@ class Sweep:
                 forwarded = self._now()
                 self._backward(stage, roots)
                 ended = self._now()
-            passes.append((_between(self._began, forwarded), _between(forwarded, ended)))
+            passes.append((between(self._began, forwarded), between(forwarded, ended)))
             return gave
 
         self._each(measure)
@@ -208,7 +212,7 @@ class Sweep:
 
     def count(self) -> tuple[list[int], list[int]]:
         """Returns the bytes that autograd keeps for each layer and for none before it, and those alive behind it."""
-        model = {_place(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
+        model = {place(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
         saved: list[int] = []
         crossing = [0] * len(self.stages)
         # Names of values that are kept for a layer already. Places in memory are taken again.
@@ -216,11 +220,11 @@ class Sweep:
 
         def measure(stage: Stage, got: Mapping[str, Any]) -> dict[str, Any]:
             kept, gave = self._kept(stage, got)
-            before = model | {_place(got[name]) for name in counted & got.keys()}
+            before = model | {place(got[name]) for name in counted & got.keys()}
             saved.append(sum(size for place, size in kept.items() if place not in before))
             held = {**got, **gave}
             tensors = {name: value for name, value in held.items() if isinstance(value, Tensor)}
-            counted.update(name for name, tensor in tensors.items() if _place(tensor) in kept.keys() | before)
+            counted.update(name for name, tensor in tensors.items() if place(tensor) in kept.keys() | before)
             for value in stage.sends:
                 for index in range(value.producer, value.consumers[-1]):
                     crossing[index] += nbytes(gave[value.name])
@@ -256,20 +260,8 @@ class Sweep:
 
     def _kept(self, stage: Stage, got: Mapping[str, Any]) -> tuple[dict[int, int], dict[str, Any]]:
         """Returns the bytes that autograd keeps for a layer, by their place in memory, and what the layer gives."""
-        kept: dict[int, int] = {}
-
-        def keep(tensor: Tensor) -> Tensor:
-            kept[_place(tensor)] = _stored_bytes(tensor)
-            # Detached, because a layer that keeps what it has made would hold itself for ever.
-            return tensor.detach()
-
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                return kept, self._forward(stage, _received(got))[0]
-        except RuntimeError:
-            # torch.func.grad permits no hooks; any other error is raised again.
-            gave, roots = self._forward(stage, _received(got))
-            return {_place(tensor): _stored_bytes(tensor) for tensor in _saved(roots)}, gave
+        kept, (gave, _) = kept_bytes(lambda: self._forward(stage, _received(got)), lambda found: found[1])
+        return kept, gave
 
     def _backward(self, stage: Stage, roots: Sequence[Tensor]) -> None:
         if roots:
@@ -280,13 +272,41 @@ class Sweep:
         self._began = self._now()
 
     def _now(self) -> tuple[float, float]:
-        """Returns the time of the clock, and of the processor."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            now = perf_counter()
-            return now, now
-        # Of this thread, which autograd's backward runs in, too: neighbours who take its processor do not count.
-        return perf_counter(), thread_time()
+        return clock(self.device)
+
+
+def clock(device: torch.device) -> tuple[float, float]:
+    """Returns the time of the clock, and of the processor, when the device has done all that was asked."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        now = perf_counter()
+        return now, now
+    # Of this thread, which autograd's backward runs in, too: neighbours who take its processor do not count.
+    return perf_counter(), thread_time()
+
+
+T = TypeVar("T")
+
+
+def kept_bytes(forward: Callable[[], T], roots: Callable[[T], Sequence[Tensor]]) -> tuple[dict[int, int], T]:
+    """Returns the bytes that autograd keeps of a forward, by their place in memory, and what it returned.
+
+    `roots` are the tensors in that from which backward begins.
+    """
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[place(tensor)] = _stored_bytes(tensor)
+        # Detached, because a layer that keeps what it has made would hold itself for ever.
+        return tensor.detach()
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            return kept, forward()
+    except RuntimeError:
+        # torch.func.grad permits no hooks; any other error is raised again.
+        found = forward()
+        return {place(tensor): _stored_bytes(tensor) for tensor in _saved(roots(found))}, found
 
 
 def typical(sweeps: Sequence[Sequence[LayerTiming]]) -> list[float]:
@@ -302,7 +322,8 @@ def typical(sweeps: Sequence[Sequence[LayerTiming]]) -> list[float]:
     return [median(column) + wait for column, wait in zip(zip(*scaled, strict=True), waited, strict=True)]
 
 
-def _between(began: tuple[float, float], ended: tuple[float, float]) -> LayerTiming:
+def between(began: tuple[float, float], ended: tuple[float, float]) -> LayerTiming:
+    """Returns what passed between two times of `clock`."""
     busy = ended[1] - began[1]
     return LayerTiming(busy, max(0.0, ended[0] - began[0] - busy))
 
@@ -321,7 +342,8 @@ def _saved(roots: Sequence[Tensor]) -> Iterator[Tensor]:
         left += further
 
 
-def _place(tensor: Tensor) -> int:
+def place(tensor: Tensor) -> int:
+    """Returns where a tensor's memory is."""
     # A sparse tensor has no memory of its own, but that of its indices and values.
     return tensor.untyped_storage().data_ptr() if is_dense(tensor) else id(tensor)
 

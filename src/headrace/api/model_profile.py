@@ -1,0 +1,263 @@
+"""profile: measures what a job's model takes on this machine, by batch size and by layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import mean, median, stdev
+from typing import Any
+
+import torch
+
+from headrace.api.checks import JobInfo, check_options, inspect_job
+from headrace.api.fit import fit
+from headrace.api.measuring import measured
+from headrace.api.profiling import with_ready_data, without_end
+from headrace.api.run import Run
+from headrace.data import as_pipeline
+from headrace.engine.base import Engine
+from headrace.errors import HeadraceError, JobError, UnfitMachine, UsageError
+from headrace.machine import cores, detect, give_back
+from headrace.pipeline.profile import first_batch
+from headrace.pipeline.profile import profile as profile_layers
+from headrace.pipeline.runner import out_of_memory
+from headrace.policies.measurement import doubts
+from headrace.prediction.profiling.origin import digest_of, origin_here
+from headrace.prediction.profiling.passes import BatchPasses, measure_passes
+from headrace.report.model.training import WARM_UP_STEPS
+from headrace.spec.events import Stepped
+from headrace.spec.job import Job
+from headrace.spec.model import BatchProfile, ComputeProfile, LayerSpec, ModelSpec
+from headrace.spec.options import require_count
+from headrace.strategies import OneDevice
+from headrace.training.optimizer import build
+from headrace.training.whole_model import HALF
+from headrace.trees import map_tensors
+from headrace.worker.session import objective_of
+
+BATCH_SIZES = (1, 4, 16)
+"""That are measured besides the job's own."""
+_SAMPLED = 2
+_TRIES = 2
+_QUICKEST = 3
+_LEAST_STEPS, _MOST_STEPS = 20, 2000
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step of training, as a worker does it; seconds."""
+
+    compute_s: float
+    update_s: float
+    rest_s: float
+    spread: float
+
+
+def profile(
+    job: Job,
+    *,
+    device: str = "auto",
+    threads: int | None = None,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    seconds: float = 1.0,
+    engine: Engine | None = None,
+    say: Callable[[str], object] = lambda line: None,
+) -> ModelSpec:
+    """Measures forward and backward of a job's model on this machine, by batch size, whole and by layer.
+
+    Each batch size is measured three times: its layers, forward and backward of the whole model, and steps of training
+    in a worker. The job is not changed, and nothing is saved. The result's `compute` has the figures, and `origin` says
+    what they belong to, and what "disturbed" the measurement. Simulations and recommendations start from it.
+
+    Args:
+        job: whose model, loss, optimizer and first examples are taken. Micro-batches (`Options.accumulate`) count as
+            batches, and graph mode (`Options.compile`) is off.
+        device: as for `fit`.
+        threads: of one process; None for all of the machine's. A worker that shares the machine has fewer.
+        batch_sizes: in examples; those above the job's own, or above its number of examples, are left out.
+        seconds: that each measurement takes at least.
+        engine: what runs the steps of training; None for a local one.
+        say: is told what is measured, and what could not be.
+
+    Raises:
+        UsageError: a batch size, the time or the threads are not above 0.
+        JobError: the model cannot be built or run.
+        UnfitMachine: there is not enough memory for the job's own batch.
+        DataError: there is no data.
+    """
+    if not seconds > 0:
+        raise UsageError(f"seconds must be a number above 0, got {seconds!r}")
+    for size in batch_sizes:
+        require_count("a batch size", size)
+    if threads is not None:
+        require_count("threads", threads)
+    info = inspect_job(job)
+    kind = detect(device).device
+    check_options(job.options, kind)
+    own = max(1, min(-(-job.global_batch_size // job.options.accumulate), len(as_pipeline(job.data)[0])))
+    measuring = _Measuring(info, kind, threads or cores(), seconds, engine, say)
+    compute, passes = _measured_sizes(measuring, sorted({own, *(size for size in batch_sizes if size < own)}), say)
+    return replace(
+        info.model,
+        layers=compute.batches[-1].layers,
+        name=type(info.module).__name__,
+        compute=compute,
+        flops_per_example=passes.forward_flops / own,
+        origin={**origin_here(kind), **_identity(info), **measuring.disturbed},
+    )
+
+
+def _measured_sizes(
+    measuring: _Measuring, sizes: Sequence[int], say: Callable[[str], object]
+) -> tuple[ComputeProfile, BatchPasses]:
+    """Returns what batches of these sizes take, and the last one's passes; it is the job's own, and must be run."""
+    own = sizes[-1]
+    batches = []
+    for size in sizes:
+        try:
+            passes = measuring.passes(size)
+            step = measuring.step(size, passes)
+        except HeadraceError as error:
+            if size == own:
+                raise
+            # A batch norm, say, takes no single example.
+            say(f"batches of {size} are left out: {error}")
+            continue
+        # Of the compute of a step, forward and backward have the parts that they have outside of it.
+        forward_part = passes.forward_s / (passes.forward_s + passes.backward_s)
+        times = step.compute_s * forward_part, step.compute_s * (1 - forward_part)
+        batches.append(BatchProfile(size, *times, passes.saved_bytes, measuring.layers(size)))
+    device, threads = measuring.device, measuring.threads
+    return ComputeProfile(tuple(batches), step.update_s, step.rest_s, step.spread, device, threads), passes
+
+
+def _identity(info: JobInfo) -> dict[str, str]:
+    optimizer = build(info.job.optimizer, info.module.named_parameters())
+    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    options = info.job.options
+    return {
+        "precision": options.precision,
+        "digest": digest_of(info.module, name, first_batch(info.job, _SAMPLED)),
+    }
+
+
+class _Measuring:
+    """Measures batches of one job."""
+
+    def __init__(
+        self,
+        info: JobInfo,
+        device: str,
+        threads: int,
+        seconds: float,
+        engine: Engine | None,
+        say: Callable[[str], object],
+    ) -> None:
+        self.threads = threads
+        self._info = info
+        self.device = device
+        self._seconds = seconds
+        self._engine = engine
+        self._say = say
+        self._objective = objective_of(info.job, info.weighed)
+        self._module = info.module if device == "cpu" else copy.deepcopy(info.module).to(device)
+        self._autocast = HALF.get(info.job.options.precision)
+        self._has_layers = True
+        self.disturbed: dict[str, str] = {}
+
+    def passes(self, size: int) -> BatchPasses:
+        """Measures forward and backward of the whole model."""
+        self._say(f"forward and backward of {size} examples")
+        try:
+            return measure_passes(
+                self._module,
+                self._objective,
+                self._batch(size),
+                seconds=self._seconds,
+                threads=self.threads,
+                autocast=self._autocast,
+            )
+        except (RuntimeError, ValueError, MemoryError) as error:
+            if isinstance(error, MemoryError) or out_of_memory(error):
+                raise UnfitMachine(
+                    f"there was no memory for a batch of {size} examples: {error}; use more micro-batches "
+                    "(Options.accumulate), or a machine with more memory"
+                ) from error
+            raise JobError(f"the model cannot be trained on {size} examples: {error}") from error
+        finally:
+            give_back()
+
+    def step(self, size: int, passes: BatchPasses) -> _Step:
+        """Trains for a while in a worker, with data that lies ready; again if the machine did something else.
+
+        Of a machine that is not idle the quickest steps count.
+        """
+        tries: list[_Step] = []
+        for _ in range(_TRIES):
+            self._say(f"steps of training of {size} examples")
+            run, measurement = measured(lambda: self._trained(size, passes))
+            why = doubts(measurement, None)
+            steps = [event for event in run.events if isinstance(event, Stepped) and event.examples]
+            tries.append(_typical(steps, quickest=bool(why)))
+            if not why:
+                return tries[-1]
+        self.disturbed = {"disturbed": f"while it trained on {size} examples, {' and '.join(why)}"}
+        return min(tries, key=lambda step: step.compute_s)
+
+    def _trained(self, size: int, passes: BatchPasses) -> Run:
+        options = replace(self._info.job.options, accumulate=1, compile=False, on_nonfinite="skip")
+        job = without_end(replace(self._info.job, global_batch_size=size, options=options))
+        steps = round(self._seconds / (passes.forward_s + passes.backward_s))
+        return fit(
+            replace(with_ready_data(job, self._seconds), steps=min(max(steps, _LEAST_STEPS), _MOST_STEPS)),
+            OneDevice(threads=self.threads),
+            device=self.device,
+            engine=self._engine,
+            checkpoints=False,
+            check=False,
+        )
+
+    def layers(self, size: int) -> tuple[LayerSpec, ...]:
+        """Measures the layers, () where the model cannot be cut between them."""
+        if not self._has_layers:
+            return ()
+        self._say(f"layers, with {size} examples")
+        try:
+            found = profile_layers(
+                self._module,
+                self._objective,
+                self._batch(size),
+                sample=self._batch(_SAMPLED),
+                seconds=self._seconds,
+                threads=self.threads,
+                autocast=self._autocast,
+            )
+        except JobError as error:
+            self._has_layers = False
+            self._say(f"the model is measured as a whole: {error}")
+            return ()
+        return found.layers
+
+    def _batch(self, size: int) -> Any:
+        batch = first_batch(self._info.job, size)
+        return batch if self.device == "cpu" else map_tensors(self._place, batch)
+
+    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device)
+
+
+def _typical(steps: Sequence[Stepped], quickest: bool) -> _Step:
+    """Returns the medians of steps after the warm-up, or of the quickest tenth, and how much their times deviate."""
+    warm = steps[min(WARM_UP_STEPS, len(steps) // 2) - 1 :]
+    timed = [(later.time_s - earlier.time_s, later) for earlier, later in pairwise(warm)]
+    totals = [total for total, _ in timed]
+    spread = stdev(totals) / mean(totals)
+    if quickest:
+        timed = sorted(timed, key=lambda each: each[0])[: max(_QUICKEST, len(timed) // 10)]
+    compute_s = median(step.compute_s for _, step in timed)
+    update_s = median(step.update_s for _, step in timed)
+    # Waiting for data is none of the model's business.
+    rest_s = median(total - step.compute_s - step.update_s - step.wait_s for total, step in timed)
+    return _Step(compute_s, update_s, max(0.0, rest_s), spread)

@@ -1,0 +1,187 @@
+"""`headrace profile`: what a job's model takes on this machine, by batch size and by layer."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headrace.cli.jobfile import find_job, load_job
+from headrace.cli.options import (
+    Device,
+    DeviceOption,
+    JobFile,
+    JsonOption,
+    SettingsOption,
+    help_option,
+    job_name,
+    own_engine,
+    refuse_launcher,
+)
+from headrace.cli.output import answering
+from headrace.errors import UnfitMachine, UsageError
+from headrace.report.format import byte_count, clean, duration, percent, short
+from headrace.spec.plain import to_plain
+
+if TYPE_CHECKING:
+    from headrace.spec.model import BatchProfile, LayerSpec, ModelSpec
+
+_EXAMPLES = """
+  headrace profile job.py
+  headrace profile job.py -o model.json --threads 1
+  headrace profile job.py --batch-sizes 8,32,128 --seconds 3
+  headrace profile job.py --json | jq .compute.optimizer_s
+"""
+
+_WIDTH, _NAME_WIDTH, _MOST_LAYERS = 80, 34, 10
+
+
+def profile(
+    path: JobFile,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FILE.json",
+            show_default=False,
+            help="Where the profile is written. Default: the job's name with .profile.json, here.",
+        ),
+    ] = None,
+    device: DeviceOption = Device.AUTO,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            "--threads", min=1, show_default=False, help="Of one process. Default: as many as the machine has cores."
+        ),
+    ] = None,
+    batch_sizes: Annotated[
+        str,
+        typer.Option("--batch-sizes", metavar="N,N", help="Measured beside the job's own, if they are below it."),
+    ] = "1,4,16",
+    seconds: Annotated[
+        float, typer.Option("--seconds", metavar="SECONDS", min=0.01, help="How long each measurement takes.")
+    ] = 1.0,
+    settings: SettingsOption = None,
+    as_json: JsonOption = False,
+    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
+) -> None:
+    """Measure what a job's model takes.
+
+    Forward and backward by batch size and by layer, the update, what a step costs besides, and the bytes that autograd
+    keeps. The file that is written is what predictions start from.
+    """
+    with answering(as_json) as answer:
+        refuse_launcher("profile")
+        find_job(path)
+        sizes = _sizes(batch_sizes)
+        with own_engine() as engine:
+            job = load_job(path, settings or ())
+            # Lazily: it imports torch.
+            from headrace.api.model_profile import profile as measure
+
+            found = measure(
+                job,
+                device=device.value,
+                threads=threads,
+                batch_sizes=sizes,
+                seconds=seconds,
+                engine=engine,
+                say=lambda line: typer.echo(f"measuring {line}", err=True),
+            )
+        file = out or Path(f"{job_name(path)}.profile.json")
+        _save(found, file)
+        document = {**to_plain(found), "file": str(file)}
+        answer.give(document, "\n".join([*_lines(job_name(path), found), f"profile: {file}"]))
+
+
+def _save(found: ModelSpec, file: Path) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        found.save(file)
+    except OSError as error:
+        raise UnfitMachine(
+            f"the profile {file} cannot be written: {error.strerror}; name another place with --out"
+        ) from error
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(each) for each in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise UsageError(f"--batch-sizes takes numbers of at least 1 with commas between them, got {text!r}")
+    return sizes
+
+
+def _lines(name: str, model: ModelSpec) -> Iterator[str]:
+    compute = model.compute
+    assert compute is not None  # a profile has measured
+    elements = sum(parameter.elements for parameter in model.parameters)
+    yield from _wrapped(
+        f"{name}: {model.name}, {short(elements)} parameters ({byte_count(model.parameter_bytes)}), "
+        f"{model.origin['device']}, {compute.threads} thread{'s' * (compute.threads > 1)}"
+    )
+    yield ""
+    besides_s = compute.optimizer_s + compute.fixed_s
+    yield f"{'batch':>8}{'forward':>12}{'backward':>12}{'step':>12}{'examples/s':>14}{'activations':>16}"
+    for batch in compute.batches:
+        step_s = batch.forward_s + batch.backward_s + besides_s
+        yield (
+            f"{batch.examples:>8}{duration(batch.forward_s):>12}{duration(batch.backward_s):>12}"
+            f"{duration(step_s):>12}{short(batch.examples / step_s):>14}{byte_count(batch.saved_bytes):>16}"
+        )
+    yield ""
+    own = compute.batches[-1]
+    yield from _wrapped(
+        f"A step of {own.examples} examples: forward {duration(own.forward_s)}, backward {duration(own.backward_s)}, "
+        f"the update {duration(compute.optimizer_s)}, everything else {duration(compute.fixed_s)}; its time deviates "
+        f"by {percent(compute.spread)}."
+    )
+    if model.flops_per_example:
+        rate = own.examples * model.flops_per_example / own.forward_s
+        yield from _wrapped(
+            f"Forward computes {short(model.flops_per_example)}FLOP an example, here {short(rate)}FLOP/s."
+        )
+    yield ""
+    yield from _layer_lines(own)
+    if "disturbed" in model.origin:
+        yield from _wrapped(
+            f"NOT IDLE: {model.origin['disturbed']}. The quickest steps count; profile again when nothing else runs."
+        )
+
+
+def _layer_lines(batch: BatchProfile) -> Iterator[str]:
+    layers = batch.layers
+    if not layers:
+        yield "The model cannot be cut between its layers; it was measured as a whole."
+        return
+    slowest = sorted(layers, key=_seconds, reverse=True)[:_MOST_LAYERS]
+    total = sum(map(_seconds, layers))
+    title = f"{len(slowest)} slowest of {len(layers)} layers"
+    yield f"{title:{_NAME_WIDTH}}{'forward':>10}{'backward':>10}{'part':>8}{'parameters':>18}"
+    for layer in slowest:
+        part = percent(_seconds(layer) / total) if total else ""
+        yield (
+            f"{_cut(clean(layer.name)):{_NAME_WIDTH}}{duration(layer.forward_s):>10}{duration(layer.backward_s):>10}"
+            f"{part:>8}{byte_count(layer.parameter_bytes):>18}"
+        )
+    forward_s, backward_s = (sum(getattr(layer, name) for layer in layers) for name in ("forward_s", "backward_s"))
+    yield f"{'all, each by itself':{_NAME_WIDTH}}{duration(forward_s):>10}{duration(backward_s):>10}"
+    yield ""
+
+
+def _seconds(layer: LayerSpec) -> float:
+    return layer.forward_s + layer.backward_s
+
+
+def _cut(name: str) -> str:
+    return name if len(name) < _NAME_WIDTH else f"{name[: _NAME_WIDTH - 2]}…"
+
+
+def _wrapped(text: str) -> Sequence[str]:
+    return textwrap.wrap(clean(text), _WIDTH)

@@ -1,0 +1,79 @@
+"""What a profile belongs to, and what is said of one that belongs to something else."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.errors import UsageError
+from headrace.machine import cores, processor_name, versions
+from headrace.spec.model import ModelSpec
+from headrace.trees import map_tensors
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_NAMES = {"digest": "the model, its optimizer or the form of its examples"}
+"""What a reader knows a fact by, where it is not its name."""
+
+
+def origin_here(device: str) -> dict[str, str]:
+    """Returns the versions and the machine; `device` is "cpu" or "cuda"."""
+    facts = dict(versions())
+    facts["machine"] = f"{processor_name()}, {cores()} cores"
+    facts["device"] = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    return facts
+
+
+def digest_of(module: nn.Module, optimizer: str, sample: Any) -> str:
+    """Returns a digest that is the same in every process.
+
+    It covers the modules with their settings, the forms of parameters and buffers, the code of `forward`, the
+    optimizer's class and the form of two examples: not the values, which training changes.
+    """
+    hashed = hashlib.sha256(_ADDRESS.sub("", repr(module)).encode())
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        hashed.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}\n".encode())
+    for kind in sorted({type(part) for part in module.modules()}, key=lambda kind: kind.__qualname__):
+        code = getattr(kind.forward, "__code__", None)
+        # Of what is installed the version is known.
+        if code is not None and not kind.__module__.startswith("torch."):
+            constants = [each for each in code.co_consts if isinstance(each, int | float | str)]
+            hashed.update(repr((kind.__qualname__, code.co_code, code.co_names, constants)).encode())
+    forms: list[str] = []
+
+    def add(tensor: Tensor) -> Tensor:
+        forms.append(f"{tuple(tensor.shape)} {tensor.dtype}")
+        return tensor
+
+    map_tensors(add, sample)
+    hashed.update(f"{optimizer} {forms}".encode())
+    return hashed.hexdigest()[:16]
+
+
+def require_origin(model: ModelSpec, expected: Mapping[str, str], force: bool = False) -> tuple[str, ...]:
+    """Checks that a profile belongs to what it is used for; returns what differs, for notices.
+
+    A file that a person has written belongs to nothing, and is not refused.
+
+    Args:
+        expected: as of `origin_here`, and "digest" where the job is there; only what both say is compared.
+        force: differences are returned, and nothing is raised.
+
+    Raises:
+        UsageError: something differs.
+    """
+    differ = tuple(
+        f"{_NAMES.get(name, name)}: {model.origin[name]}, and here {value}"
+        for name, value in expected.items()
+        if name in model.origin and model.origin[name] != value
+    )
+    if differ and not force:
+        raise UsageError(
+            f"the profile of {model.name or 'the model'} was measured with something else: {'; '.join(differ)}. "
+            "Profile the job again here, or give --force to use it as it is"
+        )
+    return differ
