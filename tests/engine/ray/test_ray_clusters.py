@@ -59,7 +59,9 @@ def test_one_node_and_several_give_what_threads_give(address: str, tmp_path: Pat
     assert {"run_started", "stepped", "evaluated", "worker_ended", "run_ended"} <= set(said["kinds"][1])
     # Those of nodes that do not see the directory were brought.
     assert said["kinds"][3] == said["kinds"][2] == said["kinds"][1]
-    assert said["logs"][3] == said["logs"][1] == ["a model is built\n"] * 2
+    # Ray gives 15 to what a node starts, which only root takes back.
+    niceness = 15 if os.geteuid() else os.getpriority(os.PRIO_PROCESS, 0)
+    assert said["logs"][3] == said["logs"][1] == [f"a model is built with niceness {niceness}\n"] * 2
 
 
 def test_a_lost_worker_is_started_again_on_its_node_or_on_another(tmp_path: Path) -> None:

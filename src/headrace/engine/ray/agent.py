@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import signal
 import socket
 import subprocess
 import sys
@@ -23,12 +22,14 @@ from typing import Any
 from headrace.engine.local.fork_server import environment_of_workers
 from headrace.machine import cores, host_name, spare_memory_bytes
 
+_WATCH_S = 1.0
 _LAST_WORDS_S = 1.0
 _LOG_CHARACTERS = 4000
+_PROGRAM = (sys.executable, "-P", "-m", "headrace.engine.ray.process")
 
 
 class RankAgent:
-    """Starts and ends the process of one rank; Ray calls it in several threads."""
+    """Starts the process of one rank, and tells how far it is; where its own process ends, that one ends, too."""
 
     def __init__(self) -> None:
         # Ray sets it to the CPUs that the actor reserves; the plan says how many threads a process has.
@@ -65,8 +66,8 @@ class RankAgent:
         self._folder = self._folder or tempfile.TemporaryDirectory(prefix="headrace-")
         return self._folder.name
 
-    def run(self, request: Mapping[str, Any], code: bytes, data: bytes) -> dict[str, Any]:
-        """Lets the process begin, and blocks until it has ended; returns its exit code and what it said last."""
+    def begin(self, request: Mapping[str, Any], code: bytes, data: bytes) -> dict[str, Any]:
+        """Lets the process begin; returns what `watch` does."""
         if self._process.begun:
             self._process = _Process()
         # Asked again, because Ray may have restarted this actor on another node.
@@ -74,11 +75,14 @@ class RankAgent:
         log = f"{run_dir}/logs/rank-{rank}.log"
         print(f"headrace: rank {rank} prints to {log}", flush=True)  # noqa: T201
         self._process.begin({**request, "run_dir": run_dir, "log": log}, code, data)
-        return self._process.wait()
+        return self.watch()
 
-    def progress(self) -> list[float]:
-        """Returns step, loss and examples as the process knows them."""
-        return self._process.progress
+    def watch(self) -> dict[str, Any]:
+        """Blocks until the process has ended, but not for long; returns how far it is, or how it has ended.
+
+        Ray wakes the thread of an actor a hundred times a second, except while it blocks in a call.
+        """
+        return self._process.wait(_WATCH_S)
 
     def files(self, folder: str, known: Mapping[str, int]) -> dict[str, bytes]:
         """Returns what is new in events and logs, whole lines alone, by name; `known` has the bytes that were read."""
@@ -101,10 +105,6 @@ class RankAgent:
         """Sends a signal to the process."""
         self._process.signal(number)
 
-    def end(self) -> None:
-        """Ends the process and those that it has started."""
-        self._process.end()
-
 
 class _Process:
     """One process of a rank, `python -m headrace.engine.ray.process`; it reads its request from stdin.
@@ -114,11 +114,13 @@ class _Process:
 
     def __init__(self) -> None:
         self.begun = False
-        self.progress = [0.0, 0.0, 0.0]
-        self._last: dict[str, Any] = {}
+        self._told: dict[str, Any] = {}
+        self._code: int | None = None
+        self._ended = threading.Event()
         said, says = os.pipe()
         self._child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "headrace.engine.ray.process", str(says)],
+            # This process's parent is the node's raylet.
+            [*_PROGRAM, str(says), str(os.getpriority(os.PRIO_PROCESS, os.getppid()))],
             stdin=subprocess.PIPE,
             pass_fds=(says,),
             start_new_session=True,
@@ -128,6 +130,7 @@ class _Process:
         os.close(says)
         self._reader = threading.Thread(target=self._read, args=(said,), name="headrace-rank", daemon=True)
         self._reader.start()
+        threading.Thread(target=self._await_end, name="headrace-end", daemon=True).start()
 
     def begin(self, request: Mapping[str, Any], code: bytes, data: bytes) -> None:
         self.begun = True
@@ -140,27 +143,24 @@ class _Process:
                 self._child.stdin.write(part)
             self._child.stdin.flush()
 
-    def wait(self) -> dict[str, Any]:
-        code = self._child.wait()
-        # Not for long: processes that it has started may hold the pipe, too.
-        self._reader.join(_LAST_WORDS_S)
-        log = self._log.read_text(encoding="utf-8", errors="replace") if self.begun and self._log.exists() else ""
-        return {"code": code, "log": log[-_LOG_CHARACTERS:], **self._last}
+    def wait(self, within_s: float) -> dict[str, Any]:
+        """Returns what it said last, and if it has ended its exit code and the end of its log, too."""
+        if not self._ended.wait(within_s):
+            return self._told
+        log = self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
+        return {"code": self._code, "log": log[-_LOG_CHARACTERS:], **self._told}
 
     def signal(self, number: int) -> None:
-        if self._child.poll() is None:
+        if self._code is None:
             self._child.send_signal(number)
 
-    def end(self) -> None:
-        # Its id is its own until it is reaped, and so is that of its group.
-        with suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
+    def _await_end(self) -> None:
+        self._code = self._child.wait()
+        # Not for long: processes that it has started may hold the pipe, too.
+        self._reader.join(_LAST_WORDS_S)
+        self._ended.set()
 
     def _read(self, descriptor: int) -> None:
         with os.fdopen(descriptor, encoding="utf-8") as stream:
             for line in stream:
-                said = json.loads(line)
-                if "progress" in said:
-                    self.progress = said["progress"]
-                else:
-                    self._last = said
+                self._told = json.loads(line)

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from headrace.strategies.strategy import Strategy
 
 _BEGIN_S = 60.0
-_CALLS = 8
-"""That an actor serves at the same time."""
 
 
 @dataclass
@@ -110,7 +108,7 @@ class RayEngine(Engine):
         groups = bundle_groups(strategy.processes(), worker, self._placement)
         nodes = [node for node in ray.nodes() if node["Alive"]]
         names = names_of(nodes)
-        sizes = {names[node["NodeID"]]: node["Resources"] for node in nodes}
+        sizes = dict(sorted((names[node["NodeID"]], node["Resources"]) for node in nodes))
         placed.reserved = place(groups, sizes, self._start_timeout_s)
         for group, reserved in zip(groups, placed.reserved, strict=True):
             placed.agents += _agents(group, reserved, own_env)
@@ -172,7 +170,6 @@ def _agents(group: BundleGroup, reserved: Any, runtime_env: Mapping[str, Any] | 
             resources=extra,
             runtime_env=dict(runtime_env) if runtime_env else None,
             max_restarts=-1,
-            max_concurrency=_CALLS,
             scheduling_strategy=PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=index),
         ).remote()
         for index in range(group.count)

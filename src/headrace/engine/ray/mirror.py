@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 MODEL = "model.safetensors"
+_ASK_EVERY_S = 1.0
 
 
 class FolderMirror:
@@ -22,11 +24,15 @@ class FolderMirror:
         self._folders = folders
         self._read: dict[str, dict[str, int]] = {host: {} for host in folders}
         self._asked: dict[str, Any] = {}
+        self._asked_at = 0.0
 
     def look(self) -> None:
         """Copies what has come since the last call, and asks for more; waits for no node."""
         import ray
 
+        if monotonic() - self._asked_at < _ASK_EVERY_S:
+            return
+        self._asked_at = monotonic()
         for host, (agent, folder) in self._folders.items():
             asked = self._asked.get(host)
             if asked is None or ray.wait([asked], timeout=0)[0]:

@@ -1,4 +1,4 @@
-"""The process of one rank on a node of a Ray cluster: `python -m headrace.engine.ray.process DESCRIPTOR`.
+"""The process of one rank on a node of a Ray cluster: `python -m headrace.engine.ray.process DESCRIPTOR NICENESS`.
 
 It reads what to run from stdin, does it as a launcher's process does, and writes JSON lines to the descriptor: how far
 the run is, and last how it ended. Where stdin ends, its agent has ended: then this process ends, too.
@@ -6,6 +6,7 @@ the run is, and last how it ended. Where stdin ends, its agent has ended: then t
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from time import monotonic
 from typing import IO, Any
 
 from headrace.engine.base import RunProgress
+from headrace.engine.local.fork_server_main import load
 from headrace.engine.local.process import redirect
 from headrace.engine.shipping import unpack
 from headrace.engine.torchrun.engine import LaunchedEngine
@@ -26,7 +28,7 @@ from headrace.machine import machine_identity
 from headrace.shared_memory.segment import memory_file, set_length
 from headrace.worker.run_spec import LAST_LOG_LINE, RunSpec
 
-_TELL_EVERY_S = 0.25
+_TELL_EVERY_S = 0.5
 
 
 def main() -> None:
@@ -34,6 +36,10 @@ def main() -> None:
     # Ray blocks it in all that a node starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    _take_niceness(int(sys.argv[2]))
+    # While the calling process checks the job, and the garbage collector never searches it, as in local workers.
+    load()
+    gc.freeze()
     says = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8", buffering=1)
     os.set_inheritable(says.fileno(), False)
     stdin = sys.stdin.buffer
@@ -58,6 +64,20 @@ def main() -> None:
         shown = str(error) if isinstance(error, HeadraceError) else user_traceback(error, fallback=True)
         print(LAST_LOG_LINE, shown, sep="\n", file=sys.stderr)  # noqa: T201  (standard error is this rank's log)
         sys.exit(error.exit_code if isinstance(error, HeadraceError) else 1)
+
+
+def _take_niceness(wanted: int) -> None:
+    """Gives this process the niceness that its node was started with; Ray makes what a node starts nicer, by 15."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, wanted)
+    except PermissionError:
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        # In the log of its actor, because its own is not open yet.
+        print(  # noqa: T201
+            f"headrace: this process computes with niceness {own}, because its user may not lower it: others on the "
+            f"node go before it; start the node by `RAY_worker_niceness={wanted} ray start ...`",
+            file=sys.stderr,
+        )
 
 
 def _unpacked(request: Mapping[str, Any], code: bytes, data: bytes) -> RunSpec:

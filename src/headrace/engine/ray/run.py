@@ -82,7 +82,7 @@ class RayRun:
         return found
 
     def _start(self, rank: int) -> Any:
-        """Has a rank's process begin; returns what tells of its end."""
+        """Has a rank's process begin; returns what its agent will tell."""
         place, spec = self._places[rank], self._spec
         environment = {**self._launched, "RANK": str(rank), "HEADRACE_HOST": place.host}
         if place.gpus:
@@ -98,4 +98,4 @@ class RayRun:
             "encrypt": self._encrypt,
             "threads": spec.plan.role(rank).threads,
         }
-        return self._agents[rank].run.remote(request, *self._shipped)
+        return self._agents[rank].begin.remote(request, *self._shipped)

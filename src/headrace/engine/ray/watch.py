@@ -17,8 +17,7 @@ from headrace.spec.events import LAUNCHER, Notice
 from headrace.worker.events import EventWriter
 from headrace.worker.run_spec import RunSpec
 
-_LOOK_EVERY_S = 0.1
-_PROGRESS_EVERY_S = 0.25
+_LOOK_EVERY_S = 0.25
 _GRACE_S = 5.0
 """That the others have to end when a process has failed, and to end after rank 0."""
 _AGAIN_S = 1.0
@@ -28,7 +27,7 @@ _IN_VAIN = 5
 
 
 class RankWatch:
-    """Follows the processes of one run; `start` has that of a rank begin, and returns what tells of its end.
+    """Follows the processes of one run; `start` has that of a rank begin, and returns what its agent will tell.
 
     Attributes:
         status: of rank 0, once it has ended in order.
@@ -53,7 +52,6 @@ class RankWatch:
         self._accused: Mapping[str, Any] = {}
         self._deadline: float | None = None
         self._told = RunProgress(0, 0.0, 0)
-        self._asked = agents[0].progress.remote()
         self._losses: dict[int, list[float]] = {rank: [] for rank in range(len(agents))}
         self._awaited: dict[Any, tuple[int, float]] = {}
 
@@ -65,38 +63,36 @@ class RankWatch:
         while self._waits and (self._deadline is None or monotonic() < self._deadline):
             done, _ = ray.wait(list(self._waits), timeout=_LOOK_EVERY_S)
             for reference in done:
-                self._take_end(self._waits.pop(reference), reference)
+                self._take(self._waits.pop(reference), reference)
             if self._flag.stop and not stopped:
                 stopped = True
                 # It tells the others, and all end after the same round.
                 self._agents[0].stop.remote(int(signal.SIGINT))
-            if monotonic() - looked > _PROGRESS_EVERY_S:
+            if monotonic() - looked > _LOOK_EVERY_S:
                 looked = monotonic()
                 self._take_back()
-                self._look()
+                self._progress(self._told)
         self._raise_failure()
 
-    def _look(self) -> None:
-        import ray
-
-        if ray.wait([self._asked], timeout=0)[0]:
-            try:
-                step, loss, examples = ray.get(self._asked)
-            except ray.exceptions.RayError:
-                return  # rank 0's agent is lost, as its `wait` says
-            self._told = RunProgress(int(step), loss, int(examples))
-            self._asked = self._agents[0].progress.remote()
-        self._progress(self._told)
-
-    def _take_end(self, rank: int, reference: Any) -> None:
-        """Decides what the end of a process means: the run's, its restart, or nothing."""
+    def _take(self, rank: int, reference: Any) -> None:
+        """Takes what an agent tells of its process: how far it is, or how it has ended."""
         import ray
 
         try:
-            ended = ray.get(reference)
+            told = ray.get(reference)
         except ray.exceptions.RayError:
             self._lose(rank, "its node, or its actor there, has ended")
             return
+        if "code" in told:
+            self._take_end(rank, told)
+            return
+        if "progress" in told:
+            step, loss, examples = told["progress"]
+            self._told = RunProgress(int(step), loss, int(examples))
+        self._waits[self._agents[rank].watch.remote()] = rank
+
+    def _take_end(self, rank: int, ended: Mapping[str, Any]) -> None:
+        """Decides what the end of a process means: the run's, its restart, or nothing."""
         if "status" in ended:
             if rank == 0:
                 self.status = ended["status"]
