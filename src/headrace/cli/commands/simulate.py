@@ -23,6 +23,7 @@ _EXAMPLES = """
   headrace simulate model.toml --cluster cluster.toml --strategy mirrored
   headrace simulate model.json --cluster cluster.toml --strategy downpour
   headrace simulate model.json --cluster cluster.toml --run-dir runs/virtual
+  headrace simulate model.json --cluster aws-g5.xlarge:8 --strategy mirrored
   headrace simulate model.json --cluster cluster.toml --assume network_share=0.5
 """
 
@@ -33,7 +34,16 @@ ModelFile = Annotated[
     ),
 ]
 ClusterFile = Annotated[
-    Path, typer.Option("--cluster", metavar="FILE", show_default=False, help="The hosts and the links between them.")
+    Path,
+    typer.Option(
+        "--cluster",
+        metavar="FILE|NAME:N",
+        show_default=False,
+        help="The hosts and the links between them; or N machines of a cloud, aws-g5.xlarge:4.",
+    ),
+]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Use a profile of other versions or of another kind of device.")
 ]
 BatchSizeOption = Annotated[
     int | None,
@@ -70,6 +80,7 @@ def simulate(
             "--run-dir", metavar="DIR", show_default=False, help="Write the events there, for `headrace report`."
         ),
     ] = None,
+    force: ForceOption = False,
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
@@ -90,6 +101,7 @@ def simulate(
             global_batch_size=global_batch_size,
             assumptions=assumptions_of(assume or ()),
             run_dir=run_dir,
+            force=force,
         )
         answer.give(prediction_plain(prediction), _text(prediction, run_dir))
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from headrace.errors import UsageError
 from headrace.machine import cores, processor_name, versions
+from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec
 from headrace.trees import map_tensors
 
@@ -77,3 +78,20 @@ def require_origin(model: ModelSpec, expected: Mapping[str, str], force: bool = 
             "Profile the job again here, or give --force to use it as it is"
         )
     return differ
+
+
+def require_usable(model: ModelSpec, cluster: Cluster, force: bool = False) -> tuple[str, ...]:
+    """Checks that a profile may stand for the devices of a cluster; returns what differs, for notices.
+
+    The versions must be those that are here. A profile of a processor does not stand for GPUs, nor the other way round,
+    unless every host says the `speed` of its devices relative to the profile's, or their `device_flops`.
+
+    Raises:
+        UsageError: something differs, and `force` is not given.
+    """
+    here = {name: value for name, value in versions().items() if name != "python"}
+    told = all(host.speed != Host.speed or host.device_flops for host in cluster.hosts)
+    measured_on = "cpu" if model.origin.get("device", "cpu") == "cpu" else "cuda"
+    if measured_on != cluster.device and not told:
+        here["device"] = f"{cluster.device} (each host may say the speed of its devices relative to the profile's)"
+    return require_origin(model, here, force)

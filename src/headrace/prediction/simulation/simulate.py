@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from headrace.errors import InfeasiblePlan, UsageError
+from headrace.prediction.cloud import cluster_of
+from headrace.prediction.profiling.origin import require_usable
 from headrace.prediction.simulation.behaviour import behave
 from headrace.prediction.simulation.event_files import write
 from headrace.prediction.simulation.failures import Reliability, reliability
@@ -80,6 +82,7 @@ def simulate(
     global_batch_size: int | None = None,
     assumptions: Assumptions | None = None,
     run_dir: Path | str | None = None,
+    force: bool = False,
 ) -> Prediction:
     """Runs a strategy in virtual time on machines that need not be there.
 
@@ -87,17 +90,19 @@ def simulate(
 
     Args:
         model: a profile, a file of one, or one that a person has written.
-        cluster: the machines, or their file.
+        cluster: the machines, their file, or so many of a cloud's: "aws-g5.xlarge:4".
         strategy: as for `fit`; without a number of workers it takes all devices of the cluster.
         global_batch_size: examples of a round; None for the profile's largest batch on every replica.
         run_dir: where the events of the run are to be written, as a real run writes them, for `headrace report`.
+        force: uses a profile of other versions or of another kind of device, and notes it.
 
     Raises:
         UsageError: something that is needed is missing, or impossible; with the field and its unit.
         InfeasiblePlan: the cluster has too few devices, or a device too little memory, with the numbers.
     """
     model = model if isinstance(model, ModelSpec) else ModelSpec.load(model)
-    cluster = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
+    cluster = cluster_of(cluster)
+    differ = require_usable(model, cluster, force)
     chosen = counted(resolve(strategy), cluster)
     scene, replicas = scene_of(model, cluster, chosen, global_batch_size, assumptions or Assumptions())
     needed = device_bytes(chosen, scene)
@@ -105,7 +110,8 @@ def simulate(
     timeline = behave(chosen, scene)
     if run_dir is not None:
         write(Path(run_dir), chosen, scene, timeline, replicas, needed)
-    return _prediction(chosen, scene, timeline, replicas, needed)
+    prediction = _prediction(chosen, scene, timeline, replicas, needed)
+    return replace(prediction, notes=(*differ, *prediction.notes))
 
 
 def counted(strategy: Strategy, cluster: Cluster) -> Strategy:
