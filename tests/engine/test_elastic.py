@@ -186,9 +186,9 @@ def test_a_killed_server_with_a_backup_is_followed_by_it(
 
 @pytest.mark.parametrize("victim", [0, 2, 3], ids=["worker", "server", "backup"])
 def test_who_is_frozen_is_ended_and_replaced(engine: LocalEngine, victim: int) -> None:
-    hand = Hand({300: (victim, signal.SIGSTOP)}, after=3)
+    hand = Hand({60: (victim, signal.SIGSTOP)}, after=3)
     strategy = hr.ParameterServer(2, backups=1)
-    check_counts(hr.fit(counting_job(200), strategy, engine=engine, on_event=hand, timeout_s=3.0), 200)
+    check_counts(hr.fit(counting_job(40), strategy, engine=engine, on_event=hand, timeout_s=3.0), 40)
     assert [lost.lost for lost in hand.lost] == [victim]
     assert "no sign of life" in hand.lost[0].cause
 
@@ -284,11 +284,11 @@ def test_workers_join_and_leave_a_run_that_goes_on(engine: LocalEngine, tmp_path
     done = tmp_path / "done"
     thread = threading.Thread(target=staff)
     thread.start()
-    job = counting_job(150, model=functools.partial(Counter, done))
+    job = counting_job(40, model=functools.partial(Counter, done))
     with LocalEngine() as fresh:
         run = hr.fit(job, hr.ParameterServer(2), engine=fresh, run_dir=tmp_path / "run")
     thread.join()
-    check_counts(run, 150)
+    check_counts(run, 40)
     assert [line.split(":")[0] for line in said] == ["3 workers from now on", "1 worker from now on"]
     ended = [event.rank for event in run.events if isinstance(event, WorkerEnded)]
     assert ended == [1, 3, 0] or ended == [3, 1, 0]
@@ -302,10 +302,13 @@ def test_a_run_in_which_workers_wait_for_each_other_takes_no_further_ones(engine
         with pytest.raises(UsageError) as caught:
             ask_for_workers(tmp_path, 1, 60)
         refused.append(caught.value)
+        done.touch()
 
+    done = tmp_path / "done"
     thread = threading.Thread(target=staff)
     thread.start()
-    hr.fit(counting_job(300), hr.ParameterServer(2, staleness_bound=0), engine=engine, run_dir=tmp_path)
+    job = counting_job(25, model=functools.partial(Counter, done))
+    hr.fit(job, hr.ParameterServer(2, staleness_bound=0), engine=engine, run_dir=tmp_path)
     thread.join()
     assert "no workers can join or leave" in str(refused[0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import os
 import shutil
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import headrace as hr
-from engine.test_elastic import BATCH, EXAMPLES, check_counts, counting_job, every_strategy
+from engine.test_elastic import BATCH, EXAMPLES, Counter, check_counts, counting_job, every_strategy
 from headrace.checkpoint.storage import Storage
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import PeerLost
@@ -23,14 +24,20 @@ from headrace.spec.events import Event, Notice, RunStarted, ServerStarted, Snaps
 
 pytestmark = pytest.mark.slow
 
-EPOCHS = 200
-OFTEN = hr.Checkpoints(every_s=None, every_steps=600, snapshots_every_s=0.05)
+EPOCHS = 30
+OFTEN = hr.Checkpoints(every_s=None, every_steps=60, snapshots_every_s=0.05)
 
 
-def long_job() -> hr.Job:
-    """Its workers meet more often than they save."""
+def made_job(awaited: Path | None = None) -> hr.Job:
+    """Its workers meet more often than they save; from the epoch `HURRIED` on they wait for a file, if any."""
     held_out = (torch.eye(EXAMPLES, dtype=torch.float64), torch.zeros(EXAMPLES))
-    return counting_job(EPOCHS, eval_data=held_out, options=hr.Options(eval_every=250))
+    model = functools.partial(Counter, awaited)
+    return counting_job(EPOCHS, model=model, eval_data=held_out, options=hr.Options(eval_every=40))
+
+
+def lasting_job() -> hr.Job:
+    """Outlasts what shall happen meanwhile."""
+    return made_job(Path("never"))
 
 
 class Killer:
@@ -47,7 +54,7 @@ class Killer:
         if isinstance(event, ServerStarted | WorkerStarted):
             self._pids[event.rank] = event.pid
         self._steps += isinstance(event, Stepped)
-        if isinstance(event, SnapshotTaken) and self._steps >= 20:
+        if isinstance(event, SnapshotTaken) and self._steps >= 6:
             self._left[event.rank] -= 1
             if max(self._left.values()) <= 0 and not self.done:
                 self.done = True
@@ -75,7 +82,7 @@ def test_a_run_goes_on_from_snapshots_and_no_example_is_lost_or_doubled(
         killer = killer_of(strategy, attempt)
         with pytest.raises(PeerLost, match="goes on from the servers' last snapshots"):
             hr.fit(
-                long_job(),
+                lasting_job(),
                 strategy,
                 engine=engine,
                 on_event=killer,
@@ -84,7 +91,7 @@ def test_a_run_goes_on_from_snapshots_and_no_example_is_lost_or_doubled(
                 resume=attempt > 0,
             )
         assert killer.done
-    run = hr.fit(long_job(), strategy, engine=engine, run_dir=tmp_path, checkpoints=OFTEN, resume=True)
+    run = hr.fit(made_job(), strategy, engine=engine, run_dir=tmp_path, checkpoints=OFTEN, resume=True)
     check_counts(run, EPOCHS)
     events = list(run.events)
     starts = [event for event in events if isinstance(event, RunStarted)]
@@ -96,7 +103,7 @@ def test_a_run_goes_on_from_snapshots_and_no_example_is_lost_or_doubled(
 
 def killed(engine: LocalEngine, run_dir: Path, strategy: hr.Strategy) -> None:
     with pytest.raises(PeerLost):
-        hr.fit(long_job(), strategy, engine=engine, on_event=killer_of(strategy), run_dir=run_dir, checkpoints=OFTEN)
+        hr.fit(lasting_job(), strategy, engine=engine, on_event=killer_of(strategy), run_dir=run_dir, checkpoints=OFTEN)
 
 
 def notices(run: hr.Run) -> str:
@@ -124,7 +131,7 @@ def test_a_damaged_snapshot_is_left_out_and_told(engine: LocalEngine, tmp_path: 
     # Files that were not complete when their writers died: of this server, and of one that this run does not have.
     for left_over in ("server-0-00009999.part", "server-1-00000003.part"):
         (snapshots / left_over).write_bytes(b"not complete")
-    run = hr.fit(long_job(), strategy, engine=engine, run_dir=tmp_path, checkpoints=OFTEN, resume=True)
+    run = hr.fit(made_job(), strategy, engine=engine, run_dir=tmp_path, checkpoints=OFTEN, resume=True)
     check_counts(run, EPOCHS)
     assert list(snapshots.glob("*.part")) == []
     assert f"damaged, left out: {newest}" in notices(run)
@@ -136,7 +143,7 @@ def test_another_strategy_goes_on_from_the_checkpoint_alone(
     engine: LocalEngine, tmp_path: Path, of_one_server: Path, other: hr.Strategy
 ) -> None:
     shutil.copytree(of_one_server, tmp_path, dirs_exist_ok=True)
-    run = hr.fit(long_job(), other, engine=engine, run_dir=tmp_path, checkpoints=False, resume=True)
+    run = hr.fit(made_job(), other, engine=engine, run_dir=tmp_path, checkpoints=False, resume=True)
     check_counts(run, EPOCHS)
     assert "the servers go on from snapshots" not in notices(run)
     assert list((tmp_path / "snapshots").iterdir()) == [], "a later run does not resume from them"
@@ -146,10 +153,10 @@ def test_one_checkpoint_is_not_mixed_with_snapshots(engine: LocalEngine, tmp_pat
     strategy = hr.ParameterServer(2)
     shutil.copytree(of_one_server, tmp_path / "a")
     oldest = min((tmp_path / "a" / "checkpoints").iterdir())
-    run = hr.fit(long_job(), strategy, engine=engine, run_dir=tmp_path / "b", checkpoints=OFTEN, resume=oldest)
+    run = hr.fit(made_job(), strategy, engine=engine, run_dir=tmp_path / "b", checkpoints=OFTEN, resume=oldest)
     check_counts(run, EPOCHS)
     assert "the servers go on from snapshots" not in notices(run)
-    both = hr.fit(long_job(), strategy, engine=engine, run_dir=tmp_path / "c", checkpoints=OFTEN, resume=tmp_path / "a")
+    both = hr.fit(made_job(), strategy, engine=engine, run_dir=tmp_path / "c", checkpoints=OFTEN, resume=tmp_path / "a")
     check_counts(both, EPOCHS)
     assert "the servers go on from snapshots" in notices(both)
 

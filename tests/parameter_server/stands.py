@@ -31,7 +31,7 @@ __all__ = ["PATIENCE_S", "WIDTH", "Stand", "counted", "one_hot", "standing"]
 
 WIDTH = 64
 PATIENCE_S = 20.0
-PROBE_S = 0.1
+PROBE_S = 0.03
 
 
 class Stand:

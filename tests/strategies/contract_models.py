@@ -219,7 +219,7 @@ class Case:
     ) -> hr.Job:
         """Returns the job; the same one for the same arguments."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
+            torch.default_generator.manual_seed(1)
             model = self.model().to(dtype)
             data, eval_data = (
                 tuple(t.to(dtype) if t.is_floating_point() else t for t in self.data(n)) for n in (count, 7)
