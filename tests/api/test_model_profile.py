@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,22 @@ def test_a_busy_machine_is_tried_twice_and_said(profiled: Any, monkeypatch: pyte
     found = profiled(job(), said=said)
     assert said.count("steps of training of 8 examples") == 2
     assert found.origin["disturbed"] == ("while it trained on 8 examples, other programs kept 2.0 of 2 cores busy")
+
+
+def slow(example: Any) -> Any:
+    time.sleep(0.005)
+    return example
+
+
+@pytest.mark.slow
+def test_what_decides_whether_a_gpu_would_help(tmp_path: Path) -> None:
+    arrays = hr.data.from_arrays(INPUTS, INPUTS.sum(1, keepdim=True)).map(slow, parallel="inline")
+    found = model_profile.job_facts(job(data=arrays), "deep", seconds=0.2)
+    assert (found.name, found.examples, found.batch_bytes) == ("deep", 8, 4 * 8 * 17)
+    # Two layers with three operations each way at most, the loss, and what autograd adds.
+    assert 10 < found.operations < 60
+    assert 50 < found.input_per_s < 200
+    assert (found.gpu_step_s is None) != torch.cuda.is_available()
 
 
 def stepped(time_s: float, compute_s: float) -> Stepped:

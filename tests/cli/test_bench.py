@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.bench import measuring
+from headrace.bench.advice import JobFacts
 from headrace.bench.figures import Figure, MachineFigures
 from headrace.bench.settings import FULL, QUICK, Effort
 from headrace.cli import run
@@ -56,3 +60,20 @@ def test_what_cannot_be_meant(asked: list[object], tmp_path: Path, capsys: Captu
     (tmp_path / "file").touch()
     assert run(["bench", "--out", "file/page.html"]) == 3
     assert "the page file/page.html cannot be written" in capsys.readouterr().err
+
+
+def test_a_job_is_measured_first_and_answered_for(
+    asked: list[object], stage: Any, job_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def job_facts(job: Any, name: str, say: Any) -> JobFacts:
+        say("the input alone")
+        return JobFacts(name, 32, 0.1, 200, 1000, 1e6, gpu_step_s=0.01)
+
+    module = types.ModuleType("headrace.api.model_profile")
+    vars(module)["job_facts"] = job_facts
+    monkeypatch.setitem(sys.modules, "headrace.api.model_profile", module)
+    assert run(["bench", "digits.py", "--set", "lr=0.3"]) == 0
+    out, err = capsys.readouterr()
+    assert "A step of digits of 32 examples takes 100 ms on the processors" in " ".join(out.split())
+    assert err == "the input alone\n"
+    assert run(["bench", "digit.py"]) == 2

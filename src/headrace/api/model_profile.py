@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean, median, stdev
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from headrace.api.fit import fit
 from headrace.api.measuring import measured
 from headrace.api.profiling import with_ready_data, without_end
 from headrace.api.run import Run
-from headrace.data import as_pipeline
+from headrace.bench.advice import JobFacts
+from headrace.data import Loader, as_pipeline
 from headrace.engine.base import Engine
 from headrace.errors import HeadraceError, JobError, UnfitMachine, UsageError
 from headrace.machine import cores, detect, give_back
@@ -33,8 +35,8 @@ from headrace.spec.model import BatchProfile, ComputeProfile, LayerSpec, ModelSp
 from headrace.spec.options import require_count
 from headrace.strategies import OneDevice
 from headrace.training.optimizer import build
-from headrace.training.whole_model import HALF
-from headrace.trees import map_tensors
+from headrace.training.whole_model import HALF, examples_of
+from headrace.trees import map_tensors, nbytes
 from headrace.worker.session import objective_of
 
 BATCH_SIZES = (1, 4, 16)
@@ -96,7 +98,7 @@ def profile(
     info = inspect_job(job)
     kind = detect(device).device
     check_options(job.options, kind)
-    own = max(1, min(-(-job.global_batch_size // job.options.accumulate), len(as_pipeline(job.data)[0])))
+    own = _own_size(job)
     measuring = _Measuring(info, kind, threads or cores(), seconds, engine, say)
     compute, passes = _measured_sizes(measuring, sorted({own, *(size for size in batch_sizes if size < own)}), say)
     return replace(
@@ -107,6 +109,58 @@ def profile(
         flops_per_example=passes.forward_flops / own,
         origin={**origin_here(kind), **_identity(info), **measuring.disturbed},
     )
+
+
+def job_facts(job: Job, name: str, seconds: float = 1.0, say: Callable[[str], object] = lambda line: None) -> JobFacts:
+    """Measures what decides whether a GPU would help a job: its step, on a GPU too if there is one, and its input.
+
+    Its errors are those of `profile`.
+    """
+    info = inspect_job(job)
+    measuring = _Measuring(info, "cpu", cores(), seconds, None, say)
+    batch = measuring.batch(_own_size(job))
+    examples = examples_of(batch)
+    passes = measuring.passes(examples)
+    gpu_step_s = None
+    if detect("auto").device == "cuda":
+        there = _Measuring(info, "cuda", cores(), seconds, None, say)
+        on_gpu = there.passes(examples)
+        gpu_step_s = on_gpu.forward_s + on_gpu.backward_s
+    say("the input alone")
+    return JobFacts(
+        name,
+        examples,
+        passes.forward_s + passes.backward_s,
+        passes.operations,
+        nbytes(batch),
+        _input_rate(job, examples, seconds),
+        gpu_step_s,
+    )
+
+
+def _input_rate(job: Job, examples: int, seconds: float) -> float:
+    """Returns the examples a second that the job's input gives, after the first batch, in which files are opened."""
+    pipeline, _ = as_pipeline(job.data)
+    read = 0
+    began: float | None = None
+    while True:
+        shares = Loader(pipeline, job.seed, examples, (1,), 0).sweep(alone=True)
+        try:
+            for share in shares:
+                now = perf_counter()
+                if began is None:
+                    began = now
+                    continue
+                read += share.examples
+                if now - began > seconds:
+                    return read / (now - began)
+        finally:
+            shares.close()
+
+
+def _own_size(job: Job) -> int:
+    """Returns the examples of a micro-batch of the job."""
+    return max(1, min(-(-job.global_batch_size // job.options.accumulate), len(as_pipeline(job.data)[0])))
 
 
 def _measured_sizes(
@@ -174,7 +228,7 @@ class _Measuring:
             return measure_passes(
                 self._module,
                 self._objective,
-                self._batch(size),
+                self.batch(size),
                 seconds=self._seconds,
                 threads=self.threads,
                 autocast=self._autocast,
@@ -228,8 +282,8 @@ class _Measuring:
             found = profile_layers(
                 self._module,
                 self._objective,
-                self._batch(size),
-                sample=self._batch(_SAMPLED),
+                self.batch(size),
+                sample=self.batch(_SAMPLED),
                 seconds=self._seconds,
                 threads=self.threads,
                 autocast=self._autocast,
@@ -240,7 +294,8 @@ class _Measuring:
             return ()
         return found.layers
 
-    def _batch(self, size: int) -> Any:
+    def batch(self, size: int) -> Any:
+        """Returns the job's first examples, on the device."""
         batch = first_batch(self._info.job, size)
         return batch if self.device == "cpu" else map_tensors(self._place, batch)
 

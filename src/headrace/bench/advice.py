@@ -24,6 +24,7 @@ class JobFacts:
         operations: that torch executes in it, each of which a GPU starts.
         batch_bytes: that go to the device for it.
         input_per_s: examples that the job's input gives while nothing trains.
+        gpu_step_s: the same step on this machine's GPU, its batch being there; None without one.
     """
 
     name: str
@@ -32,6 +33,7 @@ class JobFacts:
     operations: int
     batch_bytes: int
     input_per_s: float
+    gpu_step_s: float | None = None
 
 
 def answer(here: MachineFigures, beside: MachineFigures | None = None, job: JobFacts | None = None) -> str:
@@ -40,6 +42,8 @@ def answer(here: MachineFigures, beside: MachineFigures | None = None, job: JobF
     other = beside if beside and not gains else None
     if other:
         gains = gpu_gains(here, other)
+    if not gains and job and job.gpu_step_s:
+        return _measured(job, job.gpu_step_s)
     if not gains:
         return (
             "Whether a GPU would help is not known: this machine has none that torch can use, and nothing is there to "
@@ -51,7 +55,7 @@ def answer(here: MachineFigures, beside: MachineFigures | None = None, job: JobF
         f"{whose} trains the networks above {_range(least, most)} times as fast as this machine's processors, at "
         "batches of 16 images of 224 x 224."
     ]
-    return " ".join([*said, *(_of_job(job, least, most, here) if job else [_of_any_job()])])
+    return " ".join([*said, *(_of_job(job, most, here) if job else [_of_any_job()])])
 
 
 def gpu_gains(here: MachineFigures, there: MachineFigures) -> dict[tuple[str, str], float]:
@@ -88,7 +92,21 @@ def _of_any_job() -> str:
     )
 
 
-def _of_job(job: JobFacts, least: float, most: float, here: MachineFigures) -> list[str]:
+def _measured(job: JobFacts, gpu_step_s: float) -> str:
+    """Returns the answer where the job itself was measured on both."""
+    gain, by_input = job.step_s / gpu_step_s, job.input_per_s * job.step_s / job.examples
+    said = (
+        f"A step of {job.name} of {job.examples} examples takes {duration(job.step_s)} on the processors and "
+        f"{duration(gpu_step_s)} on the GPU, {_times(gain)} times as fast"
+    )
+    if by_input < gain:
+        return f"{said}; but its input gives {short(job.input_per_s)} examples/s, enough for {_times(by_input)} times."
+    return f"{said}, and its input is quick enough for that."
+
+
+def _of_job(job: JobFacts, most: float, here: MachineFigures) -> list[str]:
+    if job.gpu_step_s:
+        return [_measured(job, job.gpu_step_s)]
     started = here.at("transfer", "an operation on one number", GPU)
     start_s = started.value / 1e6 if started else START_S
     bus = here.at("transfer", "host to GPU, pageable", GPU)
@@ -107,7 +125,7 @@ def _of_job(job: JobFacts, least: float, most: float, here: MachineFigures) -> l
         why = "its input" if bound == by_input else "starting its short operations" if bound == by_start else "the GPU"
         return [*said, f"So a GPU would hardly help: at most {_times(bound)} times as fast, held up by {why}."]
     if bound == most:
-        return [*said, f"So a GPU should help: {_range(min(least, bound), bound)} times as fast."]
+        return [*said, f"So a GPU would help: up to {_times(bound)} times as fast, if it gains what the networks gain."]
     why = "its input" if bound == by_input else "starting its operations"
     return [*said, f"So a GPU would help: up to {_times(bound)} times as fast, and {why} is what limits it then."]
 

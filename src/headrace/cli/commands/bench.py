@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.options import JsonOption, help_option
+from headrace.cli.jobfile import find_job, load_job
+from headrace.cli.options import JsonOption, SettingsOption, help_option, job_name
 from headrace.cli.output import answering
 from headrace.errors import UnfitMachine
+
+if TYPE_CHECKING:
+    from headrace.bench.advice import JobFacts
 
 _EXAMPLES = """
   headrace bench --quick
   headrace bench --out bench.html
   headrace bench --only matrix,memory
   headrace bench --quick --json > here.json
+  headrace bench job.py --quick --beside other.json
   headrace bench --beside other.json --out bench.html
 """
 
 
 def bench(
+    path: Annotated[
+        Path | None,
+        typer.Argument(metavar="[JOB.py]", show_default=False, help="A job, to say whether a GPU would help it."),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and networks: about a minute.")] = False,
     only: Annotated[
         str,
@@ -44,6 +54,7 @@ def bench(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE.html", show_default=False, help="Write a page with bars, too.")
     ] = None,
+    settings: SettingsOption = None,
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
@@ -51,7 +62,7 @@ def bench(
 
     Matrix products by size and type, memory, transfers to a GPU, reading files, and inference and training of known
     networks: on the CPU by threads, and on the first GPU without cuDNN, with it, and compiled. What is not there is
-    named with the reason. A paragraph at the end says whether a GPU would help.
+    named with the reason. A paragraph at the end says whether a GPU would help, with a job file that job.
     """
     with answering(as_json) as answer:
         # Lazily: it imports torch.
@@ -64,8 +75,9 @@ def bench(
 
         compared = MachineFigures.load(beside) if beside else None
         chosen = tuple(only.split(",")) if only else GROUPS
-        found = measure(QUICK if quick else FULL, folder, chosen, lambda line: typer.echo(line, err=True))
-        said = advice(found, compared)
+        job = _facts(path, settings or ()) if path else None
+        found = measure(QUICK if quick else FULL, folder, chosen, _say)
+        said = advice(found, compared, job)
         if out:
             try:
                 write_page(out, found, said, compared)
@@ -74,3 +86,16 @@ def bench(
                     f"the page {out} cannot be written: {error.strerror}; name another place with --out"
                 ) from error
         answer.give(found.plain(), "\n".join([*lines(found, said, compared), *([f"page: {out}"] if out else [])]))
+
+
+def _facts(path: Path, settings: Sequence[str]) -> JobFacts:
+    find_job(path)
+    job = load_job(path, settings)
+    # Lazily: it imports torch.
+    from headrace.api.model_profile import job_facts
+
+    return job_facts(job, job_name(path), say=_say)
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
