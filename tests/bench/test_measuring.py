@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import torchvision_ops
 from headrace.bench import networks, settings, storage
 from headrace.bench.figures import Figure, Gap, MachineFigures
 from headrace.bench.measuring import measure
@@ -137,6 +138,7 @@ def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_networks_are_torchvision_s() -> None:
+    torchvision_ops.declare()
     pytest.importorskip("torchvision", exc_type=ImportError, reason="torchvision is not installed")
     from torchvision import models
 

@@ -54,8 +54,8 @@ def test_it_is_a_file_that_can_be_edited(tmp_path: Path, monkeypatch: pytest.Mon
     cluster = cloud_cluster("aws-g5.12xlarge", 3)
     # A file is read as one, whatever its name.
     monkeypatch.chdir(tmp_path)
-    Path("aws-g5.12xlarge").write_text(replace(cluster, hosts=cluster.hosts[:1]).toml())
-    assert len(cluster_of("aws-g5.12xlarge").hosts) == 1
+    Path("aws-g5.12xlarge").write_text(replace(cluster, hosts=cluster.hosts[:2]).toml())
+    assert len(cluster_of("aws-g5.12xlarge").hosts) == 2
     assert len(cluster_of("aws-g5.12xlarge:3").hosts) == 3
     with pytest.raises(UsageError, match="cannot be read as a cluster's file"):
         cluster_of("gcp-a2:3")

@@ -26,9 +26,9 @@ class One(nn.Linear):
         return super().forward(inputs) * 2
 
 
-def other(scale: int) -> nn.Module:
+def other(ending: str) -> nn.Module:
     kind = type("One", (nn.Linear,), {})
-    source = f"def forward(self, inputs):\n    return self.linear(inputs) * {scale}"
+    source = f"def forward(self, inputs):\n    return self.linear(inputs) {ending}"
     names: dict[str, object] = {}
     exec(source, names)
     kind.forward = names["forward"]
@@ -49,7 +49,8 @@ def test_the_digest_is_of_form_and_code_and_not_of_values() -> None:
         digest(nn.Sequential(nn.Linear(4, 8).requires_grad_(False), nn.ReLU())),
     ]
     assert len({digest(again), *others}) == 7
-    assert digest(other(3)) == digest(other(3)) != digest(other(4))
+    assert digest(other("* 3")) == digest(other("* 3"))
+    assert len({digest(other(ending)) for ending in ("* 3", "* 4", "- 3")}) == 3
 
 
 @pytest.mark.slow
