@@ -42,8 +42,14 @@ hr.launch(train, long_job(data=loader), hr.Mirrored(2), on_event=tell, run_dir=s
 """
 
 
+# Where one worker is stopped, the others end as where none is.
 @pytest.mark.parametrize(
-    "stopped", [(), ("worker",), ("fork server", "worker")], ids=lambda names: "+".join(names) or "none"
+    "stopped",
+    [
+        pytest.param((), id="none", marks=pytest.mark.full),
+        pytest.param(("worker",), id="worker"),
+        pytest.param(("fork server", "worker"), id="fork server+worker"),
+    ],
 )
 def test_nothing_outlives_it(tmp_path: Path, stopped: tuple[str, ...]) -> None:
     script = tmp_path / "script.py"
