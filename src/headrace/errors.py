@@ -284,6 +284,21 @@ class Replaced(RunFailed):
         self.incarnation = incarnation
 
 
+class LeftBehind(RunFailed):
+    """The other workers of an elastic run go on without this one, or may do so, because they do not reach each other.
+
+    Args:
+        rank: of this worker.
+        why: what it knows.
+    """
+
+    exit_code = 4
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"rank {rank} ends: {why}; what it has not finished is done again by the others")
+        self.rank = rank
+
+
 _HEADRACE = str(Path(__file__).parent) + os.sep
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 

@@ -24,6 +24,12 @@ class Compression:
         # By numpy, because the system gives it only the pages that are written.
         self.residuals = torch.from_numpy(np.zeros(region.nbytes, np.uint8))
 
+    def forget(self) -> None:
+        """Begins without residuals, where this rank will send other parts than before."""
+        if self.parts:
+            self.residuals.zero_()
+            self.parts.clear()
+
     def encoder(self, place: int, like: Tensor) -> Encoder:
         """Returns what encodes a flat tensor, of gradients at the address `place`."""
         codec = codec_for(self.name, like.dtype)

@@ -127,10 +127,10 @@ class HostLinks:
 
         self._transfer(outgoing, {} if first else {self._host - 1: len(pieces)}, take)
 
-    def close(self) -> None:
-        """Ends the connections, after what is on its way has left."""
+    def close(self, lingers: bool = True) -> None:
+        """Ends the connections, after what is on its way has left if it `lingers`."""
         for other, push in self._pushes.items():
-            push.close(0 if self._ended(other) else _LINGER_MS)
+            push.close(_LINGER_MS if lingers and not self._ended(other) else 0)
         for pull in self._pulls.values():
             pull.close()
         self._context.term()

@@ -94,7 +94,7 @@ class MultiHostGroup(ProcessGroup):
         self.groups: list[MultiHostGroup] = []
         self._target = 0
         self._seen_ended_s: dict[int, float] = {}
-        self._closed = False
+        self._closed = self._abandoned = False
         self._background: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
         names = list(dict.fromkeys(home.hosts))
@@ -158,6 +158,11 @@ class MultiHostGroup(ProcessGroup):
     def all_to_all(self, pieces: Tensor) -> Tensor:
         return self._now(partial(self._all_to_all, pieces))
 
+    def abandon(self) -> None:
+        """Closes the group in the middle of what it does; the others do not wait for what it has not sent."""
+        self._abandoned = True
+        self.close()
+
     def close(self) -> None:
         self._closed = True
         for group in self.groups:
@@ -165,7 +170,9 @@ class MultiHostGroup(ProcessGroup):
         if self._background:
             self._background.shutdown()
         self._regions = ()
-        for each in (self._links, self._local, self._segment):
+        if self._links:
+            self._links.close(lingers=not self._abandoned)
+        for each in (self._local, self._segment):
             if each:
                 each.close()
         self._links = self._local = self._segment = None
@@ -214,6 +221,8 @@ class MultiHostGroup(ProcessGroup):
 
     def _all_reduce(self, flat: Tensor, compression: Compression) -> None:
         local, count = self._local, len(self._own)
+        if self.world == 1:
+            return
         if flat.nbytes * self.world <= _SMALL_BYTES:
             rows = self._gather(flat.view(torch.uint8)).view(flat.dtype)
             total = rows[0].clone()

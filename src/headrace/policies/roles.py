@@ -116,15 +116,14 @@ def elastic_plan(plan: Plan, min_workers: int | None, max_workers: int | None, c
     """Returns a plan with workers that may be lost, join and leave; as it is without `min_workers`.
 
     Raises:
-        InfeasiblePlan: they are not processes of one host that headrace starts itself, or fewer than `min_workers`.
+        InfeasiblePlan: they are not on CPUs, or fewer than `min_workers`.
     """
     if min_workers is None:
         return plan
-    if cluster.ranks is not None or len(cluster.hosts) > 1 or cluster.device != "cpu":
-        where = "a launcher has started them" if cluster.ranks is not None else f"the devices are {cluster.device}"
+    if cluster.device != "cpu":
         raise InfeasiblePlan(
-            f"min_workers={min_workers} needs workers on one host's CPU that headrace starts itself, and {where}; "
-            "leave out min_workers"
+            f"min_workers={min_workers} needs workers on CPUs, and the devices are {cluster.device}; leave out "
+            "min_workers"
         )
     workers = plan.workers
     if not min_workers <= workers <= (max_workers or workers):

@@ -39,7 +39,12 @@ def _build(kind: Any, value: Any) -> Any:
         (choice,) = set(arguments) - {type(None)}
         return None if value is None and type(None) in arguments else _build(choice, value)
     if origin is tuple:
-        return tuple(_build(arguments[0], item) for item in _expect(list, value))
+        items = _expect(list, value)
+        # `tuple[int, ...]` repeats its first argument; others have one for each item.
+        kinds = arguments[:1] * len(items) if arguments[1:] == (Ellipsis,) else arguments
+        if len(kinds) != len(items):
+            raise TypeError(f"expected {len(kinds)} values, got {len(items)}: {value!r}")
+        return tuple(_build(each, item) for each, item in zip(kinds, items, strict=True))
     if origin is not None and issubclass(origin, Mapping):
         return {key: _build(arguments[1], item) for key, item in _expect(dict, value).items()}
     if dataclasses.is_dataclass(kind):

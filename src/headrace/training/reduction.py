@@ -87,6 +87,9 @@ class Reduction(ABC):
         self.used = UsedParameters(group, len(trainable))
         self.result = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=device)
         self.held = [span.of(self.result) for span in self.layout.spans]
+        self._lead(rank)
+
+    def _lead(self, rank: int) -> None:
         self.measured = [] if rank else self.held
 
 
@@ -143,6 +146,10 @@ class CollectiveReduction(Reduction):
         self.compression = Compression(codec, self.result)
         self.sink = FlatGradients(self.layout, self.result, self.used)
 
+    def regroup(self) -> None:
+        self.compression.forget()
+        self._lead(self._collective.rank)
+
     def reduce(self) -> None:
         for total in self.held:
             self._collective.start_all_reduce(total, self.compression)()
@@ -184,6 +191,13 @@ class OverlappedReduction(Reduction):
         for index, parameter in enumerate(parameters):
             parameter.register_hook(partial(self._take, index))
 
+    def regroup(self) -> None:
+        # Sums of a round that is done again may be on their way, in the group that was.
+        self._waits.clear()
+        self._begin()
+        self.compression.forget()
+        self._lead(self._collective.rank)
+
     def store(self, gradients: Sequence[Tensor | None]) -> None:
         self.used.publish(gradients)
         for index, arrived in enumerate(self._arrived):
@@ -219,6 +233,10 @@ class OverlappedReduction(Reduction):
     def _send_rest(self) -> None:
         while self._sent < len(self._missing):
             self._send()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Expects the next backward."""
         self._sent = 0
         self._missing[:] = self._sizes
         self._arrived[:] = [False] * len(self._arrived)

@@ -145,6 +145,10 @@ def _wait_for_all(session: WorkerSession) -> None:
     """Blocks until every worker's loop has ended."""
     page, group = session.page, session.group
     page.ranks[session.rank].heartbeat.finished = session.progress.round + 2
+    if not group.fixed:
+        # What marks of lost processes say is not known to all.
+        group.together(group.barrier)
+        return
     for member in group.members:
         while not (page.ranks[member].heartbeat.finished or group.is_gone(member)):
             group.check()

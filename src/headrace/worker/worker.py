@@ -175,6 +175,7 @@ class Worker:
 
     def _synchronize(self, finite: bool, began: float) -> None:
         decision = self._exchange.synchronize(finite)
+        self._session.group.commit()
         synchronized = perf_counter()
         if decision.apply:
             self._exchange.update(self._progress.round)

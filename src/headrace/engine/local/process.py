@@ -20,7 +20,8 @@ import torch
 
 from headrace.collectives.elastic import elastic_on_page
 from headrace.collectives.shared_memory import SharedMemoryGroup
-from headrace.collectives.views import ViewGroup, Views
+from headrace.collectives.views.group import ViewGroup
+from headrace.collectives.views.page import PageViews
 from headrace.engine.base import LivenessProbe
 from headrace.engine.shipping import unpack
 from headrace.errors import HeadraceError, JobError, PeerLost, user_traceback
@@ -90,7 +91,7 @@ def _run_worker(request: Mapping[str, Any], descriptors: list[int]) -> int:
         if plan.replaces:
             work(spec, rank, elastic_on_page(page, rank, members, check), page)
         else:
-            work(spec, rank, ViewGroup(Views(page, rank, members, check, plan.min_workers)), page)
+            work(spec, rank, ViewGroup(PageViews(page, rank, members, check, plan.min_workers)), page)
         return 0
     # The workers have the first ranks.
     group = SharedMemoryGroup(ControlPage(page.segment, plan.workers), rank, check)

@@ -21,16 +21,21 @@ from headrace.collectives.base import HostMap, ProcessGroup
 from headrace.collectives.elastic import ElasticGroup, elastic_on_page
 from headrace.collectives.multi_host import MultiHostGroup, Watch
 from headrace.collectives.shared_memory import SharedMemoryGroup
+from headrace.collectives.views.group import ViewGroup
+from headrace.collectives.views.hosts import HostViews
+from headrace.collectives.views.mail import MemberMail
+from headrace.collectives.views.membership import Marks, Membership
 from headrace.engine.base import Engine, LivenessProbe, RunProgress, orderly_interrupts
 from headrace.engine.schedulers.alive import show_alive
 from headrace.engine.torchrun.elastic import StoreBarrier, member_name
 from headrace.engine.torchrun.failover import BACK_S, LaunchedFailover, expendable_ranks
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.engine.torchrun.refusal import begun
-from headrace.engine.torchrun.store import MEET_S, comes_back, gather, launched_store, own_address
-from headrace.errors import PeerLost, PeersApart, Replaced, RunFailed, UsageError
+from headrace.engine.torchrun.store import MEET_S, comes_back, gather, launched_secret, launched_store, own_address
+from headrace.errors import LeftBehind, PeerLost, PeersApart, Replaced, RunFailed, UsageError
 from headrace.machine import cores, host_name
 from headrace.policies.roles import threads_per_worker
+from headrace.policies.views import MemberView
 from headrace.shared_memory.barrier import FinishedRanks
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
@@ -70,6 +75,7 @@ class LaunchedGroup:
         self._relay: HeartbeatRelay | None = None
         self._expendable: frozenset[int] = frozenset()
         self._elastic: ElasticGroup | None = None
+        self._remaining: list[int] | None = None
         self._deadline = monotonic() + MEET_S
         self.incarnation, self.passed_s = self._come_back() if self.world > 1 and comes_back() else (0, 0.0)
         self.hosts = gather(host_name()) if self.world > 1 else [host_name()]
@@ -106,12 +112,16 @@ class LaunchedGroup:
     def work(self, spec: RunSpec) -> None:
         """Does this rank's part of a run."""
         plan, computes = spec.plan, spec.plan.roles[self.rank].computes
-        if self._relay:
+        if self._relay or plan.min_workers:
             self._expendable = expendable_ranks(plan)
+        if self._relay:
             if self._expendable and self.rank == 0:
                 admit = partial(self._admit, spec)
                 self._relay.decide_by(LaunchedFailover(spec, self.page, self._relay, self._exclude, admit).look)
         workers: ProcessGroup = self.host
+        if plan.min_workers:
+            self._work_in_views(spec)
+            return
         if plan.replaces and computes:
             # One that comes back is alone until the next synchronization.
             own = [(self.rank, self.incarnation)]
@@ -137,6 +147,42 @@ class LaunchedGroup:
             launched_store().clone(), self._prefix, self.page, self.rank, self.hosts[0], self._check, ends
         )
         return ElasticGroup(barrier, self.rank, members, self._check, ends)
+
+    def _work_in_views(self, spec: RunSpec) -> None:
+        """Does this worker's part of a run that goes on without lost ones; `_remaining` are then those that are left."""
+        views = self._views(spec)
+        try:
+            work(spec, self.rank, ViewGroup(views), self.page)
+            views.end()
+        finally:
+            self._remaining = [rank for rank, _ in views.members]
+            views.close()
+
+    def _views(self, spec: RunSpec) -> HostViews:
+        me, workers, relay = (self.rank, self.incarnation), range(spec.plan.workers), self._relay
+        view = MemberView(-1, (me,)) if self.incarnation else MemberView(0, tuple((rank, 0) for rank in workers))
+        address = own_address() if relay else "127.0.0.1"
+        mail = MemberMail(me, launched_secret(), address)
+        store, prefix = launched_store(), f"{self._prefix}/members"
+        store.set(f"{prefix}/{self.rank}/{self.incarnation}", mail.address)
+        # One that comes back learns the others' addresses from rank 0.
+        known = {(rank, 0): store.get(f"{prefix}/{rank}/0").decode() for rank in ([0] if self.incarnation else workers)}
+        membership = Membership(
+            *(me, mail, known, None if self.incarnation else view, self._timeout_s),
+            Marks(relay.own_marks, relay.take_marks) if relay else None,
+        )
+
+        def home(ranks: Sequence[int]) -> HostMap:
+            return HostMap(tuple(self.hosts[rank] for rank in ranks), address, self._encrypt)
+
+        return HostViews(
+            *(membership, self.page, me, view, home, spec.plan.min_workers, self._timeout_s, self._check_failed)
+        )
+
+    def _check_failed(self) -> None:
+        if self.page.abort:
+            rank = self.page.abort - 1
+            raise PeerLost(rank, self.hosts[rank], "its part of the run has failed; its own output says why")
 
     def _come_back(self) -> tuple[int, float]:
         """Asks rank 0 to take this process instead of one that was lost; returns its incarnation, and the run's age."""
@@ -184,23 +230,24 @@ class LaunchedGroup:
         self._segment.close()
 
     def agree(self, text: str) -> str:
-        """Returns rank 0's text, on every rank."""
-        if self.world == 1:
+        """Returns rank 0's text, on every rank that is left; its own, if rank 0 was lost and the run went on."""
+        ranks = range(self.world) if self._remaining is None else self._remaining
+        if len(ranks) == 1 or 0 not in ranks:
             return text
         self._agreed += 1
         agreed = self._say(f"agreed/{self._agreed}", text, 0)
         # The store ends with rank 0, which must not end before the others have read.
-        if self._relay is None:
+        if self._relay is None and self._remaining is None:
             self.host.barrier()
         else:
-            self._await_readers(f"{self._prefix}/read/{self._agreed}")
+            self._await_readers(f"{self._prefix}/read/{self._agreed}", ranks)
         return agreed
 
-    def _await_readers(self, key: str) -> None:
+    def _await_readers(self, key: str, ranks: Sequence[int]) -> None:
         """Waits on rank 0 until all others have come here that are not lost."""
         store = launched_store()
         store.add(f"{key}/{self.rank}", 1)
-        for rank in range(1, self.world if self.rank == 0 else 1):
+        for rank in [rank for rank in ranks if rank and self.rank == 0]:
             record = self.page.ranks[rank]
             while not (store.add(f"{key}/{rank}", 0) or (record.restarts and not record.heartbeat.pid)):
                 self._check()
@@ -273,9 +320,7 @@ class LaunchedGroup:
         raise PeersApart(here, there, str(error)) from error
 
     def _look(self, timeout_s: float) -> None:
-        if self.page.abort:
-            rank = self.page.abort - 1
-            raise PeerLost(rank, self.hosts[rank], "its part of the run has failed; its own output says why")
+        self._check_failed()
         if self._relay:
             unheard_s = monotonic() - self._relay.told_s
             if self._relay.broken or unheard_s > self._timeout_s:
@@ -347,6 +392,9 @@ class LaunchedEngine(Engine):
         with orderly_interrupts(page) as interrupts, followed:
             try:
                 group.work(spec)
+            except LeftBehind:
+                # The others go on.
+                raise
             except BaseException as error:
                 # This process may go on, and then the others cannot see its end.
                 page.abort = page.abort or 1 + (error.rank if isinstance(error, PeerLost) else group.rank)

@@ -13,7 +13,7 @@ from headrace.errors import PeerLost
 from headrace.parameter_server.replication.failover import FailoverController, replaceable_ranks
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import LAUNCHER, Lost, Notice
-from headrace.spec.plan import Plan
+from headrace.spec.plan import Plan, outlives_workers
 from headrace.worker.events import EventWriter
 from headrace.worker.run_spec import RunSpec
 
@@ -28,9 +28,9 @@ _TOLD = 2
 def expendable_ranks(plan: Plan) -> frozenset[int]:
     """Returns the ranks without which a run on several hosts goes on.
 
-    Workers that lease their data, and servers with backups; not rank 0, which serves the store.
+    Workers that lease their data or that change their views, and servers with backups; not rank 0, which serves the store.
     """
-    workers = range(1, plan.workers) if plan.replaces else ()
+    workers = range(1, plan.workers) if outlives_workers(plan) else ()
     return frozenset((*workers, *replaceable_ranks(plan)))
 
 

@@ -83,6 +83,14 @@ class HeartbeatRelay:
         self._over.set()
         self._thread.join(_LINGER_S + 1)
 
+    def own_marks(self) -> bytes:
+        """Returns this rank's marks, for workers that tell each other where the store may be lost."""
+        return self._pack(self._rank, left=False)
+
+    def take_marks(self, rank: int, marks: bytes) -> None:
+        """Notes another rank's marks."""
+        self._apply(rank, marks)
+
     def _follow(self) -> None:
         try:
             while not self._over.wait(_TICK_S):

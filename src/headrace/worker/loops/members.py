@@ -14,7 +14,6 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from headrace.checkpoint.forms import extra_states, load_extra_states, pack, unpack
-from headrace.collectives.views import ViewGroup
+from headrace.collectives.views.group import ViewGroup
 from headrace.modules import restore
 from headrace.policies.views import Member
 from headrace.shared_memory.barrier import MemberLost
@@ -30,8 +29,6 @@ from headrace.spec.events import Notice
 from headrace.training.optimizer import StatePiece
 from headrace.worker.control import RunControl
 from headrace.worker.session import WorkerSession
-
-_LOOK_EVERY_S = 0.02
 
 _VALUES = "values"
 """The name of what is no tensor, as JSON, in a state that is handed over."""
@@ -46,9 +43,7 @@ class MemberChanges:
         self._control = control
         self._group = session.group
         self._views = session.group.views
-        self._page = session.page
         self._view = self._views.number
-        self._look_at = 0.0
         self._before: tuple[list[Tensor], Any] | None = None
 
     @property
@@ -75,15 +70,12 @@ class MemberChanges:
 
     def ask(self, done: int) -> None:
         """Lets the first member decide whether members change after so many rounds, before the last one's barriers."""
-        if self._group.rank or monotonic() < self._look_at:
-            return
-        self._look_at = monotonic() + _LOOK_EVERY_S
-        if self._views.wants_change():
-            self._page.change_after = done
+        if self._group.rank == 0:
+            self._views.announce(done)
 
     def due(self, done: int) -> bool:
         """Tells whether members change after so many rounds; else keeps what the next round may change."""
-        if self._page.change_after == done or self._views.number != self._view:
+        if self._views.is_due(done) or self._views.number != self._view:
             return True
         self._keep()
         return False

@@ -12,16 +12,13 @@ view, on a page of its own.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from time import monotonic, sleep
 
-from torch import Tensor
-
-from headrace.collectives.base import ProcessGroup
 from headrace.collectives.elastic import elastic_on_page
 from headrace.collectives.shared_memory import SharedMemoryGroup
+from headrace.collectives.views.group import Views
 from headrace.errors import PeerLost, UnfitMachine
 from headrace.machine import host_name
 from headrace.policies.views import Member, MemberView
@@ -30,23 +27,17 @@ from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
 
 _LOOK_EVERY_S = 0.001
+_CHANGES_EVERY_S = 0.02
 _NOTICED_S = 5.0
 """How long it may take until the launcher tells that a process whose memory cannot be opened is lost."""
 
-_Result = TypeVar("_Result")
 
-
-class Views:
-    """One member's way from view to view.
+class PageViews(Views):
+    """One member's way from view to view, among processes that share a control page.
 
     Args:
         members: of the first view; this process alone, where it is to `join` a run that goes on.
         at_least: so many members a view needs between two rounds; the first waits for processes that join.
-
-    Attributes:
-        now: the present view's group; the first of its members that has the state leads.
-        number: of the present view.
-        has_left: whether this process has left the others, as it was asked to.
     """
 
     def __init__(
@@ -57,10 +48,10 @@ class Views:
         check: Callable[[], None],
         at_least: int = 1,
     ) -> None:
-        self.check = check
+        self._check = check
         self.ends = FinishedRanks([record.heartbeat for record in page.ranks])
         self.number = 0
-        self.has_left = False
+        self._look_at = 0.0
         self._page = page
         self._place = place
         self._at_least = at_least
@@ -74,39 +65,38 @@ class Views:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """Each member's rank in the run, and which of its processes it is."""
         return self._view.members
 
     @property
     def has_fresh(self) -> bool:
-        """Whether some members do not have the state yet."""
         return bool(self._view.fresh)
 
     @property
     def is_fresh(self) -> bool:
-        """Whether this one does not."""
         return (self._place, self._own_incarnation) in self._view.fresh
 
     def join(self) -> None:
-        """Waits until the members take this process in; it is fresh then."""
         self._page.ranks[self._place].membership.ready = self._own_incarnation + 1
         while not self._is_invited():
-            self.check()
-            time.sleep(_LOOK_EVERY_S)
+            self._check()
+            sleep(_LOOK_EVERY_S)
         try:
             self._form()
         except MemberLost:
             self.renew()
 
-    def wants_change(self) -> bool:
-        """Tells whether processes wait to join, or members are to leave."""
-        return any(self._changes())
+    def announce(self, done: int) -> None:
+        # Looked at rarely, because it is asked in every round.
+        if monotonic() < self._look_at:
+            return
+        self._look_at = monotonic() + _CHANGES_EVERY_S
+        if any(self._changes()):
+            self._page.change_after = done
+
+    def is_due(self, done: int) -> bool:
+        return bool(self._page.change_after == done)
 
     def renew(self, admits: bool = False) -> None:
-        """Makes the next view, without the members that are lost; every member calls it.
-
-        If it `admits`, those that wait join, and those leave that are to leave.
-        """
         while True:
             try:
                 self._agree(admits)
@@ -117,29 +107,28 @@ class Views:
                 continue
 
     def settle(self) -> None:
-        """Notes that all members have the state; every member calls it."""
         self._view = replace(self._view, fresh=())
         # The launcher looks whether any process has the state.
         self._page.ranks[self._place].membership.publish(self.number, self._view.members, self.now.world)
 
     def is_gone(self, member: int) -> bool:
-        """Whether a rank is no member any more, or was lost."""
         incarnation = dict(self._view.members).get(member, -1)
         return self._page.ranks[member].restarts > incarnation
 
+    def check(self) -> None:
+        self._check()
+
     def explain(self, problem: UnfitMachine) -> Exception:
-        """Returns what to raise where a member's memory cannot be opened: a MemberLost if a member is lost."""
-        deadline = time.monotonic() + _NOTICED_S
-        while time.monotonic() < deadline:
+        deadline = monotonic() + _NOTICED_S
+        while monotonic() < deadline:
             for rank, _ in self.members:
                 if self.is_gone(rank):
                     return MemberLost(rank)
-            self.check()
-            time.sleep(_LOOK_EVERY_S)
+            self._check()
+            sleep(_LOOK_EVERY_S)
         return problem
 
     def close(self) -> None:
-        """Releases memory."""
         self.now.close()
         self._segment.close()
 
@@ -163,8 +152,8 @@ class Views:
             changes = self._changes()
             if meeting.world + sum(change > 0 for change in changes) >= self._at_least:
                 break
-            self.check()
-            time.sleep(_LOOK_EVERY_S)
+            self._check()
+            sleep(_LOOK_EVERY_S)
         return meeting.sum(changes)
 
     def _agree(self, admits: bool) -> None:
@@ -228,59 +217,3 @@ class Views:
             self.ends.among(ranks),
             lambda peer: self._page.ranks[members[peer][0]].restarts > members[peer][1],
         )
-
-
-class ViewGroup(ProcessGroup):
-    """The members of the present view; who changes the views lets the group `adopt` the new one."""
-
-    fixed = False
-
-    def __init__(self, views: Views) -> None:
-        self.views = views
-        self.ends = views.ends
-        self.adopt()
-
-    def adopt(self) -> None:
-        """Goes on with the members of the present view."""
-        self.moved_bytes += sum(group.all_moved_bytes for group in self.groups)
-        self._now = self.views.now
-        self.groups = (self._now,)
-        self.rank, self.world = self._now.rank, self._now.world
-
-    @property
-    def members(self) -> list[int]:
-        return [rank for rank, _ in self.views.members]
-
-    def together(self, act: Callable[[], _Result]) -> _Result:
-        while True:
-            try:
-                return act()
-            except MemberLost:
-                self.views.renew()
-                self.adopt()
-
-    def is_gone(self, member: int) -> bool:
-        return self.views.is_gone(member)
-
-    def check(self, peer: int | None = None, broken: str = "") -> None:
-        self.views.check()
-
-    def barrier(self) -> None:
-        self._now.barrier()
-
-    def sum(self, values: Sequence[float]) -> list[float]:
-        return self._now.sum(values)
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        self._now.all_reduce(tensor)
-
-    def share(self, nbytes: int) -> tuple[Tensor, ...]:
-        try:
-            return self._now.share(nbytes)
-        except UnfitMachine as problem:
-            # Each member has been told that one of them could not open the memory of another.
-            raise self.views.explain(problem) from None
-
-    def close(self) -> None:
-        """Releases memory."""
-        self.views.close()

@@ -1,0 +1,1 @@
+"""Groups of workers of which some may be lost, join and leave while the others go on."""

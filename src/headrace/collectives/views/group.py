@@ -1,0 +1,165 @@
+"""The members of a run's present view as a group of processes, however they agree on the views."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+
+from headrace.collectives.base import ProcessGroup
+from headrace.collectives.compression import PLAIN, Compression
+from headrace.errors import UnfitMachine
+from headrace.policies.views import Member
+from headrace.shared_memory.barrier import FinishedRanks, MemberLost
+
+_Result = TypeVar("_Result")
+
+
+class Views(ABC):
+    """One member's way from view to view.
+
+    Attributes:
+        now: the present view's group; the first of its members that has the state leads.
+        number: of the newest view, of which the others may know already.
+        ends: which ranks' loops have ended.
+        has_left: whether this process has left the others, as it was asked to.
+    """
+
+    now: ProcessGroup
+    number: int
+    ends: FinishedRanks
+    has_left = False
+
+    @property
+    @abstractmethod
+    def members(self) -> tuple[Member, ...]:
+        """Each member's rank in the run, and which of its processes it is."""
+
+    @property
+    @abstractmethod
+    def has_fresh(self) -> bool:
+        """Whether some members do not have the state yet."""
+
+    @property
+    @abstractmethod
+    def is_fresh(self) -> bool:
+        """Whether this one does not."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Waits until the members take this process in; it is fresh then."""
+
+    @abstractmethod
+    def announce(self, done: int) -> None:
+        """Lets the members change after so many rounds where that is wanted; the first one calls it before a round."""
+
+    @abstractmethod
+    def is_due(self, done: int) -> bool:
+        """Tells whether members change after so many rounds."""
+
+    @abstractmethod
+    def renew(self, admits: bool = False) -> None:
+        """Makes the next view, without the members that are lost; every member calls it.
+
+        If it `admits`, those that wait join, and those leave that are to leave.
+        """
+
+    def commit(self) -> None:  # noqa: B027  (of members that share memory all pass the last barrier, or none does)
+        """Ends what all members do together: either for all of them it is done, or on each a MemberLost is raised."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Notes that all members have the state; every member calls it."""
+
+    @abstractmethod
+    def is_gone(self, member: int) -> bool:
+        """Whether a rank is no member any more, or was lost."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises where the run has ended, or goes on without this process."""
+
+    @abstractmethod
+    def explain(self, problem: UnfitMachine) -> Exception:
+        """Returns what to raise where a member's memory cannot be opened: a MemberLost if a member is lost."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Releases memory and connections."""
+
+
+class ViewGroup(ProcessGroup):
+    """The members of the present view; who changes the views lets the group `adopt` the new one."""
+
+    fixed = False
+
+    def __init__(self, views: Views) -> None:
+        self.views = views
+        self.ends = views.ends
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Goes on with the members of the present view."""
+        self.moved_bytes += sum(group.all_moved_bytes for group in self.groups)
+        self._now = self.views.now
+        self.groups = (self._now,)
+        self.rank, self.world = self._now.rank, self._now.world
+        self.one_memory, self.home = self._now.one_memory, self._now.home
+        self.bucket_bytes = self._now.bucket_bytes
+
+    @property
+    def members(self) -> list[int]:
+        return [rank for rank, _ in self.views.members]
+
+    def together(self, act: Callable[[], _Result]) -> _Result:
+        while True:
+            try:
+                result = act()
+                self.views.commit()
+                return result
+            except MemberLost:
+                self.views.renew()
+                self.adopt()
+
+    def commit(self) -> None:
+        self.views.commit()
+
+    def is_gone(self, member: int) -> bool:
+        return self.views.is_gone(member)
+
+    def check(self, peer: int | None = None, broken: str = "") -> None:
+        self.views.check()
+
+    def barrier(self) -> None:
+        self._now.barrier()
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        return self._now.sum(values)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._now.all_reduce(tensor)
+
+    def start_all_reduce(self, tensor: Tensor, compression: Compression = PLAIN) -> Callable[[], None]:
+        return self._now.start_all_reduce(tensor, compression)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self._now.broadcast(tensor)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return self._now.gather(tensor)
+
+    def all_to_all(self, pieces: Tensor) -> Tensor:
+        return self._now.all_to_all(pieces)
+
+    def share(self, nbytes: int) -> tuple[Tensor, ...]:
+        try:
+            return self._now.share(nbytes)
+        except UnfitMachine as problem:
+            # Each member has been told that one of them could not open the memory of another.
+            raise self.views.explain(problem) from None
+
+    def close(self) -> None:
+        """Releases memory."""
+        self.views.close()

@@ -1,0 +1,189 @@
+"""A group of workers of several hosts that may be lost, cut off and join while the others go on.
+
+    view 1: 0, 1, 2   ─ step ─ hold ─ commit ─ step ✗ 1 is lost    agree ─ view 2: 0, 2 ─ step again ─ hold ─ commit
+                        collectives of the view    │ MemberLost    by `Membership`; of two halves at most one goes on
+
+Between hosts some members may have passed a barrier that others have not. So what all do together ends with `commit`,
+which either all have done or none, whatever is lost in between: see `policies/membership.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import monotonic, sleep
+from typing import NoReturn
+
+from headrace.collectives.base import HostMap
+from headrace.collectives.multi_host import MultiHostGroup, Watch
+from headrace.collectives.views.group import Views
+from headrace.collectives.views.membership import Membership
+from headrace.errors import PeerLost, UnfitMachine
+from headrace.policies.views import Member, MemberView
+from headrace.shared_memory.barrier import FinishedRanks, MemberLost
+from headrace.shared_memory.control_page import ControlPage
+
+_LOOK_EVERY_S = 0.02
+_NOTICED_S = 5.0
+"""How long it may take until all know that a process whose memory cannot be opened is lost."""
+
+
+class HostViews(Views):
+    """One member's way from view to view, among processes that a launcher has started.
+
+    Args:
+        view: the first one; one of this process alone, where it is to `join` a run that goes on.
+        home: returns the hosts of some ranks, in order.
+        at_least: with fewer members the run ends.
+        check_run: raises where the run has failed.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        page: ControlPage,
+        me: Member,
+        view: MemberView,
+        home: Callable[[Sequence[int]], HostMap],
+        at_least: int,
+        timeout_s: float,
+        check_run: Callable[[], None],
+    ) -> None:
+        self.ends = FinishedRanks([record.heartbeat for record in page.ranks])
+        self._membership = membership
+        self._page = page
+        self._me = me
+        self._home = home
+        self._at_least = at_least
+        self._timeout_s = timeout_s
+        self._check_run = check_run
+        self._view = view
+        self._joins = bool(me[1])
+        self._settled = True
+        self._in_order = False
+        if self._joins:
+            self._form(lambda text: [text])
+        else:
+            try:
+                self._form(self._tell)
+            except MemberLost:
+                self.renew()
+
+    @property
+    def number(self) -> int:  # type: ignore[override]
+        """Of the view that this process goes on with."""
+        return self._view.number
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return self._view.members
+
+    @property
+    def has_fresh(self) -> bool:
+        return bool(self._view.fresh) and not self._settled
+
+    @property
+    def is_fresh(self) -> bool:
+        return self.has_fresh and self._me in self._view.fresh
+
+    def join(self) -> None:
+        self._joins = False
+        self._view = MemberView(-1, (self._me,))
+        self.renew()
+
+    def announce(self, done: int) -> None:
+        """Nothing is said before a round: who asks to join is taken in between two."""
+
+    def is_due(self, done: int) -> bool:
+        if self._view.members[0] == self._me:
+            self._membership.take_in()
+        return self._membership.is_changing(self._view.number)
+
+    def renew(self, admits: bool = False) -> None:
+        # Where it admits, the members may have changed already while they did something together.
+        if admits and not self._membership.is_changing(self._view.number):
+            return
+        while True:
+            before = self._view
+            self._view = self._membership.next_view(before.number)
+            self._settled = False
+            if len(self._view.members) < self._at_least:
+                self._end(before)
+            try:
+                self.now.abandon()
+                self._form(self._tell)
+                return
+            except MemberLost:
+                continue
+            except UnfitMachine as problem:
+                lost = self.explain(problem)
+                if not isinstance(lost, MemberLost):
+                    raise
+
+    def commit(self) -> None:
+        if self._joins:
+            return
+        step = self._membership.hold(self._view.number)
+        try:
+            self.now.barrier()
+        except MemberLost:
+            # The others may know that all hold it.
+            self._membership.next_view(self._view.number)
+        else:
+            self._membership.all_hold(self._view.number, step)
+            if not self._membership.has_committed(step):
+                self._membership.next_view(self._view.number)
+        if not self._membership.has_committed(step):
+            raise MemberLost(self._view.members[0][0])
+
+    def settle(self) -> None:
+        if self.is_fresh:
+            self._membership.receive_state()
+        self._settled = True
+
+    def is_gone(self, member: int) -> bool:
+        incarnation = dict(self._view.members).get(member, -1)
+        return incarnation < 0 or self._membership.is_suspected((member, incarnation))
+
+    def check(self) -> None:
+        self._check_run()
+        if not self._joins:
+            self._membership.check(self._view.number)
+
+    def explain(self, problem: UnfitMachine) -> Exception:
+        give_up = monotonic() + _NOTICED_S
+        while monotonic() < give_up:
+            try:
+                self.check()
+            except MemberLost as lost:
+                return lost
+            sleep(_LOOK_EVERY_S)
+        return problem
+
+    def end(self) -> None:
+        """Notes that this process needs the others no more."""
+        self._in_order = True
+
+    def close(self) -> None:
+        (self.now.close if self._in_order else self.now.abandon)()
+        self._membership.close(self._in_order)
+
+    def _form(self, tell: Callable[[str], Sequence[str]]) -> None:
+        ranks = [rank for rank, _ in self._view.members]
+        watch = Watch(self._page, self.check, self._accuse, self._timeout_s)
+        own = self._view.members.index(self._me)
+        self.now = MultiHostGroup(watch, own, self._home(ranks), tell, ranks)
+
+    def _tell(self, text: str) -> list[str]:
+        return self._membership.tell(self._view.number, text)
+
+    def _accuse(self, error: Exception, suspect: int) -> NoReturn:
+        incarnation = dict(self._view.members)[suspect]
+        self._membership.suspect((suspect, incarnation))
+        raise MemberLost(suspect)
+
+    def _end(self, before: MemberView) -> NoReturn:
+        left = len(self._view.members)
+        lost = [rank for rank, _ in before.members if rank not in dict(self._view.members)]
+        host = self._home(lost[:1]).hosts[0] if lost else ""
+        cause = f"{left} of the workers are left, and min_workers={self._at_least}"
+        raise PeerLost(lost[0] if lost else self._me[0], host, cause)

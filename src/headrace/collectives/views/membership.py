@@ -1,0 +1,309 @@
+"""One process's part in the decision who the members of a run on several hosts are: a thread beside the training.
+
+    training thread    hold ─ barrier ─ all hold ─► committed        MemberLost ─► next_view ─► goes on
+                        │                │                             ▲
+    this thread        ViewAgreement, under a lock ────────────────────┘ frozen, or a new view
+                        ▲ │
+                       MemberMail: messages of the agreement, signs of life, marks of the control page
+
+That all members hold a step comes by a barrier of the training's own connections, because it is faster.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from headrace.collectives.views.mail import MemberMail
+from headrace.errors import LeftBehind
+from headrace.policies.membership import (
+    Accept,
+    Accepted,
+    Action,
+    AskToJoin,
+    At,
+    Decided,
+    End,
+    Enter,
+    HoldsStep,
+    Message,
+    Prepare,
+    Promise,
+    Send,
+    ViewAgreement,
+)
+from headrace.policies.views import Member, MemberView
+from headrace.shared_memory.barrier import MemberLost
+from headrace.spec.plain import from_plain, to_plain
+
+_TICK_S = 0.1
+_PATIENCE_S = 2.0
+"""How long a member that seems to live may take to answer, at most."""
+
+_SLICE_S = 0.05
+_STOOD_STILL_S = 1.0
+_ASKS_S = 1.0
+"""A process that has asked to join asks again within this time, if it lives."""
+
+_MESSAGES: dict[str, type[Message]] = {
+    each.__name__: each for each in (HoldsStep, Prepare, Promise, Accept, Accepted, Decided, At, AskToJoin)
+}
+_TEXT, _MARKS, _BYE = "Text", "Marks", "Bye"
+
+
+@dataclass(frozen=True)
+class Marks:
+    """How the marks of a process come to the control pages of others: their bytes, and what takes another rank's."""
+
+    own: Callable[[], bytes]
+    take: Callable[[int, bytes], None]
+
+
+class Membership:
+    """The thread.
+
+    Args:
+        known: the members that run, and where they listen.
+        view: the first one; None for a process that joins.
+        timeout_s: a member that is silent for so long is lost.
+        marks: None where the processes have one control page.
+    """
+
+    def __init__(
+        self,
+        me: Member,
+        mail: MemberMail,
+        known: Mapping[Member, str],
+        view: MemberView | None,
+        timeout_s: float,
+        marks: Marks | None,
+    ) -> None:
+        self._me = me
+        self._mail = mail
+        self._timeout_s = timeout_s
+        self._marks = marks
+        self._agreement = ViewAgreement(me, view, int(min(_PATIENCE_S, timeout_s) / _TICK_S))
+        self._changed = threading.Condition()
+        self._suspects: set[Member] = set()
+        self._left: set[Member] = set()
+        self._asking: dict[Member, float] = {}
+        self._heard: dict[Member, float] = dict.fromkeys(view.members if view else (), monotonic())
+        self._texts: dict[int, dict[Member, str]] = {}
+        self._outgoing: list[tuple[Member, str, object]] = []
+        self._why = ""
+        self._failure: BaseException | None = None
+        self._closing = False
+        mail.learn(known)
+        self._thread = threading.Thread(target=self._run, name="headrace-membership", daemon=True)
+        self._thread.start()
+
+    def check(self, number: int) -> None:
+        """Raises a MemberLost where the members of a view are about to change, or have changed."""
+        with self._changed:
+            self._check_end()
+            if self._changes_from(number):
+                raise MemberLost(self._lost_of_view())
+
+    def hold(self, number: int) -> int:
+        """Notes that this process has done its part of a step, and will not repeat it; returns the step.
+
+        Raises MemberLost where the view's members change, so that it may be repeated.
+        """
+        with self._changed:
+            self._check_end()
+            if self._changes_from(number):
+                raise MemberLost(self._lost_of_view())
+            step = self._agreement.done
+            # The others learn it by a barrier.
+            self._act(action for action in self._agreement.hold() if not isinstance(action, Send))
+            return step
+
+    def all_hold(self, number: int, step: int) -> None:
+        """Notes that a barrier after `hold` was passed."""
+        with self._changed:
+            view = self._agreement.view
+            assert view is not None
+            for member in view.members if view.number == number else ():
+                if member != self._me:
+                    self._act(self._agreement.receive(member, HoldsStep(number, step)))
+
+    def has_committed(self, step: int) -> bool:
+        """Whether a step that this process holds is done for all members."""
+        with self._changed:
+            return self._agreement.done > step
+
+    def next_view(self, after: int) -> MemberView:
+        """Blocks until there is a view after one of that number; returns the newest."""
+        with self._changed:
+            while self._agreement.view is None or self._agreement.view.number <= after:
+                self._check_end()
+                self._changed.wait(_SLICE_S)
+            return self._agreement.view
+
+    def is_changing(self, number: int) -> bool:
+        """Whether the members of a view are about to change, or have changed."""
+        with self._changed:
+            self._check_end()
+            return self._changes_from(number)
+
+    def receive_state(self) -> None:
+        """Notes that this process has the state of the view's beginning."""
+        with self._changed:
+            self._act(self._agreement.receive_state())
+
+    def take_in(self) -> None:
+        """Begins to make members of the processes that ask to join."""
+        with self._changed:
+            asked = [member for member, when in self._asking.items() if monotonic() - when < _ASKS_S]
+            self._asking.clear()
+            for member in asked:
+                self._act(self._agreement.receive(member, AskToJoin()))
+        if asked:
+            self._mail.wake()
+
+    def suspect(self, member: Member) -> None:
+        """Notes that a connection to a member has ended."""
+        with self._changed:
+            self._suspect({member})
+        self._mail.wake()
+
+    def is_suspected(self, member: Member) -> bool:
+        """Whether a member seems to be lost."""
+        with self._changed:
+            return member in self._suspects
+
+    def tell(self, number: int, text: str) -> list[str]:
+        """Returns the texts of all members of a view, in order; each calls it once.
+
+        Raises MemberLost where the members change meanwhile.
+        """
+        with self._changed:
+            self._texts.setdefault(number, {})[self._me] = text
+            self._say_text()
+            self._mail.wake()
+            while True:
+                self._check_end()
+                if self._changes_from(number):
+                    raise MemberLost(self._lost_of_view())
+                view, texts = self._agreement.view, self._texts[number]
+                assert view is not None
+                if texts.keys() >= set(view.members):
+                    return [texts[member] for member in view.members]
+                self._changed.wait(_SLICE_S)
+
+    def close(self, in_order: bool) -> None:
+        """Ends the thread and its connections; the others do not take this for a loss if it is `in_order`."""
+        with self._changed:
+            self._closing = True
+            if in_order and self._agreement.view is not None:
+                self._outgoing += [(member, _BYE, None) for member in self._others()]
+        self._mail.wake()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            tick_at = looked = monotonic()
+            while not self._closing:
+                self._mail.poll(max(0.0, tick_at - monotonic()))
+                now = monotonic()
+                with self._changed:
+                    for sender, kind, content in self._mail.receive():
+                        self._heard[sender] = now
+                        self._take(sender, kind, content)
+                    if now - looked > _STOOD_STILL_S:
+                        # This process itself stood still; what others have sent meanwhile is still on its way.
+                        self._heard = dict.fromkeys(self._heard, now)
+                    looked = now
+                    self._look(now)
+                    if now >= tick_at:
+                        tick_at = now + _TICK_S
+                        self._tick()
+                    outgoing, self._outgoing = self._outgoing, []
+                    self._changed.notify_all()
+                for message in outgoing:
+                    self._mail.send(*message)
+            for message in self._outgoing:
+                self._mail.send(*message)
+        except BaseException as failure:  # raised again by the training thread
+            with self._changed:
+                self._failure = failure
+                self._changed.notify_all()
+        finally:
+            self._mail.close()
+
+    def _tick(self) -> None:
+        self._act(self._agreement.tick())
+        if self._agreement.view is None:
+            self._outgoing += [(member, AskToJoin.__name__, {}) for member in self._mail.others]
+            return
+        self._say_text()
+        if self._marks:
+            marks = base64.b64encode(self._marks.own()).decode()
+            self._outgoing += [(member, _MARKS, marks) for member in self._others()]
+
+    def _look(self, now: float) -> None:
+        """Suspects the members that cannot be reached."""
+        gone = {member for member in self._others() if member in self._mail.gone}
+        silent = {member for member in self._others() if now - self._heard.setdefault(member, now) > self._timeout_s}
+        self._suspect((gone | silent) - self._left)
+
+    def _suspect(self, suspects: set[Member]) -> None:
+        if not suspects <= self._suspects:
+            # One that is suspected once stays so: whether it is a member, the agreement decides.
+            self._suspects |= suspects
+            self._act(self._agreement.suspect(self._suspects))
+
+    def _take(self, sender: Member, kind: str, content: Any) -> None:
+        view = self._agreement.view
+        if kind == _BYE:
+            self._left.add(sender)
+        elif kind == _TEXT:
+            number, text = content
+            if view is None or number >= view.number:
+                self._texts.setdefault(int(number), {})[sender] = str(text)
+        elif kind == _MARKS:
+            if self._marks and view is not None and sender in view.members:
+                self._marks.take(sender[0], base64.b64decode(content))
+        elif kind == AskToJoin.__name__ and view is not None and sender not in view.members:
+            # Until the members are between two rounds.
+            self._asking[sender] = monotonic()
+        else:
+            self._act(self._agreement.receive(sender, from_plain(_MESSAGES[kind], content)))
+
+    def _act(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                self._outgoing.append((action.to, type(action.message).__name__, to_plain(action.message)))
+            elif isinstance(action, Enter):
+                number = action.view.number
+                self._texts = {each: texts for each, texts in self._texts.items() if each >= number}
+                self._heard |= dict.fromkeys(action.view.members, monotonic())
+            elif isinstance(action, End):
+                self._why = action.why
+
+    def _say_text(self) -> None:
+        view = self._agreement.view
+        own = self._texts.get(view.number, {}).get(self._me) if view else None
+        if view and own is not None:
+            self._outgoing += [(member, _TEXT, [view.number, own]) for member in self._others()]
+
+    def _others(self) -> list[Member]:
+        view = self._agreement.view
+        return [member for member in view.members if member != self._me] if view else []
+
+    def _changes_from(self, number: int) -> bool:
+        view = self._agreement.view
+        return self._agreement.frozen or view is None or view.number != number
+
+    def _lost_of_view(self) -> int:
+        return next((rank for rank, _ in sorted(self._suspects)), self._me[0])
+
+    def _check_end(self) -> None:
+        if self._failure:
+            raise self._failure
+        if self._why:
+            raise LeftBehind(self._me[0], self._why)
