@@ -118,7 +118,7 @@ class ProcessGroup(Collective):
         `members` has each one's rank in the run and its incarnation; `meeting` is greater than at any call before.
         """
 
-    def commit(self) -> None:  # noqa: B027  (where no member is lost without ending the run)
+    def commit(self) -> None:
         """Ends a step of all members: either it is done for all of them, or on each a MemberLost is raised."""
 
     def is_gone(self, member: int) -> bool:

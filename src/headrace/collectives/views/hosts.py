@@ -34,7 +34,6 @@ class HostViews(Views):
         view: the first one; one of this process alone, where it is to `join` a run that goes on.
         home: returns the hosts of some ranks, in order.
         at_least: with fewer members the run ends.
-        check_run: raises where the run has failed.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class HostViews(Views):
         home: Callable[[Sequence[int]], HostMap],
         at_least: int,
         timeout_s: float,
-        check_run: Callable[[], None],
     ) -> None:
         self.ends = FinishedRanks([record.heartbeat for record in page.ranks])
         self._membership = membership
@@ -55,8 +53,8 @@ class HostViews(Views):
         self._home = home
         self._at_least = at_least
         self._timeout_s = timeout_s
-        self._check_run = check_run
         self._view = view
+        self._seen = set(view.members)
         self._joins = bool(me[1])
         self._settled = True
         self._in_order = False
@@ -85,6 +83,10 @@ class HostViews(Views):
     def is_fresh(self) -> bool:
         return self.has_fresh and self._me in self._view.fresh
 
+    def is_member(self, member: Member) -> bool | None:
+        """Whether a process is a member; None if it has never been one."""
+        return member in self._view.members if member in self._seen else None
+
     def join(self) -> None:
         self._joins = False
         self._view = MemberView(-1, (self._me,))
@@ -105,6 +107,7 @@ class HostViews(Views):
         while True:
             before = self._view
             self._view = self._membership.next_view(before.number)
+            self._seen.update(self._view.members)
             self._settled = False
             if len(self._view.members) < self._at_least:
                 self._end(before)
@@ -145,7 +148,10 @@ class HostViews(Views):
         return incarnation < 0 or self._membership.is_suspected((member, incarnation))
 
     def check(self) -> None:
-        self._check_run()
+        self._membership.check_end()
+
+    def _check_view(self) -> None:
+        """Raises a MemberLost where the members are about to change."""
         if not self._joins:
             self._membership.check(self._view.number)
 
@@ -153,7 +159,7 @@ class HostViews(Views):
         give_up = monotonic() + _NOTICED_S
         while monotonic() < give_up:
             try:
-                self.check()
+                self._check_view()
             except MemberLost as lost:
                 return lost
             sleep(_LOOK_EVERY_S)
@@ -164,12 +170,13 @@ class HostViews(Views):
         self._in_order = True
 
     def close(self) -> None:
-        (self.now.close if self._in_order else self.now.abandon)()
+        # First, because a connection that ends before looks like a loss.
         self._membership.close(self._in_order)
+        (self.now.close if self._in_order else self.now.abandon)()
 
     def _form(self, tell: Callable[[str], Sequence[str]]) -> None:
         ranks = [rank for rank, _ in self._view.members]
-        watch = Watch(self._page, self.check, self._accuse, self._timeout_s)
+        watch = Watch(self._page, self._check_view, self._accuse, self._timeout_s)
         own = self._view.members.index(self._me)
         self.now = MultiHostGroup(watch, own, self._home(ranks), tell, ranks)
 

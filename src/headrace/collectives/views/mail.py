@@ -26,6 +26,8 @@ from headrace.transport.zeromq import ConnectionEvents, Keys, connect, listen, m
 _WAITING = 1_000
 """Messages that may wait for a connection, at most."""
 
+_LINGER_MS = 1_000
+
 _ENDS = (
     zmq.EVENT_CLOSED,
     zmq.EVENT_CONNECT_RETRIED,
@@ -132,9 +134,9 @@ class MemberMail:
         self._guard.disconnect_silent()
 
     def close(self) -> None:
-        """Ends all connections."""
-        for events in self._events.values():
-            events.close()
+        """Ends all connections, after what is on its way has left."""
+        for member, events in self._events.items():
+            events.close(0 if member in self.gone else _LINGER_MS)
         self._guard.close()
         self._context.term()
         os.close(self._wake_fd)

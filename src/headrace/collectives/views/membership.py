@@ -71,6 +71,7 @@ class Membership:
         view: the first one; None for a process that joins.
         timeout_s: a member that is silent for so long is lost.
         marks: None where the processes have one control page.
+        check_run: raises where the run has failed.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class Membership:
         view: MemberView | None,
         timeout_s: float,
         marks: Marks | None,
+        check_run: Callable[[], None],
     ) -> None:
+        self._check_run = check_run
         self._me = me
         self._mail = mail
         self._timeout_s = timeout_s
@@ -101,10 +104,15 @@ class Membership:
         self._thread = threading.Thread(target=self._run, name="headrace-membership", daemon=True)
         self._thread.start()
 
+    def check_end(self) -> None:
+        """Raises where the others go on without this process."""
+        with self._changed:
+            self._raise_end()
+
     def check(self, number: int) -> None:
         """Raises a MemberLost where the members of a view are about to change, or have changed."""
         with self._changed:
-            self._check_end()
+            self._raise_end()
             if self._changes_from(number):
                 raise MemberLost(self._lost_of_view())
 
@@ -114,7 +122,7 @@ class Membership:
         Raises MemberLost where the view's members change, so that it may be repeated.
         """
         with self._changed:
-            self._check_end()
+            self._raise_end()
             if self._changes_from(number):
                 raise MemberLost(self._lost_of_view())
             step = self._agreement.done
@@ -140,14 +148,14 @@ class Membership:
         """Blocks until there is a view after one of that number; returns the newest."""
         with self._changed:
             while self._agreement.view is None or self._agreement.view.number <= after:
-                self._check_end()
+                self._raise_end()
                 self._changed.wait(_SLICE_S)
             return self._agreement.view
 
     def is_changing(self, number: int) -> bool:
         """Whether the members of a view are about to change, or have changed."""
         with self._changed:
-            self._check_end()
+            self._raise_end()
             return self._changes_from(number)
 
     def receive_state(self) -> None:
@@ -186,7 +194,7 @@ class Membership:
             self._say_text()
             self._mail.wake()
             while True:
-                self._check_end()
+                self._raise_end()
                 if self._changes_from(number):
                     raise MemberLost(self._lost_of_view())
                 view, texts = self._agreement.view, self._texts[number]
@@ -199,7 +207,8 @@ class Membership:
         """Ends the thread and its connections; the others do not take this for a loss if it is `in_order`."""
         with self._changed:
             self._closing = True
-            if in_order and self._agreement.view is not None:
+            self._say_marks()
+            if in_order:
                 self._outgoing += [(member, _BYE, None) for member in self._others()]
         self._mail.wake()
         self._thread.join()
@@ -241,9 +250,7 @@ class Membership:
             self._outgoing += [(member, AskToJoin.__name__, {}) for member in self._mail.others]
             return
         self._say_text()
-        if self._marks:
-            marks = base64.b64encode(self._marks.own()).decode()
-            self._outgoing += [(member, _MARKS, marks) for member in self._others()]
+        self._say_marks()
 
     def _look(self, now: float) -> None:
         """Suspects the members that cannot be reached."""
@@ -266,7 +273,9 @@ class Membership:
             if view is None or number >= view.number:
                 self._texts.setdefault(int(number), {})[sender] = str(text)
         elif kind == _MARKS:
-            if self._marks and view is not None and sender in view.members:
+            # Also those of one that has just ended, which may say why.
+            replaced = any(rank == sender[0] and sender != (rank, now) for rank, now in self._others())
+            if self._marks and sender in self._heard and not replaced:
                 self._marks.take(sender[0], base64.b64decode(content))
         elif kind == AskToJoin.__name__ and view is not None and sender not in view.members:
             # Until the members are between two rounds.
@@ -291,6 +300,11 @@ class Membership:
         if view and own is not None:
             self._outgoing += [(member, _TEXT, [view.number, own]) for member in self._others()]
 
+    def _say_marks(self) -> None:
+        if self._marks:
+            marks = base64.b64encode(self._marks.own()).decode()
+            self._outgoing += [(member, _MARKS, marks) for member in self._others()]
+
     def _others(self) -> list[Member]:
         view = self._agreement.view
         return [member for member in view.members if member != self._me] if view else []
@@ -302,8 +316,9 @@ class Membership:
     def _lost_of_view(self) -> int:
         return next((rank for rank, _ in sorted(self._suspects)), self._me[0])
 
-    def _check_end(self) -> None:
+    def _raise_end(self) -> None:
         if self._failure:
             raise self._failure
+        self._check_run()
         if self._why:
             raise LeftBehind(self._me[0], self._why)

@@ -114,10 +114,8 @@ class LaunchedGroup:
         plan, computes = spec.plan, spec.plan.roles[self.rank].computes
         if self._relay or plan.min_workers:
             self._expendable = expendable_ranks(plan)
-        if self._relay:
-            if self._expendable and self.rank == 0:
-                admit = partial(self._admit, spec)
-                self._relay.decide_by(LaunchedFailover(spec, self.page, self._relay, self._exclude, admit).look)
+        if self._expendable and not plan.min_workers:
+            self._decide(spec)
         workers: ProcessGroup = self.host
         if plan.min_workers:
             self._work_in_views(spec)
@@ -138,6 +136,13 @@ class LaunchedGroup:
                 # It waits for workers whose ends may come to its page before what they did after.
                 self.page.ranks[self.rank].heartbeat.finished = 1
 
+    def _decide(self, spec: RunSpec, is_member: Callable[[int], bool | None] = lambda _: None) -> None:
+        """Begins to decide on rank 0 which processes are lost, where there are several hosts."""
+        if self._relay and self.rank == 0:
+            admit = partial(self._admit, spec)
+            controller = LaunchedFailover(spec, self.page, self._relay, self._exclude, admit, is_member)
+            self._relay.decide_by(controller.look)
+
     def _elastic_group(self, members: Sequence[tuple[int, int]]) -> ElasticGroup:
         """Returns the group of workers that may be lost."""
         if self._relay is None:
@@ -149,11 +154,18 @@ class LaunchedGroup:
         return ElasticGroup(barrier, self.rank, members, self._check, ends)
 
     def _work_in_views(self, spec: RunSpec) -> None:
-        """Does this worker's part of a run that goes on without lost ones; `_remaining` are then those that are left."""
+        """Does this worker's part of a run that goes on without lost ones; notes which are left."""
         views = self._views(spec)
+        self._decide(spec, lambda rank: views.is_member((rank, self.page.ranks[rank].restarts)))
         try:
             work(spec, self.rank, ViewGroup(views), self.page)
             views.end()
+        except LeftBehind:
+            raise
+        except BaseException as error:
+            # Before the others take the end of this process for a loss.
+            self.abort(error)
+            raise
         finally:
             self._remaining = [rank for rank, _ in views.members]
             views.close()
@@ -170,14 +182,13 @@ class LaunchedGroup:
         membership = Membership(
             *(me, mail, known, None if self.incarnation else view, self._timeout_s),
             Marks(relay.own_marks, relay.take_marks) if relay else None,
+            self._check_failed,
         )
 
         def home(ranks: Sequence[int]) -> HostMap:
             return HostMap(tuple(self.hosts[rank] for rank in ranks), address, self._encrypt)
 
-        return HostViews(
-            *(membership, self.page, me, view, home, spec.plan.min_workers, self._timeout_s, self._check_failed)
-        )
+        return HostViews(membership, self.page, me, view, home, spec.plan.min_workers, self._timeout_s)
 
     def _check_failed(self) -> None:
         if self.page.abort:
@@ -228,6 +239,10 @@ class LaunchedGroup:
             self._elastic.close()
         self.host.close()
         self._segment.close()
+
+    def abort(self, error: BaseException) -> None:
+        """Lets the run end, because of this process or of one that is lost."""
+        self.page.abort = self.page.abort or 1 + (error.rank if isinstance(error, PeerLost) else self.rank)
 
     def agree(self, text: str) -> str:
         """Returns rank 0's text, on every rank that is left; its own, if rank 0 was lost and the run went on."""
@@ -397,7 +412,7 @@ class LaunchedEngine(Engine):
                 raise
             except BaseException as error:
                 # This process may go on, and then the others cannot see its end.
-                page.abort = page.abort or 1 + (error.rank if isinstance(error, PeerLost) else group.rank)
+                group.abort(error)
                 if isinstance(error, PeerLost) and (part := spec.plan.part_of(error.rank)):
                     raise PeerLost(error.rank, error.host, error.cause, part) from error.__cause__
                 raise

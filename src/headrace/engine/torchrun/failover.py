@@ -28,7 +28,8 @@ _TOLD = 2
 def expendable_ranks(plan: Plan) -> frozenset[int]:
     """Returns the ranks without which a run on several hosts goes on.
 
-    Workers that lease their data or that change their views, and servers with backups; not rank 0, which serves the store.
+    Workers that lease their data, or of which some may be lost, and servers with backups; not rank 0, which serves the
+    store: without it workers in lockstep go on by themselves.
     """
     workers = range(1, plan.workers) if outlives_workers(plan) else ()
     return frozenset((*workers, *replaceable_ranks(plan)))
@@ -41,7 +42,8 @@ class LaunchedFailover:
     `timeout_s`. A server that was killed refuses connections, which is tried as soon as another process suspects it.
     `exclude` takes rank and incarnation of a lost worker, and keeps it out of all barriers. `admit` takes a lost rank
     and the incarnation of its next process, 0 for none, and answers a process that wants to come back; it returns
-    whether there is one.
+    whether there is one. Where the workers agree among themselves on who is lost, `is_member` tells of a rank what they
+    know: True or False; None where it still has to join.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class LaunchedFailover:
         relay: HeartbeatRelay,
         exclude: Callable[[int, int], object],
         admit: Callable[[int, int], bool],
+        is_member: Callable[[int], bool | None] = lambda _: None,
     ) -> None:
+        self._is_member = is_member
         self._spec, self._page, self._relay = spec, page, relay
         self._exclude, self._admit = exclude, admit
         self._lost: set[int] = set()
@@ -87,9 +91,13 @@ class LaunchedFailover:
         ranks = self._page.ranks
         served = any(record.heartbeat.finished for record in ranks[self._spec.plan.workers :])
         for rank, probe in list(self._workers.items()):
-            silent_s = probe.silent_s(ranks[rank].heartbeat.count)
+            silent_s, is_member = probe.silent_s(ranks[rank].heartbeat.count), self._is_member(rank)
             if rank in self._relay.left:
                 del self._workers[rank]
+            elif is_member is False:
+                self._lose_worker(rank, "the other workers do not reach it")
+            elif is_member:
+                continue
             elif rank in self._relay.severed:
                 self._lose_worker(rank, "its connection to rank 0 has ended")
             elif served and not ranks[rank].heartbeat.finished:

@@ -1,0 +1,103 @@
+"""Elastic workers in lockstep on several hosts: the others go on, each round is done by all of them or by none."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.elastic_loops import ROUND
+from engine.networks import Start, network, starts
+from engine.ranks import TESTS, Ended
+from headrace.engine.local.fork_server import ForkServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.net]
+
+SCRIPT = TESTS / "engine" / "views_script.py"
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[str]:
+    """Three of them; the name of their network."""
+    with network(3, kind="e") as name:
+        yield name
+
+
+@pytest.fixture
+def start(fork_server: ForkServer, hosts: str, tmp_path: Path) -> Start:
+    return starts(fork_server, hosts, SCRIPT, tmp_path)
+
+
+def check_counts(ended: Ended, survivors: tuple[int, ...]) -> None:
+    """Checks that each of them has a model that was trained on every example once an epoch."""
+    assert [ended.codes[rank] for rank in survivors] == [0] * len(survivors), ended.logs
+    assert [ended.one(rank, "off")["off"] < 1e-9 for rank in survivors] == [True] * len(survivors)
+
+
+@pytest.mark.parametrize(
+    ("deed", "on_purpose", "first_without"),
+    [
+        ("sum", "leave", ROUND),
+        pytest.param("kill", "leave", ROUND, marks=pytest.mark.full),
+        pytest.param("update", "leave after", ROUND + 1, marks=pytest.mark.full),
+    ],
+)
+def test_the_others_end_as_if_the_lost_worker_had_left_on_purpose(
+    fork_server: ForkServer, hosts: str, tmp_path: Path, deed: str, on_purpose: str, first_without: int
+) -> None:
+    def run(what: str) -> Ended:
+        folder = tmp_path / what
+        folder.mkdir()
+        return starts(fork_server, hosts, SCRIPT, folder)("bits", what, "1", "2", on=(0, 1, 2))
+
+    wanted, ended = run(on_purpose), run(deed)
+    assert ended.codes == {0: 0, 1: -9, 2: 0}, ended.logs
+    for rank in (0, 2):
+        assert ended.one(rank, "total")["total"] == wanted.one(rank, "total")["total"], "to the last bit"
+        assert f"round {first_without} begins with 2 workers: without rank 1" in ended.one(rank, "said")["said"]
+
+
+def test_rank_0_is_killed_on_hosts_of_two_workers(start: Start) -> None:
+    ended = start("counts", "kill", "0", "2", on=(0, 0, 1, 1))
+    check_counts(ended, (1, 2, 3))
+    assert f"round {ROUND} begins with 3 workers: without rank 0" in ended.one(1, "said")["said"]
+
+
+def test_the_larger_half_of_a_cut_network_goes_on_and_the_other_ends(hosts: str, start: Start) -> None:
+    try:
+        ended = start("counts", "cut", "0", "1", on=(0, 1, 2))
+    finally:
+        subprocess.run(["ip", "-n", f"{hosts}-0", "link", "set", "eth0", "up"], check=True)
+    check_counts(ended, (1, 2))
+    assert ended.codes[0] == 4
+    assert ended.one(0, "error")["error"] == "LeftBehind"
+    assert "only 1 of the 3 workers are reached from here" in ended.one(0, "error")["message"]
+
+
+def test_a_worker_that_comes_back_gets_the_state_from_the_others(start: Start) -> None:
+    ended = start("counts", "return", "1", "1", on=(0, 1, 2))
+    check_counts(ended, (0, 1, 2))
+    assert ended.one(1, "ended")["ended"] == -9
+    said = "\n".join(ended.one(0, "said")["said"])
+    assert f"round {ROUND} begins with 2 workers: without rank 1\n" in said
+    assert "begins with 3 workers: with a new rank 1" in said
+
+
+@pytest.mark.full
+def test_a_worker_that_stands_still_is_left_behind(start: Start) -> None:
+    check_counts(start("counts", "stop", "2", "1", on=(0, 1, 2), awaited=2), (0, 1))
+
+
+@pytest.mark.full
+def test_an_error_of_the_user_ends_all(start: Start) -> None:
+    ended = start("counts", "fail", "1", "1", on=(0, 1, 2))
+    assert ended.codes == {0: 4, 1: 1, 2: 4}
+    assert "rank 1 on host-1 was lost: its part of the run has failed" in ended.one(2, "error")["message"]
+
+
+def test_fewer_than_min_workers_end_the_run(start: Start) -> None:
+    ended = start("counts", "kill", "2", "3", on=(0, 1, 2))
+    assert ended.codes == {0: 4, 1: 4, 2: -9}
+    assert "2 of the workers are left, and min_workers=3" in ended.one(0, "error")["message"]
