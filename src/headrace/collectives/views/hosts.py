@@ -36,6 +36,8 @@ class HostViews(Views):
         at_least: with fewer members the run ends.
     """
 
+    now: MultiHostGroup
+
     def __init__(
         self,
         membership: Membership,

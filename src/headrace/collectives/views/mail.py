@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -27,6 +27,8 @@ _WAITING = 1_000
 """Messages that may wait for a connection, at most."""
 
 _LINGER_MS = 1_000
+_NAMED = 16
+"""Addresses of strangers that are named; more would fill the console."""
 
 _ENDS = (
     zmq.EVENT_CLOSED,
@@ -44,12 +46,17 @@ Mail = tuple[Member, str, Any]
 class MemberMail:
     """One process's messages; it listens at a port of `host`.
 
+    `tell` is called once for each address from which a process has connected that has not authenticated itself; with ""
+    for those whose connection ended before its address was read.
+
     Attributes:
         address: where it listens.
         gone: the members to which a connection has ended.
     """
 
-    def __init__(self, me: Member, secret: bytes, host: str) -> None:
+    def __init__(self, me: Member, secret: bytes, host: str, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._strangers: set[str] = set()
         self.gone: set[Member] = set()
         self._me = me
         self._keys = Keys(secret)
@@ -129,8 +136,10 @@ class MemberMail:
         for member, events in self._events.items():
             if any(event in _ENDS for event, _ in events.read()):
                 self.gone.add(member)
-        for _ in self._guard.take_ended():
-            pass
+        for connection in self._guard.take_ended():
+            if not connection.greeted and connection.peer not in self._strangers and len(self._strangers) < _NAMED:
+                self._strangers.add(connection.peer)
+                self._tell(connection.peer)
         self._guard.disconnect_silent()
 
     def close(self) -> None:

@@ -22,20 +22,17 @@ from headrace.collectives.elastic import ElasticGroup, elastic_on_page
 from headrace.collectives.multi_host import MultiHostGroup, Watch
 from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.collectives.views.group import ViewGroup
-from headrace.collectives.views.hosts import HostViews
-from headrace.collectives.views.mail import MemberMail
-from headrace.collectives.views.membership import Marks, Membership
 from headrace.engine.base import Engine, LivenessProbe, RunProgress, orderly_interrupts
 from headrace.engine.schedulers.alive import show_alive
 from headrace.engine.torchrun.elastic import StoreBarrier, member_name
+from headrace.engine.torchrun.elastic_views import join_views
 from headrace.engine.torchrun.failover import BACK_S, LaunchedFailover, expendable_ranks
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.engine.torchrun.refusal import begun
-from headrace.engine.torchrun.store import MEET_S, comes_back, gather, launched_secret, launched_store, own_address
+from headrace.engine.torchrun.store import MEET_S, comes_back, gather, launched_store, own_address
 from headrace.errors import LeftBehind, PeerLost, PeersApart, Replaced, RunFailed, UsageError
 from headrace.machine import cores, host_name
 from headrace.policies.roles import threads_per_worker
-from headrace.policies.views import MemberView
 from headrace.shared_memory.barrier import FinishedRanks
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
@@ -155,7 +152,10 @@ class LaunchedGroup:
 
     def _work_in_views(self, spec: RunSpec) -> None:
         """Does this worker's part of a run that goes on without lost ones; notes which are left."""
-        views = self._views(spec)
+        me = (self.rank, self.incarnation)
+        views = join_views(
+            spec, me, self._prefix, self.hosts, self.page, self._relay, self._encrypt, self._check_failed
+        )
         self._decide(spec, lambda rank: views.is_member((rank, self.page.ranks[rank].restarts)))
         try:
             work(spec, self.rank, ViewGroup(views), self.page)
@@ -169,26 +169,6 @@ class LaunchedGroup:
         finally:
             self._remaining = [rank for rank, _ in views.members]
             views.close()
-
-    def _views(self, spec: RunSpec) -> HostViews:
-        me, workers, relay = (self.rank, self.incarnation), range(spec.plan.workers), self._relay
-        view = MemberView(-1, (me,)) if self.incarnation else MemberView(0, tuple((rank, 0) for rank in workers))
-        address = own_address() if relay else "127.0.0.1"
-        mail = MemberMail(me, launched_secret(), address)
-        store, prefix = launched_store(), f"{self._prefix}/members"
-        store.set(f"{prefix}/{self.rank}/{self.incarnation}", mail.address)
-        # One that comes back learns the others' addresses from rank 0.
-        known = {(rank, 0): store.get(f"{prefix}/{rank}/0").decode() for rank in ([0] if self.incarnation else workers)}
-        membership = Membership(
-            *(me, mail, known, None if self.incarnation else view, self._timeout_s),
-            Marks(relay.own_marks, relay.take_marks) if relay else None,
-            self._check_failed,
-        )
-
-        def home(ranks: Sequence[int]) -> HostMap:
-            return HostMap(tuple(self.hosts[rank] for rank in ranks), address, self._encrypt)
-
-        return HostViews(membership, self.page, me, view, home, spec.plan.min_workers, self._timeout_s)
 
     def _check_failed(self) -> None:
         if self.page.abort:

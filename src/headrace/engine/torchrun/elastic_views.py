@@ -1,0 +1,60 @@
+"""How the processes of a launcher become workers in lockstep of which some may be lost."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from headrace.collectives.base import HostMap
+from headrace.collectives.views.hosts import HostViews
+from headrace.collectives.views.mail import MemberMail
+from headrace.collectives.views.membership import Marks, Membership
+from headrace.engine.torchrun.heartbeats import HeartbeatRelay
+from headrace.engine.torchrun.store import launched_secret, launched_store, own_address
+from headrace.policies.views import Member, MemberView
+from headrace.shared_memory.control_page import ControlPage
+from headrace.worker.run_spec import RunSpec
+
+
+def join_views(
+    spec: RunSpec,
+    me: Member,
+    prefix: str,
+    hosts: Sequence[str],
+    page: ControlPage,
+    relay: HeartbeatRelay | None,
+    encrypt: bool,
+    check_run: Callable[[], None],
+) -> HostViews:
+    """Returns the views of a worker; all workers call it, and one that comes back later.
+
+    Args:
+        prefix: of the group's keys in the store.
+        hosts: by rank.
+        relay: None where all are on one host.
+        check_run: raises where the run has failed.
+    """
+    store, address = launched_store(), own_address() if relay else "127.0.0.1"
+    mail = MemberMail(me, launched_secret(), address, _tell_stranger)
+    rank, incarnation = me
+    store.set(f"{prefix}/members/{rank}/{incarnation}", mail.address)
+    workers = range(spec.plan.workers)
+    # One that comes back learns the others' addresses from rank 0.
+    known = [0] if incarnation else workers
+    addresses = {(each, 0): store.get(f"{prefix}/members/{each}/0").decode() for each in known}
+    first = None if incarnation else MemberView(0, tuple((each, 0) for each in workers))
+    marks = Marks(relay.own_marks, relay.take_marks) if relay else None
+    membership = Membership(me, mail, addresses, first, spec.timeout_s, marks, check_run)
+
+    def home(ranks: Sequence[int]) -> HostMap:
+        return HostMap(tuple(hosts[each] for each in ranks), address, encrypt)
+
+    view = first or MemberView(-1, (me,))
+    return HostViews(membership, page, me, view, home, spec.plan.min_workers, spec.timeout_s)
+
+
+def _tell_stranger(peer: str) -> None:
+    sys.stderr.write(
+        f"headrace: a process at {peer or 'an address that was gone too soon'} connected to a worker without the run's "
+        "secret; it was refused, and the run goes on\n"
+    )
