@@ -68,6 +68,7 @@ class MultiHostGroup(ProcessGroup):
     ranks of this group, by rank; every rank makes the group at the same time. `ends` is None where the page tells.
 
     Attributes:
+        abandoned: whether it is closed in the middle of what it does, so that nothing more is sent.
         between_hosts_bytes: that this rank has sent to other hosts and received from them.
     """
 
@@ -94,7 +95,7 @@ class MultiHostGroup(ProcessGroup):
         self.groups: list[MultiHostGroup] = []
         self._target = 0
         self._seen_ended_s: dict[int, float] = {}
-        self._closed = self._abandoned = False
+        self._closed = self.abandoned = False
         self._background: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
         names = list(dict.fromkeys(home.hosts))
@@ -158,11 +159,6 @@ class MultiHostGroup(ProcessGroup):
     def all_to_all(self, pieces: Tensor) -> Tensor:
         return self._now(partial(self._all_to_all, pieces))
 
-    def abandon(self) -> None:
-        """Closes the group in the middle of what it does; the others do not wait for what it has not sent."""
-        self._abandoned = True
-        self.close()
-
     def close(self) -> None:
         self._closed = True
         for group in self.groups:
@@ -171,7 +167,7 @@ class MultiHostGroup(ProcessGroup):
             self._background.shutdown()
         self._regions = ()
         if self._links:
-            self._links.close(lingers=not self._abandoned)
+            self._links.close(lingers=not self.abandoned)
         for each in (self._local, self._segment):
             if each:
                 each.close()

@@ -56,6 +56,9 @@ class RunProgress:
         return cls(max(each.step for each in heartbeats), loss, sum(each.examples for each in heartbeats))
 
 
+_FOLLOW_EVERY_S = 0.5
+
+
 class Engine(ABC):
     """Starts the processes of a run and watches them."""
 
@@ -229,3 +232,28 @@ def orderly_interrupts(page: Stoppable) -> Iterator[Interrupts]:
             # The terminated command is about to end, and an echo may still come.
             if not (interrupts.terminated and handler is terminate):
                 signal.signal(number, handler)
+
+
+@contextmanager
+def followed(page: ControlPage, progress: Callable[[RunProgress], None]) -> Iterator[None]:
+    """Calls `progress` while this process works, in a thread; what it raises ends the run, and is raised here."""
+    over = threading.Event()
+    failures: list[BaseException] = []
+
+    def follow() -> None:
+        try:
+            while not over.wait(_FOLLOW_EVERY_S):
+                progress(RunProgress.read(page))
+        except BaseException as error:
+            failures.append(error)
+            page.stop = 1
+
+    thread = threading.Thread(target=follow, name="headrace-follow", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    for failure in failures:
+        raise failure

@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.collectives.base import ProcessGroup
 from headrace.collectives.compression import PLAIN, Compression
 from headrace.errors import UnfitMachine
-from headrace.policies.views import Member
+from headrace.policies.views import Member, MemberView
 from headrace.shared_memory.barrier import FinishedRanks, MemberLost
 
 _Result = TypeVar("_Result")
@@ -22,30 +22,17 @@ class Views(ABC):
 
     Attributes:
         now: the present view's group; the first of its members that has the state leads.
-        number: of the newest view, of which the others may know already.
+        view: the present one; its `fresh` members do not have the state yet.
+        me: this process's rank in the run, and which of its processes it is.
         ends: which ranks' loops have ended.
         has_left: whether this process has left the others, as it was asked to.
     """
 
     now: ProcessGroup
-    number: int
+    view: MemberView
+    me: Member
     ends: FinishedRanks
     has_left = False
-
-    @property
-    @abstractmethod
-    def members(self) -> tuple[Member, ...]:
-        """Each member's rank in the run, and which of its processes it is."""
-
-    @property
-    @abstractmethod
-    def has_fresh(self) -> bool:
-        """Whether some members do not have the state yet."""
-
-    @property
-    @abstractmethod
-    def is_fresh(self) -> bool:
-        """Whether this one does not."""
 
     @abstractmethod
     def join(self) -> None:
@@ -90,7 +77,34 @@ class Views(ABC):
         """Releases memory and connections."""
 
 
-class ViewGroup(ProcessGroup):
+class ForwardingGroup(ProcessGroup):
+    """A group whose collectives are those of another one, `now`."""
+
+    now: ProcessGroup
+
+    def barrier(self) -> None:
+        self.now.barrier()
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        return self.now.sum(values)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self.now.all_reduce(tensor)
+
+    def start_all_reduce(self, tensor: Tensor, compression: Compression = PLAIN) -> Callable[[], None]:
+        return self.now.start_all_reduce(tensor, compression)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self.now.broadcast(tensor)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return self.now.gather(tensor)
+
+    def all_to_all(self, pieces: Tensor) -> Tensor:
+        return self.now.all_to_all(pieces)
+
+
+class ViewGroup(ForwardingGroup):
     """The members of the present view; who changes the views lets the group `adopt` the new one."""
 
     fixed = False
@@ -103,15 +117,15 @@ class ViewGroup(ProcessGroup):
     def adopt(self) -> None:
         """Goes on with the members of the present view."""
         self.moved_bytes += sum(group.all_moved_bytes for group in self.groups)
-        self._now = self.views.now
-        self.groups = (self._now,)
-        self.rank, self.world = self._now.rank, self._now.world
-        self.one_memory, self.home = self._now.one_memory, self._now.home
-        self.bucket_bytes = self._now.bucket_bytes
+        self.now = self.views.now
+        self.groups = (self.now,)
+        self.rank, self.world = self.now.rank, self.now.world
+        self.one_memory, self.home = self.now.one_memory, self.now.home
+        self.bucket_bytes = self.now.bucket_bytes
 
     @property
     def members(self) -> list[int]:
-        return [rank for rank, _ in self.views.members]
+        return [rank for rank, _ in self.views.view.members]
 
     def together(self, act: Callable[[], _Result]) -> _Result:
         while True:
@@ -132,30 +146,9 @@ class ViewGroup(ProcessGroup):
     def check(self, peer: int | None = None, broken: str = "") -> None:
         self.views.check()
 
-    def barrier(self) -> None:
-        self._now.barrier()
-
-    def sum(self, values: Sequence[float]) -> list[float]:
-        return self._now.sum(values)
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        self._now.all_reduce(tensor)
-
-    def start_all_reduce(self, tensor: Tensor, compression: Compression = PLAIN) -> Callable[[], None]:
-        return self._now.start_all_reduce(tensor, compression)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        self._now.broadcast(tensor)
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        return self._now.gather(tensor)
-
-    def all_to_all(self, pieces: Tensor) -> Tensor:
-        return self._now.all_to_all(pieces)
-
     def share(self, nbytes: int) -> tuple[Tensor, ...]:
         try:
-            return self._now.share(nbytes)
+            return self.now.share(nbytes)
         except UnfitMachine as problem:
             # Each member has been told that one of them could not open the memory of another.
             raise self.views.explain(problem) from None

@@ -1,7 +1,7 @@
 """A group of workers of several hosts that may be lost, cut off and join while the others go on.
 
     view 1: 0, 1, 2   ─ step ─ hold ─ commit ─ step ✗ 1 is lost    agree ─ view 2: 0, 2 ─ step again ─ hold ─ commit
-                        collectives of the view    │ MemberLost    by `Membership`; of two halves at most one goes on
+                        collectives of the view    │ MemberLost    of two halves at most one goes on
 
 Between hosts some members may have passed a barrier that others have not. So what all do together ends with `commit`,
 which either all have done or none, whatever is lost in between: see `policies/membership.py`.
@@ -10,13 +10,14 @@ which either all have done or none, whatever is lost in between: see `policies/m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import monotonic, sleep
 from typing import NoReturn
 
 from headrace.collectives.base import HostMap
 from headrace.collectives.multi_host import MultiHostGroup, Watch
 from headrace.collectives.views.group import Views
-from headrace.collectives.views.membership import Membership
+from headrace.collectives.views.membership import MembershipThread
 from headrace.errors import PeerLost, UnfitMachine
 from headrace.policies.views import Member, MemberView
 from headrace.shared_memory.barrier import FinishedRanks, MemberLost
@@ -34,13 +35,17 @@ class HostViews(Views):
         view: the first one; one of this process alone, where it is to `join` a run that goes on.
         home: returns the hosts of some ranks, in order.
         at_least: with fewer members the run ends.
+
+    Attributes:
+        seen: all that have been members.
+        in_order: whether this process needs the others no more, and ends.
     """
 
     now: MultiHostGroup
 
     def __init__(
         self,
-        membership: Membership,
+        membership: MembershipThread,
         page: ControlPage,
         me: Member,
         view: MemberView,
@@ -51,15 +56,14 @@ class HostViews(Views):
         self.ends = FinishedRanks([record.heartbeat for record in page.ranks])
         self._membership = membership
         self._page = page
-        self._me = me
+        self.me = me
         self._home = home
         self._at_least = at_least
         self._timeout_s = timeout_s
-        self._view = view
-        self._seen = set(view.members)
+        self.view = view
+        self.seen = set(view.members)
         self._joins = bool(me[1])
-        self._settled = True
-        self._in_order = False
+        self.in_order = False
         if self._joins:
             self._form(lambda text: [text])
         else:
@@ -68,53 +72,32 @@ class HostViews(Views):
             except MemberLost:
                 self.renew()
 
-    @property
-    def number(self) -> int:  # type: ignore[override]
-        """Of the view that this process goes on with."""
-        return self._view.number
-
-    @property
-    def members(self) -> tuple[Member, ...]:
-        return self._view.members
-
-    @property
-    def has_fresh(self) -> bool:
-        return bool(self._view.fresh) and not self._settled
-
-    @property
-    def is_fresh(self) -> bool:
-        return self.has_fresh and self._me in self._view.fresh
-
-    def is_member(self, member: Member) -> bool | None:
-        """Whether a process is a member; None if it has never been one."""
-        return member in self._view.members if member in self._seen else None
-
     def join(self) -> None:
         self._joins = False
-        self._view = MemberView(-1, (self._me,))
+        self.view = MemberView(-1, (self.me,))
         self.renew()
 
     def announce(self, done: int) -> None:
         """Nothing is said before a round: who asks to join is taken in between two."""
 
     def is_due(self, done: int) -> bool:
-        if self._view.members[0] == self._me:
+        if self.view.members[0] == self.me:
             self._membership.take_in()
-        return self._membership.is_changing(self._view.number)
+        return self._is_changing()
 
     def renew(self, admits: bool = False) -> None:
         # Where it admits, the members may have changed already while they did something together.
-        if admits and not self._membership.is_changing(self._view.number):
+        if admits and not self._is_changing():
             return
         while True:
-            before = self._view
-            self._view = self._membership.next_view(before.number)
-            self._seen.update(self._view.members)
-            self._settled = False
-            if len(self._view.members) < self._at_least:
+            before = self.view
+            self.view = self._membership.next_view(before.number)
+            self.seen.update(self.view.members)
+            if len(self.view.members) < self._at_least:
                 self._end(before)
             try:
-                self.now.abandon()
+                self.now.abandoned = True
+                self.now.close()
                 self._form(self._tell)
                 return
             except MemberLost:
@@ -127,35 +110,40 @@ class HostViews(Views):
     def commit(self) -> None:
         if self._joins:
             return
-        step = self._membership.hold(self._view.number)
+        number = self.view.number
+        step = self._membership.hold(number)
         try:
             self.now.barrier()
+            passed = True
         except MemberLost:
             # The others may know that all hold it.
-            self._membership.next_view(self._view.number)
-        else:
-            self._membership.all_hold(self._view.number, step)
-            if not self._membership.has_committed(step):
-                self._membership.next_view(self._view.number)
-        if not self._membership.has_committed(step):
-            raise MemberLost(self._view.members[0][0])
+            passed = False
+        if not self._membership.commit(number, step, passed):
+            raise MemberLost(self.view.members[0][0])
 
     def settle(self) -> None:
-        if self.is_fresh:
+        if self.me in self.view.fresh:
             self._membership.receive_state()
-        self._settled = True
+        self.view = replace(self.view, fresh=())
 
     def is_gone(self, member: int) -> bool:
-        incarnation = dict(self._view.members).get(member, -1)
-        return incarnation < 0 or self._membership.is_suspected((member, incarnation))
+        incarnation = dict(self.view.members).get(member, -1)
+        return incarnation < 0 or (member, incarnation) in self._membership.suspects
 
     def check(self) -> None:
-        self._membership.check_end()
+        self._membership.check()
 
     def _check_view(self) -> None:
         """Raises a MemberLost where the members are about to change."""
         if not self._joins:
-            self._membership.check(self._view.number)
+            self._membership.check(self.view.number)
+
+    def _is_changing(self) -> bool:
+        try:
+            self._check_view()
+        except MemberLost:
+            return True
+        return False
 
     def explain(self, problem: UnfitMachine) -> Exception:
         give_up = monotonic() + _NOTICED_S
@@ -167,32 +155,29 @@ class HostViews(Views):
             sleep(_LOOK_EVERY_S)
         return problem
 
-    def end(self) -> None:
-        """Notes that this process needs the others no more."""
-        self._in_order = True
-
     def close(self) -> None:
         # First, because a connection that ends before looks like a loss.
-        self._membership.close(self._in_order)
-        (self.now.close if self._in_order else self.now.abandon)()
+        self._membership.close(self.in_order)
+        self.now.abandoned = not self.in_order
+        self.now.close()
 
     def _form(self, tell: Callable[[str], Sequence[str]]) -> None:
-        ranks = [rank for rank, _ in self._view.members]
+        ranks = [rank for rank, _ in self.view.members]
         watch = Watch(self._page, self._check_view, self._accuse, self._timeout_s)
-        own = self._view.members.index(self._me)
+        own = self.view.members.index(self.me)
         self.now = MultiHostGroup(watch, own, self._home(ranks), tell, ranks)
 
     def _tell(self, text: str) -> list[str]:
-        return self._membership.tell(self._view.number, text)
+        return self._membership.tell(self.view.number, text)
 
     def _accuse(self, error: Exception, suspect: int) -> NoReturn:
-        incarnation = dict(self._view.members)[suspect]
+        incarnation = dict(self.view.members)[suspect]
         self._membership.suspect((suspect, incarnation))
         raise MemberLost(suspect)
 
     def _end(self, before: MemberView) -> NoReturn:
-        left = len(self._view.members)
-        lost = [rank for rank, _ in before.members if rank not in dict(self._view.members)]
+        left = len(self.view.members)
+        lost = [rank for rank, _ in before.members if rank not in dict(self.view.members)]
         host = self._home(lost[:1]).hosts[0] if lost else ""
         cause = f"{left} of the workers are left, and min_workers={self._at_least}"
-        raise PeerLost(lost[0] if lost else self._me[0], host, cause)
+        raise PeerLost(lost[0] if lost else self.me[0], host, cause)

@@ -63,7 +63,7 @@ class Marks:
     take: Callable[[int, bytes], None]
 
 
-class Membership:
+class MembershipThread:
     """The thread.
 
     Args:
@@ -72,6 +72,9 @@ class Membership:
         timeout_s: a member that is silent for so long is lost.
         marks: None where the processes have one control page.
         check_run: raises where the run has failed.
+
+    Attributes:
+        suspects: the members that seem to be lost; whether they are, the agreement decides.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class Membership:
         self._marks = marks
         self._agreement = ViewAgreement(me, view, int(min(_PATIENCE_S, timeout_s) / _TICK_S))
         self._changed = threading.Condition()
-        self._suspects: set[Member] = set()
+        self.suspects: set[Member] = set()
         self._left: set[Member] = set()
         self._asking: dict[Member, float] = {}
         self._heard: dict[Member, float] = dict.fromkeys(view.members if view else (), monotonic())
@@ -104,17 +107,15 @@ class Membership:
         self._thread = threading.Thread(target=self._run, name="headrace-membership", daemon=True)
         self._thread.start()
 
-    def check_end(self) -> None:
-        """Raises where the others go on without this process."""
-        with self._changed:
-            self._raise_end()
+    def check(self, number: int | None = None) -> None:
+        """Raises where the run has failed, or goes on without this process.
 
-    def check(self, number: int) -> None:
-        """Raises a MemberLost where the members of a view are about to change, or have changed."""
+        Of a view's number, also a MemberLost where its members are about to change, or have changed.
+        """
         with self._changed:
             self._raise_end()
-            if self._changes_from(number):
-                raise MemberLost(self._lost_of_view())
+            if number is not None:
+                self._raise_change(number)
 
     def hold(self, number: int) -> int:
         """Notes that this process has done its part of a step, and will not repeat it; returns the step.
@@ -123,40 +124,32 @@ class Membership:
         """
         with self._changed:
             self._raise_end()
-            if self._changes_from(number):
-                raise MemberLost(self._lost_of_view())
+            self._raise_change(number)
             step = self._agreement.done
             # The others learn it by a barrier.
             self._act(action for action in self._agreement.hold() if not isinstance(action, Send))
             return step
 
-    def all_hold(self, number: int, step: int) -> None:
-        """Notes that a barrier after `hold` was passed."""
-        with self._changed:
-            view = self._agreement.view
-            assert view is not None
-            for member in view.members if view.number == number else ():
-                if member != self._me:
-                    self._act(self._agreement.receive(member, HoldsStep(number, step)))
+    def commit(self, number: int, step: int, passed: bool) -> bool:
+        """Returns whether a step that this process holds is done, for all members or for none.
 
-    def has_committed(self, step: int) -> bool:
-        """Whether a step that this process holds is done for all members."""
+        If the barrier after `hold` was not `passed`, it blocks until the members have changed, and know it.
+        """
         with self._changed:
+            for member in self._others() if passed and self._number == number else ():
+                self._act(self._agreement.receive(member, HoldsStep(number, step)))
+            while self._agreement.done <= step and self._number == number:
+                self._raise_end()
+                self._changed.wait(_SLICE_S)
             return self._agreement.done > step
 
     def next_view(self, after: int) -> MemberView:
         """Blocks until there is a view after one of that number; returns the newest."""
         with self._changed:
-            while self._agreement.view is None or self._agreement.view.number <= after:
+            while self._agreement.view is None or self._number <= after:
                 self._raise_end()
                 self._changed.wait(_SLICE_S)
             return self._agreement.view
-
-    def is_changing(self, number: int) -> bool:
-        """Whether the members of a view are about to change, or have changed."""
-        with self._changed:
-            self._raise_end()
-            return self._changes_from(number)
 
     def receive_state(self) -> None:
         """Notes that this process has the state of the view's beginning."""
@@ -179,11 +172,6 @@ class Membership:
             self._suspect({member})
         self._mail.wake()
 
-    def is_suspected(self, member: Member) -> bool:
-        """Whether a member seems to be lost."""
-        with self._changed:
-            return member in self._suspects
-
     def tell(self, number: int, text: str) -> list[str]:
         """Returns the texts of all members of a view, in order; each calls it once.
 
@@ -195,8 +183,7 @@ class Membership:
             self._mail.wake()
             while True:
                 self._raise_end()
-                if self._changes_from(number):
-                    raise MemberLost(self._lost_of_view())
+                self._raise_change(number)
                 view, texts = self._agreement.view, self._texts[number]
                 assert view is not None
                 if texts.keys() >= set(view.members):
@@ -259,10 +246,10 @@ class Membership:
         self._suspect((gone | silent) - self._left)
 
     def _suspect(self, suspects: set[Member]) -> None:
-        if not suspects <= self._suspects:
-            # One that is suspected once stays so: whether it is a member, the agreement decides.
-            self._suspects |= suspects
-            self._act(self._agreement.suspect(self._suspects))
+        if not suspects <= self.suspects:
+            # One that is suspected once stays so.
+            self.suspects |= suspects
+            self._act(self._agreement.suspect(self.suspects))
 
     def _take(self, sender: Member, kind: str, content: Any) -> None:
         view = self._agreement.view
@@ -309,12 +296,13 @@ class Membership:
         view = self._agreement.view
         return [member for member in view.members if member != self._me] if view else []
 
-    def _changes_from(self, number: int) -> bool:
-        view = self._agreement.view
-        return self._agreement.frozen or view is None or view.number != number
+    @property
+    def _number(self) -> int:
+        return self._agreement.view.number if self._agreement.view else -1
 
-    def _lost_of_view(self) -> int:
-        return next((rank for rank, _ in sorted(self._suspects)), self._me[0])
+    def _raise_change(self, number: int) -> None:
+        if self._agreement.frozen or self._number != number:
+            raise MemberLost(next((rank for rank, _ in sorted(self.suspects)), self._me[0]))
 
     def _raise_end(self) -> None:
         if self._failure:

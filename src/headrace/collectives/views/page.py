@@ -50,33 +50,20 @@ class PageViews(Views):
     ) -> None:
         self._check = check
         self.ends = FinishedRanks([record.heartbeat for record in page.ranks])
-        self.number = 0
         self._look_at = 0.0
         self._page = page
         self._place = place
         self._at_least = at_least
-        self._own_incarnation = page.ranks[place].restarts
+        self.me = (place, page.ranks[place].restarts)
         self._meeting = elastic_on_page(page, place, members, check)
-        self._view = MemberView(0, ((place, self._own_incarnation),))
+        self.view = MemberView(0, (self.me,))
         self._enter(SharedSegment.create(ControlPage.nbytes(1), "view"))
         if len(members) > 1:
-            self._view = MemberView(0, tuple(members))
+            self.view = MemberView(0, tuple(members))
             self.renew()
 
-    @property
-    def members(self) -> tuple[Member, ...]:
-        return self._view.members
-
-    @property
-    def has_fresh(self) -> bool:
-        return bool(self._view.fresh)
-
-    @property
-    def is_fresh(self) -> bool:
-        return (self._place, self._own_incarnation) in self._view.fresh
-
     def join(self) -> None:
-        self._page.ranks[self._place].membership.ready = self._own_incarnation + 1
+        self._page.ranks[self._place].membership.ready = self.me[1] + 1
         while not self._is_invited():
             self._check()
             sleep(_LOOK_EVERY_S)
@@ -107,12 +94,12 @@ class PageViews(Views):
                 continue
 
     def settle(self) -> None:
-        self._view = replace(self._view, fresh=())
+        self.view = replace(self.view, fresh=())
         # The launcher looks whether any process has the state.
-        self._page.ranks[self._place].membership.publish(self.number, self._view.members, self.now.world)
+        self._page.ranks[self._place].membership.publish(self.view.number, self.view.members, self.now.world)
 
     def is_gone(self, member: int) -> bool:
-        incarnation = dict(self._view.members).get(member, -1)
+        incarnation = dict(self.view.members).get(member, -1)
         return self._page.ranks[member].restarts > incarnation
 
     def check(self) -> None:
@@ -121,7 +108,7 @@ class PageViews(Views):
     def explain(self, problem: UnfitMachine) -> Exception:
         deadline = monotonic() + _NOTICED_S
         while monotonic() < deadline:
-            for rank, _ in self.members:
+            for rank, _ in self.view.members:
                 if self.is_gone(rank):
                     return MemberLost(rank)
             self._check()
@@ -134,7 +121,7 @@ class PageViews(Views):
 
     def _changes(self) -> list[float]:
         """Returns for each rank of the run: 1 + the incarnation of its process that joins, -1 if it leaves, else 0."""
-        present = dict(self._view.members)
+        present = dict(self.view.members)
         changes = [0.0] * len(self._page.ranks)
         for rank, record in enumerate(self._page.ranks):
             ready, incarnation = record.membership.ready, record.restarts
@@ -160,7 +147,7 @@ class PageViews(Views):
         """Lets all members who live agree on the next view."""
         changes = self._meeting.together(lambda: self._decide(admits))
         live = set(self._meeting.members)
-        before = self._view
+        before = self.view
         stay = [member for member in before.members if member[0] in live and changes[member[0]] == 0]
         joining = [(rank, int(change) - 1) for rank, change in enumerate(changes) if change > 0]
         fresh = tuple([member for member in stay if member in before.fresh] + joining)
@@ -168,20 +155,18 @@ class PageViews(Views):
         self.has_left = changes[self._place] < 0
         if not able:
             raise PeerLost(before.members[0][0], host_name(), "it was the last that had the trained state")
-        self._view = MemberView(before.number + 1, (*able, *fresh), fresh=fresh)
-        self.number = self._view.number
+        self.view = MemberView(before.number + 1, (*able, *fresh), fresh=fresh)
         # Each tells it, because any of them may be lost before those that join have read it.
-        self._page.ranks[self._place].membership.publish(self.number, self._view.members, len(able))
+        self._page.ranks[self._place].membership.publish(self.view.number, self.view.members, len(able))
         if not self.has_left:
-            self._meeting.regroup(self._view.members, self.number)
+            self._meeting.regroup(self.view.members, self.view.number)
 
     def _is_invited(self) -> bool:
         """Takes the newest view that another has told, if this process is in it; returns whether it is."""
         number, members, able = max(record.membership.read() for record in self._page.ranks)
-        if (self._place, self._own_incarnation) not in members:
+        if self.me not in members:
             return False
-        self._view = MemberView(number, tuple(members), fresh=tuple(members[able:]))
-        self.number = number
+        self.view = MemberView(number, tuple(members), fresh=tuple(members[able:]))
         # It may leave later, and does not wait to join then.
         self._page.ranks[self._place].membership.ready = 0
         self._meeting.regroup(members, number)
@@ -189,8 +174,8 @@ class PageViews(Views):
 
     def _form(self) -> None:
         """Makes the view's page, which its first member creates."""
-        first, meeting = self.members[0][0], self._meeting
-        offer, nbytes = self._page.ranks[first].segment_offer, ControlPage.nbytes(len(self.members))
+        first, meeting = self.view.members[0][0], self._meeting
+        offer, nbytes = self._page.ranks[first].segment_offer, ControlPage.nbytes(len(self.view.members))
         segment, problem = None, None
         if first == self._place:
             segment = SharedSegment.create(nbytes, "view")
@@ -208,7 +193,7 @@ class PageViews(Views):
         self._enter(segment)
 
     def _enter(self, segment: SharedSegment) -> None:
-        members, ranks = self.members, [rank for rank, _ in self.members]
+        members, ranks = self.view.members, [rank for rank, _ in self.view.members]
         self._segment = segment
         self.now = SharedMemoryGroup(
             ControlPage(segment, len(members)),

@@ -9,7 +9,7 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from headrace.collectives.elastic import ElasticBarrier
+from headrace.collectives.elastic import ElasticBarrier, ElasticGroup
 from headrace.engine.torchrun.key_value import StoreClient
 from headrace.errors import PeerLost, Replaced
 from headrace.shared_memory.barrier import FinishedRanks, MemberLost
@@ -89,3 +89,18 @@ class StoreBarrier(ElasticBarrier):
     def _may_have_come(self, member: int) -> bool:
         # A member whose loop has ended waits for this one, and has come to all barriers that it was to come to.
         return monotonic() - self._seen_ended_s.setdefault(member, monotonic()) < _ON_THE_WAY_S
+
+
+def group_by_store(
+    store: StoreClient,
+    prefix: str,
+    page: ControlPage,
+    rank: int,
+    first_host: str,
+    members: Sequence[tuple[int, int]],
+    check: Callable[[], None],
+) -> ElasticGroup:
+    """Returns the group of workers of several hosts; it has a connection of its own to the store."""
+    ends = FinishedRanks([record.heartbeat for record in page.ranks])
+    barrier = StoreBarrier(store.clone(), prefix, page, rank, first_host, check, ends)
+    return ElasticGroup(barrier, rank, members, check, ends)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from headrace.collectives.base import HostMap
 from headrace.collectives.views.hosts import HostViews
 from headrace.collectives.views.mail import MemberMail
-from headrace.collectives.views.membership import Marks, Membership
+from headrace.collectives.views.membership import Marks, MembershipThread
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.engine.torchrun.store import launched_secret, launched_store, own_address
 from headrace.policies.views import Member, MemberView
@@ -44,7 +44,7 @@ def join_views(
     addresses = {(each, 0): store.get(f"{prefix}/members/{each}/0").decode() for each in known}
     first = None if incarnation else MemberView(0, tuple((each, 0) for each in workers))
     marks = Marks(relay.own_marks, relay.take_marks) if relay else None
-    membership = Membership(me, mail, addresses, first, spec.timeout_s, marks, check_run)
+    membership = MembershipThread(me, mail, addresses, first, spec.timeout_s, marks, check_run)
 
     def home(ranks: Sequence[int]) -> HostMap:
         return HostMap(tuple(hosts[each] for each in ranks), address, encrypt)

@@ -9,8 +9,8 @@ import itertools
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from time import monotonic
 from typing import NoReturn
@@ -22,9 +22,9 @@ from headrace.collectives.elastic import ElasticGroup, elastic_on_page
 from headrace.collectives.multi_host import MultiHostGroup, Watch
 from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.collectives.views.group import ViewGroup
-from headrace.engine.base import Engine, LivenessProbe, RunProgress, orderly_interrupts
+from headrace.engine.base import Engine, LivenessProbe, RunProgress, followed, orderly_interrupts
 from headrace.engine.schedulers.alive import show_alive
-from headrace.engine.torchrun.elastic import StoreBarrier, member_name
+from headrace.engine.torchrun.elastic import group_by_store, member_name
 from headrace.engine.torchrun.elastic_views import join_views
 from headrace.engine.torchrun.failover import BACK_S, LaunchedFailover, expendable_ranks
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
@@ -33,7 +33,6 @@ from headrace.engine.torchrun.store import MEET_S, comes_back, gather, launched_
 from headrace.errors import LeftBehind, PeerLost, PeersApart, Replaced, RunFailed, UsageError
 from headrace.machine import cores, host_name
 from headrace.policies.roles import threads_per_worker
-from headrace.shared_memory.barrier import FinishedRanks
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
 from headrace.worker.main import work
@@ -42,7 +41,6 @@ from headrace.worker.server import serve
 
 _BEAT_EVERY_S = 0.25
 _SLICE_S = 0.01
-_FOLLOW_EVERY_S = 0.5
 
 _BROKEN_S = 2.0
 """How long a process may be silent when some connection has broken."""
@@ -109,19 +107,25 @@ class LaunchedGroup:
     def work(self, spec: RunSpec) -> None:
         """Does this rank's part of a run."""
         plan, computes = spec.plan, spec.plan.roles[self.rank].computes
-        if self._relay or plan.min_workers:
-            self._expendable = expendable_ranks(plan)
-        if self._expendable and not plan.min_workers:
-            self._decide(spec)
-        workers: ProcessGroup = self.host
         if plan.min_workers:
             self._work_in_views(spec)
             return
+        if self._relay:
+            self._expendable = expendable_ranks(plan)
+        if self._expendable:
+            self._decide(spec)
+        workers: ProcessGroup = self.host
         if plan.replaces and computes:
             # One that comes back is alone until the next synchronization.
             own = [(self.rank, self.incarnation)]
             members = own if self.incarnation else [(worker, 0) for worker in range(plan.workers)]
-            workers = self._elastic = self._elastic_group(members)
+            workers = self._elastic = (
+                group_by_store(
+                    launched_store(), self._prefix, self.page, self.rank, self.hosts[0], members, self._check
+                )
+                if self._relay
+                else elastic_on_page(self.page, self.rank, members, self._check)
+            )
         elif plan.workers < len(plan.roles) and not plan.replaces:
             # Only processes of the same kind synchronize with each other.
             workers = self.host.subgroup([role.rank for role in plan.roles if role.computes == computes])
@@ -140,26 +144,21 @@ class LaunchedGroup:
             controller = LaunchedFailover(spec, self.page, self._relay, self._exclude, admit, is_member)
             self._relay.decide_by(controller.look)
 
-    def _elastic_group(self, members: Sequence[tuple[int, int]]) -> ElasticGroup:
-        """Returns the group of workers that may be lost."""
-        if self._relay is None:
-            return elastic_on_page(self.page, self.rank, members, self._check)
-        ends = FinishedRanks([record.heartbeat for record in self.page.ranks])
-        barrier = StoreBarrier(
-            launched_store().clone(), self._prefix, self.page, self.rank, self.hosts[0], self._check, ends
-        )
-        return ElasticGroup(barrier, self.rank, members, self._check, ends)
-
     def _work_in_views(self, spec: RunSpec) -> None:
         """Does this worker's part of a run that goes on without lost ones; notes which are left."""
-        me = (self.rank, self.incarnation)
+        self._expendable, me = expendable_ranks(spec.plan), (self.rank, self.incarnation)
         views = join_views(
             spec, me, self._prefix, self.hosts, self.page, self._relay, self._encrypt, self._check_failed
         )
-        self._decide(spec, lambda rank: views.is_member((rank, self.page.ranks[rank].restarts)))
+
+        def is_member(rank: int) -> bool | None:
+            member = (rank, self.page.ranks[rank].restarts)
+            return member in views.view.members if member in views.seen else None
+
+        self._decide(spec, is_member)
         try:
             work(spec, self.rank, ViewGroup(views), self.page)
-            views.end()
+            views.in_order = True
         except LeftBehind:
             raise
         except BaseException as error:
@@ -167,7 +166,7 @@ class LaunchedGroup:
             self.abort(error)
             raise
         finally:
-            self._remaining = [rank for rank, _ in views.members]
+            self._remaining = [rank for rank, _ in views.view.members]
             views.close()
 
     def _check_failed(self) -> None:
@@ -344,31 +343,6 @@ class LaunchedGroup:
         return probe.silent_s(heartbeat.count)
 
 
-@contextmanager
-def _followed(page: ControlPage, progress: Callable[[RunProgress], None]) -> Iterator[None]:
-    """Calls `progress` while this process works, in a thread; what it raises ends the run, and is raised here."""
-    over = threading.Event()
-    failures: list[BaseException] = []
-
-    def follow() -> None:
-        try:
-            while not over.wait(_FOLLOW_EVERY_S):
-                progress(RunProgress.read(page))
-        except BaseException as error:
-            failures.append(error)
-            page.stop = 1
-
-    thread = threading.Thread(target=follow, name="headrace-follow", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-    for failure in failures:
-        raise failure
-
-
 class LaunchedEngine(Engine):
     """Runs one worker, in this process; after `timeout_s` without a sign of life a process counts as lost.
 
@@ -383,8 +357,8 @@ class LaunchedEngine(Engine):
         group = self.group
         torch.set_num_threads(self._threads or threads_per_worker(cores(), group.mates))
         page = group.page
-        followed = _followed(page, progress) if group.rank == 0 else nullcontext()
-        with orderly_interrupts(page) as interrupts, followed:
+        shows = followed(page, progress) if group.rank == 0 else nullcontext()
+        with orderly_interrupts(page) as interrupts, shows:
             try:
                 group.work(spec)
             except LeftBehind:

@@ -43,7 +43,7 @@ class MemberChanges:
         self._control = control
         self._group = session.group
         self._views = session.group.views
-        self._view = self._views.number
+        self._view = self._views.view.number
         self._before: tuple[list[Tensor], Any] | None = None
 
     @property
@@ -75,7 +75,7 @@ class MemberChanges:
 
     def due(self, done: int) -> bool:
         """Tells whether members change after so many rounds; else keeps what the next round may change."""
-        if self._views.is_due(done) or self._views.number != self._view:
+        if self._views.is_due(done) or self._views.view.number != self._view:
             return True
         self._keep()
         return False
@@ -84,7 +84,7 @@ class MemberChanges:
         """Goes on with other members; returns whether this one stays. A round that is `spoilt` leaves no trace."""
         if spoilt:
             self._bring_back()
-        before = self._views.members
+        before = self._views.view.members
         self._views.renew(admits=True)
         if self.has_left:
             return False
@@ -112,11 +112,11 @@ class MemberChanges:
     def _go_on(self) -> None:
         group = self._group
         self._session.replica.exchange.regroup()
-        if self._views.has_fresh:
+        if self._views.view.fresh:
             self._hand_over()
         group.barrier()
         self._views.settle()
-        self._view = self._views.number
+        self._view = self._views.view.number
         self._session.loader.assign((1,) * group.world, group.rank)
 
     def _hand_over(self) -> None:
@@ -128,7 +128,7 @@ class MemberChanges:
         if content:
             packed.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         group.broadcast(packed)
-        if self._views.is_fresh:
+        if self._views.me in self._views.view.fresh:
             self._load(unpack(packed.numpy().tobytes()))
 
     def _state(self) -> dict[str, Tensor]:
@@ -181,7 +181,7 @@ class MemberChanges:
         np.random.set_state(numpy)
 
     def _tell(self, before: tuple[Member, ...]) -> None:
-        group, events, members = self._group, self._session.events, self._views.members
+        group, events, members = self._group, self._session.events, self._views.view.members
         if group.rank == 0:
             changes = [f"without rank {rank}" for rank, _ in sorted(set(before) - set(members))]
             changes += [f"with a new rank {rank}" for rank, _ in sorted(set(members) - set(before))]
