@@ -26,6 +26,7 @@ from headrace.errors import HeadraceError, NonFiniteLoss, PeerLost, UnknownName,
         ("PeersApart", 1),
         ("ForkServerLost", 4),
         ("Replaced", 4),
+        ("LeftBehind", 4),
         ("ServerRefused", 1),
     ],
 )

@@ -14,7 +14,8 @@
         ├── NonFiniteLoss         the loss of a step is NaN or infinite
         ├── NonFiniteGradient     the loss is finite, its gradient is not
         ├── PeerLost              a process was killed, vanished or froze: exit code 4
-        └── Replaced              this process gave no sign of life, and another does its work: exit code 4
+        ├── Replaced              this process gave no sign of life, and another does its work: exit code 4
+        └── LeftBehind            the other workers go on without this one, which they do not reach: exit code 4
 
 Every message contains what happened, the numbers, and the remedy.
 """
@@ -37,6 +38,7 @@ __all__ = [
     "HeadraceError",
     "InfeasiblePlan",
     "JobError",
+    "LeftBehind",
     "NonFiniteGradient",
     "NonFiniteLoss",
     "PeerLost",

@@ -19,7 +19,9 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.engine.local.engine import LocalEngine
 from headrace.engine.local.scaling import ask_for_workers
 from headrace.errors import InfeasiblePlan, PeerLost, UsageError
+from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import Evaluated, Lost, Notice, WorkerEnded, WorkerStarted
+from headrace.spec.model import ModelSpec, ParameterSpec
 
 pytestmark = pytest.mark.slow
 
@@ -130,6 +132,13 @@ def test_numbers_of_workers_that_do_not_fit_are_refused(given: dict[str, object]
 def test_too_few_workers_of_the_machine_are_refused(engine: LocalEngine) -> None:
     with pytest.raises(InfeasiblePlan, match="mirrored has 1 workers, and min_workers=2"):
         hr.fit(counting_job(1), hr.Mirrored(min_workers=2), engine=engine)
+
+
+def test_a_launcher_does_not_let_more_workers_join() -> None:
+    model = ModelSpec((ParameterSpec("weight", (4,)),))
+    hosts = tuple(Host(f"host-{rank}", 2, 1 << 30, ranks=(rank,)) for rank in range(2))
+    with pytest.raises(InfeasiblePlan, match="max_workers=3, and the launcher has started 2 processes"):
+        hr.Mirrored(min_workers=1, max_workers=3).plan(model, Cluster(hosts, ranks=2))
 
 
 def test_a_hybrid_refuses_workers_that_come_and_go() -> None:

@@ -116,7 +116,7 @@ def elastic_plan(plan: Plan, min_workers: int | None, max_workers: int | None, c
     """Returns a plan with workers that may be lost, join and leave; as it is without `min_workers`.
 
     Raises:
-        InfeasiblePlan: they are not on CPUs, or fewer than `min_workers`.
+        InfeasiblePlan: they are not on CPUs, fewer than `min_workers`, or a launcher's, and more are to join.
     """
     if min_workers is None:
         return plan
@@ -124,6 +124,11 @@ def elastic_plan(plan: Plan, min_workers: int | None, max_workers: int | None, c
         raise InfeasiblePlan(
             f"min_workers={min_workers} needs workers on CPUs, and the devices are {cluster.device}; leave out "
             "min_workers"
+        )
+    if cluster.ranks is not None and (max_workers or 0) > cluster.ranks:
+        raise InfeasiblePlan(
+            f"max_workers={max_workers}, and the launcher has started {cluster.ranks} processes, to which headrace adds "
+            "none; leave out max_workers, or start more"
         )
     workers = plan.workers
     if not min_workers <= workers <= (max_workers or workers):
