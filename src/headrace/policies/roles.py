@@ -127,8 +127,8 @@ def elastic_plan(plan: Plan, min_workers: int | None, max_workers: int | None, c
         )
     if cluster.ranks is not None and (max_workers or 0) > cluster.ranks:
         raise InfeasiblePlan(
-            f"max_workers={max_workers}, and the launcher has started {cluster.ranks} processes, to which headrace adds "
-            "none; leave out max_workers, or start more"
+            f"max_workers={max_workers}, and the launcher has started {cluster.ranks} processes, to which headrace "
+            "adds none; leave out max_workers, or start more"
         )
     workers = plan.workers
     if not min_workers <= workers <= (max_workers or workers):
