@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -155,6 +156,26 @@ def test_a_ray_cluster_is_an_engine_and_servers_mean_a_strategy_with_servers(sta
     assert stage.seen == ["fit"]
 
 
+def test_what_a_ray_cluster_is_asked_for_reaches_its_engine(
+    stage, job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace.engine.ray import engine
+
+    asked: list[dict[str, object]] = []
+    made = engine.RayEngine.__init__
+
+    def noted(self: engine.RayEngine, address: str, **arguments: Any) -> None:
+        asked.append({"address": address, **arguments})
+        made(self, address, **arguments)
+
+    monkeypatch.setattr(engine.RayEngine, "__init__", noted)
+    (tmp_path / "env.json").write_text('{"pip": ["einops"]}')
+    arguments = ["--runtime-env", "env.json", "--resources", '{"disk": 0.5}', "--placement", "strict_spread"]
+    assert run(["train", "digits.py", "--cluster", "ray://auto", "--workers", "4", "--servers", "1", *arguments]) == 0
+    expected = {"runtime_env": {"pip": ["einops"]}, "resources": {"disk": 0.5}, "placement": "STRICT_SPREAD"}
+    assert asked == [{"address": "ray://auto", **expected}]
+
+
 def test_servers_belong_to_the_strategy_that_is_named(stage, job_file: Path) -> None:
     assert run(["train", "digits.py", "--strategy", "downpour(push_every=2)", "--workers", "2", "--servers", "3"]) == 0
     (chosen,) = stage.chosen
@@ -173,6 +194,14 @@ def test_servers_belong_to_the_strategy_that_is_named(stage, job_file: Path) -> 
             "--servers 2: downpour(servers=4) has 4; say it once",
         ),
         (["--cluster", "ray://auto", "--secret-file", "secret"], "makes a secret of its own for each run"),
+        (["--placement", "spread"], "--placement is for a Ray cluster; say which by --cluster ray://auto"),
+        (["--cluster", "ray://auto", "--runtime-env", "none.json"], "--runtime-env none.json is no file of JSON"),
+        (
+            ["--cluster", "ray://auto", "--runtime-env", "{pip: []}"],
+            "--runtime-env is no JSON: Expecting property name",
+        ),
+        (["--cluster", "ray://auto", "--resources", "[1]"], "--resources is an object of JSON"),
+        (["--cluster", "ray://auto", "--resources", '{"disk": 0}'], "a number above 0, got 'disk': 0"),
     ],
 )
 def test_what_does_not_fit_a_ray_cluster_or_servers(

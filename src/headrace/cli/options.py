@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from headrace.report.views.tensorboard import TensorBoard
 
 
-_RAY = "ray://"
-
-
 class Distribution(StrEnum):
     """How ranks are numbered over hosts, by SLURM's names."""
 
@@ -47,7 +44,7 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
-def _option(name: str, help: str, **settings: Any) -> Any:
+def option(name: str, help: str, **settings: Any) -> Any:
     return typer.Option(name, help=help, show_default=False, **settings)
 
 
@@ -61,12 +58,12 @@ JobFile = Annotated[
 ]
 WorkersOption = Annotated[
     int | None,
-    _option("--workers", min=1, help="How many processes compute. Default: what the launcher or the machine gives."),
+    option("--workers", min=1, help="How many processes compute. Default: what the launcher or the machine gives."),
 ]
 DeviceOption = Annotated[Device, typer.Option("--device", help="What tensors live on.")]
 SettingsOption = Annotated[
     list[str] | None,
-    _option(
+    option(
         "--set",
         metavar="KEY=VALUE",
         help="A parameter of the file's `job(...)`, as a Python literal; may be given again.",
@@ -83,15 +80,15 @@ TimeoutOption = Annotated[
 ]
 SecretFileOption = Annotated[
     Path | None,
-    _option("--secret-file", metavar="FILE", help="The secret of a run on several hosts, a file of mode 600."),
+    option("--secret-file", metavar="FILE", help="The secret of a run on several hosts, a file of mode 600."),
 ]
 RunDirOption = Annotated[
     Path | None,
-    _option("--run-dir", metavar="DIR", help="Where events, logs and models go. Default: a new folder under runs/."),
+    option("--run-dir", metavar="DIR", help="Where events, logs and models go. Default: a new folder under runs/."),
 ]
 CheckpointEveryOption = Annotated[
     str | None,
-    _option(
+    option(
         "--checkpoint-every",
         metavar="N|SECONDSs",
         help="Save every N steps (100) or seconds (30s); 0 for never. Default: 600s, and at the end.",
@@ -99,7 +96,7 @@ CheckpointEveryOption = Annotated[
 ]
 SnapshotsEveryOption = Annotated[
     str | None,
-    _option(
+    option(
         "--snapshots-every",
         metavar="SECONDSs",
         help="Snapshots of servers that have no backup: every so many seconds (5s); 0 for none. Default: 30s.",
@@ -114,7 +111,7 @@ ResumeIfSavedOption = Annotated[
 ]
 ResumeFromOption = Annotated[
     Path | None,
-    _option("--resume-from", metavar="DIR", help="Go on from another run's last checkpoint, or from one checkpoint."),
+    option("--resume-from", metavar="DIR", help="Go on from another run's last checkpoint, or from one checkpoint."),
 ]
 ResetOptimizerOption = Annotated[
     bool,
@@ -133,24 +130,24 @@ EncryptOption = Annotated[
 ]
 ClusterOption = Annotated[
     Path | None,
-    _option("--cluster", metavar="FILE", help="The hosts and the links between them, see `headrace doctor --cluster`."),
+    option("--cluster", metavar="FILE", help="The hosts and the links between them, see `headrace doctor --cluster`."),
 ]
 RunClusterOption = Annotated[
     str | None,
-    _option(
+    option(
         "--cluster",
         metavar="FILE|ray://auto",
         help="The hosts and the links between them; or a Ray cluster, on which the run is started.",
     ),
 ]
 ServersOption = Annotated[
-    int | None, _option("--servers", min=1, help="How many parameter servers, under a strategy that has some.")
+    int | None, option("--servers", min=1, help="How many parameter servers, under a strategy that has some.")
 ]
 SshOption = Annotated[str, typer.Option("--ssh", metavar="COMMAND", help="How other hosts are reached.")]
-PythonOption = Annotated[str, _option("--python", metavar="PATH", help="On all hosts. Default: this one.")]
+PythonOption = Annotated[str, option("--python", metavar="PATH", help="On all hosts. Default: this one.")]
 DistributionOption = Annotated[
     Distribution | None,
-    _option(
+    option(
         "--distribution",
         help="Ranks of a host follow each other (block) or are dealt out by turns (cyclic). Default: cyclic where "
         "the strategy has backups, which belong on other hosts than their servers.",
@@ -158,7 +155,7 @@ DistributionOption = Annotated[
 ]
 TensorBoardOption = Annotated[
     Path | None,
-    _option("--tensorboard", metavar="DIR", help="Write curves for TensorBoard there, too."),
+    option("--tensorboard", metavar="DIR", help="Write curves for TensorBoard there, too."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="The result, or the error, as one JSON document on stdout.")]
 
@@ -300,9 +297,9 @@ def launched_world() -> int:
 
 @contextlib.contextmanager
 def own_engine(
-    secret_file: Path | None = None, job_file: Path | None = None, ray: str | None = None
+    secret_file: Path | None = None, job_file: Path | None = None, ray: Engine | None = None
 ) -> Iterator[Engine | None]:
-    """Yields an engine of local processes, or of a Ray cluster; None under a launcher, whose processes are the workers.
+    """Yields an engine of local processes, or `ray`; None under a launcher, whose processes are the workers.
 
     Those compare their versions and job files, before the job is read.
     """
@@ -319,27 +316,14 @@ def own_engine(
         yield None
         return
     if ray:
-        # Lazily: it is not always installed.
-        from headrace.engine.ray.engine import RayEngine
-
-        with contextlib.closing(RayEngine(ray)) as cluster:
-            yield cluster
+        with contextlib.closing(ray):
+            yield ray
         return
     # Lazily: `--help` need not wait for the engine.
     from headrace.engine.local.engine import LocalEngine
 
     with LocalEngine(forks=True) as engine:
         yield engine
-
-
-def ray_address(cluster: str | None, secret_file: Path | None = None) -> str | None:
-    """Returns the Ray cluster that `--cluster` names, None if it names a file; raises UsageError with a launcher's."""
-    if not (cluster and cluster.startswith(_RAY)):
-        return None
-    refuse_launcher(f"train --cluster {cluster}")
-    if secret_file is not None:
-        raise UsageError(f"--cluster {cluster} makes a secret of its own for each run; leave out --secret-file")
-    return cluster
 
 
 def refuse_launcher(command: str) -> None:

@@ -16,6 +16,7 @@ from headrace.data.pipeline.order import Hosts
 from headrace.data.pipeline.pipeline import InputPipeline, from_arrays, local
 from headrace.data.pipeline.source import Epoch, Source
 from headrace.data.sources.arrow import from_hugging_face
+from headrace.data.sources.ray import from_ray
 from headrace.data.sources.records import from_array_record, from_files, from_text, from_tfrecord
 from headrace.data.sources.tables import from_csv, from_parquet
 from headrace.data.sources.webdataset import from_webdataset
@@ -47,6 +48,7 @@ __all__ = [
     "from_files",
     "from_hugging_face",
     "from_parquet",
+    "from_ray",
     "from_text",
     "from_tfrecord",
     "from_torch",

@@ -198,6 +198,11 @@ class Interrupts:
         return "interrupted" if page.stop else "ok"
 
 
+def _is_rays(handler: Any) -> bool:
+    """Whether Ray has set a handler, as it does when a process connects to a cluster."""
+    return str(getattr(handler, "__module__", "")).startswith("ray.")
+
+
 @contextmanager
 def orderly_interrupts(page: Stoppable) -> Iterator[Interrupts]:
     """Lets this process's first SIGINT or SIGTERM set `page.stop` instead of interrupting the engine.
@@ -209,7 +214,7 @@ def orderly_interrupts(page: Stoppable) -> Iterator[Interrupts]:
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    ours = {number: handler for number, handler in before.items() if handler in _REPLACED}
+    ours = {number: handler for number, handler in before.items() if handler in _REPLACED or _is_rays(handler)}
     received: list[float] = []
 
     def stop(number: int, frame: object) -> None:

@@ -9,10 +9,12 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
+import ray.data
 import torch
 
 import headrace as hr
@@ -211,6 +213,56 @@ def fail(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
     return {**found, "interrupted": run.status, "reserved": _reserved()}
 
 
+def read(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
+    """What a data set of Ray gives, beside the same arrays: in order, with shuffling, with resuming, its errors."""
+    # As in a job file: Ray Data connects by itself.
+    os.environ["RAY_ADDRESS"] = sys.argv[2]
+    inputs, targets = hr.data.digits().train
+    rows = [
+        {"image": image.numpy(), "digit": int(digit), "name": f"row {index}"}
+        for index, (image, digit) in enumerate(zip(inputs, targets, strict=True))
+    ]
+    source = ray.data.from_items(rows, override_num_blocks=7).map(lambda row: {**row, "twice": 2 * row["digit"]})
+    pipeline = hr.data.from_ray(source)
+    assert signal.getsignal(signal.SIGTERM).__module__.startswith("ray.")
+    found = list(hr.data.batches(pipeline.batch(100)))
+    order = [name for batch in found for name in batch["name"]]
+    twice = torch.cat([batch["twice"] for batch in found])
+    pairs = hr.data.from_ray(source, ["image", "digit"]).map(lambda row: (row["image"], row["digit"])).shuffle()
+    runs = []
+    for data in (pairs, hr.data.from_arrays(inputs, targets).shuffle()):
+        whole = hr.fit(replace(digits(), data=data), hr.Mirrored(workers=2), engine=hr.ThreadEngine())
+        runs.append(total(whole))
+    resumed = partly(replace(digits(), data=pairs), engine, folder)
+    refused = []
+    ragged = [{"x": torch.zeros(1 + number % 2).numpy()} for number in range(4)]
+    for act in (
+        lambda: hr.data.from_ray(source, ["colour"]),
+        lambda: hr.data.from_ray(source, memory_limit=1000),
+        lambda: hr.data.from_ray(source.filter(lambda row: False)),
+        lambda: hr.data.from_ray(ray.data.from_items(ragged, override_num_blocks=1)),
+        lambda: hr.data.from_ray(rows),
+    ):
+        try:
+            act()
+        except HeadraceError as error:
+            refused.append(str(error))
+    return {
+        "in_order": order == [row["name"] for row in rows] and bool((twice == 2 * targets).all()),
+        "totals": [*runs, resumed],
+        "refused": refused,
+    }
+
+
+def partly(job: hr.Job, engine: hr.RayEngine, folder: Path) -> float:
+    """The result of a run on the cluster that is interrupted in its first epoch, and then goes on with one worker."""
+    saves = hr.Checkpoints(every_steps=5)
+    deeds = Deeds(interrupt, after=3)
+    first = hr.fit(job, hr.Mirrored(workers=2), engine=engine, run_dir=folder, checkpoints=saves, on_event=deeds)
+    assert first.status == "interrupted"
+    return total(hr.fit(job, hr.OneDevice(), engine=hr.ThreadEngine(), run_dir=folder, checkpoints=saves, resume=True))
+
+
 def _reserved(within_s: float = 20.0) -> float:
     """CPUs that are still reserved; Ray frees them a little later."""
     give_up = time.monotonic() + within_s
@@ -224,7 +276,7 @@ def _reserved(within_s: float = 20.0) -> float:
 def main() -> None:
     deed, address, folder = sys.argv[1:]
     engine = hr.RayEngine(address)
-    deeds = {each.__name__: each for each in (equal, survive, resume, fail)}
+    deeds = {each.__name__: each for each in (equal, survive, resume, fail, read)}
     said = deeds[deed](engine, Path(folder))
     say(**said)
     engine.close()

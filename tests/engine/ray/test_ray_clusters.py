@@ -100,3 +100,20 @@ def test_errors_and_ctrl_c(address: str, tmp_path: Path) -> None:
     assert said["busy"].startswith(busy)
     assert said["interrupted"] == "interrupted"
     assert said["reserved"] == 0
+
+
+def test_a_data_set_of_ray_is_read_in_order_and_resumed(address: str, tmp_path: Path) -> None:
+    said = drive("read", address, tmp_path)
+    assert said["in_order"]
+    from_ray, from_arrays, resumed = said["totals"]
+    assert from_ray == from_arrays
+    assert resumed == pytest.approx(from_ray, abs=1e-5)
+    begins = (
+        "the data set of Ray has no column 'colour'; it has image, digit, name, twice",
+        "the data set of Ray has ",
+        "the data set of Ray has no rows",
+        "'x' has arrays of 2 shapes, (1,) and (2,) among them",
+        "from_ray takes a ray.data.Dataset, got list",
+    )
+    assert all(map(str.startswith, said["refused"], begins)), said["refused"]
+    assert "dataset.write_parquet(folder)" in said["refused"][1]

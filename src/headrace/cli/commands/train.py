@@ -41,13 +41,13 @@ from headrace.cli.options import (
     job_name,
     launched_rank,
     own_engine,
-    ray_address,
     refuse_launcher,
     saying_where,
     split_names,
     tensorboards,
 )
 from headrace.cli.output import ExitCode, answering, show_comparison, show_run
+from headrace.cli.ray_cluster import PlacementOption, ResourcesOption, RuntimeEnvOption, ray_engine
 from headrace.errors import UsageError
 from headrace.spec.call import parse_call
 
@@ -94,6 +94,9 @@ def train(
     reset_optimizer: ResetOptimizerOption = False,
     check: CheckOption = True,
     cluster: RunClusterOption = None,
+    runtime_env: RuntimeEnvOption = None,
+    resources: ResourcesOption = None,
+    placement: PlacementOption = None,
     secret_file: SecretFileOption = None,
     encrypt: EncryptOption = True,
     tensorboard: TensorBoardOption = None,
@@ -103,9 +106,8 @@ def train(
     """Train the job of a file under one strategy; progress goes to stderr, the result to stdout."""
     with answering(as_json) as answer:
         strategy = _named(strategy, servers)
-        find_job(path)
-        check_tensorboard(tensorboard)
-        ray = ray_address(cluster, secret_file)
+        _check_files(path, tensorboard)
+        ray = ray_engine(cluster, secret_file, runtime_env, resources, placement)
         checkpoints = checkpoints_of(checkpoint_every, keep, snapshots_every)
         going = _going(resume, resume_if_saved, resume_from, run_dir)
         where = run_dir or default_run_dir(f"{job_name(path)}-{parse_call(strategy).name}")
@@ -133,8 +135,17 @@ def train(
                 )
         if launched_rank() in (None, 0):
             show_run(answer, where)
-    if run.interrupted:
+    _end(run.interrupted)
+
+
+def _end(interrupted: bool) -> None:
+    if interrupted:
         raise typer.Exit(ExitCode.INTERRUPTED)
+
+
+def _check_files(path: Path, tensorboard: Path | None) -> None:
+    find_job(path)
+    check_tensorboard(tensorboard)
 
 
 def _named(strategy: str, servers: int | None) -> str:
@@ -202,8 +213,7 @@ def compare(
         refuse_launcher("compare")
         names = split_names(strategies)
         check_strategies(names)
-        find_job(path)
-        check_tensorboard(tensorboard)
+        _check_files(path, tensorboard)
         where = run_dir or default_run_dir(f"compare-{job_name(path)}")
         # In this order for the same reason as in `train`.
         with own_engine() as engine, saying_where(where):
@@ -224,5 +234,4 @@ def compare(
                     retries=retries,
                 )
         show_comparison(answer, comparison.summaries, comparison.references, where, comparison.page)
-    if any(summary.status == "interrupted" for summary in comparison.summaries):
-        raise typer.Exit(ExitCode.INTERRUPTED)
+    _end(any(summary.status == "interrupted" for summary in comparison.summaries))

@@ -17,11 +17,11 @@ from headrace.errors import DataError
 
 
 @dataclass(frozen=True)
-class _Numbers:
+class Numbers:
     """A column of numbers, `(rows, ...)`; `missing` marks rows with a null, `(rows,)` bool, or is None."""
 
     values: Tensor
-    missing: Tensor | None
+    missing: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class Columns:
 
     names: tuple[str, ...]
     rows: int
-    numbers: Mapping[str, _Numbers]
+    numbers: Mapping[str, Numbers]
     others: Mapping[str, Any]
     key: Callable[[int], str]
 
@@ -90,7 +90,7 @@ class Columns:
 
 def to_columns(table: Any, key: Callable[[int], str]) -> Columns:
     """Returns the columns of a `pyarrow.Table`."""
-    numbers: dict[str, _Numbers] = {}
+    numbers: dict[str, Numbers] = {}
     others: dict[str, Any] = {}
     for name in table.column_names:
         array = _whole(table.column(name))
@@ -104,7 +104,7 @@ def to_columns(table: Any, key: Callable[[int], str]) -> Columns:
 
 def concatenate(pieces: Iterable[Columns], rows: int, key: Callable[[int], str]) -> Columns:
     """Concatenates pieces whose columns are all of numbers; at most one piece is held at a time."""
-    numbers: dict[str, _Numbers] = {}
+    numbers: dict[str, Numbers] = {}
     begin = 0
     for piece in pieces:
         end = begin + piece.rows
@@ -114,13 +114,13 @@ def concatenate(pieces: Iterable[Columns], rows: int, key: Callable[[int], str])
             found = piece.numbers[name]
             if name not in numbers:
                 values = torch.empty((rows, *found.values.shape[1:]), dtype=found.values.dtype)
-                numbers[name] = _Numbers(values, None)
+                numbers[name] = Numbers(values, None)
             held = numbers[name]
             held.values[begin:end] = found.values
             if found.missing is not None:
                 missing = torch.zeros(rows, dtype=torch.bool) if held.missing is None else held.missing
                 missing[begin:end] = found.missing
-                numbers[name] = _Numbers(held.values, missing)
+                numbers[name] = Numbers(held.values, missing)
         begin = end
     return Columns(tuple(numbers), rows, numbers, {}, key)
 
@@ -167,7 +167,7 @@ def _is_list(kind: Any) -> bool:
     return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
-def _numbers(array: Any) -> _Numbers | None:
+def _numbers(array: Any) -> Numbers | None:
     """Returns an Arrow array as numbers; None if it is not numeric, or has ragged or missing lists."""
     if _is_list(array.type):
         fixed = import_pyarrow().types.is_fixed_size_list(array.type)
@@ -179,15 +179,15 @@ def _numbers(array: Any) -> _Numbers | None:
             return None
         shape = (len(array), int(lengths[0]) if len(lengths) else 0)
         missing = None if inner.missing is None else inner.missing.reshape(shape).any(1)
-        return _Numbers(inner.values.reshape(*shape, *inner.values.shape[1:]), missing)
+        return Numbers(inner.values.reshape(*shape, *inner.values.shape[1:]), missing)
     if width(array.type) is None:
         return None
     if not array.null_count:
         # Copied, because Arrow's memory is read-only and a batch may be changed in place.
-        return _Numbers(torch.from_numpy(np.array(array.to_numpy(zero_copy_only=False))), None)
+        return Numbers(torch.from_numpy(np.array(array.to_numpy(zero_copy_only=False))), None)
     missing = torch.from_numpy(np.array(array.is_null().to_numpy(zero_copy_only=False)))
     filled = array.fill_null(False if import_pyarrow().types.is_boolean(array.type) else 0)
-    return _Numbers(torch.from_numpy(np.array(filled.to_numpy(zero_copy_only=False))), missing)
+    return Numbers(torch.from_numpy(np.array(filled.to_numpy(zero_copy_only=False))), missing)
 
 
 def from_hugging_face(

@@ -73,7 +73,8 @@ class RankAgent:
         # Asked again, because Ray may have restarted this actor on another node.
         run_dir, rank = self.folder(request["run_dir"], request["mark"]), request["environment"]["RANK"]
         log = f"{run_dir}/logs/rank-{rank}.log"
-        print(f"headrace: rank {rank} prints to {log}", flush=True)  # noqa: T201
+        # Ray shows what actors write to stdout on that of the caller, where results go.
+        print(f"headrace: rank {rank} prints to {log}", file=sys.stderr, flush=True)  # noqa: T201
         self._process.begin({**request, "run_dir": run_dir, "log": log}, code, data)
         return self.watch()
 
