@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from headrace.engine.threads import ThreadEngine
     from headrace.metrics import Mean
     from headrace.parameter_server.server.optimizer import Remedies
+    from headrace.prediction.calibration import calibrate
     from headrace.prediction.simulation.scene import Assumptions
     from headrace.prediction.simulation.simulate import Prediction, simulate
     from headrace.report.views.tensorboard import TensorBoard
@@ -81,6 +82,7 @@ __all__ = [
     "ThreadEngine",
     "Unconnected",
     "Worker",
+    "calibrate",
     "compare",
     "data",
     "fit",
@@ -105,6 +107,7 @@ _MODULES = {
     "engine.threads": ("ThreadEngine",),
     "metrics": ("Mean",),
     "parameter_server.server.optimizer": ("Remedies",),
+    "prediction.calibration": ("calibrate",),
     "prediction.simulation.scene": ("Assumptions",),
     "prediction.simulation.simulate": ("Prediction", "simulate"),
     "report.views.tensorboard": ("TensorBoard",),

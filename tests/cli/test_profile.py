@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.cli import run
+from headrace.prediction.calibration import Constants
+from headrace.prediction.simulation.simulate import simulate
+from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import BatchProfile, ComputeProfile, LayerSpec, ModelSpec, ParameterSpec
 
 Capture = pytest.CaptureFixture[str]
@@ -102,3 +106,30 @@ def test_what_cannot_be_meant(
 ) -> None:
     assert run(["profile", *arguments]) == code
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_runs_beside_what_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.chdir(tmp_path)
+    written = replace(MODEL, origin={})
+    written.save("model.json")
+    Path("cluster.toml").write_text(Cluster((Host("a", 4, 10**10), Host("b", 4, 10**10))).toml())
+    slow = Constants(compute=2.0).model(written)
+    for workers in (1, 2):
+        simulate(slow, "cluster.toml", f"mirrored(workers={workers})", run_dir=f"runs/{workers}")
+    asked = ["calibrate", "runs/1", "runs/2", "runs/3", "--model", "model.json", "--cluster", "cluster.toml"]
+    assert run([*asked, "--out", "fitted"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split() == ["examples/s", "measured", "predicted", "error", "calibrated", "error"]
+    assert [line.split()[0] for line in lines[1:3]] == ["1", "2"]
+    assert any(line.startswith("left out: runs/3: ") for line in lines)
+    assert lines[-1] == "calibrated: fitted/model.json, fitted/cluster.toml"
+    fitted = ModelSpec.load("fitted/model.json").compute
+    assert fitted is not None
+    assert fitted.batches[1].forward_s == pytest.approx(2 * 0.005, rel=0.1)
+    assert run([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["compute"] == pytest.approx(2.0, rel=0.1)
+    assert [each["run"] for each in found["runs"]] == ["1", "2"]
+    assert run([*asked[:4], "--model", "none.json", "--cluster", "cluster.toml"]) == 2

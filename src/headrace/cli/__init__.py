@@ -16,7 +16,7 @@ from headrace.cli.commands.data import data
 from headrace.cli.commands.doctor import doctor
 from headrace.cli.commands.launch import launch
 from headrace.cli.commands.launch_files import launch_files
-from headrace.cli.commands.profile import profile
+from headrace.cli.commands.profile import calibrate, profile
 from headrace.cli.commands.report import report
 from headrace.cli.commands.simulate import simulate
 from headrace.cli.commands.train import compare, train
@@ -53,6 +53,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "launch-files": launch_files,
     "workers": workers,
     "profile": profile,
+    "calibrate": calibrate,
     "bench": bench,
     "doctor": doctor,
 }

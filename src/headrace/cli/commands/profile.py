@@ -1,4 +1,4 @@
-"""`headrace profile`: what a job's model takes on this machine, by batch size and by layer."""
+"""`headrace profile`: what a job's model takes on this machine; `headrace calibrate`: how well that predicts runs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from headrace.cli.options import (
 )
 from headrace.cli.output import answering
 from headrace.errors import UnfitMachine, UsageError
-from headrace.report.format import byte_count, clean, duration, percent, short
+from headrace.report.format import byte_count, clean, duration, fixed, percent, short
 from headrace.spec.plain import to_plain
 
 if TYPE_CHECKING:
+    from headrace.prediction.calibration import Calibration
     from headrace.spec.model import BatchProfile, LayerSpec, ModelSpec
 
 _EXAMPLES = """
@@ -179,9 +180,99 @@ def _seconds(layer: LayerSpec) -> float:
     return layer.forward_s + layer.backward_s
 
 
-def _cut(name: str) -> str:
-    return name if len(name) < _NAME_WIDTH else f"{name[: _NAME_WIDTH - 2]}…"
+def _cut(name: str, width: int = _NAME_WIDTH) -> str:
+    return name if len(name) < width else f"{name[: width - 2]}…"
 
 
 def _wrapped(text: str) -> Sequence[str]:
     return textwrap.wrap(clean(text), _WIDTH)
+
+
+_CALIBRATE_EXAMPLES = """
+  headrace calibrate runs/a runs/b --model model.json --cluster cluster.toml
+  headrace calibrate runs/* --model model.json --cluster cluster.toml --out b
+"""
+
+
+def calibrate(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN_DIR...", show_default=False, help="Runs of the profile's job.")
+    ],
+    model: Annotated[
+        Path, typer.Option("--model", metavar="FILE", show_default=False, help="The profile, or a model's file.")
+    ],
+    cluster: Annotated[
+        Path,
+        typer.Option("--cluster", metavar="FILE|NAME:N", show_default=False, help="The machines that the runs had."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="DIR", show_default=False, help="Write model.json and cluster.toml as the runs say."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Use a profile of other versions or devices.")] = False,
+    as_json: JsonOption = False,
+    show_help: Annotated[bool, help_option(_CALIBRATE_EXAMPLES)] = False,
+) -> None:
+    """Compare measured runs with what is predicted of them.
+
+    Two constants are fitted: how long the profile's times are, and how fast the links are. Each run is predicted with
+    constants of the other runs alone.
+    """
+    with answering(as_json) as answer:
+        # Lazily: they import torch.
+        from headrace.prediction.calibration import calibrate as fit
+        from headrace.prediction.cloud import cluster_of
+        from headrace.spec.model import ModelSpec
+
+        profiled, machines = ModelSpec.load(model), cluster_of(cluster)
+        found = fit(runs, profiled, machines, force=force)
+        if out:
+            _save(found.constants.model(profiled), out / "model.json")
+            (out / "cluster.toml").write_text(found.constants.cluster(machines).toml(), encoding="utf-8")
+        document = {
+            "compute": found.constants.compute,
+            "network": found.constants.network,
+            "runs": [
+                {
+                    "run": each.run,
+                    "strategy": each.strategy.name,
+                    "measured_per_s": each.measured,
+                    "predicted_per_s": each.predicted,
+                    "calibrated_per_s": each.calibrated,
+                }
+                for each in found.runs
+            ],
+            "left_out": dict(found.left_out),
+        }
+        answer.give(document, "\n".join(_calibration_lines(found, out)))
+
+
+def _calibration_lines(found: Calibration, out: Path | None) -> Iterator[str]:
+    yield f"{'examples/s':<30}{'measured':>10}{'predicted':>11}{'error':>9}{'calibrated':>12}{'error':>8}"
+    for each in found.runs:
+        calibrated = short(each.calibrated)
+        yield (
+            f"{_cut(clean(each.run), 29):<30}{short(each.measured):>10}{short(each.predicted):>11}"
+            f"{_error(each.predicted, each.measured):>9}{calibrated:>12}{_error(each.calibrated, each.measured):>8}"
+        ).rstrip()
+    yield ""
+    constants = found.constants
+    network = f"; the links are {fixed(constants.network)} x as fast" if constants.network else ""
+    yield from _wrapped(f"The profile's times are {fixed(constants.compute)} x as long{network}.")
+    if constants.network is None:
+        yield from _wrapped("These runs do not say how fast the links are: their time does not depend on it.")
+    if len(found.runs) > 1:
+        yield from _wrapped("Each run is calibrated with constants of the other runs alone.")
+    for run, why in found.left_out.items():
+        yield from _wrapped(f"left out: {run}: {why}")
+    if out:
+        yield f"calibrated: {out / 'model.json'}, {out / 'cluster.toml'}"
+
+
+def _error(predicted: float | None, measured: float) -> str:
+    if predicted is None:
+        return ""
+    part = 100 * (predicted / measured - 1)
+    return f"{part:+.1f} %" if abs(part) < 99.95 else f"{part:+.0f} %"

@@ -1,0 +1,212 @@
+"""calibrate: fits a prediction's constants to measured runs, and says how far off it is, before and after."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from headrace.errors import HeadraceError, UsageError
+from headrace.prediction.cloud import cluster_of
+from headrace.prediction.profiling.origin import require_usable
+from headrace.prediction.simulation.scene import Assumptions
+from headrace.prediction.simulation.simulate import Prediction, simulate
+from headrace.report.model.summary import Summary, summarize
+from headrace.spec.cluster import Cluster
+from headrace.spec.model import ModelSpec
+from headrace.strategies import STRATEGIES, Strategy
+from headrace.strategies.checks import COUNTS
+from headrace.strategies.strategy import describe_options
+
+_STEPS = 50
+_NETWORK_FACTORS = tuple(2.0 ** (exponent / 2) for exponent in range(-10, 9))
+"""That are tried first: 1/32 to 16."""
+_REFINEMENTS = 4
+_FLAT = 0.002
+"""Errors that differ by less do not say how fast the network is."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What measured runs say about a profile and a cluster.
+
+    Attributes:
+        compute: all times of the profile are so many times as long.
+        network: all links and buses are so many times as fast; None where the runs do not say.
+    """
+
+    compute: float = 1.0
+    network: float | None = None
+
+    def model(self, model: ModelSpec) -> ModelSpec:
+        """Returns the profile with its times."""
+        if model.compute is None:
+            raise UsageError("the model's file says no times, so that there is nothing to calibrate; profile the job")
+        factor = self.compute
+        batches = tuple(
+            replace(
+                batch,
+                forward_s=batch.forward_s * factor,
+                backward_s=batch.backward_s * factor,
+                layers=tuple(
+                    replace(layer, forward_s=layer.forward_s * factor, backward_s=layer.backward_s * factor)
+                    for layer in batch.layers
+                ),
+            )
+            for batch in model.compute.batches
+        )
+        old = model.compute
+        times = replace(old, batches=batches, optimizer_s=old.optimizer_s * factor, fixed_s=old.fixed_s * factor)
+        return replace(model, compute=times, layers=batches[-1].layers)
+
+    def cluster(self, cluster: Cluster) -> Cluster:
+        """Returns the cluster with its links."""
+        factor = self.network or 1.0
+        return replace(
+            cluster,
+            hosts=tuple(replace(host, bus_bytes_per_s=host.bus_bytes_per_s * factor) for host in cluster.hosts),
+            link_bytes_per_s=cluster.link_bytes_per_s * factor,
+            links=tuple(replace(link, bytes_per_s=link.bytes_per_s * factor) for link in cluster.links),
+        )
+
+
+@dataclass(frozen=True)
+class ComparedRate:
+    """A run's measured rate, and the predicted ones; examples a second.
+
+    Attributes:
+        predicted: from the files as they are.
+        calibrated: with constants that were fitted to the other runs alone; None if there is no other.
+    """
+
+    run: str
+    strategy: Strategy
+    measured: float
+    predicted: float
+    calibrated: float | None
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The constants that all runs give, each run's rates, and the runs that could not be compared, with the reason."""
+
+    constants: Constants
+    runs: tuple[ComparedRate, ...]
+    left_out: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    name: str
+    strategy: Strategy
+    examples: int
+    rate: float
+    compute_s: float | None
+
+
+def calibrate(
+    runs: Sequence[Path | str], model: ModelSpec | Path | str, cluster: Cluster | Path | str, *, force: bool = False
+) -> Calibration:
+    """Compares runs with what a profile and a cluster predict, and fits two constants.
+
+    A run that was used to fit a constant is never counted as predicted with it: `calibrated` leaves it out.
+
+    Args:
+        runs: their directories; runs of the profile's job on the cluster's machines.
+        force: as for `simulate`.
+
+    Raises:
+        UsageError: no run can be compared, or the profile belongs to something else.
+    """
+    model = model if isinstance(model, ModelSpec) else ModelSpec.load(model)
+    cluster = cluster_of(cluster)
+    require_usable(model, cluster, force)
+    found: list[_Measured] = []
+    left_out: dict[str, str] = {}
+    for run in runs:
+        try:
+            measured = _measured(summarize(Path(run)))
+            _predict(measured, model, cluster, Constants(), force)
+        except HeadraceError as error:
+            left_out[str(run)] = str(error)
+            continue
+        found.append(measured)
+    if not found:
+        reasons = "; ".join(f"{run}: {why}" for run, why in left_out.items())
+        raise UsageError(f"no run can be compared with a prediction: {reasons or 'none was given'}")
+
+    def predict(measured: _Measured, constants: Constants) -> Prediction:
+        return _predict(measured, model, cluster, constants, force)
+
+    compared = []
+    for measured in found:
+        others = [each for each in found if each is not measured]
+        calibrated = predict(measured, _fit(others, predict)).examples_per_s if others else None
+        plain = predict(measured, Constants()).examples_per_s
+        compared.append(ComparedRate(measured.name, measured.strategy, measured.rate, plain, calibrated))
+    return Calibration(_fit(found, predict), tuple(compared), left_out)
+
+
+_Predict = Callable[[_Measured, Constants], Prediction]
+
+
+def _fit(runs: Sequence[_Measured], predict: _Predict) -> Constants:
+    ratios = []
+    for run in runs:
+        if run.compute_s:
+            plain = predict(run, Constants())
+            expected = plain.shares.get("computing", 0.0) * plain.step_s
+            ratios += [run.compute_s / expected] * (expected > 0)
+    compute = median(ratios) if ratios else 1.0
+
+    def error(network: float) -> float:
+        constants = Constants(compute, network)
+        return median(abs(math.log(predict(run, constants).examples_per_s / run.rate)) for run in runs)
+
+    errors = {factor: error(factor) for factor in _NETWORK_FACTORS}
+    if max(errors.values()) - min(errors.values()) < _FLAT:
+        return Constants(compute)
+    best, width = min(errors, key=errors.__getitem__), 2.0**0.25
+    for _ in range(_REFINEMENTS):
+        near = {factor: error(factor) for factor in (best / width, best, best * width)}
+        best, width = min(near, key=near.__getitem__), math.sqrt(width)
+    return Constants(compute, best)
+
+
+def _predict(run: _Measured, model: ModelSpec, cluster: Cluster, constants: Constants, force: bool) -> Prediction:
+    return simulate(
+        constants.model(model),
+        constants.cluster(cluster),
+        run.strategy,
+        global_batch_size=run.examples,
+        assumptions=Assumptions(steps=_STEPS),
+        force=force,
+    )
+
+
+def _measured(summary: Summary) -> _Measured:
+    rate = summary.training.examples_per_s
+    if rate is None or summary.status != "ok":
+        raise UsageError(f"its status is {summary.status!r}, and no rate of a steady state was measured")
+    # The compute of a stage has waiting in it.
+    compute_s = summary.times.compute_s if summary.times and not summary.started.plan.get("partition") else None
+    return _Measured(summary.label, _strategy(summary), summary.started.global_batch_size, rate, compute_s)
+
+
+def _strategy(summary: Summary) -> Strategy:
+    """Returns the strategy of a run's plan, with as many workers as it had."""
+    kind = STRATEGIES.get(summary.strategy)
+    options = summary.started.plan.get("options")
+    if kind is None or not isinstance(options, Mapping):
+        raise UsageError(f"its strategy is {summary.strategy}, which is unknown here")
+    plain = {name: value for name, value in options.items() if not isinstance(value, Mapping)}
+    plain |= {name: summary.workers for name in COUNTS if name in plain and plain[name] is None}
+    try:
+        strategy = kind(**plain)
+    except TypeError as error:
+        raise UsageError(f"{summary.strategy} cannot be made again from its plan: {error}") from error
+    if any(describe_options(strategy)[name] != value for name, value in options.items() if isinstance(value, Mapping)):
+        raise UsageError(f"{summary.strategy} has options that cannot be made again from its plan")
+    return strategy

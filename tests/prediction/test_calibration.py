@@ -1,0 +1,82 @@
+"""Runs whose constants are known, since they were simulated: calibrate finds the constants again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import UsageError
+from headrace.prediction.calibration import Constants, calibrate
+from headrace.prediction.simulation.simulate import simulate
+from headrace.spec.cluster import Cluster, Host
+from headrace.spec.model import BatchProfile, ComputeProfile, ModelSpec, ParameterSpec
+
+COMPUTE = ComputeProfile(
+    (BatchProfile(16, 0.01, 0.02), BatchProfile(64, 0.03, 0.06)), 0.005, 0.001, 0.02, device="cpu", threads=4
+)
+MODEL = ModelSpec((ParameterSpec("w", (5_000_000,)),), compute=COMPUTE)
+CLUSTER = Cluster(tuple(Host(f"h{index}", 4, 10**10) for index in range(4)))
+TRUTH = Constants(compute=1.3, network=0.4)
+RUNS = (
+    ("mirrored(workers=2)", 64),
+    ("mirrored(workers=4)", 128),
+    ("parameter_server(workers=2)", 64),
+    ("parameter_averaging(workers=4, period=4)", 128),
+)
+
+
+def ran(folder: Path, *runs: tuple[str, int], truth: Constants = TRUTH) -> list[Path]:
+    places = [folder / f"run-{place}" for place in range(len(runs))]
+    for (strategy, examples), place in zip(runs, places, strict=True):
+        simulate(truth.model(MODEL), truth.cluster(CLUSTER), strategy, global_batch_size=examples, run_dir=place)
+    return places
+
+
+@pytest.mark.slow
+def test_constants_are_found_again_and_predict_runs_that_they_were_not_fitted_to(tmp_path: Path) -> None:
+    found = calibrate(ran(tmp_path, *RUNS), MODEL, CLUSTER)
+    assert found.constants.compute == pytest.approx(1.3, rel=0.02)
+    assert found.constants.network == pytest.approx(0.4, rel=0.05)
+    assert [each.strategy.name for each in found.runs] == [name.partition("(")[0] for name, _ in RUNS]
+    for each in found.runs:
+        assert each.predicted > 1.5 * each.measured
+        assert each.calibrated == pytest.approx(each.measured, rel=0.05)
+    assert found.left_out == {}
+
+
+@pytest.mark.slow
+def test_a_run_does_not_predict_itself(tmp_path: Path) -> None:
+    slow, quick = replace(TRUTH, compute=3.0), replace(TRUTH, compute=1.0)
+    places = [*ran(tmp_path / "a", RUNS[0], truth=slow), *ran(tmp_path / "b", RUNS[0], truth=quick)]
+    found = calibrate(places, MODEL, CLUSTER)
+    one, other = found.runs
+    assert one.calibrated == pytest.approx(other.measured, rel=0.05)
+    assert other.calibrated == pytest.approx(one.measured, rel=0.05)
+    (alone,) = calibrate(places[:1], MODEL, CLUSTER).runs
+    assert alone.calibrated is None
+
+
+@pytest.mark.slow
+def test_runs_without_a_network_say_nothing_of_it(tmp_path: Path) -> None:
+    found = calibrate(ran(tmp_path, ("one_device", 64)), MODEL, CLUSTER)
+    assert found.constants.network is None
+    assert found.constants.compute == pytest.approx(1.3, rel=0.02)
+    assert found.constants.cluster(CLUSTER) == CLUSTER
+
+
+@pytest.mark.slow
+def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
+    places = ran(tmp_path, *RUNS[:2])
+    found = calibrate([*places, tmp_path / "none"], MODEL, CLUSTER)
+    assert len(found.runs) == 2
+    assert list(found.left_out) == [str(tmp_path / "none")]
+    with pytest.raises(UsageError, match=r"no run can be compared with a prediction: .*none: "):
+        calibrate([tmp_path / "none"], MODEL, CLUSTER)
+    with pytest.raises(UsageError, match="says no times"):
+        calibrate(places, ModelSpec(MODEL.parameters, flops_per_example=1e6), CLUSTER)
+    of_gpus = replace(MODEL, origin={"device": "NVIDIA A100"})
+    with pytest.raises(UsageError, match=r"^the profile of the model was measured with something else"):
+        calibrate(places, of_gpus, CLUSTER)
+    assert len(calibrate(places, of_gpus, CLUSTER, force=True).runs) == 2
