@@ -17,8 +17,9 @@ import headrace as hr
 from engine.networks import RUN_SECRET, go_there
 from engine.ranks import say, total
 from engine.victims import make_job
-from headrace.engine.torchrun.key_value import NotOfThisRun, StoreClient, StoreServer
+from headrace.engine.torchrun.key_value import NotOfThisRun, StoreClient
 from headrace.engine.torchrun.secret import read_secret
+from headrace.engine.torchrun.store_server import StoreServer
 from headrace.errors import HeadraceError
 from transport.outside import greeting
 

@@ -12,7 +12,8 @@ import zmq
 
 from engine.conftest import until
 from headrace.engine.torchrun import key_value
-from headrace.engine.torchrun.key_value import NotOfThisRun, StoreClient, StoreServer, decode, encode
+from headrace.engine.torchrun.key_value import NotOfThisRun, StoreClient, decode, encode
+from headrace.engine.torchrun.store_server import StoreServer
 from headrace.errors import UsageError
 from headrace.transport.frames import PART_BYTES
 from headrace.transport.zeromq import ConnectionEvents, Keys, connect, make_socket

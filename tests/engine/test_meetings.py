@@ -16,7 +16,8 @@ from engine.conftest import until
 from headrace.collectives.elastic import ElasticGroup, MemberLost
 from headrace.engine.torchrun import elastic
 from headrace.engine.torchrun.elastic import StoreBarrier, member_name
-from headrace.engine.torchrun.key_value import StoreClient, StoreServer
+from headrace.engine.torchrun.key_value import StoreClient
+from headrace.engine.torchrun.store_server import StoreServer
 from headrace.errors import PeerLost, Replaced, UsageError
 from headrace.shared_memory.barrier import FinishedRanks
 from headrace.shared_memory.control_page import ControlPage

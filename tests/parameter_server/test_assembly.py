@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace.parameter_server.client.client import Client
-from headrace.parameter_server.planning import connect
+from headrace.parameter_server.connecting import connect
 from headrace.spec.plan import Role
 from parameter_server.stands import WIDTH, Stand, standing
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from headrace.models import mlp
 from headrace.modules import describe
+from headrace.pipeline.layer_cost import _saved
 from headrace.pipeline.partition import Terms, costs, split
-from headrace.pipeline.profile import _saved, profile
+from headrace.pipeline.profile import profile
 from headrace.training.whole_model import Objective
 from headrace.trees import map_tensors
 from pipeline.zoo import ZOO, Normalised

@@ -1,13 +1,11 @@
-"""What several commands share: their options, what a shell completes, the run's directory, engine and TensorBoard."""
+"""What several commands share: their options, what a shell completes, the run's directory and TensorBoard."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
-import hashlib
 import importlib.util
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -18,14 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.engine.base import Terminated
-from headrace.engine.schedulers.environment import adopt
 from headrace.errors import RunFailed, UnfitMachine, UnknownName, UsageError
 from headrace.spec.call import parse_call, split_calls
 from headrace.spec.events import Event, RunStarted
 from headrace.spec.options import Checkpoints
 
 if TYPE_CHECKING:
-    from headrace.engine.base import Engine
     from headrace.report.views.tensorboard import TensorBoard
 
 
@@ -280,56 +276,6 @@ def saying_where(run_dir: Path) -> Iterator[None]:
         if (run_dir / "checkpoints").is_dir():
             error.add_note(f"to go on: --run-dir {run_dir} --resume")
         raise
-
-
-def launched_rank() -> int | None:
-    """Returns this process's rank if torchrun, SLURM, MPI or Kubernetes has started it with others; else None."""
-    adopt()
-    if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
-        return None
-    return int(os.environ["RANK"])
-
-
-def launched_world() -> int:
-    """Returns how many processes a launcher has started; 1 without one."""
-    return 1 if launched_rank() is None else int(os.environ["WORLD_SIZE"])
-
-
-@contextlib.contextmanager
-def own_engine(
-    secret_file: Path | None = None, job_file: Path | None = None, ray: Engine | None = None
-) -> Iterator[Engine | None]:
-    """Yields an engine of local processes, or `ray`; None under a launcher, whose processes are the workers.
-
-    Those compare their versions and job files, before the job is read.
-    """
-    if launched_rank() is not None:
-        if secret_file is not None:
-            os.environ["HEADRACE_SECRET_FILE"] = str(secret_file.absolute())
-        if launched_world() > 1:
-            # Lazily: they import torch.
-            from headrace.engine.torchrun.agreement import require_same
-            from headrace.machine import versions
-
-            digest = hashlib.sha256(job_file.read_bytes()).hexdigest()[:12] if job_file else "none"
-            require_same({**versions(), "the job file's digest": digest})
-        yield None
-        return
-    if ray:
-        with contextlib.closing(ray):
-            yield ray
-        return
-    # Lazily: `--help` need not wait for the engine.
-    from headrace.engine.local.engine import LocalEngine
-
-    with LocalEngine(forks=True) as engine:
-        yield engine
-
-
-def refuse_launcher(command: str) -> None:
-    """Raises UsageError for a command that starts its own processes, where a launcher has started this one."""
-    if launched_rank() is not None:
-        raise UsageError(f"headrace {command} starts its own processes; run it without torchrun or another launcher")
 
 
 def check_tensorboard(log_dir: Path | None) -> None:

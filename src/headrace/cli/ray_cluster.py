@@ -8,7 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from headrace.cli.options import option, refuse_launcher
+from headrace.cli.engines import refuse_launcher
+from headrace.cli.options import option
 from headrace.errors import UsageError
 
 if TYPE_CHECKING:

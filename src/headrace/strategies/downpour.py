@@ -27,14 +27,12 @@ from headrace.errors import UsageError
 from headrace.parameter_server.client.data_leases import ServerDataLeases, fixed_span, leases_between
 from headrace.parameter_server.client.downpour import Background, DownpourExchange, LocalSteps, ServerLinks
 from headrace.parameter_server.client.exchange import ReplicaGroup
+from headrace.parameter_server.connecting import brings_parameters, build_server, connect
 from headrace.parameter_server.core.leases import LeaseTable
 from headrace.parameter_server.planning import (
-    brings_parameters,
-    build_server,
     check_served,
     check_server_options,
     check_whole,
-    connect,
     layout_of,
     places_of,
     plan_with_servers,

@@ -39,8 +39,9 @@ from headrace.averaging.worker_average import CollectiveAverage, SharedMemoryAve
 from headrace.errors import UnknownName, UsageError
 from headrace.parameter_server.client.center import CenterVariable, OptimizerMirror
 from headrace.parameter_server.client.data_leases import leases_between
+from headrace.parameter_server.connecting import brings_parameters, build_server, connect
 from headrace.parameter_server.core.leases import LeaseTable
-from headrace.parameter_server.planning import brings_parameters, build_server, connect, layout_of, places_of
+from headrace.parameter_server.planning import layout_of, places_of
 from headrace.parameter_server.replication.failover import server_of
 from headrace.parameter_server.server.optimizer import RoundClock, ShardOptimizer
 from headrace.parameter_server.server.server import Server

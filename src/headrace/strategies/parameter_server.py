@@ -20,14 +20,12 @@ from dataclasses import dataclass, field
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.parameter_server.client.data_leases import ServerDataLeases
 from headrace.parameter_server.client.exchange import ParameterServerExchange
+from headrace.parameter_server.connecting import brings_parameters, build_server, connect
 from headrace.parameter_server.core.leases import LeaseTable
 from headrace.parameter_server.planning import (
-    brings_parameters,
-    build_server,
     check_served,
     check_server_options,
     check_whole,
-    connect,
     layout_of,
     places_of,
     plan_with_servers,

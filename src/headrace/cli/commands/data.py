@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.cli.engines import own_engine, refuse_launcher
 from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.options import (
     Device,
@@ -21,8 +22,6 @@ from headrace.cli.options import (
     complete_strategy,
     help_option,
     job_name,
-    own_engine,
-    refuse_launcher,
 )
 from headrace.cli.output import Answer, answering
 from headrace.errors import UsageError

@@ -16,17 +16,10 @@ from typing import Annotated
 import typer
 
 from headrace.cli.commands.launch import COMMAND_LINE, hosts_of, over_ssh
+from headrace.cli.engines import launched_rank, launched_world
 from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.listening import Listener, listeners
-from headrace.cli.options import (
-    ClusterOption,
-    JsonOption,
-    SettingsOption,
-    SshOption,
-    help_option,
-    launched_rank,
-    launched_world,
-)
+from headrace.cli.options import ClusterOption, JsonOption, SettingsOption, SshOption, help_option
 from headrace.cli.output import Answer, ExitCode, answering
 from headrace.cli.survey import checks_of, measured, own_facts
 from headrace.cli.verdict import Check, Verdict, ok, problem, table, warning, worst

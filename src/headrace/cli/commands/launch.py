@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.engines import refuse_launcher
 from headrace.cli.jobfile import check_file
 from headrace.cli.options import (
     ClusterOption,
@@ -26,7 +27,6 @@ from headrace.cli.options import (
     default_run_dir,
     help_option,
     job_name,
-    refuse_launcher,
 )
 from headrace.cli.output import answering
 from headrace.errors import UnknownName, UsageError

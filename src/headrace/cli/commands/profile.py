@@ -9,18 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.cli.engines import own_engine, refuse_launcher
 from headrace.cli.jobfile import find_job, load_job
-from headrace.cli.options import (
-    Device,
-    DeviceOption,
-    JobFile,
-    JsonOption,
-    SettingsOption,
-    help_option,
-    job_name,
-    own_engine,
-    refuse_launcher,
-)
+from headrace.cli.options import Device, DeviceOption, JobFile, JsonOption, SettingsOption, help_option, job_name
 from headrace.cli.output import answering
 from headrace.errors import UnfitMachine, UsageError
 from headrace.report.format import byte_count, clean, duration, fixed, percent, short

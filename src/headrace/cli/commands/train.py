@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.cli.engines import launched_rank, own_engine, refuse_launcher
 from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.options import (
     CheckOption,
@@ -39,9 +40,6 @@ from headrace.cli.options import (
     default_run_dir,
     help_option,
     job_name,
-    launched_rank,
-    own_engine,
-    refuse_launcher,
     saying_where,
     split_names,
     tensorboards,

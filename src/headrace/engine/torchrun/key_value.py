@@ -4,7 +4,7 @@ request   operation, number, fields    DEALER ── CURVE ──► ROUTER     
 reply     operation, number, values                                   of a get as soon as all keys are there
 
 A client may leave a value that is set when its connection ends, however that ends. Members that may be lost meet here,
-see `Meetings`.
+see `Meetings`. Here are the messages and the side that asks; the other is in `store_server`.
 
 A process that cannot take part ends the store, and says why: the processes that wait for a key then get the reason.
 """
@@ -12,11 +12,10 @@ A process that cannot take part ends the store, and says why: the processes that
 from __future__ import annotations
 
 import json
-import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import inf
 from time import monotonic
@@ -24,23 +23,19 @@ from typing import TypedDict
 
 import zmq
 
-from headrace.engine.torchrun.meetings import Meetings, value_of
+from headrace.engine.torchrun.meetings import value_of
 from headrace.errors import WorkerFailed
-from headrace.transport.connections import Connection, ConnectionGuard, wire_bytes
 from headrace.transport.frames import PART_BYTES
-from headrace.transport.zeromq import ConnectionEvents, Keys, connect, listen, make_socket, waits
+from headrace.transport.zeromq import ConnectionEvents, Keys, connect, make_socket, waits
 
-_SET, _GET, _ADD, _LEAVE, _MEET, _LOSE, _END = b"s", b"g", b"a", b"e", b"m", b"l", b"r"
+SET, GET, ADD, LEAVE, MEET, LOSE, END = b"s", b"g", b"a", b"e", b"m", b"l", b"r"
 _HEAD = struct.Struct("<cI")
-_NUMBER = struct.Struct("<q")
+NUMBER = struct.Struct("<q")
 _NUMBERS = 1 << 32
 _AGAIN_S = 0.05
 _SLICE_S = 0.05
-_TIDY_MS = 1_000
 _SHOWN_S = 1.0
 _GREETING_BYTES = 64
-_NAMED = 16
-"""Addresses of strangers that are named; more would fill the console."""
 
 _REFUSED = (zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED)
 _ENDS = {
@@ -65,7 +60,7 @@ class NotOfThisRun(ConnectionError):
     """A process listens at the store's address, and it has another secret, or none."""
 
 
-def _failure(text: bytes) -> Failure:
+def failure_of(text: bytes) -> Failure:
     read: Failure = json.loads(text)
     return read
 
@@ -91,144 +86,6 @@ def decode(frames: Sequence[bytes]) -> tuple[bytes, int, list[bytes]]:
     return operation, number, fields
 
 
-class StoreServer:
-    """Serves a store at "tcp://host:port", port 0 for any that is free; `address` is where it listens.
-
-    `tell` is called once for each address from which a process has connected that has not authenticated itself; with
-    "" for those whose connection ended before its address was read.
-    Raises UsageError if it cannot listen there.
-    """
-
-    def __init__(self, address: str, secret: bytes, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-        self._strangers: set[str] = set()
-        self._values: dict[bytes, bytes] = {}
-        self._waiting: list[tuple[bytes, int, list[bytes]]] = []
-        self._left: dict[Connection, tuple[bytes, bytes]] = {}
-        self._meetings: Meetings[tuple[bytes, int]] = Meetings()
-        self._ending: list[tuple[bytes, int]] = []
-        self._reason: bytes | None = None
-        self._shown: list[bytes] = []
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = make_socket(self._context, zmq.ROUTER)
-        self._guard = ConnectionGuard(self._socket, Keys(secret))
-        self._close_fd = os.eventfd(0, os.EFD_CLOEXEC)
-        self._closing = False
-        try:
-            self.address = listen(self._socket, address)
-        except BaseException:
-            self._free()
-            raise
-        self._thread = threading.Thread(target=self._serve, name="headrace-store", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Ends the store; clients that wait raise ConnectionError."""
-        self._closing = True
-        os.eventfd_write(self._close_fd, 1)
-        self._thread.join()
-        self._free()
-
-    def _free(self) -> None:
-        self._guard.close()
-        self._context.term()
-        os.close(self._close_fd)
-
-    def _serve(self) -> None:
-        poll = zmq.Poller()
-        for watched in (self._socket, self._guard.ended_fd, self._close_fd):
-            poll.register(watched, zmq.POLLIN)
-        while not self._closing:
-            poll.poll(_TIDY_MS)
-            while waits(self._socket):
-                self._take(self._socket.recv_multipart(copy=False))
-            for connection in self._guard.take_ended():
-                if not connection.greeted:
-                    self._name(connection.peer)
-                if connection in self._left:
-                    key, value = self._left.pop(connection)
-                    self._values[key] = value
-                    self._answer()
-            self._guard.disconnect_silent()
-
-    def _name(self, peer: str) -> None:
-        if peer not in self._strangers and len(self._strangers) < _NAMED:
-            self._strangers.add(peer)
-            self._tell(peer)
-
-    def _take(self, frames: Sequence[zmq.Frame]) -> None:
-        connection = self._guard.find(int(frames[-1].get(zmq.SRCFD)))
-        if connection is None:
-            return  # it has ended meanwhile
-        self._guard.greet(connection)
-        connection.taken += sum(wire_bytes(len(frame)) for frame in frames[1:])
-        try:
-            self._handle(connection, frames[0].bytes, *decode([frame.bytes for frame in frames[1:]]))
-        except (ValueError, IndexError, struct.error):
-            # Wrong frames end their sender's connection, and nothing else.
-            self._guard.disconnect(connection)
-
-    def _handle(
-        self, connection: Connection, client: bytes, operation: bytes, number: int, fields: list[bytes]
-    ) -> None:
-        if operation == _MEET:
-            key, name, value, *members = fields
-            self._end_meetings(self._meetings.arrive((client, number), key, name, value, members))
-            return
-        if operation == _GET:
-            self._waiting.append((client, number, fields))
-        elif operation == _SET:
-            key, value = fields
-            self._values[key] = value
-        elif operation == _LEAVE:
-            key, value = fields
-            self._left[connection] = key, value
-        elif operation == _LOSE:
-            (name,) = fields
-            self._end_meetings(self._meetings.lose(name))
-        elif operation == _ADD:
-            key, added = fields
-            total = _NUMBER.unpack(self._values.get(key, bytes(_NUMBER.size)))[0] + _NUMBER.unpack(added)[0]
-            self._values[key] = _NUMBER.pack(total)
-        elif operation == _END:
-            reason, leads = fields
-            self._reason = self._reason or reason
-            if leads:
-                # A rank that seems lost and has told why it failed: that is the cause.
-                explains = _failure(reason)["lost"] == _failure(self._reason)["rank"]
-                self._shown = [self._reason if explains else reason, reason]
-            self._ending.append((client, number))
-        else:
-            raise ValueError(f"no operation: {operation!r}")
-        if operation not in (_GET, _END):
-            self._reply(client, operation, number, [self._values[key]] if operation == _ADD else [])
-        self._answer()
-
-    def _end_meetings(self, answers: Iterable[tuple[tuple[bytes, int], list[bytes]]]) -> None:
-        for (client, number), told in answers:
-            self._reply(client, _MEET, number, told)
-
-    def _answer(self) -> None:
-        """Answers those who wait for keys that are there, or that will not come."""
-        if self._shown:
-            for client, number in self._ending:
-                self._reply(client, _END, number, self._shown)
-            self._ending = []
-        still = []
-        for client, number, keys in self._waiting:
-            if all(key in self._values for key in keys):
-                self._reply(client, _GET, number, [self._values[key] for key in keys])
-            elif self._reason is not None:
-                self._reply(client, _END, number, [self._reason])
-            else:
-                still.append((client, number, keys))
-        self._waiting = still
-
-    def _reply(self, client: bytes, operation: bytes, number: int, values: Sequence[bytes]) -> None:
-        # Without `router_mandatory` ZeroMQ drops what is for a client that has gone.
-        self._socket.send_multipart([client, *encode(operation, number, values)])
-
-
 class StoreClient:
     """A connection to the store; any thread may use it, one at a time.
 
@@ -252,7 +109,7 @@ class StoreClient:
 
     def set(self, key: str, value: str | bytes) -> None:
         """Sets the value of a key."""
-        self._ask(_SET, [key.encode(), value.encode() if isinstance(value, str) else value])
+        self._ask(SET, [key.encode(), value.encode() if isinstance(value, str) else value])
 
     def get(self, key: str) -> bytes:
         """Returns the value of a key."""
@@ -260,16 +117,16 @@ class StoreClient:
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Returns the values of all keys."""
-        return self._ask(_GET, [key.encode() for key in keys])
+        return self._ask(GET, [key.encode() for key in keys])
 
     def add(self, key: str, number: int) -> int:
         """Adds a number to that of a key, which begins as 0, and returns the sum."""
-        (total,) = self._ask(_ADD, [key.encode(), _NUMBER.pack(number)])
-        return int(_NUMBER.unpack(total)[0])
+        (total,) = self._ask(ADD, [key.encode(), NUMBER.pack(number)])
+        return int(NUMBER.unpack(total)[0])
 
     def leave(self, key: str, value: bytes) -> None:
         """Lets the value of a key be set when this connection ends."""
-        self._ask(_LEAVE, [key.encode(), value])
+        self._ask(LEAVE, [key.encode(), value])
 
     def meet(
         self, key: str, name: str, value: bytes, members: Sequence[str], check: Callable[[], None]
@@ -279,11 +136,11 @@ class StoreClient:
         Nothing is returned to a member that is lost itself. `check` is called about every 50 ms, and raises to end it.
         """
         fields = [each.encode() for each in (key, name)] + [value] + [each.encode() for each in members]
-        return [value_of(told) for told in self._ask(_MEET, fields, inf, check)]
+        return [value_of(told) for told in self._ask(MEET, fields, inf, check)]
 
     def lose(self, name: str) -> None:
         """Declares a member lost, in all meetings to which it has not come yet."""
-        self._ask(_LOSE, [name.encode()])
+        self._ask(LOSE, [name.encode()])
 
     def end(self, reason: Failure, leads: bool, within_s: float) -> tuple[Failure, Failure]:
         """Says why this process cannot take part; returns why none can, and the reason of the one that leads.
@@ -292,8 +149,8 @@ class StoreClient:
         its reason.
         """
         give_up = monotonic() + within_s
-        why, leading = self._ask(_END, [json.dumps(reason).encode(), b"1" if leads else b""], give_up)
-        return _failure(why), _failure(leading)
+        why, leading = self._ask(END, [json.dumps(reason).encode(), b"1" if leads else b""], give_up)
+        return failure_of(why), failure_of(leading)
 
     def clone(self) -> StoreClient:
         """Returns another connection, for another thread."""
@@ -315,7 +172,7 @@ class StoreClient:
         try:
             connect(self._socket, self._address)
             # Answered at once.
-            self._ask(_GET, [], give_up)
+            self._ask(GET, [], give_up)
         except BaseException as error:
             self._events.close()
             if isinstance(error, ConnectionRefusedError):
@@ -345,8 +202,8 @@ class StoreClient:
                     # An interrupt may have left the answer to an earlier request.
                     if (answered, number) == (operation, self._number):
                         return values
-                    if (answered, number) == (_END, self._number):
-                        of = _failure(values[0])
+                    if (answered, number) == (END, self._number):
+                        of = failure_of(values[0])
                         raise WorkerFailed(of["rank"], of["host"], of["cause"], exit_code=of["code"])
                 self._check_end()
                 left = give_up - monotonic()

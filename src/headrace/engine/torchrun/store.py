@@ -18,8 +18,9 @@ from datetime import timedelta
 from time import monotonic
 
 from headrace.engine.schedulers.environment import adopt, secret_remedy
-from headrace.engine.torchrun.key_value import NotOfThisRun, StoreClient, StoreServer
+from headrace.engine.torchrun.key_value import NotOfThisRun, StoreClient
 from headrace.engine.torchrun.secret import HOW_TO_MAKE, ask, given_secret, hand_out
+from headrace.engine.torchrun.store_server import StoreServer
 from headrace.errors import HeadraceError, InfeasiblePlan, RunFailed, UsageError, WorkerFailed
 from headrace.machine import host_name
 from headrace.spec.cluster import Cluster

@@ -12,11 +12,9 @@ itself, because a backup's own transport begins to count only when it is promote
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from time import monotonic, sleep
 
-import torch
 from torch import Tensor
 
 from headrace.parameter_server.replication import machine
@@ -31,6 +29,7 @@ from headrace.parameter_server.replication.log import (
     pack,
     pushed_by,
 )
+from headrace.parameter_server.replication.log_transport import LogTransport
 from headrace.parameter_server.replication.machine import Replication, View
 from headrace.parameter_server.wire import Kind, Message, decode, encode
 from headrace.shared_memory.segment import SharedSegment
@@ -57,7 +56,7 @@ class ReplicatedTransport:
         connect: Callable[[str], ClientTransport],
         grace_s: float = 2.0,
     ) -> None:
-        self.transport: ServerTransport = _LogTransport(transport, self, replies)
+        self.transport: ServerTransport = LogTransport(transport, self, replies)
         self.ready = 0
         self.severed = False
         self._own = transport
@@ -271,63 +270,3 @@ class ReplicatedTransport:
         now, known = monotonic(), self._links.ends.items()
         self._ends.extend((now, peer) for peer, told in known if not told)
         self._ends.extend((now + self._grace_s, peer) for peer, _ in known)
-
-
-class _LogTransport(ServerTransport):
-    """The transport that the server uses: it receives log entries, and sends through the process's own transport."""
-
-    def __init__(self, transport: ServerTransport, replicated: ReplicatedTransport, replies: Slots | None) -> None:
-        self.trusts_clients = transport.trusts_clients
-        self.address = transport.address
-        self.moved_bytes = 0
-        self._transport = transport
-        self._replicated = replicated
-        self._replies = replies
-        self._pushed: Mapping[int, Tensor] = {}
-
-    def parameters(self, slot: int) -> Tensor:
-        return self._transport.parameters(slot)
-
-    def writing(self, slots: Sequence[int]) -> AbstractContextManager[None]:
-        return self._transport.writing(slots)
-
-    def set_version(self, slot: int, version: int) -> None:
-        self._transport.set_version(slot, version)
-
-    def receive(self, timeout_s: float) -> list[ReceivedMessage]:
-        # One at a time, so that two pushes into one slot are handled in order.
-        entry = self._replicated.receive(timeout_s)
-        self._pushed = entry.pushed if entry else {}
-        self.moved_bytes = self._transport.moved_bytes
-        return [entry.mail] if entry else []
-
-    def pushed(self, peer: int, slot: int) -> Tensor:
-        try:
-            return self._pushed[slot]
-        except KeyError:
-            raise ValueError(f"a push is announced for slot {slot} and has not been sent") from None
-
-    def release(self, peer: int, slots: Sequence[int]) -> None:
-        """Released when it was received."""
-
-    def reply_slot(self, peer: int, slot: int) -> Tensor:
-        outside = self._replicated.outside(peer)
-        if outside is not None:
-            return self._transport.reply_slot(outside, slot)
-        # It is not sent, but its encoding error must be the same on both servers.
-        assert self._replies is not None
-        return torch.empty(self._replies.lengths[slot], dtype=torch.uint8)
-
-    def send(
-        self, peer: int, message: bytes, slots: Sequence[int] = (), blob: Blob = b"", limited: bool = True
-    ) -> None:
-        outside = self._replicated.outside(peer)
-        if outside is not None:
-            self._transport.send(outside, message, slots, blob, limited)
-
-    def drop(self, peer: int) -> None:
-        self._replicated.drop(peer)
-
-    def close(self) -> None:
-        self._replicated.close()
-        self._transport.close()

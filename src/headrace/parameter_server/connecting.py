@@ -1,0 +1,160 @@
+"""From a plan to running servers, and to a worker's connections to them."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from time import monotonic, sleep
+
+from torch import Tensor
+
+from headrace.parameter_server.client.client import Client
+from headrace.parameter_server.client.session import ServerConnection
+from headrace.parameter_server.core.leases import LeaseTable
+from headrace.parameter_server.core.shard import Shard
+from headrace.parameter_server.planning import ServerProcess
+from headrace.parameter_server.replication.transport import ReplicatedTransport
+from headrace.parameter_server.server.optimizer import ShardOptimizer
+from headrace.parameter_server.server.server import Server
+from headrace.parameter_server.wire import Kind, Message, ShardLayout
+from headrace.policies.staleness import Admission, Combination
+from headrace.spec.plan import Plan, Role
+from headrace.transport.base import ClientTransport, ServerTransport, Slots
+from headrace.transport.local_client import LocalClientTransport
+from headrace.transport.local_server import LocalServerTransport
+
+_HELLO_S = 30.0
+_RECONNECT_HELLO_S = 2.0
+"""How long a server may take to answer a new client, and a client that reconnects, perhaps to the wrong server."""
+
+_CONNECT_S = 10.0
+"""How long a client tries to connect to a server that may have been replaced."""
+
+_POLL_S = 0.05
+
+
+def build_server(
+    plan: Plan,
+    rank: int,
+    layout: ShardLayout,
+    optimizer: ShardOptimizer,
+    policies: tuple[Admission, Combination],
+    leases: tuple[LeaseTable, int, int, int],
+    transport: str,
+    process: ServerProcess,
+    *,
+    measures: bool = False,
+) -> Server:
+    """Builds what a server runs, or a backup, whose `rank` is that of its server: `server_of(plan, rank)`.
+
+    `leases` and `measures` are those of `Server`; only the first server uses the leases.
+    """
+    machines = [Shard(range(plan.replicas), *policies) for _ in range(len(layout))]
+    own = open_server_transport(layout, transport, process.address)
+    replicated = None
+    if plan.backups:
+        primary = functools.partial(_open_client_transport, layout=layout, pushes=Slots(()), hello_s=_RECONNECT_HELLO_S)
+        replicated = ReplicatedTransport(own, layout.push_slots, layout.reply_slots, process.number, primary)
+        own = replicated.transport
+    given = leases if rank == plan.servers[0] else None
+    return Server(own, layout, optimizer, machines, given, replicated=replicated, measures=measures)
+
+
+def open_server_transport(layout: ShardLayout, transport: str, address: str = "") -> ServerTransport:
+    """Opens a server's end: "shared_memory" for clients of this host, or "tcp"; at an address also for other hosts."""
+    slots = layout.slots, layout.push_slots, layout.reply_slots
+    if transport == "shared_memory" and not address:
+        return LocalServerTransport(*slots)
+    from headrace.transport.mixed_server import MixedServerTransport
+    from headrace.transport.remote_server import RemoteServerTransport
+
+    host = f"[{address}]" if ":" in address else address or "127.0.0.1"
+    local = LocalServerTransport(*slots) if transport == "shared_memory" else None
+    remote = RemoteServerTransport(*slots, f"tcp://{host}:0", secrets.token_bytes(32), local.region if local else None)
+    # Only this run's processes read it, in the control page.
+    remote.address += f"#{remote.secret.hex()}"
+    return MixedServerTransport(local, remote) if local else remote
+
+
+def brings_parameters(client: Client, rank: int) -> bool:
+    """Returns whether a worker has to load the initial parameters: rank 0 does, unless it was done before."""
+    return rank == 0 and bool(client.versions) and not client.ask(0, Message(Kind.BEGIN))
+
+
+def connect(
+    addresses: Sequence[str],
+    layouts: Sequence[ShardLayout],
+    places: Sequence[Sequence[Tensor]],
+    worker: tuple[int, int],
+    check: Callable[[], None],
+    servers: Sequence[Role],
+    closing: ExitStack,
+    *,
+    together: bool = False,
+    observes: bool = False,
+    in_turn: bool = False,
+    find: Callable[[int], str] | None = None,
+    suspect: Callable[[int], object] = int,
+) -> Client:
+    """Returns a client of the servers at some addresses; `closing` closes its connections.
+
+    `find` returns the present address of a server, by its index in `addresses`, and raises ConnectionError if there is
+    none; without it the address stays. `suspect` is called when the connection to a server has ended. The other options
+    are those of `Client`.
+    """
+    connections = []
+    used = list(addresses)
+    for index, (address, layout, own, server) in enumerate(zip(addresses, layouts, places, servers, strict=True)):
+        pushes = Slots(()) if observes else layout.push_slots
+        open_one = functools.partial(_open_client_transport, layout=layout, pushes=pushes)
+
+        def reopen(
+            index: int = index, address: str = address, open_one: Callable[..., ClientTransport] = open_one
+        ) -> ClientTransport:
+            suspect(index)
+            used[index] = find(index) if find else address
+            return open_one(used[index], hello_s=_RECONNECT_HELLO_S)
+
+        def has_moved(index: int = index) -> bool:
+            with suppress(ConnectionError):
+                return find is not None and find(index) != used[index]
+            return False
+
+        first = functools.partial(open_one, address, hello_s=_HELLO_S)
+        transport = _connect_once(first, reopen if find else None, check)
+        closing.callback(transport.close)
+        connections.append(
+            ServerConnection(transport, layout, own, server.rank, server.host, reopen, has_moved=has_moved)
+        )
+    client = Client(connections, *worker, check, together=together, observes=observes, in_turn=in_turn)
+    closing.callback(client.close)
+    return client
+
+
+def _connect_once(
+    first: Callable[[], ClientTransport], again: Callable[[], ClientTransport] | None, check: Callable[[], None]
+) -> ClientTransport:
+    """Opens a connection by `first`; if that fails because a server has been replaced, by `again`."""
+    deadline = monotonic() + _CONNECT_S
+    while True:
+        try:
+            return first()
+        except (ConnectionError, TimeoutError):
+            if again is None or monotonic() > deadline:
+                raise
+            first = again
+        check()
+        sleep(_POLL_S)
+
+
+def _open_client_transport(address: str, layout: ShardLayout, pushes: Slots, hello_s: float) -> ClientTransport:
+    if address.startswith("local:"):
+        return LocalClientTransport(address, layout.slots, pushes, layout.reply_slots, hello_s=hello_s)
+    from headrace.transport.remote_client import RemoteClientTransport
+
+    where, _, secret = address.partition("#")
+    return RemoteClientTransport(
+        where, layout.slots, pushes, layout.reply_slots, secret=bytes.fromhex(secret), hello_s=hello_s
+    )
