@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 import types
@@ -103,6 +104,29 @@ def test_networks_are_measured_both_ways(small: None, tmp_path: Path) -> None:
         (part, row) for row in ("A", "B") for part in ("inference", "training")
     ]
     assert {gap.row for gap in found.gaps if gap.column == "CPU"} == {"C", "D"}
+    assert Gap("training", "", "CPU, compiled", "left out by --quick") in found.gaps
+
+
+@pytest.mark.slow
+def test_each_network_is_compiled_afresh(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Compiled:
+        def __init__(self, module: nn.Module, full: int) -> None:
+            said.append("compiled")
+            self._module = module
+
+        def forward(self, examples: int) -> nn.Module:
+            return self._module
+
+        def errors(self) -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext()
+
+    monkeypatch.setattr(networks, "CompiledModule", Compiled)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: said.append("reset"))
+    found = measure(replace(TINY, networks=2, compiled=True), tmp_path, ["networks"])
+    assert [each.row for each in found.figures if each.column == "CPU, compiled"] == ["A", "A", "B", "B"]
+    assert said == ["compiled", "reset"] * 4
 
 
 def test_what_does_not_fit_into_time_or_memory_is_left_out(

@@ -76,6 +76,8 @@ def networks(effort: Effort, ends: float) -> Iterator[Figure | Gap]:
         if effort.networks < len(NETWORKS):
             rest = list(NETWORKS)[effort.networks :]
             yield from (Gap(part, row, column, "left out by --quick") for row in rest for column in columns)
+        if not effort.compiled:
+            yield from missing(part, ["CPU, compiled"], "left out by --quick")
         if not gpu_settings():
             yield from missing(part, [f"{GPU}, no cuDNN", GPU, f"{GPU}, compiled"], NO_GPU)
 
@@ -136,6 +138,10 @@ def _measured(part: str, name: str, batch: _Batch, setting: Setting, effort: Eff
         return Gap(part, name, setting.name, "out of memory")
     except JobError as error:
         return Gap(part, name, setting.name, str(error))
+    finally:
+        if graph:
+            # Otherwise the compiler gives up after some networks that share code, and runs the others as they are.
+            torch.compiler.reset()
     return figure(part, name, setting.name, "ms", [1e3 * each for each in times])
 
 

@@ -53,6 +53,7 @@ def test_the_digest_is_of_form_and_code_and_not_of_values() -> None:
     assert len({digest(other(ending)) for ending in ("* 3", "* 4", "- 3")}) == 3
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_digest_is_the_same_in_another_process() -> None:
     program = (
