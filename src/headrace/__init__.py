@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from headrace.metrics import Mean
     from headrace.parameter_server.server.optimizer import Remedies
     from headrace.prediction.calibration import calibrate
+    from headrace.prediction.recommendation.recommend import Recommendation, recommend
     from headrace.prediction.simulation.scene import Assumptions
     from headrace.prediction.simulation.simulate import Prediction, simulate
     from headrace.report.views.tensorboard import TensorBoard
@@ -74,6 +75,7 @@ __all__ = [
     "Pipeline",
     "Prediction",
     "RayEngine",
+    "Recommendation",
     "Remedies",
     "Run",
     "Strategy",
@@ -89,6 +91,7 @@ __all__ = [
     "launch",
     "metrics",
     "profile",
+    "recommend",
     "setup",
     "simulate",
     "tasks",
@@ -108,6 +111,7 @@ _MODULES = {
     "metrics": ("Mean",),
     "parameter_server.server.optimizer": ("Remedies",),
     "prediction.calibration": ("calibrate",),
+    "prediction.recommendation.recommend": ("Recommendation", "recommend"),
     "prediction.simulation.scene": ("Assumptions",),
     "prediction.simulation.simulate": ("Prediction", "simulate"),
     "report.views.tensorboard": ("TensorBoard",),

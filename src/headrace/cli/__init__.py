@@ -17,6 +17,7 @@ from headrace.cli.commands.doctor import doctor
 from headrace.cli.commands.launch import launch
 from headrace.cli.commands.launch_files import launch_files
 from headrace.cli.commands.profile import calibrate, profile
+from headrace.cli.commands.recommend import recommend
 from headrace.cli.commands.report import report
 from headrace.cli.commands.simulate import simulate
 from headrace.cli.commands.train import compare, train
@@ -35,6 +36,7 @@ _EXAMPLES = """
   headrace compare job.py --strategies one_device,mirrored --workers 2
   headrace report runs/a
   headrace simulate model.toml --cluster cluster.toml --strategy mirrored
+  headrace recommend job.py --cluster cluster.toml
   headrace data profile job.py
   headrace checkpoint list runs/a
   headrace launch script.py --workers 2
@@ -47,6 +49,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "compare": compare,
     "report": report,
     "simulate": simulate,
+    "recommend": recommend,
     "data": data,
     "checkpoint": checkpoint,
     "launch": launch,

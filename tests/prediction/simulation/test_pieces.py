@@ -12,7 +12,7 @@ from headrace.pipeline.schedules.schedule import Action, timed
 from headrace.prediction.simulation.clock import Line, VirtualClock
 from headrace.prediction.simulation.failures import interval, reliability, sampled_share, useful_share
 from headrace.prediction.simulation.network import Network
-from headrace.prediction.simulation.staged import StageTimes, bubble_rate, sweep
+from headrace.prediction.simulation.staged import StageTimes, bubble_rate, program, sweep
 from headrace.spec.cluster import Cluster, Host, Link
 from prediction.simulation.scenes import gpus
 
@@ -22,14 +22,14 @@ from prediction.simulation.scenes import gpus
 def test_a_sweep_is_the_schedule_as_it_is_timed(name: str, ranks: int, micro_batches: int) -> None:
     schedule = SCHEDULES[name](ranks, micro_batches, 2)
     stages = [StageTimes(2.0 + stage, 3.0, 1.0, 0.25) for stage in range(schedule.stages())]
-    orders = schedule.orders()
 
     def cost(action: Action) -> float:
         return stages[action.stage].of(action.kind)
 
-    spans = timed(orders, cost, transfer=0.25)
-    swept = sweep(orders, stages, [np.zeros(2)] * ranks, lambda rank: np.array([1.0, 2.0]), keep=True)
-    assert {span.action: span.stop for span in spans} == {action: ends[0] for action, ends in swept.ended.items()}
+    spans = timed(schedule.orders(), cost, transfer=0.25)
+    swept = sweep(schedule, stages, [np.zeros(2)] * ranks, lambda rank: np.array([1.0, 2.0]))
+    ended = {entry.action: float(end[0]) for entry, end in zip(program(schedule), swept.ended, strict=True)}
+    assert {span.action: span.stop for span in spans} == ended
     # A replica that is twice as slow takes twice as long but for what crosses.
     assert all(slow[1] >= slow[0] for slow in swept.rank_ended)
 

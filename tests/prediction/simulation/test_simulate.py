@@ -153,6 +153,8 @@ def test_threads_that_a_host_lacks_make_cpu_workers_slower() -> None:
     cluster = Cluster((Host("a", 8, 64_000_000_000),))
     assert run(hr.Unconnected(workers=2), cluster, model=known, examples=16).step_s == pytest.approx(0.032)
     assert run(hr.Unconnected(workers=4), cluster, model=known, examples=32).step_s == pytest.approx(0.064)
+    # Two on each core take turns.
+    assert run(hr.Unconnected(workers=16), cluster, model=known, examples=128).step_s == pytest.approx(8 * 0.032)
 
 
 def test_operations_and_a_devices_speed_are_enough() -> None:
@@ -179,7 +181,7 @@ def test_a_real_runs_report_draws_a_simulated_run(tmp_path: Path) -> None:
     ("strategy", "cluster", "says"),
     [
         (hr.Mirrored(9), gpus(4, 2), "9 workers need as many devices, and the cluster has 8 on 4 hosts"),
-        (hr.CentralStorage(4), gpus(4), "central_storage works on one host"),
+        (hr.CentralStorage(4), gpus(4), "4 workers need as many devices, and the cluster has 1 on 1 host;"),
         (
             hr.Mirrored(4),
             gpus(4, memory=250_000_000),

@@ -294,10 +294,14 @@ class LeaseTable:
 
     def _left(self) -> bool:
         """Returns whether a lease is left in front of the sync point."""
-        return bool(self._free) or any(lease < self._stop() for lease in self._next)
+        stop = self._stop()
+        return bool(self._free) or any(lease < stop for lease in self._next)
 
     def _take(self, worker: int) -> int | None:
-        ready = [*self._free, *(lease for lease in self._next if lease < self._stop())]
+        # Of fixed leases a worker takes its own, while no worker is lost or has none of its own.
+        streams = [self._next[worker]] if self._fixed and not (self._loose or self._lost) else self._next
+        stop = self._stop()
+        ready = [*self._free, *(lease for lease in streams if lease < stop)]
         if worker:
             ready = [lease for lease in ready if lease >= self._together]
         own = [lease for lease in ready if not self._fixed or lease % self._portions in {worker, *self._lost}]

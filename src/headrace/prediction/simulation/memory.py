@@ -69,6 +69,7 @@ def _copies(strategy: Strategy, scene: Scene) -> float:
 
 
 def _saved(scene: Scene, examples: int) -> int:
+    examples = -(-examples // scene.accumulate)
     return scene.model.compute.at(examples).saved_bytes if scene.model.compute and examples else 0
 
 

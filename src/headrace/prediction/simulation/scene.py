@@ -85,6 +85,8 @@ class Scene:
         hosts: of each worker.
         servers: hosts of the servers.
         examples: of a global batch.
+        accumulate: micro-batches that a worker makes of its share, one after the other, so that their activations fit.
+        drawn: whether the passes of a pipeline's first steps are kept, to draw them.
     """
 
     model: ModelSpec
@@ -93,6 +95,8 @@ class Scene:
     servers: tuple[Host, ...]
     examples: int
     assumptions: Assumptions
+    accumulate: int = 1
+    drawn: bool = True
 
     @property
     def workers(self) -> int:
@@ -134,21 +138,24 @@ class Scene:
             batch = self._from_operations(host, examples)
             return DeviceStep(batch.forward_s, batch.backward_s, 0.0, 0.0)
         slower = self._crowding(host) / host.speed
-        batch = profile.at(examples)
+        pieces = min(self.accumulate, examples)
+        batch = profile.at(-(-examples // pieces))
+        computing = slower * examples / batch.examples
         layers = tuple(
-            replace(each, forward_s=each.forward_s * slower, backward_s=each.backward_s * slower)
+            replace(each, forward_s=each.forward_s * computing, backward_s=each.backward_s * computing)
             for each in batch.layers
         )
-        times = (batch.forward_s, batch.backward_s, profile.optimizer_s, profile.fixed_s)
-        forward_s, backward_s, optimizer_s, fixed_s = (each * slower for each in times)
-        return DeviceStep(forward_s, backward_s, optimizer_s, fixed_s, layers)
+        times = batch.forward_s * computing, batch.backward_s * computing
+        return DeviceStep(*times, profile.optimizer_s * slower, profile.fixed_s * slower, layers)
 
     def _crowding(self, host: Host) -> float:
         """Returns how many times slower a CPU worker is that has fewer threads than the profile had."""
         assert self.model.compute is not None
         if self.cluster.device != "cpu" or host.name not in self.crowds:
             return 1.0
-        own = threads_per_worker(host.cores, self.crowds[host.name])
+        workers = self.crowds[host.name]
+        # More workers than cores take turns.
+        own = threads_per_worker(host.cores, workers) / max(1.0, workers / host.cores)
         return max(1.0, (self.model.compute.threads or host.cores) / own)
 
     def _from_operations(self, host: Host, examples: int) -> BatchProfile:
@@ -196,8 +203,9 @@ def place(cluster: Cluster, workers: int, servers: int) -> tuple[tuple[Host, ...
     if cluster.device == "cuda":
         devices = [host for host in hosts for _ in host.accelerators]
         if len(devices) < workers:
+            where = f"{len(hosts)} host{'s' * (len(hosts) > 1)}"
             raise InfeasiblePlan(
-                f"{workers} workers need as many devices, and the cluster has {len(devices)} on {len(hosts)} hosts; "
+                f"{workers} workers need as many devices, and the cluster has {len(devices)} on {where}; "
                 f"use workers={len(devices)} or fewer, or more hosts"
             )
         taken = devices[:workers]

@@ -110,7 +110,7 @@ def simulate(
     timeline = behave(chosen, scene)
     if run_dir is not None:
         write(Path(run_dir), chosen, scene, timeline, replicas, needed)
-    prediction = _prediction(chosen, scene, timeline, replicas, needed)
+    prediction = predicted(chosen, scene, timeline, replicas, needed)
     return replace(prediction, notes=(*differ, *prediction.notes))
 
 
@@ -139,7 +139,8 @@ def scene_of(
 ) -> tuple[Scene, int]:
     """Returns the scene of a strategy with a number of workers, and how many replicas there are."""
     counts = strategy.processes()
-    hosts, servers = place(cluster, counts.workers, counts.servers)
+    among = replace(cluster, hosts=cluster.hosts[:1]) if counts.one_host and cluster.ranks is None else cluster
+    hosts, servers = place(among, counts.workers, counts.servers)
     if counts.one_host and len({host.name for host in hosts}) > 1:
         raise InfeasiblePlan(f"{strategy.name} works on one host, and its {counts.workers} workers are on several")
     inner = strategy.inner if isinstance(strategy, Hybrid) else strategy
@@ -157,7 +158,8 @@ def scene_of(
     return Scene(model, cluster, hosts, servers, examples, assumptions), replicas
 
 
-def _prediction(strategy: Strategy, scene: Scene, timeline: Timeline, replicas: int, needed: int) -> Prediction:
+def predicted(strategy: Strategy, scene: Scene, timeline: Timeline, replicas: int, needed: int) -> Prediction:
+    """Returns what a timeline says; the fullest worker needs `needed` bytes."""
     ranks = scene.workers // replicas
     examples = scene.examples * len(timeline.step) / scene.workers
     rate = examples / timeline.seconds

@@ -6,7 +6,8 @@ An action occupies its rank while it computes; what crosses to another stage is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -42,34 +43,26 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
-class Swept:
-    """When the ranks of all replicas have done their actions: begin, end and computing time, (replicas,) each."""
+class Entry:
+    """An action of a rank, and the numbers of the entries that must have ended before, which cross to it or not."""
 
-    began: Mapping[Action, Seconds]
-    ended: Mapping[Action, Seconds]
-    rank_ended: tuple[Seconds, ...]
-    busy: tuple[Seconds, ...]
+    rank: int
+    action: Action
+    here: tuple[int, ...]
+    crossing: tuple[int, ...]
 
 
-def sweep(
-    orders: Sequence[Sequence[Action]],
-    stages: Sequence[StageTimes],
-    starts: Sequence[Seconds],
-    factors: Callable[[int], Seconds | float],
-    keep: bool = False,
-) -> Swept:
-    """Runs each rank's actions, each as soon as it can; `factors` says how much slower a rank's step is.
+@functools.lru_cache(maxsize=16)
+def program(schedule: PipelineSchedule) -> tuple[Entry, ...]:
+    """Returns all actions of a schedule in an order in which each follows those that it needs.
 
     Raises a `ValueError` if ranks wait for each other.
     """
-    last = len(stages) - 1
+    orders, last = schedule.orders(), schedule.stages() - 1
     split_backward = any(action.kind is PassKind.BACKWARD_INPUT for order in orders for action in order)
     gradient = PassKind.BACKWARD_INPUT if split_backward else PassKind.BACKWARD
-    places, free = [0] * len(orders), [np.asarray(start, dtype=float) for start in starts]
-    busy: list[Seconds] = [np.zeros_like(start) for start in free]
-    ended: dict[Action, Seconds] = {}
-    began: dict[Action, Seconds] = {}
-    scale = [factors(rank) for rank in range(len(orders))]
+    places, numbers = [0] * len(orders), dict[Action, int]()
+    entries: list[Entry] = []
     moved = True
     while moved:
         moved = False
@@ -77,23 +70,57 @@ def sweep(
             while places[rank] < len(order):
                 action = order[places[rank]]
                 before = needs(action, last, gradient)
-                if not all(each in ended for each in before):
+                if not all(each in numbers for each in before):
                     break
-                start = free[rank]
-                for each in before:
-                    crossing = stages[min(each.stage, action.stage)].transfer_s if each.stage != action.stage else 0.0
-                    start = np.maximum(start, ended[each] + crossing)
-                seconds = stages[action.stage].of(action.kind) * scale[rank]
-                free[rank] = ended[action] = start + seconds
-                busy[rank] = busy[rank] + seconds
-                if keep:
-                    began[action] = start
+                here = tuple(numbers[each] for each in before if each.stage == action.stage)
+                crossing = tuple(numbers[each] for each in before if each.stage != action.stage)
+                numbers[action] = len(entries)
+                entries.append(Entry(rank, action, here, crossing))
                 places[rank] += 1
                 moved = True
-    left = sum(len(order) for order in orders) - sum(places)
+    left = sum(len(order) for order in orders) - len(entries)
     if left:
         raise ValueError(f"all ranks wait, and {left} actions are left")
-    return Swept(began, ended if keep else {}, tuple(free), tuple(busy))
+    return tuple(entries)
+
+
+@dataclass(frozen=True)
+class Swept:
+    """When the ranks of all replicas have done their actions, by entry of the program: (replicas,) each."""
+
+    began: Sequence[Seconds]
+    ended: Sequence[Seconds]
+    rank_ended: tuple[Seconds, ...]
+    busy: tuple[Seconds, ...]
+
+
+def sweep(
+    schedule: PipelineSchedule,
+    stages: Sequence[StageTimes],
+    starts: Sequence[Seconds],
+    factors: Callable[[int], Seconds | float],
+) -> Swept:
+    """Runs each rank's actions, each as soon as it can; `factors` says how much slower a rank's step is."""
+    free = [np.asarray(start, dtype=float) for start in starts]
+    busy: list[Seconds] = [np.zeros_like(start) for start in free]
+    scale = [factors(rank) for rank in range(schedule.ranks)]
+    began: list[Seconds] = []
+    ended: list[Seconds] = []
+    for entry in program(schedule):
+        rank, action = entry.rank, entry.action
+        start = free[rank]
+        for number in entry.here:
+            start = np.maximum(start, ended[number])
+        for number in entry.crossing:
+            # From the stage before, or the gradient of what went to the one behind.
+            before = action.stage if action.backward else action.stage - 1
+            start = np.maximum(start, ended[number] + stages[before].transfer_s)
+        seconds = stages[action.stage].of(action.kind) * scale[rank]
+        free[rank] = start + seconds
+        began.append(start)
+        ended.append(free[rank])
+        busy[rank] = busy[rank] + seconds
+    return Swept(began, ended, tuple(free), tuple(busy))
 
 
 def bubble_rate(schedule: PipelineSchedule, stage: StageTimes) -> float:
@@ -102,11 +129,9 @@ def bubble_rate(schedule: PipelineSchedule, stage: StageTimes) -> float:
     Qi et al., "Zero bubble pipeline parallelism", 2023, section 5.3: of the time from a rank's first pass to its last,
     the largest of all ranks.
     """
-    stages = [stage] * schedule.stages()
-    starts = [np.zeros(1)] * schedule.ranks
-    orders = schedule.orders()
-    swept = sweep(orders, stages, starts, lambda rank: 1.0, keep=True)
-    longest = max(float((swept.ended[order[-1]] - swept.began[order[0]])[0]) for order in orders)
+    swept = sweep(schedule, [stage] * schedule.stages(), [np.zeros(1)] * schedule.ranks, lambda rank: 1.0)
+    first = {entry.rank: number for number, entry in reversed(list(enumerate(program(schedule))))}
+    longest = max(float(swept.rank_ended[rank][0] - swept.began[number][0]) for rank, number in first.items())
     chunks = schedule.stages() / schedule.ranks
     ideal = schedule.micro_batches * chunks * (stage.forward_s + stage.input_s + stage.weight_s)
     return (longest - ideal) / longest
@@ -196,7 +221,7 @@ def staged(
 ) -> Timeline:
     """Simulates replicas that are pipelines, and that all-reduce each stage's gradients every so many rounds."""
     schedule, ranks = terms.schedule, terms.schedule.ranks
-    orders, rounds = schedule.orders(), scene.assumptions.steps
+    rounds = scene.assumptions.steps
     factors = scene.variation(rounds, replicas * ranks).reshape(rounds, replicas, ranks)
     steps = [scene.step(scene.hosts[rank], max(1, scene.examples // replicas)) for rank in range(ranks)]
     update_s = [step.optimizer_s / ranks + step.fixed_s for step in steps]
@@ -208,7 +233,7 @@ def staged(
     passes: list[Passes] = []
     for step in range(rounds):
         own = factors[step]
-        swept = sweep(orders, stages, free, lambda rank, own=own: own[:, rank], keep=step < _DRAWN)  # type: ignore[misc]
+        swept = sweep(schedule, stages, free, lambda rank, own=own: own[:, rank])  # type: ignore[misc]
         synced = []
         for rank in range(ranks):
             done = swept.rank_ended[rank]
@@ -219,12 +244,12 @@ def staged(
             exchange[step, :, rank] = after - done
             synced.append(after + update_s[rank])
             ended[step, :, rank] = synced[rank]
-        if step < _DRAWN:
-            passes += [_passes(step, rank, orders[rank], swept) for rank in range(ranks)]
+        if step < _DRAWN and scene.drawn:
+            passes += [_passes(step, rank, schedule, swept) for rank in range(ranks)]
         free = synced
     flat = (rounds, replicas * ranks)
     updating = np.broadcast_to(np.array(update_s), shape)
-    busy_rank = np.array([sum(stages[a.stage].of(a.kind) for a in orders[rank]) for rank in range(ranks)])
+    busy_rank = np.array([sum(stages[a.stage].of(a.kind) for a in schedule.actions(rank)) for rank in range(ranks)])
     busy = (factors * busy_rank + updating).sum(axis=0).reshape(-1)
     timeline = of_rounds(
         ended.reshape(flat), compute.reshape(flat), exchange.reshape(flat), updating.reshape(flat), busy
@@ -249,16 +274,17 @@ def _between_replicas(scene: Scene, rank: int, ranks: int, replicas: int) -> Way
     return scene.network.all_reduce(hosts, scene.assumptions.algorithm, side_by_side=first.count(hosts[0].name))
 
 
-def _passes(step: int, rank: int, order: Sequence[Action], swept: Swept) -> Passes:
+def _passes(step: int, rank: int, schedule: PipelineSchedule, swept: Swept) -> Passes:
+    own = [(number, entry.action) for number, entry in enumerate(program(schedule)) if entry.rank == rank]
     return Passes(
         step,
         rank,
-        in_flight(order),
-        tuple(action.stage for action in order),
-        tuple(action.micro_batch for action in order),
-        tuple(action.kind.value for action in order),
-        tuple(float(swept.began[action][0]) for action in order),
-        tuple(float(swept.ended[action][0]) for action in order),
+        in_flight(action for _, action in own),
+        tuple(action.stage for _, action in own),
+        tuple(action.micro_batch for _, action in own),
+        tuple(action.kind.value for _, action in own),
+        tuple(float(swept.began[number][0]) for number, _ in own),
+        tuple(float(swept.ended[number][0]) for number, _ in own),
     )
 
 

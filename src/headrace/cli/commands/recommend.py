@@ -1,0 +1,242 @@
+"""`headrace recommend`: which strategy to take on which machines, why not the others, and when not to distribute."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headrace.cli.commands.simulate import (
+    AssumeOption,
+    BatchSizeOption,
+    ClusterFile,
+    ForceOption,
+    assumptions_of,
+    prediction_plain,
+)
+from headrace.cli.jobfile import find_job, load_job
+from headrace.cli.options import JsonOption, SettingsOption, help_option, own_engine, refuse_launcher
+from headrace.cli.output import answering
+from headrace.errors import UnfitMachine, UsageError
+from headrace.report.format import duration, short
+
+if TYPE_CHECKING:
+    from headrace.prediction.recommendation.offers import Offer
+    from headrace.prediction.recommendation.recommend import Recommendation
+    from headrace.spec.model import ModelSpec
+
+_EXAMPLES = """
+  headrace recommend job.py --cluster cluster.toml
+  headrace recommend model.json --cluster cluster.toml --price
+  headrace recommend model.json --cluster cluster.toml --deadline 2h
+  headrace recommend model.json --cluster cluster.toml --out page.html
+"""
+
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_EXAMPLES_DEFAULT = 1_000_000
+_WIDTH = 80
+
+
+ModelOrJob = Annotated[
+    Path,
+    typer.Argument(
+        metavar="JOB.py|MODEL",
+        show_default=False,
+        help="A job, which is profiled here first; or a model's file, a profile (.json) or by hand (.toml).",
+    ),
+]
+ExamplesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--examples", min=1, show_default=False, help="To train in all. Default: the job's; 1000000 for a file."
+    ),
+]
+DeadlineOption = Annotated[
+    str | None,
+    typer.Option(
+        "--deadline", metavar="2h", show_default=False, help="The cheapest that is done by then: 90min, 2h, 3d."
+    ),
+]
+AnyUpdatesOption = Annotated[
+    bool,
+    typer.Option(
+        "--any-updates", help="Also take a strategy whose updates are not one device's, and may need more examples."
+    ),
+]
+PageOption = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="FILE.html", show_default=False, help="Write a page with curves there, too."),
+]
+
+
+def recommend(
+    model: ModelOrJob,
+    cluster: ClusterFile,
+    global_batch_size: BatchSizeOption = None,
+    examples: ExamplesOption = None,
+    price: Annotated[bool, typer.Option("--price", help="Rank by money instead of by time.")] = False,
+    deadline: DeadlineOption = None,
+    any_updates: AnyUpdatesOption = False,
+    assume: AssumeOption = None,
+    out: PageOption = None,
+    settings: SettingsOption = None,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
+) -> None:
+    """Simulate every strategy that fits, and name the best.
+
+    Nothing is trained, and no machine but this one is touched; a job is profiled here.
+    """
+    with answering(as_json) as answer:
+        limit_s = None if deadline is None else seconds_of(deadline)
+        job = str(model) if model.suffix == ".py" else "job.py"
+        known, batch, goal = _known(model, settings)
+        # Lazily: it imports torch.
+        from headrace.prediction.recommendation.page import write_page
+        from headrace.prediction.recommendation.recommend import recommend as find
+
+        found = find(
+            known,
+            cluster,
+            global_batch_size=global_batch_size or batch,
+            examples=examples or goal,
+            by_money=price,
+            deadline_s=limit_s,
+            any_updates=any_updates,
+            assumptions=assumptions_of(assume or ()),
+            force=force,
+        )
+        lines = list(_lines(found, job))
+        if out is not None:
+            try:
+                write_page(out, found, [line.strip() for line in _sentences(found)])
+            except OSError as error:
+                raise UnfitMachine(f"the page {out} cannot be written: {error.strerror}") from error
+            lines.append(f"page: {out}")
+        answer.give(_plain(found, job), "\n".join(lines))
+
+
+def seconds_of(text: str) -> float:
+    """Returns the seconds of "90min", "2h" or "3d".
+
+    Raises:
+        UsageError: it is something else.
+    """
+    for unit, factor in sorted(_UNITS.items(), key=lambda each: -len(each[0])):
+        number = text.removesuffix(unit)
+        if number != text:
+            try:
+                seconds = float(number) * factor
+            except ValueError:
+                break
+            if seconds > 0:
+                return seconds
+    raise UsageError(f"--deadline takes a time above 0 such as 90min, 2h or 3d, got {text!r}")
+
+
+def _known(path: Path, settings: list[str] | None) -> tuple[ModelSpec | Path, int | None, int]:
+    """Returns the model, and of a job its global batch and its examples."""
+    if path.suffix != ".py":
+        if settings:
+            raise UsageError("--set is for a job's file (.py); a model's file has no parameters")
+        return path, None, _EXAMPLES_DEFAULT
+    refuse_launcher("recommend")
+    find_job(path)
+    with own_engine() as engine:
+        job = load_job(path, settings or ())
+        # Lazily: they import torch.
+        from headrace.api.model_profile import profile
+        from headrace.data.loading.torch_data import as_pipeline
+
+        measured = profile(job, engine=engine, say=lambda line: typer.echo(f"measuring {line}", err=True))
+        length = len(as_pipeline(job.data)[0])
+    count = job.epochs * length if job.epochs else (job.steps or 1) * job.global_batch_size
+    return measured, job.global_batch_size, count
+
+
+def _sentences(found: Recommendation) -> Iterator[str]:
+    # Lazily: it imports torch.
+    from headrace.prediction.recommendation.offers import SLOWER_NETWORK
+
+    winner = found.winner
+    prediction = winner.prediction
+    yield f"{found.tried} candidates were simulated, and {len(found.offers)} fit."
+    yield f"It takes {duration(winner.seconds)} for {found.goal.examples:,} examples,"
+    yield f"and {duration(winner.slow_s)} where the network attains {SLOWER_NETWORK:g} of its rate."
+    if not found.distribute:
+        yield "Do not distribute: one device is the best, or as good."
+    elif found.speed_up is None:
+        yield "The model does not fit on one device."
+    else:
+        yield f"That is {found.speed_up:.2f} times as fast as one device. Its bottleneck: {prediction.bottleneck}."
+        yield f"From {found.knee} devices on, more bring less than half of what they would at best."
+    if found.deadline_s is not None and winner.seconds > found.deadline_s:
+        yield f"Nothing meets the deadline: this is {duration(winner.seconds - found.deadline_s)} too late."
+
+
+def _lines(found: Recommendation, job: str) -> Iterator[str]:
+    winner = found.winner
+    hosts = f"{winner.hosts} host{'s' * (winner.hosts > 1)}"
+    rows = [
+        ("recommended", winner.text),
+        ("on", f"{winner.candidate.devices} device{'s' * (winner.candidate.devices > 1)} of {hosts}"),
+    ]
+    if winner.money:
+        rows.append(("money", f"{short(winner.money)} for the hosts, whole"))
+    for name, value in rows:
+        yield from _wrapped(value, f"{name:<13}", " " * 13)
+    yield from _wrapped(" ".join(_sentences(found)), "", "")
+    yield ""
+    yield f"headrace train {job} --strategy {_quoted(winner.text)}"
+    if winner.accumulate > 1:
+        yield f"with Options(accumulate={winner.accumulate}) in the job, so that the activations fit"
+    yield ""
+    yield "the best of the others, and why they lost"
+    for offer in found.best:
+        if offer.text != winner.text:
+            yield from _wrapped(f"{offer.text}: {found.why_not(offer)}", "  ", "      ")
+    for note in found.notes:
+        yield from _wrapped(note, "  ", "      ")
+    for family, why, number in found.misfits:
+        yield from _wrapped(f"{family}, {number} candidates: {why}", "  ", "      ")
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"' if "(" in text else text
+
+
+def _wrapped(text: str, first: str, later: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
+
+
+def _plain(found: Recommendation, job: str) -> dict[str, Any]:
+    return {
+        "winner": _offer_plain(found, found.winner),
+        "command": f"headrace train {job} --strategy {_quoted(found.winner.text)}",
+        "distribute": found.distribute,
+        "speed_up": found.speed_up,
+        "knee": found.knee,
+        "candidates": found.tried,
+        "notes": list(found.notes),
+        "examples": found.goal.examples,
+        "offers": [_offer_plain(found, offer) for offer in found.offers],
+        "misfits": [{"family": family, "why": why, "candidates": number} for family, why, number in found.misfits],
+    }
+
+
+def _offer_plain(found: Recommendation, offer: Offer) -> dict[str, Any]:
+    return {
+        "strategy": offer.text,
+        "devices": offer.candidate.devices,
+        "hosts": offer.hosts,
+        "seconds": offer.seconds,
+        "slow_seconds": offer.slow_s,
+        "money": offer.money,
+        "accumulate": offer.accumulate,
+        "why_not": "" if offer.text == found.winner.text else found.why_not(offer),
+        "prediction": prediction_plain(offer.prediction),
+    }

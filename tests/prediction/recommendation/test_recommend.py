@@ -1,0 +1,183 @@
+"""Recommendations: what wins, why the others lose, and when not to distribute."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import headrace as hr
+from headrace.cli import run
+from headrace.cli.commands.recommend import seconds_of
+from headrace.errors import InfeasiblePlan, UsageError
+from headrace.prediction.recommendation.candidates import call_text, candidates, counts
+from headrace.prediction.recommendation.page import write_page
+from headrace.prediction.recommendation.recommend import Recommendation, recommend
+from headrace.prediction.simulation.simulate import simulate
+from headrace.spec.cluster import Cluster, Host
+from headrace.spec.model import BatchProfile, ComputeProfile, ModelSpec, ParameterSpec
+from headrace.strategies import resolve
+from prediction.simulation.scenes import gpus, model
+
+Capture = pytest.CaptureFixture[str]
+
+
+def hosts(count: int, *, megabits: float = 10_000, price: float = 0.1) -> Cluster:
+    """CPU hosts of one core, so that each is a device."""
+    each = tuple(Host(f"h{index}", 1, 8_000_000_000, price_per_hour=price) for index in range(count))
+    return Cluster(each, link_bytes_per_s=megabits * 1e6 / 8)
+
+
+def found(cluster: Cluster, megabytes: int = 10, **changes) -> Recommendation:
+    return recommend(model(megabytes, layers=True), cluster, global_batch_size=64, **changes)
+
+
+def test_a_quick_network_makes_all_devices_worth_it() -> None:
+    best = found(hosts(8))
+    assert best.winner.candidate.devices == 8
+    assert best.distribute
+    assert best.speed_up is not None
+    assert 4 < best.speed_up < 8
+    assert best.winner.candidate.as_one_device
+    assert best.winner.slow_s > best.winner.seconds
+
+
+def test_a_slow_network_means_one_device() -> None:
+    best = found(hosts(8, megabits=5), megabytes=400)
+    assert best.winner.text == "one_device"
+    assert (best.distribute, best.knee) == (False, 1)
+    mirrored = next(offer for offer in best.best if offer.candidate.family == "mirrored")
+    assert "x the time; its bottleneck: network" in best.why_not(mirrored)
+
+
+def test_the_winner_is_no_slower_than_any_candidate_that_may_win() -> None:
+    best = found(hosts(8))
+    able = [offer for offer in best.offers if offer.candidate.as_one_device and not offer.refused]
+    assert best.winner.seconds == min(offer.seconds for offer in able)
+    assert [offer.seconds for offer in best.offers] == sorted(offer.seconds for offer in best.offers)
+    assert len(best.offers) + sum(number for *_, number in best.misfits) == best.tried
+    # What it says is what a simulation says.
+    alone = simulate(model(10, layers=True), hosts(8), best.winner.candidate.strategy, global_batch_size=64)
+    assert best.winner.seconds == pytest.approx(1_000_000 / alone.examples_per_s, rel=0.02)
+
+
+def test_other_updates_win_only_where_they_are_asked_for() -> None:
+    slow = hosts(8, megabits=200)
+    best, any_updates = found(slow), found(slow, any_updates=True)
+    assert not any_updates.winner.candidate.as_one_device
+    assert any_updates.winner.seconds < best.winner.seconds
+    assert "of which it may need more" in best.why_not(any_updates.winner)
+
+
+def test_money_and_deadline() -> None:
+    cluster = hosts(8, megabits=2000)
+    cheapest, quickest = found(cluster, by_money=True), found(cluster)
+    assert cheapest.winner.money < quickest.winner.money
+    assert cheapest.winner.seconds > quickest.winner.seconds
+    between = (cheapest.winner.seconds + quickest.winner.seconds) / 2
+    in_time = found(cluster, deadline_s=between)
+    assert in_time.winner.seconds <= between
+    assert in_time.winner.money < quickest.winner.money
+    too_soon = found(cluster, deadline_s=1.0)
+    assert too_soon.winner.seconds == quickest.winner.seconds
+
+
+def test_what_headrace_cannot_run_does_not_win() -> None:
+    best = found(gpus(4, 2))
+    assert best.winner.hosts == 1
+    refused = [offer for offer in best.offers if offer.refused]
+    assert any(offer.seconds < best.winner.seconds for offer in refused)
+    assert "headrace cannot run it here: mirrored exchanges between hosts" in " ".join(map(best.why_not, refused))
+
+
+def test_activations_that_do_not_fit_are_made_in_pieces() -> None:
+    profile = ComputeProfile((BatchProfile(8, 0.01, 0.02, 800_000_000),))
+    known = ModelSpec((ParameterSpec("w", (1000,)),), compute=profile)
+    best = recommend(known, gpus(1, 1, memory=500_000_000), global_batch_size=8)
+    assert (best.winner.text, best.winner.accumulate) == ("one_device", 2)
+    with pytest.raises(
+        InfeasiblePlan, match=r"none of \d+ candidates fits on this cluster; the largest, one_device: .*too few"
+    ):
+        recommend(known, gpus(1, 1, memory=50_000_000), global_batch_size=8)
+
+
+def test_the_knee_is_where_more_bring_less_than_half() -> None:
+    # A round of N workers takes 1/N of the computing, and a ring that takes no less.
+    best = found(hosts(16, megabits=4000), megabytes=20)
+    rates = {
+        offer.candidate.devices: offer.prediction.examples_per_s for offer in best.curve[best.winner.candidate.family]
+    }
+    assert best.knee in rates
+    after = min(count for count in (*rates, 1 << 30) if count > best.knee)
+    if after in rates:
+        assert rates[after] / rates[best.knee] - 1 < 0.5 * (after / best.knee - 1)
+
+
+def test_the_command_names_the_same_strategy() -> None:
+    for candidate in candidates(model(layers=True), hosts(8), 64):
+        assert resolve(candidate.text) == candidate.strategy, candidate.text
+    assert call_text(hr.Mirrored(2)) == "mirrored(workers=2)"
+    assert (
+        call_text(hr.Hybrid(hr.Mirrored(2), hr.Pipeline(4)))
+        == "hybrid(outer=mirrored(workers=2), inner=pipeline(stages=4))"
+    )
+    assert counts(12) == [1, 2, 4, 8, 12]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"by_money": True, "cluster": hosts(2, price=0.0)}, "no host of the cluster has a price_per_hour"),
+        ({"deadline_s": 0.0}, "deadline must be above 0 s"),
+        ({"examples": 0}, "examples must be a whole number of at least 1"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, object], says: str) -> None:
+    cluster = changes.pop("cluster", hosts(2))
+    with pytest.raises(UsageError, match=says):
+        found(cluster, **changes)  # type: ignore[arg-type]
+
+
+def test_a_model_without_a_batch_needs_one() -> None:
+    known = ModelSpec((ParameterSpec("w", (1000,)),), flops_per_example=1e9)
+    quick = replace(gpus(1), hosts=(replace(gpus(1).hosts[0], device_flops=1e12),))
+    with pytest.raises(UsageError, match="give global_batch_size"):
+        recommend(known, quick)
+    assert recommend(known, quick, global_batch_size=10).winner.text == "one_device"
+
+
+def test_times_of_a_deadline() -> None:
+    assert [seconds_of(text) for text in ("90s", "90min", "2h", "0.5d")] == [90.0, 5400.0, 7200.0, 43200.0]
+    for text in ("2", "h", "-2h", "soon"):
+        with pytest.raises(UsageError, match="--deadline takes a time above 0"):
+            seconds_of(text)
+
+
+@pytest.mark.slow
+def test_a_page_with_curves(tmp_path: Path) -> None:
+    best = found(hosts(4))
+    write_page(tmp_path / "a" / "page.html", best, ["One sentence."])
+    text = (tmp_path / "a" / "page.html").read_text()
+    assert text.count("<figure>") == 3
+    assert "Money by devices" in text
+    assert best.winner.text in text
+
+
+@pytest.mark.slow
+def test_the_command_line(tmp_path: Path, capsys: Capture) -> None:
+    model(10, layers=True).save(tmp_path / "model.json")
+    (tmp_path / "cluster.toml").write_text(hosts(4).toml())
+    command = ["recommend", str(tmp_path / "model.json"), "--cluster", str(tmp_path / "cluster.toml")]
+    assert run([*command, "--global-batch-size", "64", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["distribute"] is True
+    assert document["offers"][0]["seconds"] <= document["winner"]["seconds"]
+    assert run([*command, "--global-batch-size", "64", "--deadline", "2h"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("recommended  ")
+    assert "\nheadrace train job.py --strategy " in out
+    assert max(len(line) for line in out.splitlines() if not line.startswith("headrace train")) <= 80
+    assert run([*command, "--set", "a=1"]) == 2
+    assert "--set is for a job's file" in capsys.readouterr().err
