@@ -17,8 +17,9 @@ from headrace.cli.commands.simulate import (
     assumptions_of,
     prediction_plain,
 )
+from headrace.cli.engines import own_engine, refuse_launcher
 from headrace.cli.jobfile import find_job, load_job
-from headrace.cli.options import JsonOption, SettingsOption, help_option, own_engine, refuse_launcher
+from headrace.cli.options import JsonOption, SettingsOption, help_option
 from headrace.cli.output import answering
 from headrace.errors import UnfitMachine, UsageError
 from headrace.report.format import duration, short
