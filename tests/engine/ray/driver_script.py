@@ -79,14 +79,18 @@ class Occupant:
 
 
 class Deeds:
-    """Does something once, when rank 1 has done so many steps; remembers where ranks are, and what was lost."""
+    """Does something once, when rank 1 has done so many steps; remembers where ranks are, and what was lost.
 
-    def __init__(self, deed: Callable[[Deeds], None], after: int = 10) -> None:
+    A notice with `until` in it ends the run.
+    """
+
+    def __init__(self, deed: Callable[[Deeds], None], after: int = 10, until: str = "") -> None:
         self.hosts: list[str] = []
         self.processes: dict[int, int] = {}
         self.lost: list[tuple[int, str]] = []
         self._deed: Callable[[Deeds], None] | None = deed
         self._after = after
+        self._until = until
 
     def __call__(self, event: Event) -> None:
         if event.kind == "run_started":
@@ -95,6 +99,9 @@ class Deeds:
             self.processes[event.rank] = event.pid
         if event.kind == "lost":
             self.lost.append((event.lost, event.host))
+        if self._until and event.kind == "notice" and self._until in event.text:
+            self._until = ""
+            interrupt(self)
         if event.kind == "stepped" and event.rank == 1 and event.step >= self._after and self._deed:
             deed, self._deed = self._deed, None
             deed(self)
@@ -107,6 +114,15 @@ def kill_raylet(deeds: Deeds) -> None:
 
 def kill_process(deeds: Deeds) -> None:
     os.kill(deeds.processes[1], signal.SIGKILL)
+
+
+def kill_agent(deeds: Deeds) -> None:
+    stat = Path(f"/proc/{deeds.processes[1]}/stat").read_text()
+    os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
+
+
+def kill_rank_0(deeds: Deeds) -> None:
+    os.kill(deeds.processes[0], signal.SIGKILL)
 
 
 def interrupt(deeds: Deeds) -> None:
@@ -149,6 +165,29 @@ def survive(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
         said = [event.text for event in run.events if event.kind == "notice"]
         counts = sorted(set(run.model.count.tolist()))
         found.append({"status": run.status, "counts": counts, "hosts": deeds.hosts, "lost": deeds.lost, "said": said})
+    return {"runs": found}
+
+
+def elastic(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
+    """Of three workers a process, an actor, a node and rank 0 are killed; all but the last come back."""
+    found = []
+    for deed, placement, until in (
+        (kill_process, None, "with a new rank 1"),
+        (kill_agent, None, "with a new rank 1"),
+        (kill_raylet, SPREAD, "with a new rank 1"),
+        (kill_rank_0, None, "without rank 0"),
+    ):
+        deeds = Deeds(deed, until=until)
+        run = hr.fit(
+            counting(1_000_000),
+            hr.Mirrored(workers=3, min_workers=2),
+            engine=hr.RayEngine(placement=placement),
+            on_event=deeds,
+            timeout_s=5,
+        )
+        said = [event.text for event in run.events if event.kind == "notice"]
+        counts = run.model.count.detach()
+        found.append({"status": run.status, "apart": float(counts.max() - counts.min()), "said": said})
     return {"runs": found}
 
 
@@ -276,7 +315,7 @@ def _reserved(within_s: float = 20.0) -> float:
 def main() -> None:
     deed, address, folder = sys.argv[1:]
     engine = hr.RayEngine(address)
-    deeds = {each.__name__: each for each in (equal, survive, resume, fail, read)}
+    deeds = {each.__name__: each for each in (equal, survive, elastic, resume, fail, read)}
     said = deeds[deed](engine, Path(folder))
     say(**said)
     engine.close()

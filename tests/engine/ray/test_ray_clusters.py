@@ -77,6 +77,17 @@ def test_a_lost_worker_is_started_again_on_its_node_or_on_another(tmp_path: Path
     assert any(text.startswith(f"rank 1 was on {cut['hosts'][1]} and is started again on ") for text in cut["said"])
 
 
+def test_workers_in_lockstep_go_on_without_one_that_is_lost_and_take_it_back(tmp_path: Path) -> None:
+    with local_cluster([("a", 3), ("b", 1), ("c", 1), ("d", 1)]) as cluster:
+        runs = drive("elastic", cluster.address, tmp_path)["runs"]
+    for run, lost in zip(runs, (1, 1, 1, 0), strict=True):
+        assert run["status"] == "interrupted"
+        # No example was left out or used twice in an epoch.
+        assert run["apart"] < 1.01
+        assert any(f"begins with 2 workers: without rank {lost}" in text for text in run["said"])
+    assert any("is started again on " in text for text in runs[2]["said"])
+
+
 def test_a_pipeline_names_the_lost_stage_and_resumes(tmp_path: Path) -> None:
     with local_cluster([("a", 2), ("b", 2)]) as cluster:
         said = drive("resume", cluster.address, tmp_path)

@@ -102,7 +102,9 @@ def _unpacked(request: Mapping[str, Any], code: bytes, data: bytes) -> RunSpec:
 
 
 def _run(spec: RunSpec, request: Mapping[str, Any], says: IO[str]) -> str:
-    engine = LaunchedEngine(spec.timeout_s, request["encrypt"], request["threads"])
+    # Any of these may be lost.
+    elastic = spec.plan.min_workers > 0
+    engine = LaunchedEngine(spec.timeout_s, request["encrypt"], request["threads"], relays=elastic)
     over = threading.Event()
 
     def tell() -> None:
@@ -111,7 +113,7 @@ def _run(spec: RunSpec, request: Mapping[str, Any], says: IO[str]) -> str:
             _say(says, {"progress": [now.step, now.loss, now.examples]})
 
     teller = threading.Thread(target=tell, name="headrace-progress", daemon=True)
-    if engine.group.rank == 0:
+    if engine.group.rank == 0 or elastic:
         teller.start()
     try:
         status = engine.run(spec, lambda _: None)
@@ -120,7 +122,7 @@ def _run(spec: RunSpec, request: Mapping[str, Any], says: IO[str]) -> str:
         return status
     finally:
         over.set()
-        if engine.group.rank == 0:
+        if teller.is_alive():
             teller.join()
         engine.close()
 

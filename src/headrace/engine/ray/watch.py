@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from operator import attrgetter
 from time import monotonic
 from typing import Any
 
@@ -44,8 +45,9 @@ class RankWatch:
         self.status = ""
         self._spec, self._agents, self._flag = spec, agents, flag
         self._start, self._progress = start, progress
-        expendable = expendable_ranks(spec.plan) if len({role.host for role in spec.plan.roles}) > 1 else ()
-        self._expendable = frozenset(expendable)
+        self._elastic = spec.plan.min_workers > 0
+        several = len({role.host for role in spec.plan.roles}) > 1
+        self._expendable = expendable_ranks(spec.plan) if several or self._elastic else frozenset()
         self._waits = {start(rank): rank for rank in range(len(agents))}
         self._failure: WorkerFailed | None = None
         self._lost: dict[int, str] = {}
@@ -66,8 +68,9 @@ class RankWatch:
                 self._take(self._waits.pop(reference), reference)
             if self._flag.stop and not stopped:
                 stopped = True
-                # It tells the others, and all end after the same round.
-                self._agents[0].stop.remote(int(signal.SIGINT))
+                # It tells the others, and all end after the same round; the first process of a rank does not join yet.
+                told = min(self._waits.values(), key=lambda rank: (len(self._losses[rank]), rank), default=0)
+                self._agents[told].stop.remote(int(signal.SIGINT))
             if monotonic() - looked > _LOOK_EVERY_S:
                 looked = monotonic()
                 self._take_back()
@@ -88,13 +91,13 @@ class RankWatch:
             return
         if "progress" in told:
             step, loss, examples = told["progress"]
-            self._told = RunProgress(int(step), loss, int(examples))
+            self._told = max(self._told, RunProgress(int(step), loss, int(examples)), key=attrgetter("step"))
         self._waits[self._agents[rank].watch.remote()] = rank
 
     def _take_end(self, rank: int, ended: Mapping[str, Any]) -> None:
         """Decides what the end of a process means: the run's, its restart, or nothing."""
         if "status" in ended:
-            if rank == 0:
+            if rank == 0 or self._elastic:
                 self.status = ended["status"]
                 self._deadline = monotonic() + _GRACE_S
         elif ended["code"] < 0:
@@ -102,8 +105,10 @@ class RankWatch:
         elif ended.get("lost"):
             self._accused = self._accused or ended["lost"]
             self._begin_end()
-        elif ended.get("error") == "Replaced":
+        elif ended.get("error") in ("Replaced", "LeftBehind"):
             self._lose(rank, ended["message"])
+        elif 0 in self._lost and self._losses[rank] and ended.get("error") == "RunFailed":
+            pass  # it was to come back, and rank 0 has not let it in any more
         else:
             self._failure = self._failure or self._failed(rank, ended)
             self._begin_end()
@@ -115,12 +120,15 @@ class RankWatch:
         losses = self._losses[rank]
         losses.append(monotonic())
         in_vain = len(losses) >= _IN_VAIN and losses[-1] - losses[-_IN_VAIN] < _IN_VAIN_S
-        if self._deadline is not None or rank not in self._expendable or in_vain:
+        if self._elastic and rank == 0 and self._waits and self._deadline is None:
+            # The others go on, and have no store any more by which another process could join them.
+            self._lost[0] = cause
+        elif self._deadline is not None or rank not in self._expendable or in_vain:
             again = f", the {_IN_VAIN}th time within {_IN_VAIN_S:.0f} s" if in_vain else ""
             self._lost.setdefault(rank, cause + again)
             self._begin_end()
         # The backup of a server takes its place by itself.
-        elif self._spec.plan.role(rank).computes:
+        elif self._spec.plan.role(rank).computes and 0 not in self._lost:
             self._await(rank)
 
     def _await(self, rank: int) -> None:
@@ -142,13 +150,15 @@ class RankWatch:
                     self._await(rank)
                 continue
             del self._awaited[reference]
-            self._waits[self._start(rank)] = rank
-            self._say_where(rank, found["node"])
+            self._start_again(rank, names_of(ray.nodes())[found["node"]])
 
-    def _say_where(self, rank: int, node: str) -> None:
-        import ray
-
-        was, name = self._spec.plan.role(rank).host, names_of(ray.nodes())[node]
+    def _start_again(self, rank: int, name: str) -> None:
+        """Starts a lost worker's process on the node that Ray has chosen."""
+        was = self._spec.plan.role(rank).host
+        mates = sum(role.host == was for role in self._spec.plan.roles)
+        if self._elastic and name != was and mates > 1:
+            return  # the workers of one node share its memory
+        self._waits[self._start(rank)] = rank
         if name != was:
             with closing(EventWriter(self._spec.run_dir, LAUNCHER, self._spec.started)) as events:
                 text = f"rank {rank} was on {was} and is started again on {name}"

@@ -56,10 +56,11 @@ class LaunchedGroup:
     """The processes of one launcher: with shared memory between those of one host, else with collectives over TCP.
 
     The control page is shared by all; where there are several hosts, each process has one with copies of the others'
-    marks. After `timeout_s` without a sign of life a process counts as lost.
+    marks. After `timeout_s` without a sign of life a process counts as lost. With `relays`, processes of one host do as
+    those of several: any of them may be lost, and started again.
     """
 
-    def __init__(self, timeout_s: float, encrypt: bool = True) -> None:
+    def __init__(self, timeout_s: float, encrypt: bool = True, relays: bool = False) -> None:
         self._encrypt = encrypt
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._timeout_s = timeout_s
@@ -79,7 +80,7 @@ class LaunchedGroup:
                 f"rank {self.rank} was on {self.hosts[self.rank]} and cannot come back on {host_name()}; start it "
                 "where it was"
             )
-        one = len(set(self.hosts)) == 1
+        one = len(set(self.hosts)) == 1 and not relays
         alone = self.world == 1 or not one
         self._segment = SharedSegment.create(ControlPage.nbytes(self.world), "control") if alone else self._meet()
         self.page = ControlPage(self._segment, self.world)
@@ -346,11 +347,14 @@ class LaunchedGroup:
 class LaunchedEngine(Engine):
     """Runs one worker, in this process; after `timeout_s` without a sign of life a process counts as lost.
 
-    It computes with so many threads; None for the cores of this host, divided by its processes.
+    It computes with so many threads; None for the cores of this host, divided by its processes. `relays` as for a
+    `LaunchedGroup`.
     """
 
-    def __init__(self, timeout_s: float, encrypt: bool = True, threads: int | None = None) -> None:
-        self.group = LaunchedGroup(timeout_s, encrypt)
+    def __init__(
+        self, timeout_s: float, encrypt: bool = True, threads: int | None = None, relays: bool = False
+    ) -> None:
+        self.group = LaunchedGroup(timeout_s, encrypt, relays)
         self._threads = threads
 
     def run(self, spec: RunSpec, progress: Callable[[RunProgress], None]) -> str:
