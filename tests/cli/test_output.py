@@ -16,16 +16,8 @@ from headrace.cli.output import (
     write_error,
 )
 from headrace.engine.base import Terminated
-from headrace.errors import (
-    DataError,
-    HeadraceError,
-    JobError,
-    PeerLost,
-    UnfitMachine,
-    UsageError,
-    WorkerFailed,
-    user_traceback,
-)
+from headrace.errors import DataError, HeadraceError, JobError, PeerLost, UnfitMachine, UsageError, WorkerFailed
+from headrace.tracebacks import user_traceback
 
 
 def test_stdout_carries_the_result_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import HeadraceError, JobError, UnknownName, UsageError, user_place
+from headrace.errors import HeadraceError, JobError, UnknownName, UsageError
 from headrace.spec.job import Job
+from headrace.tracebacks import user_place
 
 MODULE = "headrace_job"
 """The name of the job file's module in `sys.modules`, where its classes are looked up."""

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from headrace.engine.base import Terminated
-from headrace.errors import HeadraceError, PeerLost, WorkerFailed, user_traceback
+from headrace.errors import HeadraceError, PeerLost, WorkerFailed
 from headrace.report.model.summary import Summary, summarize
 from headrace.report.model.verdict import References, verdict
 from headrace.report.views.table import comparison_plain, comparison_table, run_plain, run_table
+from headrace.tracebacks import user_traceback
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from headrace.checkpoint import CheckpointFolder
 from headrace.checkpoint.forms import encode, extra_states, pack, unpack
 from headrace.collectives.base import ProcessGroup
-from headrace.errors import HeadraceError, PeerLost, user_traceback
+from headrace.errors import HeadraceError, PeerLost
 from headrace.modules import is_dense, parameters_and_buffers, stateful_modules
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Failed, Notice, WorkerEnded, WorkerStarted
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Role
+from headrace.tracebacks import user_traceback
 from headrace.training.batch_norm import averaged_buffers
 from headrace.training.compute import Compute
 from headrace.training.synchronization import DataLeases, PeriodicSync

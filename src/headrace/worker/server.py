@@ -10,7 +10,7 @@ from time import monotonic
 from typing import TypeVar
 
 from headrace.data import as_pipeline
-from headrace.errors import CorruptCheckpoint, HeadraceError, PeerLost, user_traceback
+from headrace.errors import CorruptCheckpoint, HeadraceError, PeerLost
 from headrace.parameter_server.planning import ServerProcess
 from headrace.parameter_server.replication.failover import primary_address, process_number, server_of
 from headrace.parameter_server.replication.machine import View
@@ -22,6 +22,7 @@ from headrace.spec.events import Failed, Notice, ServerEnded, ServerStarted, Ser
 from headrace.spec.plan import Plan
 from headrace.strategies.context import ServerContext
 from headrace.strategies.strategy import ServedStrategy
+from headrace.tracebacks import user_traceback
 from headrace.worker.events import EventWriter
 from headrace.worker.loops.leased import next_sync_point
 from headrace.worker.run_spec import SNAPSHOTS, ResumePoint, RunSpec

@@ -216,8 +216,8 @@ class ExampleReader:
                 return True
             given = {"rng": self._rng(row, position)} if step.draws else {}
             if isinstance(step, Map):
-                result = step.function(_field(row.value, step.field), **given)
-                row.value = _replaced(row.value, step.field, result)
+                result = step.function(step.given(row.value), **given)
+                row.value = step.put(row.value, result)
                 return True
             keeps = bool(step.function(row.value, **given))
             if not keeps and position < self._cached:
@@ -232,13 +232,13 @@ class ExampleReader:
             return rows
 
         def apply(some: Sequence[_Row]) -> None:
-            values = [_field(row.value, step.field) for row in some]
+            values = [step.given(row.value) for row in some]
             rngs = {"rng": [self._rng(row, position) for row in some]} if step.draws else {}
             results = list(step.function(values, **rngs))
             if len(results) != len(some):
                 raise ValueError(f"it returned {len(results)} examples for {len(some)}")
             for row, result in zip(some, results, strict=True):
-                row.value = _replaced(row.value, step.field, result)
+                row.value = step.put(row.value, result)
 
         try:
             apply(waiting)
@@ -305,7 +305,7 @@ class ExampleReader:
 
         def write(row: _Row) -> bool:
             nonlocal place
-            function.into(_field(row.value, step.field), out[place])
+            function.into(step.given(row.value), out[place])
             place += 1
             return True
 
@@ -313,8 +313,8 @@ class ExampleReader:
         tensor = tensor[: len(rows)]
         if step.field is None or not rows:
             return tensor
-        rest = [_replaced(row.value, step.field, 0) for row in rows]
-        return _replaced(self._collated(rest), step.field, tensor)
+        rest = [step.put(row.value, 0) for row in rows]
+        return step.put(self._collated(rest), tensor)
 
     def _nothing(self, epoch: int) -> Any:
         """Returns an empty batch; its shapes are those of an example that went through all steps."""
@@ -323,16 +323,3 @@ class ExampleReader:
             if rows:
                 return emptied(batch)
         raise DataError("every example is left out")
-
-
-def _field(example: Any, field: int | str | None) -> Any:
-    return example if field is None else example[field]
-
-
-def _replaced(example: Any, field: int | str | None, value: Any) -> Any:
-    if field is None:
-        return value
-    if isinstance(example, dict):
-        return {**example, field: value}
-    position = range(len(example))[field]  # type: ignore[index]
-    return type(example)((*example[:position], value, *example[position + 1 :]))

@@ -51,6 +51,19 @@ class Map:
     def name(self) -> str:
         return f"map({_name(self.function)})"
 
+    def given(self, example: Any) -> Any:
+        """Returns what the function gets of an example."""
+        return example if self.field is None else example[self.field]
+
+    def put(self, example: Any, value: Any) -> Any:
+        """Returns the example with a value in the place of what the function got."""
+        if self.field is None:
+            return value
+        if isinstance(example, dict):
+            return {**example, self.field: value}
+        position = range(len(example))[self.field]  # type: ignore[index]
+        return type(example)((*example[:position], value, *example[position + 1 :]))
+
 
 @dataclass(frozen=True)
 class Filter:

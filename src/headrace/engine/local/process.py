@@ -24,11 +24,12 @@ from headrace.collectives.views.group import ViewGroup
 from headrace.collectives.views.page import PageViews
 from headrace.engine.base import LivenessProbe
 from headrace.engine.shipping import unpack
-from headrace.errors import HeadraceError, JobError, PeerLost, user_traceback
+from headrace.errors import HeadraceError, JobError, PeerLost
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.events import Failed
 from headrace.spec.plan import outlives_workers
+from headrace.tracebacks import user_traceback
 from headrace.worker.events import EventWriter
 from headrace.worker.main import work
 from headrace.worker.run_spec import LAST_LOG_LINE, RunSpec
