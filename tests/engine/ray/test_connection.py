@@ -61,3 +61,19 @@ def test_another_version_of_ray_on_the_cluster_is_named(monkeypatch: pytest.Monk
         connect("auto", None, ExitStack())
     assert "has another version of Ray or Python than this process" in str(refused.value)
     assert "The cluster was started with: Ray: 2.1.0 Python: 3.9.1; install the same on both" in str(refused.value)
+
+
+def test_a_runtime_environment_that_ray_does_not_take_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("directory /nowhere must be an existing directory")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(UsageError, match=r"does not take the runtime environment .*: directory /nowhere must be"):
+        connect("auto", {"working_dir": "/nowhere"}, ExitStack())
+    with pytest.raises(UsageError, match=r"has no field 'pups'; it has .*env_vars, .*pip, "):
+        connect("auto", {"pups": 1}, ExitStack())
+    with pytest.raises(ValueError, match="an existing directory"):
+        connect("auto", None, ExitStack())

@@ -7,11 +7,11 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from headrace.errors import UnfitMachine
+from headrace.errors import UnfitMachine, UsageError
 
 _AUTO = ("auto", "ray://auto")
 _ANSWER_S = 5.0
@@ -26,11 +26,13 @@ def connect(address: str, runtime_env: Mapping[str, Any] | None, connection: Exi
     Raises:
         UnfitMachine: Ray is not installed, there is no cluster at the address, or it has another version of Ray or
             Python.
+        UsageError: Ray does not take the runtime environment.
     """
     try:
         import ray
     except ImportError as error:
         raise UnfitMachine(f"the Ray engine needs a package that is not here: {HOW_TO_INSTALL}") from error
+    _require_known(runtime_env or {})
     if ray.is_initialized():
         return runtime_env
     # As Ray itself does.
@@ -39,12 +41,13 @@ def connect(address: str, runtime_env: Mapping[str, Any] | None, connection: Exi
     # Ray replaces it, and a run has one of its own.
     terminates = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(
-            "auto" if address in _AUTO else address,
-            runtime_env=dict(runtime_env) if runtime_env else None,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        with naming_runtime_env(runtime_env):
+            ray.init(
+                "auto" if address in _AUTO else address,
+                runtime_env=dict(runtime_env) if runtime_env else None,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
     except (ConnectionError, TimeoutError) as error:
         raise _no_cluster(named, str(error).strip().partition("\n")[0]) from error
     except RuntimeError as error:
@@ -59,6 +62,27 @@ def connect(address: str, runtime_env: Mapping[str, Any] | None, connection: Exi
             signal.signal(signal.SIGTERM, terminates)
     connection.callback(ray.shutdown)
     return None
+
+
+@contextmanager
+def naming_runtime_env(runtime_env: Mapping[str, Any] | None) -> Iterator[None]:
+    """Makes a UsageError of what Ray says of a runtime environment that it does not take."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not runtime_env:
+            raise
+        raise UsageError(f"Ray does not take the runtime environment {dict(runtime_env)}: {error}") from error
+
+
+def _require_known(runtime_env: Mapping[str, Any]) -> None:
+    """Raises UsageError for a field that Ray does not know, and would leave out without a word."""
+    from ray.runtime_env import RuntimeEnv
+
+    unknown = [name for name in runtime_env if name not in RuntimeEnv.known_fields]
+    if unknown:
+        known = ", ".join(sorted(name for name in RuntimeEnv.known_fields if not name.startswith("_")))
+        raise UsageError(f"a runtime environment has no field {unknown[0]!r}; it has {known}")
 
 
 def _require_listener(address: str) -> None:

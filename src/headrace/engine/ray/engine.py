@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.engine.base import Engine, RunProgress, orderly_interrupts
 from headrace.engine.ray.agent import RankAgent
-from headrace.engine.ray.connection import connect
+from headrace.engine.ray.connection import connect, naming_runtime_env
 from headrace.engine.ray.nodes import RankPlace, arrange, cluster_of, names_of, require_versions
 from headrace.engine.ray.placement import PLACEMENTS, BundleGroup, bundle_groups, place
 from headrace.errors import UnfitMachine, UsageError
@@ -111,7 +111,8 @@ class RayEngine(Engine):
         sizes = dict(sorted((names[node["NodeID"]], node["Resources"]) for node in nodes))
         placed.reserved = place(groups, sizes, self._start_timeout_s)
         for group, reserved in zip(groups, placed.reserved, strict=True):
-            placed.agents += _agents(group, reserved, own_env)
+            with naming_runtime_env(own_env):
+                placed.agents += _agents(group, reserved, own_env)
         told = _descriptions(placed.agents)
         require_versions(told, names)
         placed.places = arrange(told, names, ray.get_runtime_context().get_node_id(), groups[0].count)
