@@ -36,16 +36,16 @@ def test_one_device_is_a_loop_of_plain_pytorch_bit_for_bit(option: str, size: st
 
 @pytest.mark.pairwise
 @every_synchronous_strategy
+@pytest.mark.parametrize("size", ["uneven", "tiny"])
 @pytest.mark.parametrize("option", sorted(OPTIONS))
-def test_any_number_of_workers_is_one_device(name: str, workers: int, option: str) -> None:
+def test_any_number_of_workers_is_one_device(name: str, workers: int, size: str, option: str) -> None:
     case, strategy = OPTIONS[option], ROWS[name].make(workers)
     if option in ROWS[name].refuses:
         with pytest.raises(UsageError, match="looks at whole matrices"):
-            train(case.job(COUNTS["uneven"]), strategy)
+            train(case.job(COUNTS[size]), strategy)
         return
-    outcome = train(case.job(COUNTS["uneven"]), strategy)
-    assert_equal(outcome, on_one_device(case, "uneven", torch.float64, None), DOUBLE)
-    assert_equal(train(case.job(COUNTS["tiny"]), strategy), on_one_device(case, "tiny", torch.float64, None), DOUBLE)
+    outcome = train(case.job(COUNTS[size]), strategy)
+    assert_equal(outcome, on_one_device(case, size, torch.float64, None), DOUBLE)
 
 
 def without(case: Case, **changes: object) -> Outcome:
