@@ -23,6 +23,8 @@ from headrace.strategies import (
 
 _MOST_STAGES = 64
 _PERIODS = (4, 16, 64)
+_MOST_SERVED = 512
+"""Workers with servers; each of their messages is simulated."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ def _whole_models(count: int, cluster: Cluster) -> Iterator[Strategy]:
 
 
 def _with_servers(count: int, cluster: Cluster) -> Iterator[Strategy]:
+    if count > _MOST_SERVED:
+        return
     for servers in counts(min(count, 4 * len(cluster.hosts)))[:5]:
         yield ParameterServer(count, servers)
         yield ParameterServer(count, servers, staleness_bound=0)
