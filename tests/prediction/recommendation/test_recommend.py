@@ -14,7 +14,7 @@ from headrace.cli.commands.recommend import seconds_of
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.prediction.recommendation.candidates import call_text, candidates, counts
 from headrace.prediction.recommendation.page import write_page
-from headrace.prediction.recommendation.recommend import Recommendation, recommend
+from headrace.prediction.recommendation.recommend import Recommendation, knee, recommend
 from headrace.prediction.simulation.simulate import simulate
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import BatchProfile, ComputeProfile, ModelSpec, ParameterSpec
@@ -103,16 +103,21 @@ def test_activations_that_do_not_fit_are_made_in_pieces() -> None:
         recommend(known, gpus(1, 1, memory=50_000_000), global_batch_size=8)
 
 
-def test_the_knee_is_where_more_bring_less_than_half() -> None:
-    # A round of N workers takes 1/N of the computing, and a ring that takes no less.
-    best = found(hosts(16, megabits=4000), megabytes=20)
-    rates = {
-        offer.candidate.devices: offer.prediction.examples_per_s for offer in best.curve[best.winner.candidate.family]
-    }
-    assert best.knee in rates
-    after = min(count for count in (*rates, 1 << 30) if count > best.knee)
-    if after in rates:
-        assert rates[after] / rates[best.knee] - 1 < 0.5 * (after / best.knee - 1)
+@pytest.mark.parametrize(
+    ("rates", "devices"),
+    [({1: 1.0, 2: 1.9, 4: 2.4, 8: 4.5}, 2), ({1: 1.0, 2: 1.4}, 1), ({1: 1.0, 2: 1.9, 4: 3.6}, 4)],
+)
+def test_the_knee_is_where_more_bring_less_than_half(rates: dict[int, float], devices: int) -> None:
+    offer = found(hosts(1)).winner
+    offers = [
+        replace(
+            offer,
+            candidate=replace(offer.candidate, devices=count),
+            prediction=replace(offer.prediction, examples_per_s=rate),
+        )
+        for count, rate in rates.items()
+    ]
+    assert knee(offers) == devices
 
 
 def test_the_command_names_the_same_strategy() -> None:
