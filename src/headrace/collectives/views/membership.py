@@ -301,7 +301,8 @@ class MembershipThread:
         return self._agreement.view.number if self._agreement.view else -1
 
     def _raise_change(self, number: int) -> None:
-        if self._agreement.frozen or self._number != number:
+        # A suspect lets the members change, sooner or later.
+        if self._agreement.frozen or self._number != number or self.suspects.intersection(self._others()):
             raise MemberLost(next((rank for rank, _ in sorted(self.suspects)), self._me[0]))
 
     def _raise_end(self) -> None:
