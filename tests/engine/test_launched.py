@@ -46,6 +46,14 @@ def test_three_runs_one_after_the_other_are_those_of_one_process(start: Start) -
     assert [line["seen"] == line["events"] for line in ended.said[0]] == [True] * 3, "rank 0 leads"
 
 
+def test_processes_that_have_not_come_are_named(fork_server: ForkServer, tmp_path: Path) -> None:
+    said = [{**each, "HEADRACE_START_TIMEOUT_S": "2"} for each in launcher(4, "127.0.0.1")[:2]]
+    ended = run_ranks(fork_server, tmp_path, SCRIPT, ["fit"], said, 2)
+    assert ended.codes == {0: 1, 1: 1}
+    wanted = "2 of 4 processes have come within 2 s: rank 0, 1; missing: rank 2, 3."
+    assert [wanted in log for log in ended.logs] == [True, True]
+
+
 def test_rank_0_is_told_of_events_while_it_trains(start: Start) -> None:
     ended = start("follow")
     assert ended.one(0, "heard")["heard"]

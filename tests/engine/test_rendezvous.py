@@ -6,7 +6,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from headrace.engine.torchrun import store
-from headrace.engine.torchrun.store import joined, of_first, own_address
+from headrace.engine.torchrun.address import own_address, start_timeout_s
+from headrace.engine.torchrun.store import joined, of_first
 from headrace.errors import InfeasiblePlan, UsageError, WorkerFailed
 from headrace.machine import host_name
 from headrace.spec.cluster import Cluster, Host, Link
@@ -118,3 +119,10 @@ def test_without_a_secret_another_host_is_refused_at_once(monkeypatch: pytest.Mo
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with pytest.raises(UsageError, match=r"^rank 0 on .* several hosts, and have no secret"):
         store._on_one_host(0, 2, "127.0.0.1:1")
+
+
+@pytest.mark.parametrize("given", ["soon", "0", "-1", "inf", "nan"])
+def test_a_start_timeout_that_is_no_time_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("HEADRACE_START_TIMEOUT_S", given)
+    with pytest.raises(UsageError, match="must be a number of seconds above 0"):
+        start_timeout_s()

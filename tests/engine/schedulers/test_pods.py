@@ -16,7 +16,7 @@ from engine.conftest import until
 from engine.schedulers.named_hosts import JOB, environment, named_hosts
 from headrace.cli import run
 from headrace.engine.schedulers.alive import ALIVE_FILE, show_alive
-from headrace.engine.torchrun import store
+from headrace.engine.torchrun import address
 from headrace.errors import UsageError
 from headrace.report.model.summary import summarize
 
@@ -114,10 +114,10 @@ def test_a_pod_waits_for_the_first_ones_name(monkeypatch: pytest.MonkeyPatch) ->
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("10.0.0.1", port))]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(store, "_LOOK_UP_EVERY_S", 0.001)
+    monkeypatch.setattr(address, "_LOOK_UP_EVERY_S", 0.001)
     monkeypatch.setenv("MASTER_ADDR", "digits-0.digits")
     monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(UsageError, match=r"MASTER_ADDR=digits-0.digits MASTER_PORT=29500 on .* is no address: unknown"):
-        store._master()
+        address.master()
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
-    assert store._master() == "10.0.0.1"
+    assert address.master() == "10.0.0.1"

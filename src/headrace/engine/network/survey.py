@@ -19,7 +19,8 @@ from itertools import chain
 from statistics import median
 
 from headrace.engine.network.probe import TOKEN_BYTES, Echo, Responder, bandwidth, connect, echo
-from headrace.engine.torchrun.store import gather, of_first, own_address
+from headrace.engine.torchrun.address import own_address
+from headrace.engine.torchrun.store import gather, of_first
 from headrace.errors import UsageError
 from headrace.spec.cluster import Cluster, Host, Link
 from headrace.spec.plain import from_plain, to_plain

@@ -9,8 +9,9 @@ from headrace.collectives.base import HostMap
 from headrace.collectives.views.hosts import HostViews
 from headrace.collectives.views.mail import MemberMail
 from headrace.collectives.views.membership import Marks, MembershipThread
+from headrace.engine.torchrun.address import own_address
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
-from headrace.engine.torchrun.store import launched_secret, launched_store, own_address
+from headrace.engine.torchrun.store import launched_secret, launched_store
 from headrace.policies.views import Member, MemberView
 from headrace.shared_memory.control_page import ControlPage
 from headrace.worker.run_spec import RunSpec

@@ -24,12 +24,13 @@ from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.collectives.views.group import ViewGroup
 from headrace.engine.base import Engine, LivenessProbe, RunProgress, followed, orderly_interrupts
 from headrace.engine.schedulers.alive import show_alive
+from headrace.engine.torchrun.address import own_address, start_timeout_s
 from headrace.engine.torchrun.elastic import group_by_store, member_name
 from headrace.engine.torchrun.elastic_views import join_views
 from headrace.engine.torchrun.failover import BACK_S, LaunchedFailover, expendable_ranks
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.engine.torchrun.refusal import begun
-from headrace.engine.torchrun.store import MEET_S, comes_back, gather, launched_store, own_address
+from headrace.engine.torchrun.store import comes_back, gather, launched_store
 from headrace.errors import LeftBehind, PeerLost, PeersApart, Replaced, RunFailed, UsageError
 from headrace.machine import cores, host_name
 from headrace.policies.roles import threads_per_worker
@@ -72,7 +73,7 @@ class LaunchedGroup:
         self._expendable: frozenset[int] = frozenset()
         self._elastic: ElasticGroup | None = None
         self._remaining: list[int] | None = None
-        self._deadline = monotonic() + MEET_S
+        self._deadline = monotonic() + start_timeout_s()
         self.incarnation, self.passed_s = self._come_back() if self.world > 1 and comes_back() else (0, 0.0)
         self.hosts = gather(host_name()) if self.world > 1 else [host_name()]
         if self.hosts[self.rank] != host_name():
@@ -334,7 +335,7 @@ class LaunchedGroup:
         heartbeat = self.page.ranks[rank].heartbeat
         if heartbeat.pid == 0:
             if monotonic() > self._deadline:
-                raise PeerLost(rank, self.hosts[rank], f"had not begun after {MEET_S:.0f} s")
+                raise PeerLost(rank, self.hosts[rank], f"had not begun after {start_timeout_s():.0f} s")
             return 0.0
         here = self.hosts[rank] == self.hosts[self.rank]
         # Of a process on another host only the heartbeat is known.

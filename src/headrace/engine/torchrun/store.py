@@ -8,16 +8,15 @@ import itertools
 import json
 import os
 import secrets
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from time import monotonic
 
 from headrace.engine.schedulers.environment import adopt, secret_remedy
+from headrace.engine.torchrun.address import START_TIMEOUT, is_here, master, start_timeout_s, state_of
 from headrace.engine.torchrun.key_value import NotOfThisRun, StoreClient
 from headrace.engine.torchrun.secret import HOW_TO_MAKE, ask, given_secret, hand_out
 from headrace.engine.torchrun.store_server import StoreServer
@@ -26,14 +25,12 @@ from headrace.machine import host_name
 from headrace.spec.cluster import Cluster
 from headrace.spec.plain import from_plain, to_plain
 
-MEET_S = 120.0
-"""How long processes wait for each other to start, seconds."""
-
 NOTICE_S = 10.0
 """After which a process that waits says so."""
 
-_PROBE_S = 3.0
-_LOOK_UP_EVERY_S = 0.5
+_NAMED = 16
+"""Ranks that an error lists; more would hide the rest."""
+
 _tried: list[bool] = []
 """Has an item if this process has tried to join the store."""
 
@@ -107,7 +104,7 @@ def gather(text: str) -> list[str]:
             try:
                 texts.append(store.get(f"{prefix}/{other}").decode())
             except TimeoutError as error:
-                raise RunFailed(f"rank {other} has not come: {error}; what it prints says why") from error
+                raise _not_all(store, world) from error
     if store.add(f"{prefix}/read", 1) == world:
         store.set(f"{prefix}/all", "read")
     if rank == 0:
@@ -116,6 +113,24 @@ def gather(text: str) -> list[str]:
         with suppress(WorkerFailed):
             store.get(f"{prefix}/all")
     return texts
+
+
+def _not_all(store: StoreClient, world: int) -> RunFailed:
+    """Returns the error of a start to which some have not come."""
+    come = [rank for rank in range(world) if store.add(_began(rank), 0)]
+    missing = sorted(set(range(world)) - set(come))
+    return RunFailed(
+        f"{len(come)} of {world} processes have come within {start_timeout_s():g} s: rank {_listed(come)}; missing: "
+        f"rank {_listed(missing)}. What these print says why; {START_TIMEOUT} waits longer"
+    )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:_NAMED])) + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
+
+
+def _began(rank: int) -> str:
+    return f"headrace/began/{rank}"
 
 
 def of_first(make: Callable[[], str]) -> str:
@@ -174,25 +189,6 @@ def total_of_hosts(count: int, cluster: Cluster) -> int:
     return sum(int(counts[host.ranks[0]]) for host in cluster.hosts)
 
 
-def own_address() -> str:
-    """Returns the address by which this host reaches the launcher's first: there the others reach this one.
-
-    Raises:
-        UsageError: that is this host's address for itself.
-    """
-    master, number = os.environ["MASTER_ADDR"], _master()
-    with socket.socket(socket.AF_INET6 if ":" in number else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Nothing is sent: the system looks up the route.
-        probe.connect((number, int(os.environ["MASTER_PORT"])))
-        own: str = probe.getsockname()[0]
-    if own == "::1" or own.startswith("127."):
-        raise UsageError(
-            f"MASTER_ADDR={master} is {own} on {host_name()}, which no other host reaches, and there are several; "
-            "give every process the address of the first host in the network of all"
-        )
-    return own
-
-
 @contextmanager
 def _notice(text: Callable[[], str] | None) -> Iterator[None]:
     """Prints one line where what follows takes long."""
@@ -212,7 +208,7 @@ def _notice(text: Callable[[], str] | None) -> Iterator[None]:
 def _store() -> tuple[StoreClient, bytes, bool]:
     """Joins the store, which rank 0 serves; returns a connection, the run's secret, and what `comes_back` does."""
     _tried.append(True)
-    return _connect(MEET_S)
+    return _connect(start_timeout_s())
 
 
 def _connect(within_s: float) -> tuple[StoreClient, bytes, bool]:
@@ -224,36 +220,24 @@ def _connect(within_s: float) -> tuple[StoreClient, bytes, bool]:
             address, secret = _at_master(rank, given), given
         else:
             address, secret = _on_one_host(rank, world, place)
-        with _notice(lambda: f"rank {rank} on {host_name()} waits for rank 0: {_state(address)}"):
+        with _notice(lambda: f"rank {rank} on {host_name()} waits for rank 0: {state_of(address)}"):
             store = StoreClient(address, secret, within_s)
-            return store, secret, store.add(f"headrace/began/{rank}", 1) > 1
+            return store, secret, store.add(_began(rank), 1) > 1
     except NotOfThisRun as error:
         raise UsageError(
             f"rank {rank} on {host_name()} cannot join the run: {error}. The process that listens there has another "
             "secret, or is not of this run; what rank 0 prints says which addresses it has refused"
         ) from error
     except (ConnectionError, TimeoutError) as error:
-        why = _state(address) if address else str(error)
+        why = state_of(address) if address else str(error)
         raise RunFailed(
             f"rank {rank} on {host_name()} cannot reach rank 0 at {place} (MASTER_ADDR:MASTER_PORT): {why}"
         ) from error
 
 
-def _state(address: str) -> str:
-    """Returns what a connection to an address meets."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
-    except ConnectionRefusedError:
-        return f"no process listens at {address}; what rank 0 prints may say why"
-    except OSError as error:
-        return f"{address} does not answer ({error}); a firewall in between, or its host is down"
-    return f"a process listens at {address} and does not answer"
-
-
 def _on_one_host(rank: int, world: int, place: str) -> tuple[str, bytes]:
     """Returns address and secret that rank 0 makes, and gives to processes of its user on its host alone."""
-    if int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world or not _is_here(_master()):
+    if int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world or not is_here(master()):
         remedy = secret_remedy(os.environ)
         if remedy and rank > 0:
             # A scheduler gives all processes the same, so rank 0 says it for all.
@@ -265,7 +249,7 @@ def _on_one_host(rank: int, world: int, place: str) -> tuple[str, bytes]:
             f"each other from strangers; {remedy or f'make one: {HOW_TO_MAKE}'}"
         )
     if rank > 0:
-        address, secret = json.loads(ask(place, MEET_S))
+        address, secret = json.loads(ask(place, start_timeout_s()))
         return str(address), bytes.fromhex(secret)
     made = secrets.token_bytes(32)
     address = _serve("tcp://127.0.0.1:0", made)
@@ -275,14 +259,14 @@ def _on_one_host(rank: int, world: int, place: str) -> tuple[str, bytes]:
 
 def _at_master(rank: int, secret: bytes) -> str:
     """Returns where the store is: at the launcher's address, or beside the port that torchrun's agent has."""
-    host = f"[{_master()}]" if ":" in _master() else _master()
+    host = f"[{master()}]" if ":" in master() else master()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         address = f"tcp://{host}:{os.environ['MASTER_PORT']}"
         return _serve(address, secret) if rank == 0 else address
     # Here, because it costs what other launchers' processes need not pay.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    agent = TCPStore(_master(), int(os.environ["MASTER_PORT"]), None, False, timedelta(seconds=MEET_S))
+    agent = TCPStore(master(), int(os.environ["MASTER_PORT"]), None, False, timedelta(seconds=start_timeout_s()))
     # Not secret: what listens at a wrong address does not have the secret.
     key = f"headrace/store/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     if rank == 0:
@@ -307,31 +291,3 @@ def _serve(address: str, secret: bytes) -> str:
         ) from None
     atexit.register(server.close)
     return server.address
-
-
-def _master() -> str:
-    """Returns the number of MASTER_ADDR; raises UsageError if there is none.
-
-    In Kubernetes a pod has a name only after it has begun, so others wait for it.
-    """
-    name, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    give_up = monotonic() + (MEET_S if "KUBERNETES_SERVICE_HOST" in os.environ else 0)
-    while True:
-        try:
-            return str(socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)[0][4][0])
-        except (OSError, ValueError) as error:
-            if isinstance(error, ValueError) or monotonic() >= give_up:
-                raise UsageError(
-                    f"MASTER_ADDR={name} MASTER_PORT={port} on {host_name()} is no address: {error}"
-                ) from error
-        threading.Event().wait(_LOOK_UP_EVERY_S)
-
-
-def _is_here(number: str) -> bool:
-    """Returns whether an address is one of this host's."""
-    with socket.socket(socket.AF_INET6 if ":" in number else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((number, 0))
-        except OSError:
-            return False
-    return True

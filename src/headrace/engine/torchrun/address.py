@@ -1,0 +1,88 @@
+"""Where rank 0 of a launcher's processes is, where this one is, and how long they wait for each other."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import threading
+from time import monotonic
+
+from headrace.errors import UsageError
+from headrace.machine import host_name
+
+START_TIMEOUT = "HEADRACE_START_TIMEOUT_S"
+_START_TIMEOUT_S = 120.0
+_PROBE_S = 3.0
+_LOOK_UP_EVERY_S = 0.5
+
+
+def start_timeout_s() -> float:
+    """Returns how long processes wait for each other to start; raises UsageError if that is set to no such number."""
+    given = os.environ.get(START_TIMEOUT, str(_START_TIMEOUT_S))
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"{START_TIMEOUT}={given!r} must be a number of seconds above 0, as 600")
+    return seconds
+
+
+def own_address() -> str:
+    """Returns the address by which this host reaches the launcher's first: there the others reach this one.
+
+    Raises:
+        UsageError: that is this host's address for itself.
+    """
+    named, number = os.environ["MASTER_ADDR"], master()
+    with socket.socket(socket.AF_INET6 if ":" in number else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Nothing is sent: the system looks up the route.
+        probe.connect((number, int(os.environ["MASTER_PORT"])))
+        own: str = probe.getsockname()[0]
+    if own == "::1" or own.startswith("127."):
+        raise UsageError(
+            f"MASTER_ADDR={named} is {own} on {host_name()}, which no other host reaches, and there are several; "
+            "give every process the address of the first host in the network of all"
+        )
+    return own
+
+
+def state_of(address: str) -> str:
+    """Returns what a connection to an address meets."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
+    except ConnectionRefusedError:
+        return f"no process listens at {address}; what rank 0 prints may say why"
+    except OSError as error:
+        return f"{address} does not answer ({error}); a firewall in between, or its host is down"
+    return f"a process listens at {address} and does not answer"
+
+
+def master() -> str:
+    """Returns the number of MASTER_ADDR; raises UsageError if there is none.
+
+    In Kubernetes a pod has a name only after it has begun, so others wait for it.
+    """
+    name, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    give_up = monotonic() + (start_timeout_s() if "KUBERNETES_SERVICE_HOST" in os.environ else 0)
+    while True:
+        try:
+            return str(socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)[0][4][0])
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) or monotonic() >= give_up:
+                raise UsageError(
+                    f"MASTER_ADDR={name} MASTER_PORT={port} on {host_name()} is no address: {error}"
+                ) from error
+        threading.Event().wait(_LOOK_UP_EVERY_S)
+
+
+def is_here(number: str) -> bool:
+    """Returns whether an address is one of this host's."""
+    with socket.socket(socket.AF_INET6 if ":" in number else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((number, 0))
+        except OSError:
+            return False
+    return True
