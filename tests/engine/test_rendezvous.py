@@ -104,7 +104,11 @@ def test_beside_an_agent_that_has_the_port_the_first_says_where_it_listens(monke
     launched = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
-    assert store._at_master(0, b"secret") == store._at_master(1, b"secret") == "tcp://127.0.0.1:5"
+    first, second = store._at_master(0, b"secret"), store._at_master(1, b"secret")
+    assert first() == second() == "tcp://127.0.0.1:5"
+    # The agents start all processes again, and the next rank 0 listens elsewhere.
+    agent.set("headrace/store", "tcp://127.0.0.1:6")
+    assert second() == "tcp://127.0.0.1:6"
     assert asked == [("tcp://127.0.0.1:0", b"secret")]
 
 

@@ -91,20 +91,21 @@ class StoreClient:
 
     `get` and `multi_get` wait until all keys are there, and raise WorkerFailed if they are not and a process has ended
     the store. Every method raises ConnectionError if the store has gone, and TimeoutError if it does not answer within
-    `timeout_s`. The constructor waits as long for a process to listen at `address`, and raises NotOfThisRun if that has
-    another secret.
+    `timeout_s`. The constructor waits as long, or `connect_s`, for a process to listen at `address`, and raises
+    NotOfThisRun if that has another secret.
     """
 
-    def __init__(self, address: str, secret: bytes, timeout_s: float) -> None:
+    def __init__(self, address: str, secret: bytes, timeout_s: float, connect_s: float | None = None) -> None:
         self._address, self._secret, self._timeout_s = address, secret, timeout_s
         self._lock = threading.Lock()
         self._number = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        give_up, pause = monotonic() + timeout_s, threading.Event()
-        while not self._connected(give_up):
+        listens_s = timeout_s if connect_s is None else connect_s
+        give_up, pause = monotonic() + listens_s, threading.Event()
+        while not self._connected(monotonic() + timeout_s):
             if monotonic() > give_up:
                 self._context.term()
-                raise TimeoutError(f"no process listens at {address} after {timeout_s:.0f} s")
+                raise TimeoutError(f"no process listens at {address} after {listens_s:.0f} s")
             pause.wait(_AGAIN_S)
 
     def set(self, key: str, value: str | bytes) -> None:

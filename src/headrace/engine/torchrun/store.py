@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from time import monotonic
 
 from headrace.engine.schedulers.environment import adopt, secret_remedy
 from headrace.engine.torchrun.address import START_TIMEOUT, is_here, master, start_timeout_s, state_of
@@ -27,6 +29,9 @@ from headrace.spec.plain import from_plain, to_plain
 
 NOTICE_S = 10.0
 """After which a process that waits says so."""
+
+_LISTENS_S = 2.0
+"""How long an address is tried before it is asked for again."""
 
 _NAMED = 16
 """Ranks that an error lists; more would hide the rest."""
@@ -217,12 +222,21 @@ def _connect(within_s: float) -> tuple[StoreClient, bytes, bool]:
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         if given is not None:
-            address, secret = _at_master(rank, given), given
+            find, secret = _at_master(rank, given), given
         else:
             address, secret = _on_one_host(rank, world, place)
+            find = partial(str, address)
+        address = find()
         with _notice(lambda: f"rank {rank} on {host_name()} waits for rank 0: {state_of(address)}"):
-            store = StoreClient(address, secret, within_s)
-            return store, secret, store.add(_began(rank), 1) > 1
+            give_up = monotonic() + within_s
+            while True:
+                try:
+                    store = StoreClient(address, secret, within_s, min(within_s, _LISTENS_S))
+                    return store, secret, store.add(_began(rank), 1) > 1
+                except TimeoutError:
+                    if monotonic() > give_up:
+                        raise
+                    address = find()
     except NotOfThisRun as error:
         raise UsageError(
             f"rank {rank} on {host_name()} cannot join the run: {error}. The process that listens there has another "
@@ -257,21 +271,24 @@ def _on_one_host(rank: int, world: int, place: str) -> tuple[str, bytes]:
     return address, made
 
 
-def _at_master(rank: int, secret: bytes) -> str:
-    """Returns where the store is: at the launcher's address, or beside the port that torchrun's agent has."""
+def _at_master(rank: int, secret: bytes) -> Callable[[], str]:
+    """Returns what tells where the store is: at the launcher's address, or beside the port that torchrun's agent has.
+
+    Where the agents start all processes again, their store has the address of the run before, until rank 0 has begun.
+    """
     host = f"[{master()}]" if ":" in master() else master()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         address = f"tcp://{host}:{os.environ['MASTER_PORT']}"
-        return _serve(address, secret) if rank == 0 else address
+        return partial(str, _serve(address, secret) if rank == 0 else address)
     # Here, because it costs what other launchers' processes need not pay.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     agent = TCPStore(master(), int(os.environ["MASTER_PORT"]), None, False, timedelta(seconds=start_timeout_s()))
     # Not secret: what listens at a wrong address does not have the secret.
-    key = f"headrace/store/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    key = "headrace/store"
     if rank == 0:
         agent.set(key, _serve(f"tcp://{host}:0", secret))
-    return str(agent.get(key).decode())
+    return lambda: str(agent.get(key).decode())
 
 
 def _serve(address: str, secret: bytes) -> str:
