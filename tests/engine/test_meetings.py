@@ -15,7 +15,7 @@ from collectives.mortals import check, lives
 from engine.conftest import until
 from headrace.collectives.elastic import ElasticGroup, MemberLost
 from headrace.engine.torchrun import elastic
-from headrace.engine.torchrun.elastic import StoreBarrier, member_name
+from headrace.engine.torchrun.elastic_workers.barrier import StoreBarrier, member_name
 from headrace.engine.torchrun.key_value import StoreClient
 from headrace.engine.torchrun.store_server import StoreServer
 from headrace.errors import PeerLost, Replaced, UsageError

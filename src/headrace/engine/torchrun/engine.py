@@ -25,8 +25,8 @@ from headrace.collectives.views.group import ViewGroup
 from headrace.engine.base import Engine, LivenessProbe, RunProgress, followed, orderly_interrupts
 from headrace.engine.schedulers.alive import show_alive
 from headrace.engine.torchrun.address import own_address, start_timeout_s
-from headrace.engine.torchrun.elastic import group_by_store, member_name
-from headrace.engine.torchrun.elastic_views import join_views
+from headrace.engine.torchrun.elastic_workers.barrier import group_by_store, member_name
+from headrace.engine.torchrun.elastic_workers.views import join_views
 from headrace.engine.torchrun.failover import BACK_S, LaunchedFailover, expendable_ranks
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.engine.torchrun.refusal import begun
