@@ -67,7 +67,7 @@ def test_what_it_says(asked: dict[str, Any], job_file: Path, capsys: Capture) ->
         "",
         "A step of 64 examples: forward 5.00 ms, backward 10.0 ms, the update 4.00 ms,",
         "everything else 1.00 ms; its time deviates by 3.0 %.",
-        "Forward computes 1.00MFLOP an example, here 12.8GFLOP/s.",
+        "Forward computes 1 MFLOP an example, here 12.8 GFLOP/s.",
         "",
         "2 slowest of 2 layers                forward  backward    part        parameters",
         "a_layer_with_a_long_namea_long_n…    3.00 ms   6.00 ms    75 %           1.05 MB",

@@ -137,7 +137,7 @@ def _lines(name: str, model: ModelSpec) -> Iterator[str]:
     if model.flops_per_example:
         rate = own.examples * model.flops_per_example / own.forward_s
         yield from _wrapped(
-            f"Forward computes {short(model.flops_per_example)}FLOP an example, here {short(rate)}FLOP/s."
+            f"Forward computes {model.flops_per_example / 1e6:,.3g} MFLOP an example, here {rate / 1e9:,.3g} GFLOP/s."
         )
     yield ""
     yield from _layer_lines(own)
