@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,9 @@ from headrace.engine.local.engine import LocalEngine
 from headrace.spec.events import Event, Lost, Notice, RunStarted, Stepped, WorkerStarted
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import alternate, ratio
+from on_hosts import hosts, run
+from one_rank import HIDDEN
 from storm import Storm, live_seconds
 from workloads import EXAMPLES_A_WORKER, MODELS, examples, throughput
 
@@ -135,6 +139,22 @@ def overhead(rounds: int, seconds: float) -> Figures:
     return {"rounds": rounds, "ratio_median": statistics.median(ratios), "ratio_least": min(ratios)}
 
 
+def hosts_overhead(rounds: int) -> Figures:
+    """Returns the same ratio for a worker on each of two hosts, 1 Gbit/s: of 3.8 million parameters, and of few."""
+    ways = [f"{model} {how}" for model in HIDDEN for how in ("plain", "elastic")]
+    hosts("up", "2", "--rate", "1gbit")
+    try:
+
+        def seconds(way: str) -> float:
+            said = run(Path(__file__).parent / "one_rank.py", 2, way, "200" if "small" in way else "30")
+            return max(rank["seconds"] for rank in said)
+
+        figures = alternate({way: partial(seconds, way) for way in ways}, rounds)
+    finally:
+        hosts("down")
+    return {model: ratio(figures, f"{model} plain", f"{model} elastic") for model in HIDDEN}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="*", default=["kills", "overhead", "storm"])
@@ -149,6 +169,7 @@ def main() -> None:
     measurements: dict[str, Callable[[], Figures]] = {
         "kills": lambda: kills(given.kills),
         "overhead": lambda: overhead(given.rounds, given.seconds),
+        "hosts": lambda: hosts_overhead(given.rounds),
         "storm": lambda: storms(given.every_s, 60 * given.minutes),
     }
     results = Path(__file__).parent / "results"
