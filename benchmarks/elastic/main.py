@@ -8,7 +8,9 @@ import json
 import os
 import signal
 import statistics
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +35,11 @@ EXAMPLES = 4096
 TIMEOUT_S = 3.0
 SETTLED_S = 3.0
 """Between the first contribution of a replacement and the next kill."""
+
+TORCHRUN_NOTICES_S = 1.5
+"""A step that comes earlier after a kill is of the workers that are still to be ended; none begins anew so soon."""
+
+AWAIT_S = 120.0
 
 Figures = dict[str, float]
 
@@ -139,6 +146,44 @@ def overhead(rounds: int, seconds: float) -> Figures:
     return {"rounds": rounds, "ratio_median": statistics.median(ratios), "ratio_least": min(ratios)}
 
 
+def torchrun(count: int) -> Figures:
+    """Returns the seconds from a kill to the next step where torchrun starts all workers again, from a checkpoint."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
+    command += ["--max-restarts", "100", str(Path(__file__).parent / "torchrun_job.py")]
+    took = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        agent = subprocess.Popen(
+            [*command, name], stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        try:
+            for _ in range(count):
+                before = len(steps_in(folder))
+                await_(lambda before=before: len(steps_in(folder)) >= before + 30)
+                killed = time.monotonic()
+                os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
+                await_(lambda killed=killed: any(step > killed + TORCHRUN_NOTICES_S for step in steps_in(folder)))
+                took.append(next(step for step in steps_in(folder) if step > killed + TORCHRUN_NOTICES_S) - killed)
+        finally:
+            agent.terminate()
+            agent.wait()
+    return {"kills": count, "next_step_median_s": statistics.median(took), "next_step_longest_s": max(took)}
+
+
+def steps_in(folder: Path) -> list[float]:
+    """Returns when rank 0 has made its steps."""
+    path = folder / "steps-0"
+    return [float(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+
+def await_(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + AWAIT_S
+    while not condition():
+        if time.monotonic() > give_up:
+            raise TimeoutError("torchrun's workers have not gone on")
+        time.sleep(0.02)
+
+
 def hosts_overhead(rounds: int) -> Figures:
     """Returns the same ratio for a worker on each of two hosts, 1 Gbit/s: of 3.8 million parameters, and of few."""
     ways = [f"{model} {how}" for model in HIDDEN for how in ("plain", "elastic")]
@@ -170,6 +215,7 @@ def main() -> None:
         "kills": lambda: kills(given.kills),
         "overhead": lambda: overhead(given.rounds, given.seconds),
         "hosts": lambda: hosts_overhead(given.rounds),
+        "torchrun": lambda: torchrun(given.kills),
         "storm": lambda: storms(given.every_s, 60 * given.minutes),
     }
     results = Path(__file__).parent / "results"
