@@ -22,7 +22,7 @@ from engine.ssh.servers import ssh_servers, there
 from headrace.engine.ssh import launcher
 from headrace.engine.ssh.agent import exit_code
 from headrace.engine.ssh.launcher import SshCommand, SshHost, launch_over_ssh
-from headrace.errors import HeadraceError, UnfitMachine, UsageError
+from headrace.errors import HeadraceError, PeerLost, UnfitMachine, UsageError
 from headrace.report.model.events import read_events
 from headrace.spec.events import RunStarted
 
@@ -41,6 +41,9 @@ if sys.argv[1:] == ["fail"] and told["RANK"] == "0":
     sys.exit(7)
 if sys.argv[1:] == ["lose"]:
     os.kill(os.getpid(), 9) if told["RANK"] != "0" else time.sleep(1)
+elif sys.argv[1:] == ["lead"]:
+    # The first host's agent is lost with its process, or the first process alone.
+    os.kill(os.getppid() if told["WORLD_SIZE"] == "2" else os.getpid(), 9) if told["RANK"] == "0" else time.sleep(1)
 elif sys.argv[1:]:
     time.sleep(60)
 """
@@ -63,9 +66,9 @@ def said(text: str) -> list[dict[str, Any]]:
     return sorted(({"label": label, **json.loads(line)} for label, _, line in lines), key=lambda one: one["RANK"])
 
 
-def launch(script: Path, hosts: str, *arguments: str, workers: int = 2, distribution: str = "block") -> int:
+def launch(script: Path, hosts: str, *arguments: str, workers: int = 2, **more: Any) -> int:
     command = SshCommand((str(script), *arguments), script, workers, script.parent, 0, tuple(FAKE.split()))
-    command = replace(command, distribution=distribution)
+    command = replace(command, **more)
     return launch_over_ssh([SshHost(host) for host in hosts.split(",")], command)
 
 
@@ -102,6 +105,20 @@ def test_one_that_fails_ends_all(script: Path, capfd: Capture, monkeypatch: pyte
 def test_one_that_is_killed_ends_no_other(script: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     monkeypatch.setattr(launcher, "GRACE_S", 0.1)
     assert launch(script, "a,b", "lose", workers=workers) == 0
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_others_keep_going_without_rank_0_if_they_shall(
+    script: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    monkeypatch.setattr(launcher, "GRACE_S", 0.1)
+    assert launch(script, "a,b", "lead", workers=workers, keeps_going=True) == 0
+
+
+def test_without_that_the_loss_of_a_host_ends_all(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "GRACE_S", 0.1)
+    with pytest.raises(PeerLost, match="rank 0 on a was lost: ssh ended"):
+        launch(script, "a,b", "lead")
 
 
 def test_a_host_that_does_not_answer_is_named(script: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:

@@ -70,6 +70,9 @@ def launch(
     distribution: DistributionOption = None,
     ssh: SshOption = "ssh",
     python: PythonOption = sys.executable,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="With --hosts: the others go on when a host is lost.")
+    ] = False,
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
@@ -90,7 +93,9 @@ def launch(
                 trained = _is_job(script)
                 what = _training(script, given, cluster) if trained else (str(script), *given)
                 usual = Distribution.CYCLIC if trained and has_backups(given) else Distribution.BLOCK
-                code = over_ssh(destinations, what, script, workers, port, ssh, python, distribution or usual)
+                code = over_ssh(
+                    destinations, what, script, workers, port, ssh, python, distribution or usual, keep_going
+                )
             else:
                 # Lazily: --help need not wait for the engine.
                 from headrace.engine.local.engine import launch_script
@@ -129,6 +134,7 @@ def over_ssh(
     ssh: str = "ssh",
     python: str = sys.executable,
     distribution: Distribution = Distribution.BLOCK,
+    keeps_going: bool = False,
 ) -> int:
     """Runs Python with these arguments on hosts, by (destination, name); returns the exit code."""
     # Lazily: --help need not wait for the engine.
@@ -136,7 +142,8 @@ def over_ssh(
 
     if workers < len(hosts):
         raise UsageError(f"--workers {workers} on {len(hosts)} hosts: every host needs at least one")
-    wanted = SshCommand(command, script, workers, Path.cwd(), port, tuple(shlex.split(ssh)), python, distribution)
+    program = tuple(shlex.split(ssh))
+    wanted = SshCommand(command, script, workers, Path.cwd(), port, program, python, distribution, keeps_going)
     return launch_over_ssh([SshHost(*host) for host in hosts], wanted)
 
 

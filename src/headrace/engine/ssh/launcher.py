@@ -53,6 +53,7 @@ class SshCommand:
         ssh: the program and its options.
         python: the interpreter on every host.
         distribution: "block" gives each host ranks that follow each other, "cyclic" deals them out by turns.
+        keeps_going: whether the others go on when a host or rank 0 is lost, and one that ends well is enough.
     """
 
     command: tuple[str, ...]
@@ -63,6 +64,7 @@ class SshCommand:
     ssh: tuple[str, ...] = ("ssh",)
     python: str = sys.executable
     distribution: str = "block"
+    keeps_going: bool = False
 
 
 def launch_over_ssh(hosts: Sequence[SshHost], wanted: SshCommand) -> int:
@@ -81,7 +83,7 @@ def launch_over_ssh(hosts: Sequence[SshHost], wanted: SshCommand) -> int:
         hellos = _hellos(agents)
         _compare(agents, hellos)
         _order(agents, hellos, wanted)
-        return _follow(agents)
+        return _follow(agents, wanted.keeps_going)
     except (KeyboardInterrupt, Terminated) as error:
         number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM
         for agent in agents:
@@ -249,8 +251,11 @@ def ranks_of_hosts(workers: int, hosts: int, distribution: str) -> list[range]:
     return [range(*each) for each in bounds(workers, [1] * hosts)]
 
 
-def _follow(agents: Sequence[_Agent]) -> int:
-    """Returns the exit code of all; after an error, or a broken connection, those that do not end in time are ended."""
+def _follow(agents: Sequence[_Agent], keeps_going: bool) -> int:
+    """Returns the exit code of all; after an error, those that do not end in time are ended.
+
+    Also after a broken connection, if they do not keep going.
+    """
     codes: dict[int, int] = {}
     deadline = None
     pause = threading.Event()
@@ -261,11 +266,12 @@ def _follow(agents: Sequence[_Agent]) -> int:
                 agent.send("")
             elif index not in codes:
                 codes[index] = code
-                if code != 0 and (code == _SSH_FAILED or code < 0 or not is_loss(code)) and deadline is None:
+                broken = (code == _SSH_FAILED or code < 0) and not keeps_going
+                if code != 0 and (broken or not is_loss(code)) and deadline is None:
                     deadline = monotonic() + GRACE_S
         if len(codes) < len(agents):
             pause.wait(_BEAT_EVERY_S)
-    if codes.get(0) == 0:
+    if codes.get(0) == 0 or (keeps_going and 0 in codes.values()):
         return exit_code([code for _, code in sorted(codes.items())], leads=True)
     # Of ssh itself, which also a signal may have ended.
     lost = [index for index, code in codes.items() if code == _SSH_FAILED or code < 0]
