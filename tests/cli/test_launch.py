@@ -89,6 +89,9 @@ def test_a_script_that_is_not_there(launched, capsys: Capture) -> None:
 dealt: list[str] = []
 """How ranks were to be dealt out over hosts."""
 
+kept: list[bool] = []
+"""Whether the others were to go on when a host is lost."""
+
 
 @pytest.fixture
 def over_ssh(
@@ -97,9 +100,11 @@ def over_ssh(
     """Which hosts were to run which arguments of Python, in how many processes."""
     calls = []
     dealt.clear()
+    kept.clear()
 
-    def launch_over_ssh(hosts, command, script, workers, *others) -> int:
-        dealt.append(others[-1])
+    def launch_over_ssh(hosts, command, script, workers, port, ssh, python, distribution, keeps_going) -> int:
+        dealt.append(distribution)
+        kept.append(keeps_going)
         calls.append((hosts, command, workers))
         return 5
 
@@ -139,6 +144,12 @@ def test_backups_are_dealt_out_over_the_hosts(over_ssh) -> None:
     assert run(["launch", "--hosts", "a,b", "job.py", "--strategy", "downpour(backups=0)"]) == 5
     assert run(["launch", "--hosts", "a,b", "--distribution", "cyclic", "train.py"]) == 5
     assert dealt == ["cyclic", "cyclic", "block", "block", "cyclic"]
+
+
+def test_the_others_go_on_where_that_is_asked_for(over_ssh) -> None:
+    assert run(["launch", "--hosts", "a,b", "--keep-going", "train.py"]) == 5
+    assert run(["launch", "--hosts", "a,b", "train.py"]) == 5
+    assert kept == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from collectives.mortals import check, lives
 from engine.conftest import until
 from headrace.collectives.elastic import ElasticGroup, MemberLost
-from headrace.engine.torchrun import elastic
+from headrace.engine.torchrun.elastic_workers import barrier as store_barrier
 from headrace.engine.torchrun.elastic_workers.barrier import StoreBarrier, member_name
 from headrace.engine.torchrun.key_value import StoreClient
 from headrace.engine.torchrun.store_server import StoreServer
@@ -124,7 +124,7 @@ def test_nothing_is_kept_of_meetings_that_are_over(store: Store) -> None:
 
 
 def test_a_member_whose_loop_has_ended_is_an_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic, "_ON_THE_WAY_S", 0.1)
+    monkeypatch.setattr(store_barrier, "_ON_THE_WAY_S", 0.1)
     barrier = store.barrier(0)
     store.page.ranks[1].heartbeat.finished = 8
     with pytest.raises(UsageError, match="the loop on rank 1 ended after 7 rounds"):

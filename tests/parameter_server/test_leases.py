@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 
 import pytest
@@ -201,6 +202,7 @@ def test_under_any_order_of_events_each_portion_is_committed_once_before_its_fen
     assert crowd.book.committed == set(range((done + 2) * portions))
 
 
+OWN_LEASES = inspect.getsource(module.LeaseTable._take)
 PLANTED = {
     "some do not come": ("len(self._asking) < len(self._present)", "not self._asking"),
     "any worker opens the next stretch": ("elif event.done == self.until:", "else:"),
@@ -208,11 +210,11 @@ PLANTED = {
     "losses free nothing": ("if worker == event.worker])", "if worker == event.worker][:0])"),
     "the lost still ask": ("[worker for worker in self._asking if worker != event.worker]", "self._asking"),
     "a halt cuts rounds": ("-(-self._begun() // self._portions)", "self._begun() // self._portions"),
-    "one portion behind the fence": ("for lease in self._next if lease < self._stop())]", "for lease in self._next)]"),
+    "one portion behind the fence": ("for lease in streams if lease < stop)]", "for lease in streams)]"),
     "given out twice": ("self._free.remove(lease)", "pass"),
     "commits do not count": ("self._held.pop(event.lease, None)\n", "pass\n"),
     "no worker takes over": ("self._loose = True", "self._loose = False"),
-    "a lease of any worker": ("if not self._fixed or lease %", "if True or lease %"),
+    "a lease of any worker": (OWN_LEASES, OWN_LEASES.replace("self._fixed", "False")),
 }
 
 
