@@ -39,6 +39,13 @@ _EXAMPLES = """
   headrace launch --hosts a,b,c job.py --strategy mirrored
 """
 
+HostsOption = Annotated[
+    str | None, typer.Option("--hosts", metavar="A,B,...", show_default=False, help="Runs it there, reached by ssh.")
+]
+KeepGoingOption = Annotated[
+    bool, typer.Option("--keep-going", help="With --hosts: the others go on when a host is lost.")
+]
+
 COMMAND_LINE = ("-c", "from headrace.cli import main; main()")
 """Arguments of Python that are the command line."""
 
@@ -58,10 +65,7 @@ def launch(
             "--workers", min=1, show_default=False, help="How many processes run it. Default: 2, or one a host."
         ),
     ] = None,
-    hosts: Annotated[
-        str | None,
-        typer.Option("--hosts", metavar="A,B,...", show_default=False, help="Runs it there, reached by ssh."),
-    ] = None,
+    hosts: HostsOption = None,
     cluster: ClusterOption = None,
     port: Annotated[
         int,
@@ -70,9 +74,7 @@ def launch(
     distribution: DistributionOption = None,
     ssh: SshOption = "ssh",
     python: PythonOption = sys.executable,
-    keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="With --hosts: the others go on when a host is lost.")
-    ] = False,
+    keep_going: KeepGoingOption = False,
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
