@@ -109,7 +109,7 @@ def check_metrics(row: Row, workers: int, folder: Path) -> None:
 def check_resume(row: Row, workers: int, folder: Path) -> None:
     """A run that ends after 2 epochs and resumes is, in every rank's state, one of 3 without an interruption."""
     if not row.make(workers).one_model:
-        # There is no one state to save.
+        # There is no single state to save.
         return
     job = job_of(Case(dense, optimizer=ADAM))
     fit(dataclasses.replace(job, epochs=2), row, workers, folder / "resumed")

@@ -322,7 +322,9 @@ def _checkpoints(job: Job, strategy: Strategy, arguments: FitArguments) -> Check
     if chosen is not None and not isinstance(chosen, Checkpoints):
         raise UsageError(f"checkpoints must be hr.Checkpoints(...), True or False, got {wanted!r:.60}")
     if chosen and not strategy.one_model:
-        raise UsageError(f"{strategy.name} trains several models, so there is no one state to save; checkpoints=False")
+        raise UsageError(
+            f"{strategy.name} trains several models, so there is no single state to save: checkpoints=False"
+        )
     if arguments.resume == IF_SAVED and chosen is None:
         raise UsageError("resume='if_saved' (--resume-if-saved) goes on from checkpoints, and this run saves none")
     if job.options.on_nonfinite == "rollback" and chosen is None:

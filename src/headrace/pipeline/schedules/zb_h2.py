@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headrace.pipeline.schedules.schedule import Action, PassKind, PipelineSchedule
+from headrace.pipeline.schedules.late_weights import with_late_weights
+from headrace.pipeline.schedules.schedule import Action, PipelineSchedule
 
 
 class ZeroBubbleH2(PipelineSchedule):
@@ -24,16 +25,4 @@ class ZeroBubbleH2(PipelineSchedule):
     """
 
     def actions(self, rank: int) -> Iterator[Action]:
-        count = self.micro_batches
-        ahead = min(2 * (self.ranks - rank - 1), count)
-        late = 2 * rank
-        for micro_batch in range(ahead):
-            yield Action(rank, micro_batch)
-        for micro_batch in range(count):
-            if micro_batch + ahead < count:
-                yield Action(rank, micro_batch + ahead)
-            yield Action(rank, micro_batch, PassKind.BACKWARD_INPUT)
-            if micro_batch >= late:
-                yield Action(rank, micro_batch - late, PassKind.BACKWARD_WEIGHT)
-        for micro_batch in range(max(0, count - late), count):
-            yield Action(rank, micro_batch, PassKind.BACKWARD_WEIGHT)
+        yield from with_late_weights(self, rank, 2 * (self.ranks - rank - 1), 2 * rank)
