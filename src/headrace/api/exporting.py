@@ -1,0 +1,123 @@
+"""The trained model of a run's directory, of its end or of one of its checkpoints, as files that run elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from headrace.api.checks import inspect_job
+from headrace.api.resume import find
+from headrace.api.run import load_model
+from headrace.checkpoint import Checkpoint, CheckpointFolder
+from headrace.errors import CheckpointMismatch, UsageError
+from headrace.export.signature import Signature
+from headrace.export.writing import write_model
+from headrace.modules import parameters_and_buffers
+from headrace.report.model.events import EventLog, of_kind, read_log
+from headrace.report.model.summary import summarize
+from headrace.spec.events import RunStarted
+from headrace.spec.job import Job, JobSource
+from headrace.training.update import AVERAGE
+from headrace.worker.state import LoadedCheckpoint, making_sense
+
+MODEL = "model.safetensors"
+
+
+def source_of(run_dir: Path) -> JobSource | None:
+    """Returns the job file of a run; None for a job that a program made.
+
+    Raises:
+        UsageError: it is no run's directory.
+    """
+    return _started(read_log(run_dir), run_dir).job
+
+
+def export_run(
+    job: Job,
+    run_dir: Path,
+    folder: Path,
+    formats: Sequence[str] = ("pt2", "onnx"),
+    step: int | None = None,
+) -> Signature:
+    """Writes the trained model of a run's directory into a folder; see `Run.export`.
+
+    Args:
+        job: of the run.
+        step: of the checkpoint to take; None for the model at the run's end, or the newest checkpoint of a run that has
+            not come to its end.
+
+    Raises:
+        UsageError: there is no such run or checkpoint, or the folder exists already.
+        CheckpointMismatch: the run is of another job.
+        CorruptCheckpoint: a file of the checkpoint is missing or damaged, or all are.
+        JobError: the model cannot be exported.
+    """
+    log = read_log(run_dir)
+    started = _started(log, run_dir)
+    module = inspect_job(job).module
+    path = run_dir / MODEL
+    checkpoint: Checkpoint | None = None
+    if step is None and path.is_file():
+        load_model(module, path)
+    else:
+        checkpoint = _checkpoint(run_dir, step)
+        _load_checkpoint(module, checkpoint)
+    evaluations = summarize(run_dir, log).curves.evaluations
+    at = [each for each in evaluations if checkpoint is None or each.step <= checkpoint.step]
+    facts = Signature(
+        name=run_dir.resolve().name,
+        inputs=(),
+        outputs=(),
+        task=job.task.name if job.task else "",
+        strategy=started.strategy,
+        step=checkpoint.step if checkpoint else None,
+        metrics=dict(at[-1].metrics) if at else {},
+    )
+    return write_model(job, module.eval(), folder, facts, formats)
+
+
+def _started(log: EventLog, run_dir: Path) -> RunStarted:
+    started = list(of_kind(RunStarted, log.events))
+    if not started:
+        raise UsageError(f"{run_dir} holds no run; name the --run-dir of one")
+    return started[-1]
+
+
+def _checkpoint(run_dir: Path, step: int | None) -> Checkpoint:
+    """Returns the verified checkpoint of a step, or the newest sound one."""
+    folder = CheckpointFolder(run_dir / "checkpoints")
+    steps = folder.steps()
+    if step is None and steps:
+        return find(run_dir, True)[0]
+    if step is None or step not in steps:
+        there = f"it has {', '.join(map(str, steps))}" if steps else "it has none, and no model at its end"
+        raise UsageError(f"{run_dir} has no checkpoint{'' if step is None else f' of step {step}'}; {there}")
+    return folder.open(step, verify=True)
+
+
+def _load_checkpoint(module: nn.Module, checkpoint: Checkpoint) -> None:
+    """Puts the stages, slices and shards of all ranks together; averages of weights count where there are some."""
+    with making_sense(checkpoint.path):
+        stored = LoadedCheckpoint(checkpoint)
+        wanted = {name: tensor.shape for name, tensor in parameters_and_buffers(module)}
+        found = stored.shapes()
+        if differ := sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name)):
+            raise CheckpointMismatch(
+                checkpoint.path,
+                tuple(f"{name}: {_shape(found.get(name))} saved, {_shape(wanted.get(name))} now" for name in differ),
+            )
+        stored.load_module(module)
+        stored.load_buffers(module, 0, stored.ranks)
+        named = dict(module.named_parameters())
+        with torch.no_grad():
+            for piece in stored.pieces():
+                if piece.key == AVERAGE:
+                    flat = named[piece.parameter].view(-1)
+                    flat[piece.start : piece.start + piece.value.numel()] = piece.value.view(-1)
+
+
+def _shape(shape: torch.Size | None) -> str:
+    return "none" if shape is None else str(tuple(shape))

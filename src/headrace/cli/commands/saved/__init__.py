@@ -1,0 +1,1 @@
+"""Commands on what a run has saved: its checkpoints, and the trained model."""

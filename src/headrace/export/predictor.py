@@ -1,0 +1,128 @@
+"""The trained model as a function of named tensors: what every exported file computes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.errors import JobError
+from headrace.spec.job import Job
+from headrace.training.whole_model import call
+
+_LABELS = "labels"
+"""The keyword by which a model that computes its loss gets the targets; without it, it predicts."""
+_LOSS = "loss"
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """The tensors of one call of the model by name; the first `positional` are passed by position."""
+
+    tensors: Mapping[str, Tensor]
+    positional: int
+
+
+class Predictor(nn.Module):
+    """Computes what `Run.predict` returns: the model's output after the task's activation, as named tensors.
+
+    Args:
+        model: the trained model, in evaluation mode.
+        names: of the inputs, in the order of the arguments.
+        positional: how many of them the model takes by position.
+    """
+
+    def __init__(self, model: nn.Module, job: Job, names: tuple[str, ...], positional: int) -> None:
+        super().__init__()
+        self.model = model
+        self._activation = job.task.activation if job.task else None
+        self._names = names
+        self._positional = positional
+
+    def forward(self, *inputs: Tensor) -> dict[str, Tensor]:
+        named = dict(zip(self._names[self._positional :], inputs[self._positional :], strict=True))
+        output = self.model(*inputs[: self._positional], **named)
+        return outputs_of(self._activation(output) if self._activation else output)
+
+
+def inputs_of(job: Job, model: nn.Module, batch: Any) -> ModelInputs:
+    """Returns what the model gets from a batch, by the names of `forward`'s parameters.
+
+    Raises:
+        JobError: it is not a flat list of tensors.
+    """
+    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    call(lambda *args, **kwargs: seen.append((args, kwargs)), batch, job.inputs)
+    ((args, kwargs),) = seen
+    if _computes_loss(job):
+        kwargs.pop(_LABELS, None)
+    found = dict(zip(_parameters(model, len(args)), args, strict=True)) | kwargs
+    for name, value in found.items():
+        if not isinstance(value, Tensor):
+            raise JobError(
+                f"the model's input {name} is a {type(value).__name__}; an exported model takes tensors by name: let "
+                "the batch be a dict of tensors, or let Job.inputs select them"
+            )
+    return ModelInputs(found, len(args))
+
+
+def outputs_of(output: Any) -> dict[str, Tensor]:
+    """Returns the tensors of a model's output by name; a loss is none of them, and what is no tensor is left out.
+
+    Raises:
+        JobError: there is no tensor in it.
+    """
+    if isinstance(output, Tensor):
+        return {"output": output}
+    if isinstance(output, Mapping):
+        pairs = [(str(name), value) for name, value in output.items() if name != _LOSS]
+    elif isinstance(output, tuple | list):
+        pairs = [(f"output_{index}", value) for index, value in enumerate(output)]
+    else:
+        pairs = []
+    found = {name: value for name, value in pairs if isinstance(value, Tensor)}
+    if not found:
+        raise JobError(
+            f"the model returns a {type(output).__name__} without a tensor on its first level; return a tensor, a "
+            "tuple or a dict of tensors"
+        )
+    return found
+
+
+def predictor_of(job: Job, model: nn.Module, batch: Any) -> tuple[Predictor, ModelInputs]:
+    """Returns the model as a function of named tensors, and its inputs of a batch."""
+    # A cache of keys and values is state between calls, which an exported file does not have.
+    if getattr(getattr(model, "config", None), "use_cache", None):
+        model.config.use_cache = False  # type: ignore[union-attr]
+    inputs = inputs_of(job, model, batch)
+    return Predictor(model.eval(), job, tuple(inputs.tensors), inputs.positional).eval(), inputs
+
+
+def keeps_cache(model: nn.Module) -> bool:
+    """Whether the model would keep keys and values between calls, which is left out of an export."""
+    return bool(getattr(getattr(model, "config", None), "use_cache", False))
+
+
+def _computes_loss(job: Job) -> bool:
+    return job.task is not None and job.task.name.startswith("own_loss")
+
+
+def _parameters(model: nn.Module, count: int) -> list[str]:
+    """Returns the names of the first parameters of `forward`; "input_<n>" where it takes any number."""
+    plain = [
+        name
+        for name, parameter in inspect.signature(model.forward).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    return [plain[index] if index < len(plain) else f"input_{index}" for index in range(count)]
+
+
+def run(module: Predictor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Runs the trained model without gradients."""
+    with torch.no_grad():
+        found: dict[str, Tensor] = module(*inputs.values())
+    return found

@@ -1,0 +1,202 @@
+"""The files that compute: `model.pt2` (torch.export) and `model.onnx`, and how each is run."""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import Dim, ExportedProgram
+
+from headrace.errors import JobError, UnfitMachine
+from headrace.export.predictor import Predictor
+from headrace.export.recurrent import whole_recurrent_layers
+from headrace.export.signature import TensorForm
+
+TORCH, ONNX = "model.pt2", "model.onnx"
+BATCH, TIME = "batch", "time"
+_ONE_FILE_BYTES = 2 << 30
+"""A larger ONNX model needs a second file for its weights."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The model as a graph of operations.
+
+    Attributes:
+        free: the dimensions of the inputs that may have any length.
+        why_fixed: why the length of a sequence is fixed; "" where it is not, or where there is none.
+    """
+
+    program: ExportedProgram
+    free: tuple[int, ...]
+    why_fixed: str = ""
+
+
+class ProgramRunner(ABC):
+    """Runs an exported file on named tensors."""
+
+    @abstractmethod
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the outputs by name."""
+
+
+def trace(predictor: Predictor, inputs: Mapping[str, Tensor]) -> Traced:
+    """Traces the model on at least two examples, for any number of them.
+
+    Sequences of whole numbers `(batch, time)` may have any length, too, where the model allows it.
+
+    Raises:
+        JobError: the model cannot be traced, or takes one number of examples only.
+    """
+    sequences = bool(inputs) and all(t.dim() == 2 and not t.is_floating_point() for t in inputs.values())
+    why = ""
+    if sequences:
+        try:
+            return Traced(_traced(predictor, inputs, {0: Dim(BATCH), 1: Dim(TIME, min=2)}), (0, 1))
+        except Exception as error:  # of the user's model, in torch's tracer: the batch alone may still be free
+            why = _first_line(error)
+    try:
+        return Traced(_traced(predictor, inputs, {0: Dim(BATCH)}), (0,), why)
+    except Exception as error:
+        raise JobError(
+            f"the model cannot be exported: {_first_line(error)}; what depends on values (`if x.sum() > 0`, .item()) "
+            "or on one batch size cannot be traced: use torch.where, torch.cond, and x.shape[0]"
+        ) from error
+
+
+def save_torch(traced: Traced, path: Path) -> None:
+    """Writes `model.pt2`."""
+    # Into memory first: where a disk is full, torch ends the process.
+    content = io.BytesIO()
+    torch.export.save(traced.program, content)
+    with _writing(path):
+        path.write_bytes(content.getbuffer())
+
+
+def save_onnx(traced: Traced, path: Path, inputs: Sequence[TensorForm], outputs: Sequence[TensorForm]) -> None:
+    """Writes `model.onnx`, with its weights in it up to 2 GB.
+
+    Raises:
+        UnfitMachine: the libraries are not there.
+        JobError: an operation of the model has no ONNX form.
+    """
+    require("onnx", "onnxscript")
+    with whole_recurrent_layers(), _quiet():
+        try:
+            made = torch.onnx.export(
+                traced.program,
+                input_names=[form.name for form in inputs],
+                output_names=[form.name for form in outputs],
+                dynamo=True,
+                verbose=False,
+            )
+        except Exception as error:
+            raise JobError(f"the model has no ONNX form: {_first_line(error)}; model.pt2 has it") from error
+    assert made is not None
+    for values, forms in ((made.model.graph.inputs, inputs), (made.model.graph.outputs, outputs)):
+        for value, form in zip(values, forms, strict=True):
+            value.name = form.name
+            value.shape = _named_shape(form)
+    weights = sum(tensor.nbytes for tensor in traced.program.state_dict.values())
+    with _writing(path):
+        made.save(path, external_data=weights >= _ONE_FILE_BYTES)
+
+
+class TorchRunner(ProgramRunner):
+    """Runs `model.pt2`."""
+
+    def __init__(self, path: Path, inputs: Sequence[TensorForm], outputs: Sequence[TensorForm]) -> None:
+        self._call: Callable[..., Mapping[str, Tensor]] = torch.export.load(path).module()
+        self._inputs = [form.name for form in inputs]
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return dict(self._call(*(inputs[name] for name in self._inputs)))
+
+
+class OnnxRunner(ProgramRunner):
+    """Runs `model.onnx`; `threads` of one call, None for all cores."""
+
+    def __init__(self, path: Path, threads: int | None = None) -> None:
+        require("onnxruntime")
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        if threads:
+            options.intra_op_num_threads = threads
+        self._session: Any = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        self._outputs = [output.name for output in self._session.get_outputs()]
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = self._session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
+        return {name: torch.from_numpy(array) for name, array in zip(self._outputs, found, strict=True)}
+
+
+def open_runner(path: Path, inputs: Sequence[TensorForm], outputs: Sequence[TensorForm]) -> ProgramRunner:
+    """Returns what runs a file, by its suffix."""
+    return TorchRunner(path, inputs, outputs) if path.suffix == ".pt2" else OnnxRunner(path)
+
+
+def require(*modules: str) -> None:
+    """Raises an UnfitMachine with what to install where one of the libraries for ONNX is not there."""
+    from importlib.util import find_spec
+
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        raise UnfitMachine(
+            f"{' and '.join(missing)} is not installed; `pip install headrace[onnx]` brings what pairs with torch "
+            f"{torch.__version__}, or leave ONNX out: --formats pt2"
+        )
+
+
+def _traced(predictor: Predictor, inputs: Mapping[str, Tensor], dims: dict[int, Dim]) -> ExportedProgram:
+    with whole_recurrent_layers(), _quiet():
+        return torch.export.export(
+            predictor, tuple(inputs.values()), dynamic_shapes=(tuple(dims for _ in inputs),), strict=False
+        )
+
+
+def _named_shape(form: TensorForm) -> Any:
+    import onnx_ir
+
+    names = (BATCH, TIME)
+    return onnx_ir.Shape([names[min(dim, 1)] if length < 0 else length for dim, length in enumerate(form.shape)])
+
+
+def _first_line(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text:.300}"
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UnfitMachine(f"cannot write {path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leaves out warnings of the exporters that are not about the model."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,179 @@
+"""`signature.json`: what an exported model takes and returns, where it comes from, and the digests of its files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.errors import DataError, UnfitMachine
+from headrace.spec.plain import from_plain, to_plain
+
+NAME = "signature.json"
+FORMAT = "headrace model"
+VERSION = 1
+MOST_BYTES = 1 << 20
+"""Longest signature that is read."""
+
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """One input or output: its name, its type ("float32"), and its shape, -1 where any length will do."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether a tensor has this type and shape."""
+        return (
+            str(tensor.dtype).removeprefix("torch.") == self.dtype
+            and tensor.dim() == len(self.shape)
+            and all(wanted in (-1, length) for wanted, length in zip(self.shape, tensor.shape, strict=True))
+        )
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """One file of the model.
+
+    Attributes:
+        bytes: its size.
+        sha256: of its content, in hexadecimal.
+        difference: the largest from the trained model, relative to the largest value of that output; None for a file
+            that does not compute.
+        metrics: on the evaluation set, where they were computed with this file.
+    """
+
+    bytes: int
+    sha256: str
+    difference: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What an exported model is.
+
+    Attributes:
+        name: of the model, as a server calls it.
+        inputs, outputs: in the order of the program's arguments and results.
+        task: of the job, "multiclass(10)"; "" for one with a loss of its own.
+        labels: names of the classes, by index; () where they are not known.
+        preprocessing: what the job's data went through before the model, one line each.
+        strategy, step: of the training.
+        metrics: the last evaluation of the run.
+        versions: of what exported it.
+        files: by name, relative to the folder.
+        notes: what a user should know of this export.
+    """
+
+    name: str
+    inputs: tuple[TensorForm, ...]
+    outputs: tuple[TensorForm, ...]
+    task: str = ""
+    labels: tuple[str, ...] = ()
+    preprocessing: tuple[str, ...] = ()
+    strategy: str = ""
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, Artefact] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def write(folder: Path, signature: Signature) -> Path:
+    """Writes `signature.json`; returns its path."""
+    path = folder / NAME
+    document = {"format": FORMAT, "version": VERSION, **to_plain(signature)}
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def read(folder: Path) -> Signature:
+    """Reads the signature of a folder, which may come from a stranger.
+
+    Raises:
+        DataError: there is none, or it is not one.
+    """
+    path = folder / NAME
+    try:
+        if path.is_symlink():
+            raise ValueError("it is a link")
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+        document: dict[str, Any] = json.loads(content)
+        if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
+            raise ValueError(f"it is not the signature of a {FORMAT}")
+        version = document.pop("version", None)
+        if version != VERSION:
+            raise ValueError(f"it is of version {str(version)[:20]}, this headrace reads version {VERSION}")
+        return from_plain(Signature, document)
+    except FileNotFoundError:
+        raise DataError(
+            f"{folder} holds no {NAME}; name a folder that `headrace export RUN -o {folder}` has written"
+        ) from None
+    except RecursionError:
+        raise DataError(f"{path} cannot be used: it is nested too deep") from None
+    except (TypeError, ValueError, KeyError) as error:
+        raise DataError(f"{path} cannot be used: {error!s:.300}") from None
+    except OSError as error:
+        raise UnfitMachine(f"{path} cannot be read: {error.strerror}") from error
+
+
+def open_file(folder: Path, signature: Signature, name: str) -> Path:
+    """Returns the path of a file that the signature lists, after a look at its size and digest.
+
+    Raises:
+        DataError: the signature does not list it, it is no plain file of this folder, or its content differs.
+    """
+    listed = signature.files.get(name)
+    if listed is None:
+        raise DataError(f"{folder / NAME} lists no {name}; it lists {', '.join(sorted(signature.files)) or 'no file'}")
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise DataError(f"{folder / NAME} lists {name!r}, which is not a path inside the folder")
+    path = folder / name
+    if path.resolve() != folder.resolve() / name:
+        raise DataError(f"{path} is a link, or lies behind one; a model's files are plain files of its folder")
+    if not path.is_file():
+        raise DataError(f"{path} is missing, and {NAME} lists it; export the model again")
+    size = path.stat().st_size
+    if size != listed.bytes or digest(path) != listed.sha256:
+        raise DataError(
+            f"{path} is not the file that was exported: {size:,} bytes, {NAME} says {listed.bytes:,}, or the digest "
+            "differs; export the model again"
+        )
+    return path
+
+
+def digest(path: Path) -> str:
+    """Returns the SHA-256 of a file, in hexadecimal."""
+    hashed = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            hashed.update(chunk)
+    return hashed.hexdigest()
+
+
+def form_of(name: str, tensor: Tensor, free: tuple[int, ...] = (0,)) -> TensorForm:
+    """Returns the form of a tensor whose dimensions `free` may have any length."""
+    shape = tuple(-1 if dim in free else length for dim, length in enumerate(tensor.shape))
+    return TensorForm(name, str(tensor.dtype).removeprefix("torch."), shape)
+
+
+def dtype_of(form: TensorForm) -> torch.dtype:
+    """Returns the type of a form's tensors; raises DataError where torch has none of that name."""
+    found = getattr(torch, form.dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise DataError(f"{form.name} has the type {form.dtype!r}, which torch does not have")
+    return found

@@ -1,0 +1,164 @@
+"""Writes a trained model into a folder: traces it, writes its files, and runs each beside the trained model."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from headrace.data.loading.loader import Loader
+from headrace.data.loading.torch_data import as_pipeline
+from headrace.errors import DataError, JobError, UnfitMachine, UsageError
+from headrace.export import programs, signature
+from headrace.export.predictor import Predictor, inputs_of, keeps_cache, predictor_of, run
+from headrace.export.programs import ONNX, TORCH, ProgramRunner
+from headrace.export.signature import Artefact, Signature, form_of
+from headrace.machine import versions
+from headrace.spec.job import Job
+
+FORMATS = {"pt2": TORCH, "onnx": ONNX}
+SAMPLE = "sample.safetensors"
+"""Inputs and outputs of a few examples, as "input/NAME" and "output/NAME"."""
+
+MOST_DIFFERENT = 1e-4
+"""Relative to the largest value of an output."""
+_SAMPLE, _CHECKED, _BATCH = 3, 100, 20
+
+
+def write_model(
+    job: Job,
+    model: nn.Module,
+    folder: Path,
+    facts: Signature,
+    formats: Sequence[str] = ("pt2", "onnx"),
+) -> Signature:
+    """Writes a model's folder, whole or not at all; returns its signature.
+
+    Args:
+        job: whose data gives the examples, the evaluation set where there is one.
+        model: trained.
+        facts: what is known of the training; inputs, outputs and files are filled in here.
+        formats: "pt2", "onnx".
+
+    Raises:
+        UsageError: the folder exists already, and is not empty; an unknown format.
+        JobError: the model cannot be exported, or a file computes something else.
+        UnfitMachine: a library is missing, or the folder cannot be written.
+    """
+    _check(folder, formats)
+    batches = _batches(job)
+    cached = keeps_cache(model)
+    predictor, sample = predictor_of(job, model, batches[0])
+    few = {name: tensor[:_SAMPLE] for name, tensor in sample.tensors.items()}
+    if min(map(len, few.values())) < 2:
+        raise DataError("an export needs two examples at least, and the data has one")
+    expected = run(predictor, few)
+    traced = programs.trace(predictor, few)
+    inputs = tuple(form_of(name, tensor, traced.free) for name, tensor in few.items())
+    outputs = tuple(form_of(name, tensor, _free_of(tensor, few, traced.free)) for name, tensor in expected.items())
+    facts = replace(facts, inputs=inputs, outputs=outputs, versions=versions(), notes=_notes(traced, cached))
+    try:
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as aside:
+            place = Path(aside) / "model"
+            place.mkdir()
+            for each in formats:
+                path = place / FORMATS[each]
+                if each == "onnx":
+                    programs.save_onnx(traced, path, inputs, outputs)
+                else:
+                    programs.save_torch(traced, path)
+            tensors = {f"input/{name}": tensor.contiguous() for name, tensor in few.items()}
+            tensors |= {f"output/{name}": tensor.contiguous() for name, tensor in expected.items()}
+            save_file(tensors, place / SAMPLE)
+            facts = replace(facts, files=_look(place, formats, facts, predictor, job, batches))
+            signature.write(place, facts)
+            if folder.exists():
+                folder.rmdir()
+            os.rename(place, folder)
+    except OSError as error:
+        raise UnfitMachine(f"cannot write {folder}: {error.strerror or error}") from error
+    return facts
+
+
+def _look(
+    place: Path, formats: Sequence[str], facts: Signature, predictor: Predictor, job: Job, batches: Sequence[Any]
+) -> dict[str, Artefact]:
+    """Returns the record of every file, after each that computes was compared with the trained model."""
+    files = {}
+    for path in sorted(place.iterdir()):
+        difference = None
+        if path.name in (FORMATS[each] for each in formats):
+            difference = _difference(programs.open_runner(path, facts.inputs, facts.outputs), predictor, job, batches)
+            if not difference <= MOST_DIFFERENT:
+                raise JobError(
+                    f"{path.name} computes something else than the trained model: the largest difference is "
+                    f"{difference:.2g} of the largest value, at most {MOST_DIFFERENT:g} is allowed; leave it out: "
+                    f"--formats {','.join(each for each in FORMATS if FORMATS[each] != path.name)}"
+                )
+        files[path.name] = Artefact(path.stat().st_size, signature.digest(path), difference)
+    return files
+
+
+def _difference(runner: ProgramRunner, predictor: Predictor, job: Job, batches: Sequence[Any]) -> float:
+    """Returns the largest difference over the batches, relative to the largest value of each output; NaN stays NaN."""
+    every = [torch.zeros(())]
+    for batch in batches:
+        tensors = inputs_of(job, predictor.model, batch).tensors
+        for name, wanted in run(predictor, tensors).items():
+            if not wanted.isfinite().all():
+                raise JobError(f"the trained model returns {name} with NaN or infinity on its own data; train it again")
+            scale = max(wanted.abs().max().item(), torch.finfo(torch.float32).tiny)
+            every.append((runner.run(tensors)[name] - wanted).abs().max() / scale)
+    return torch.stack(every).max().item()
+
+
+def _batches(job: Job) -> list[Any]:
+    """Returns up to 100 examples of the evaluation set, or of the training set where there is none."""
+    data = job.data if job.eval_data is None else job.eval_data
+    pipeline, _ = as_pipeline(data)
+    loader = Loader(pipeline, job.seed, min(_BATCH, len(pipeline)), (1,), 0, ordered=True)
+    found, count = [], 0
+    for share in loader.sweep(alone=True):
+        if share.examples:
+            found.append(share.batch)
+            count += share.examples
+        if count >= _CHECKED:
+            break
+    if not found:
+        raise DataError("the model cannot be exported without an example, and a filter leaves out all")
+    return found
+
+
+def _free_of(output: Tensor, inputs: Mapping[str, Tensor], free: Sequence[int]) -> tuple[int, ...]:
+    """Returns the dimensions of an output that follow free ones of the inputs."""
+    lengths = next(iter(inputs.values())).shape
+    return tuple(dim for dim in free if dim < output.dim() and output.shape[dim] == lengths[dim])
+
+
+def _notes(traced: programs.Traced, cached: bool) -> tuple[str, ...]:
+    notes = []
+    if traced.why_fixed:
+        notes.append(
+            f"sequences have a fixed length, because the model could not be traced with any: {traced.why_fixed}"
+        )
+    if cached:
+        notes.append("the cache of keys and values is left out: each call computes all tokens")
+    return tuple(notes)
+
+
+def _check(folder: Path, formats: Sequence[str]) -> None:
+    unknown = [each for each in formats if each not in FORMATS]
+    if unknown or not formats:
+        raise UsageError(f"--formats takes {', '.join(FORMATS)}, got {', '.join(unknown) or 'none'}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} exists already; name another folder, or delete it")
+    if "onnx" in formats:
+        programs.require("onnx", "onnxscript", "onnxruntime")
+    folder.parent.mkdir(parents=True, exist_ok=True)

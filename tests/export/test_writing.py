@@ -1,0 +1,158 @@
+"""A trained model as files that run without headrace: each computes what `Run.predict` returns."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import headrace as hr
+from headrace.errors import DataError, JobError, UsageError
+from headrace.export import programs, signature
+from headrace.export.signature import Signature
+from headrace.export.writing import write_model
+from headrace.models import char_lstm
+
+FACTS = Signature(name="a", inputs=(), outputs=())
+
+
+def job_of(model: nn.Module, data: object, **more: object) -> hr.Job:
+    more = {"loss": lambda output, target: output.sum()} | more if "task" not in more else more
+    return hr.Job(
+        model=lambda: model,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        data=data,
+        global_batch_size=4,
+        epochs=1,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture
+def classifier() -> tuple[hr.Job, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+    return job_of(model, (torch.rand(8, 3, 4), torch.arange(8) % 3), task=hr.tasks.multiclass(3)), model
+
+
+def test_each_file_computes_the_prediction_for_any_number_of_examples(
+    classifier: tuple[hr.Job, nn.Module], tmp_path: Path
+) -> None:
+    job, model = classifier
+    made = write_model(job, model, tmp_path / "m", FACTS)
+    assert [(form.name, form.dtype, form.shape) for form in made.inputs] == [("input", "float32", (-1, 3, 4))]
+    assert [(form.name, form.dtype, form.shape) for form in made.outputs] == [("output", "float32", (-1, 3))]
+    five = torch.rand(5, 3, 4)
+    with torch.no_grad():
+        wanted = model(five).softmax(1)
+    for name in ("model.pt2", "model.onnx"):
+        path = signature.open_file(tmp_path / "m", signature.read(tmp_path / "m"), name)
+        found = programs.open_runner(path, made.inputs, made.outputs).run({"input": five})["output"]
+        assert torch.allclose(found, wanted, atol=1e-6)
+        assert made.files[name].difference is not None
+    sample = load_file(tmp_path / "m" / "sample.safetensors")
+    with torch.no_grad():
+        assert torch.allclose(model(sample["input/input"]).softmax(1), sample["output/output"], atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_sequence_may_have_any_length(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = char_lstm(11, embedding=4, hidden=6)
+    text = torch.randint(0, 11, (6, 9))
+    made = write_model(job_of(model, (text, text)), model, tmp_path / "m", FACTS)
+    assert made.inputs[0].shape == (-1, -1)
+    assert made.outputs[0].shape == (-1, -1, 11)
+    assert not made.notes
+    longer = torch.randint(0, 11, (2, 31))
+    with torch.no_grad():
+        wanted = model(longer)
+    for name in ("model.pt2", "model.onnx"):
+        found = programs.open_runner(tmp_path / "m" / name, made.inputs, made.outputs).run({"characters": longer})
+        assert torch.allclose(found["output"], wanted, atol=1e-5)
+
+
+def test_a_file_that_computes_something_else_is_refused(
+    classifier: tuple[hr.Job, nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong(programs.TorchRunner):
+        def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
+            return {name: tensor + 0.01 for name, tensor in super().run(inputs).items()}
+
+    monkeypatch.setattr(programs, "TorchRunner", Wrong)
+    with pytest.raises(JobError, match=r"model\.pt2 computes something else .* 0\.0\d+ of the largest value"):
+        write_model(*classifier, tmp_path / "m", FACTS, ("pt2",))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_returns_nan_is_refused(classifier: tuple[hr.Job, nn.Module], tmp_path: Path) -> None:
+    job, model = classifier
+    with torch.no_grad():
+        model[1].bias.fill_(torch.nan)
+    with pytest.raises(JobError, match="returns output with NaN"):
+        write_model(job, model, tmp_path / "m", FACTS, ("pt2",))
+
+
+def test_a_model_that_looks_at_values_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    class Looks(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) if input.sum() > 0 else input
+
+    model = Looks(2, 2)
+    with pytest.raises(JobError, match=r"cannot be exported: .*torch\.where"):
+        write_model(job_of(model, (torch.rand(4, 2), torch.rand(4))), model, tmp_path / "m", FACTS, ("pt2",))
+
+
+def test_a_folder_is_not_written_over_and_formats_are_named(
+    classifier: tuple[hr.Job, nn.Module], tmp_path: Path
+) -> None:
+    (tmp_path / "kept").write_text("")
+    with pytest.raises(UsageError, match="exists already"):
+        write_model(*classifier, tmp_path, FACTS)
+    with pytest.raises(UsageError, match="--formats takes pt2, onnx, got tflite"):
+        write_model(*classifier, tmp_path / "m", FACTS, ("tflite",))
+
+
+class TestForgedFolders:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        (tmp_path / "model.pt2").write_bytes(b"weights")
+        record = signature.Artefact(7, signature.digest(tmp_path / "model.pt2"))
+        files = dict.fromkeys(("model.pt2", "link.pt2", "../out.pt2", "gone.pt2"), record)
+        (tmp_path / "link.pt2").symlink_to(tmp_path / "model.pt2")
+        signature.write(tmp_path, Signature("a", (), (), files=files))
+        return tmp_path
+
+    @pytest.mark.parametrize(
+        ("name", "told"),
+        [
+            ("link.pt2", "is a link"),
+            ("../out.pt2", "not a path inside"),
+            ("gone.pt2", "is missing"),
+            ("else.pt2", "lists no else.pt2"),
+        ],
+    )
+    def test_a_file_that_is_not_plainly_inside_is_refused(self, folder: Path, name: str, told: str) -> None:
+        with pytest.raises(DataError, match=told):
+            signature.open_file(folder, signature.read(folder), name)
+
+    def test_a_file_with_another_content_is_refused(self, folder: Path) -> None:
+        known = signature.read(folder)
+        assert signature.open_file(folder, known, "model.pt2") == folder / "model.pt2"
+        (folder / "model.pt2").write_bytes(b"weightz")
+        with pytest.raises(DataError, match="is not the file that was exported"):
+            signature.open_file(folder, known, "model.pt2")
+
+    @pytest.mark.parametrize(
+        "content",
+        ["", "[]", "{}", json.dumps({"format": "headrace model", "version": 2}), "[" * 100_000, " " * (1 << 21)],
+    )
+    def test_what_is_no_signature_is_refused(self, folder: Path, content: str) -> None:
+        (folder / signature.NAME).write_text(content)
+        with pytest.raises(DataError, match="cannot be used"):
+            signature.read(folder)
