@@ -51,7 +51,8 @@ def build_server(
 
     `leases` and `measures` are those of `Server`; only the first server uses the leases.
     """
-    machines = [Shard(range(plan.replicas), *policies) for _ in range(len(layout))]
+    count = len(layout) + (optimizer.tables is not None)
+    machines = [Shard(range(plan.replicas), *policies) for _ in range(count)]
     own = open_server_transport(layout, transport, process.address)
     replicated = None
     if plan.backups:

@@ -205,6 +205,10 @@ class Kind(IntEnum):
     CLOSE = 18
     ROUND_MEMBERS = 19
     LOST = 20
+    PULL_ROWS = 21
+    PUSH_ROWS = 22
+    ROWS = 23
+    LOAD_ROWS = 24
     FOLLOW = 32
     HELD = 33
 
@@ -233,7 +237,8 @@ class Message(NamedTuple):
             answer, the versions. Of ADVANCE, see `ServerDataLeases`. Of ROUND_MEMBERS, a round and its workers, or none
             to ask for them. Of JOIN, worker, incarnation, session. Of LOST, which only the server's own process says,
             worker and incarnation of the process that may follow. Of OPEN, the requests that are not answered yet. Of
-            ERROR with `flag`, worker and incarnation of the process that has replaced this one.
+            ERROR with `flag`, worker and incarnation of the process that has replaced this one. Of PUSH_ROWS, the
+            version of the rows. ROWS and LOAD_ROWS are about the table `first`, ROWS from the row `lease` on.
         steps: how many gradients a push is the sum of; each has that share.
         number: counted by the client, from 1; an answer repeats it. 0 if the message is not remembered.
     """

@@ -51,11 +51,11 @@ class Client:
         self._worker, self._in_turn = (worker, incarnation), in_turn
         self.rested, self.apart = False, 0.0
         self.pulled: Callable[[], None] = lambda: None
-        self._servers: list[_Server] = []
+        self.servers: list[_Server] = []
         try:
             for connection in connections:
                 session = Session(connection, worker, incarnation, check, observes)
-                self._servers.append(_Server(connection, session, together))
+                self.servers.append(_Server(connection, session, together))
         except BaseException:
             self.close()
             raise
@@ -63,14 +63,14 @@ class Client:
     @property
     def moved_bytes(self) -> int:
         """Payload sent to and received from all servers."""
-        return sum(server.session.moved_bytes for server in self._servers)
+        return sum(server.session.moved_bytes for server in self.servers)
 
     def pull(self) -> None:
         """Updates this worker's copy of the parameters; waits until the worker may begin its next round."""
-        for server in self._servers:
+        for server in self.servers:
             for shards in server.buckets:
                 server.request(shards)
-        for server in self._servers:
+        for server in self.servers:
             server.finish()
         self.pulled()
 
@@ -85,6 +85,7 @@ class Client:
         steps: int = 1,
         versions: Sequence[Sequence[int]] | None = None,
         patience_s: float = math.inf,
+        rows: Sequence[tuple[int, bytes]] = (),
     ) -> Reason | None:
         """Sends gradients to all servers, and waits until they are applied; returns why they do not count, or None.
 
@@ -95,27 +96,30 @@ class Client:
             versions: by server and shard, of the parameters that they were computed with; None for those pulled last.
             patience_s: how long to wait for other workers before the round ends without them; with `together`, and one
                 server or `in_turn`.
+            rows: gradients of tables, by server; see `RowClient`. They count together with the others, or not at all.
         """
         if finite is None:
             finite = all_finite([gradient for own in gradients for gradient in own if gradient is not None])
         head = Message(Kind.PUSH_PULL if pull else Kind.PUSH, 0, finite, lease, weight, share, steps=steps)
         if self._in_turn:
             return self._push_in_turn(gradients, head, pull, patience_s)
-        for index in range(max((len(server.buckets) for server in self._servers), default=0)):
-            for number, server in enumerate(self._servers):
+        for index in range(max((len(server.buckets) for server in self.servers), default=0)):
+            for number, server in enumerate(self.servers):
                 if index < len(server.buckets):
                     own = None if versions is None else versions[number]
                     # All workers push in the same order, so that no two wait for each other.
                     server.make_room(pull)
                     server.push(server.buckets[index], gradients[number], head, own)
-        reason = self._finish(self._servers, pull, patience_s)
+        for server, (version, blob) in zip(self.servers, rows, strict=bool(rows)):
+            server.push_rows(head, version, blob)
+        reason = self._finish(self.servers, pull, patience_s)
         if pull:
             self.pulled()
         return reason
 
     def _push_in_turn(self, gradients: _Gradients, head: Message, pull: bool, patience_s: float) -> Reason | None:
         """Pushes to the first server, and if the push counts there, to all others."""
-        first, *others = self._servers
+        first, *others = self.servers
         first.push(first.buckets[0], gradients[0], head)
         reason = first.finish(pull, monotonic() + patience_s)
         last = decode(bytes(first.ask(Message(Kind.ROUND_MEMBERS)))).numbers
@@ -135,44 +139,44 @@ class Client:
         reason: Reason | None = None
         for server in servers:
             reason = _graver(reason, server.finish(pull, monotonic() + patience_s))
-        self.apart = math.sqrt(sum(server.apart for server in self._servers))
+        self.apart = math.sqrt(sum(server.apart for server in self.servers))
         return reason
 
     @property
     def versions(self) -> list[list[int]]:
         """The versions of the parameters pulled last, by server and shard."""
-        return [server.versions[:] for server in self._servers]
+        return [server.versions[:] for server in self.servers]
 
     @property
     def is_behind(self) -> bool:
         """Whether the first server is known to have newer parameters in all shards, and so would refuse a push."""
-        known, current_version = self._servers[0].versions, self._servers[0].session.transport.current_version
+        known, current_version = self.servers[0].versions, self.servers[0].session.transport.current_version
         return all((current_version(shard) or 0) > version for shard, version in enumerate(known))
 
     def forget(self) -> None:
         """Makes the next pull fetch all parameters, because the local copy was changed."""
-        for server in self._servers:
+        for server in self.servers:
             server.versions = [-1] * len(server.layout)
 
     def ask(self, server: int, message: Message, blob: bytes = b"") -> bytes:
         """Sends one server a message other than push or pull, and returns the blob of its answer."""
-        return bytes(self._servers[server].ask(message, blob))
+        return bytes(self.servers[server].ask(message, blob))
 
     def tell(self, message: Message) -> None:
         """Sends the first server, which leases the data, a message without waiting for the answer."""
-        self._servers[0].tell(message)
+        self.servers[0].tell(message)
 
     def lease(self, rests: bool = False) -> Message:
         """Waits for the first server's next grant or sync point; if `rests`, no other worker waits for this one."""
         self.rested = False
-        message = self._servers[0].lease(self._rest if rests else None)
-        for server in self._servers if self.rested else ():
+        message = self.servers[0].lease(self._rest if rests else None)
+        for server in self.servers if self.rested else ():
             # Other workers wait for this one again from now on.
             server.ask(Message(Kind.REST))
         return message
 
     def _rest(self) -> None:
-        first, *others = self._servers
+        first, *others = self.servers
         # The data may have arrived while it asks: then the other servers keep waiting for this worker.
         if self.rested or first.ask(Message(Kind.REST, flag=True)):
             return
@@ -182,7 +186,7 @@ class Client:
 
     def close(self) -> None:
         """Ends all connections."""
-        for server in self._servers:
+        for server in self.servers:
             server.session.close()
 
 
@@ -212,6 +216,11 @@ class _Server:
                 self.layout.encode(shard, gradient, self.session.push_views[shard])
                 present.append(shard)
         self.session.ask(head._replace(first=shards.start, numbers=tuple(numbers)), present)
+        self._pending += 1
+
+    def push_rows(self, head: Message, version: int, blob: bytes) -> None:
+        """Sends gradients of tables, computed with rows of a version; `finish` waits for the answer, too."""
+        self.session.ask(head._replace(kind=Kind.PUSH_ROWS, numbers=(version,)), (), blob)
         self._pending += 1
 
     def request(self, shards: range) -> None:
@@ -250,9 +259,13 @@ class _Server:
     def ask(self, message: Message, blob: bytes = b"") -> memoryview:
         """Sends a message other than push or pull, waits for its answer, and returns the blob."""
         self.tell(message, blob)
+        return self.answer()
+
+    def answer(self) -> memoryview:
+        """Waits for the answer to what was told last, and returns its blob."""
         answer, returned = self._next(self._told, monotonic() + _ANSWER_S)
         if answer.kind != Kind.DONE:
-            raise ServerRefused(f"the server answered {answer.kind.name} to {message.kind.name}")
+            raise ServerRefused(f"the server answered {answer.kind.name} to a question")
         return returned
 
     def tell(self, message: Message, blob: bytes = b"") -> None:

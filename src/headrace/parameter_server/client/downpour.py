@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from headrace.collectives.base import ProcessGroup
 from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.client.data_leases import BackgroundWork, ServerDataLeases
-from headrace.parameter_server.client.exchange import GradientAccumulator, ReplicaGroup, ServedExchange
+from headrace.parameter_server.client.exchange import GradientAccumulator, ReplicaGroup, ServedExchange, alike
 from headrace.parameter_server.wire import Kind, Message, ShardLayout
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
@@ -77,8 +77,11 @@ class ServerLinks(BackgroundWork):
 
     `main` leases the data, and is used where all workers synchronize; it also pushes and fetches if nothing does so in
     the background. `fetching` writes to the places `fetched`, which are taken over on all ranks of a replica at once.
-    `versions` are those of the parameters that this worker computes with, by server and shard.
+    `versions` are those of the parameters that this worker computes with, by server and shard; `renewed` says whether
+    they were taken over since a reader cleared it.
     """
+
+    renewed = True
 
     def __init__(
         self,
@@ -105,7 +108,7 @@ class ServerLinks(BackgroundWork):
         # Local steps have changed them since the last pull.
         self.main.forget()
         self.main.pull()
-        self.versions = self.main.versions
+        self.versions, self.renewed = self.main.versions, True
         self._since = 0
 
     def step(self) -> None:
@@ -124,7 +127,7 @@ class ServerLinks(BackgroundWork):
             self._ready = False
             if self._places:
                 torch._foreach_copy_(self._places, self._fetched)
-            self.versions = self._fetching.client.versions
+            self.versions, self.renewed = self._fetching.client.versions, True
             self.main.pulled()
         if due:
             self._since = 0
@@ -223,6 +226,10 @@ class DownpourExchange(ServedExchange):
     def begin(self, round_: int) -> None:
         # A user's own loop calls it after forward: the parameters must not change before the gradient is there.
         self._round = round_
+        if self.leases.lease >= 0:
+            # Not in the empty step of a worker without data, which comes when the parameters have been renewed.
+            self.pulled = alike(self._links.versions) if self._links.renewed else ()
+            self._links.renewed = False
 
     def synchronize(self, finite: bool = True) -> StepDecision:
         leases = self.leases

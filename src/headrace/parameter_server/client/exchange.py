@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from headrace.checkpoint.forms import pack, unpack
 from headrace.collectives.base import ProcessGroup
 from headrace.parameter_server.client.data_leases import ServerDataLeases
 from headrace.parameter_server.core.events import Reason
+from headrace.parameter_server.sparse.client import WorkerRows
 from headrace.parameter_server.wire import Kind, Message, ShardLayout, ShardSpec
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
@@ -29,6 +31,7 @@ from headrace.training.clipping import (
     GradientClipper,
     LossScale,
     StepDecision,
+    all_finite,
     clip_coefficient,
     squared_norm,
 )
@@ -145,6 +148,12 @@ def _times(gradient: Tensor, factor: float) -> Tensor:
     return gradient if factor == 1 else gradient * factor
 
 
+def alike(versions: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Returns versions by server and shard as one number where all are the same, else as one for each shard."""
+    every = tuple(chain.from_iterable(versions))
+    return every[:1] if len(set(every)) < 2 else every
+
+
 class ReplicaGroup:
     """The ranks of one replica, which act as one worker of the servers; the one that `leads` asks for the data."""
 
@@ -182,7 +191,7 @@ class ReplicaGroup:
 class ServedExchange(Exchange):
     """State, averages and gradient checks of a worker whose servers own the optimizer.
 
-    `group` is the workers, or those that hold the same part of the model.
+    `group` is the workers, or those that hold the same part of the model; `rows` moves those of tables.
     """
 
     def __init__(
@@ -192,8 +201,10 @@ class ServedExchange(Exchange):
         model: ModelSpec,
         group: ProcessGroup,
         replica_group: ReplicaGroup,
+        rows: WorkerRows | None = None,
     ) -> None:
         self.client, self.leases = leases.client, leases
+        self.rows = rows
         self.buffer = GradientBuffer(layouts, model)
         self.replica_group = replica_group
         self.parameter_bytes = model.parameter_bytes
@@ -225,6 +236,8 @@ class ServedExchange(Exchange):
                 blob = self.client.ask(server, Message(Kind.STATE, shard, 1))
                 # In one order on all ranks, because the ranks of a replica may join their pieces.
                 pieces += [StatePiece.parse(name, value) for name, value in sorted(unpack(blob).items())]
+        if self.rows is not None:
+            pieces += self.rows.state(range(self._group.rank, len(self._layouts), self._group.world))
         return tuple(pieces)
 
     def settings(self) -> dict[str, Any]:
@@ -234,7 +247,8 @@ class ServedExchange(Exchange):
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
         by_parameter: dict[str, list[StatePiece]] = {}
-        for state in pieces:
+        every = list(pieces)
+        for state in every:
             by_parameter.setdefault(state.parameter, []).append(state)
         for server in range(len(self._layouts) if self.leases.leads else 0):
             # First, because it makes the server drop all state that it has.
@@ -243,9 +257,13 @@ class ServedExchange(Exchange):
                 own = by_parameter.get(spec.parameter, ())
                 blob = pack({each.name: each.value for each in own})
                 self.client.ask(server, Message(Kind.LOAD, shard, 1), blob)
+        if self.rows is not None and self.leases.leads:
+            self.rows.load(every)
 
     def load_values(self, places: Sequence[Sequence[Tensor]], only_state: bool = False) -> None:
         """If this worker leads, loads values by server and shard into the servers; `only_state` omits parameters."""
+        if self.rows is not None:
+            self.rows.bring(self.leases.leads)
         for server, (layout, own) in enumerate(zip(self._layouts, places, strict=True) if self.leases.leads else ()):
             for shard, (spec, value) in enumerate(zip(layout.pieces, own, strict=True)):
                 if spec.exact or not only_state:
@@ -265,16 +283,24 @@ class ParameterServerExchange(ServedExchange):
         if not self._pulled:
             self.client.pull()
         self._pulled = False
+        if self.rows is not None:
+            self.rows.begin()
+        self.pulled = alike(self.client.versions)
 
     def synchronize(self, finite: bool = True) -> StepDecision:
         leases = self.leases
         if leases.lease < 0:
             # This worker had no data before the sync point, and no other worker waits for it.
             return HEALTHY
-        decision = self.judge(finite)
+        of_rows, sound = self.rows.take() if self.rows is not None else ([], True)
+        decision = self.judge(finite and sound)
         known = decision.apply if self.replica_group.checks or not decision.apply else None
         gradients = self.buffer.by_shard()
-        reason = self.client.push(gradients, leases.lease, leases.weight, leases.share, known, pull=True)
+        if known is None:
+            known = sound and all_finite([each for own in gradients for each in own if each is not None])
+        pushes = self.rows.pushes(of_rows) if self.rows is not None else ()
+        weight, share = leases.weight, leases.share
+        reason = self.client.push(gradients, leases.lease, weight, share, known, pull=True, rows=pushes)
         self._pulled = True
         # The lease is done when all ranks of the replica have pushed.
         leases.late = self.replica_group.any(reason == Reason.LATE)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import mul
 
 from headrace.parameter_server.wire import ShardLayout
-from headrace.spec.events import ServerStats, ShardStats
+from headrace.spec.events import PushesApplied, ServerStats, ShardStats
 
 
 class ServerCounters:
@@ -27,6 +28,9 @@ class ServerCounters:
         self._refused: Counter[str] = Counter()
         self._waited_s: dict[int, float] = defaultdict(float)
         self._turns, self._queued, self._longest = 0, 0, 0
+        # Of the rows of tables, which are of any number.
+        self.rows: ShardStats | None = None
+        self._order: list[tuple[int, int, int, int]] = []
 
     def queued(self, count: int) -> None:
         """Counts the messages that were received together."""
@@ -44,6 +48,28 @@ class ServerCounters:
             self._apply_s[shard] += per_byte * lengths[shard] if len(shards) > 1 else seconds
         self._staleness[worker][staleness] += len(shards)
 
+    def stepped_rows(self, worker: int, staleness: int, seconds: float) -> None:
+        """Counts an update of rows."""
+        self._staleness[worker][staleness] += 1
+        self.moved_rows(steps=1, apply_s=seconds)
+
+    def moved_rows(self, **more: float) -> None:
+        """Adds to the counts of rows, by the names of `ShardStats`."""
+        rows = self.rows
+        assert rows is not None
+        self.rows = replace(rows, **{name: getattr(rows, name) + number for name, number in more.items()})
+
+    def applied(self, worker: int, lease: int, first: int, version: int) -> None:
+        """Remembers that a push was applied to the shards from `first` on, which had `version` then."""
+        self._order.append((worker, lease, first, version))
+
+    def order(self, rank: int, time_s: float) -> PushesApplied | None:
+        """Returns the pushes that were applied since the last call; None without any."""
+        if not self._order:
+            return None
+        (workers, leases, firsts, versions), self._order = zip(*self._order, strict=True), []
+        return PushesApplied(rank, time_s, workers, leases, firsts if any(firsts) else (), versions)
+
     def refused(self, reason: str) -> None:
         """Counts a shard that refused a gradient."""
         self._refused[reason] += 1
@@ -60,7 +86,7 @@ class ServerCounters:
     def moved_bytes(self) -> int:
         """Payload pushed and pulled."""
         moved = (*map(mul, self._pushed_lengths, self._pushes), *map(mul, self._pulled_lengths, self._pulls))
-        return int(sum(moved))
+        return int(sum(moved)) + (self.rows.pushed_bytes + self.rows.pulled_bytes if self.rows else 0)
 
     def event(self, rank: int, time_s: float) -> ServerStats:
         """Returns the present counts."""
@@ -78,5 +104,5 @@ class ServerCounters:
             },
             waited_s={str(worker): seconds for worker, seconds in sorted(self._waited_s.items())},
             refused=dict(self._refused),
-            shards=tuple(map(ShardStats, *columns)),
+            shards=(*map(ShardStats, *columns), *([self.rows] if self.rows else [])),
         )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from headrace.checkpoint.forms import pack, unpack
 from headrace.machine import give_back
+from headrace.parameter_server.sparse.tables import ServedTables, TablesState
 from headrace.parameter_server.wire import ShardLayout, like
 from headrace.spec.model import ParameterSpec
 from headrace.spec.options import Options
@@ -61,13 +62,15 @@ class ShardOptimizerState:
     done: tuple[float, ...]
     settings: str
     shows_average: bool
+    tables: TablesState | None = None
 
 
 class ShardOptimizer:
     """Updates the parameters of one server's shards, which are numbered from 0.
 
     `factory` makes the job's optimizer from named parameters, `parameters` are those of the whole model, in order. If
-    `full`, every step is applied with the whole learning rate, as in papers, not with its share of it.
+    `full`, every step is applied with the whole learning rate, as in papers, not with its share of it. `tables` are
+    updated row by row, by themselves.
     """
 
     def __init__(
@@ -78,7 +81,9 @@ class ShardOptimizer:
         clock: RoundClock | None = None,
         full: bool = False,
         remedies: Remedies | None = None,
+        tables: ServedTables | None = None,
     ) -> None:
+        self.tables = tables
         self._layout = layout
         self._full = full
         self._remedies = remedies or Remedies()
@@ -140,6 +145,8 @@ class ShardOptimizer:
         """Sets the number of rounds done, with those whose gradients were refused."""
         self._done = [float(done)] * len(self._done)
         self._advance(done)
+        if self.tables is not None:
+            self.tables.settle(done)
 
     def sent(self, worker: int, shards: Sequence[int]) -> None:
         """Records that a worker has received these shards' present parameters."""
@@ -150,7 +157,8 @@ class ShardOptimizer:
     def state(self, shard: int | None = None) -> bytes:
         """Returns a shard's state as safetensors, or the rest as JSON; raises ValueError if there is no such shard."""
         if shard is None:
-            return json.dumps(self._updater.settings()).encode()
+            own = {} if self.tables is None else {"tables": self.tables.settings()}
+            return json.dumps({**self._updater.settings(), **own}).encode()
         self._require(shard)
         return pack({piece.name: piece.value for piece in self._updater.state(shard)})
 
@@ -161,7 +169,10 @@ class ShardOptimizer:
         """
         try:
             if shard is None:
-                self._updater.load([], json.loads(state) if state else None)
+                settings = json.loads(state) if state else None
+                self._updater.load([], settings)
+                if self.tables is not None and settings is not None and "tables" in settings:
+                    self.tables.load_settings(settings["tables"])
                 return
             self._require(shard)
             pieces = [StatePiece.parse(name, value) for name, value in unpack(state).items()]
@@ -176,8 +187,10 @@ class ShardOptimizer:
             tensors |= {f"state/{shard}/{piece.name}": piece.value for piece in self._updater.state(shard)}
         # For optimizers that draw random numbers.
         tensors["random"] = torch.get_rng_state()
-        state = ShardOptimizerState(self._round, tuple(self._done), self.state().decode(), self._updater.swapped)
-        return state, tensors
+        tables, rows = self.tables.state() if self.tables is not None else (None, {})
+        settings = self.state().decode()
+        state = ShardOptimizerState(self._round, tuple(self._done), settings, self._updater.swapped, tables)
+        return state, tensors | rows
 
     def load_all(self, state: ShardOptimizerState, tensors: Mapping[str, Tensor]) -> None:
         """Takes over an optimizer's whole state; raises ValueError if it is of other shards, or not consistent."""
@@ -198,6 +211,10 @@ class ShardOptimizer:
             self._updater.load(own, index=index)
         torch.set_rng_state(like(tensors, "random", torch.get_rng_state()).clone())
         self._round, self._done = state.round, list(state.done)
+        if self.tables is not None:
+            if state.tables is None:
+                raise ValueError("the state has no tables")
+            self.tables.load(state.tables, tensors)
         # The tensors were saved exchanged.
         self._updater.swapped = state.shows_average
 
@@ -207,7 +224,8 @@ class ShardOptimizer:
 
     def memory(self) -> tuple[int, int]:
         """Returns the bytes of parameters, and of the optimizer's state."""
-        return sum(self._layout.slots.lengths), self._updater.state_bytes()
+        values, state = self.tables.memory() if self.tables is not None else (0, 0)
+        return sum(self._layout.slots.lengths) + values, self._updater.state_bytes() + state
 
     def _require(self, shard: int) -> None:
         if not 0 <= shard < len(self._layout):

@@ -21,6 +21,7 @@ from headrace.parameter_server.core.shard import Shard, ShardState
 from headrace.parameter_server.server.coordinator import Member
 from headrace.parameter_server.server.counters import ServerCounters
 from headrace.parameter_server.server.optimizer import ShardOptimizer
+from headrace.parameter_server.sparse.requests import RowRequests, as_tensor
 from headrace.parameter_server.wire import MOST_WEIGHT, Kind, Message, ShardLayout, decode, encode, like
 from headrace.training.clipping import all_finite
 from headrace.transport.base import ServerTransport
@@ -85,6 +86,7 @@ class Requests:
         machines: Sequence[Shard],
         counters: ServerCounters,
         measures: bool = False,
+        rows: RowRequests | None = None,
     ) -> None:
         self._transport = transport
         self._layout = layout
@@ -95,6 +97,7 @@ class Requests:
         self._tensors = [layout.view(shard, transport.parameters(shard)) for shard in range(len(layout))]
         optimizer.bind(self._tensors)
         self._open: dict[tuple[int, int], _Request] = {}
+        self.rows = rows
 
     def state(self) -> tuple[tuple[RequestState, ...], tuple[ShardState, ...], dict[str, Tensor]]:
         """Returns open requests, shards, and parameters and gradients, which are not copied."""
@@ -107,11 +110,18 @@ class Requests:
                 refused = request.refused.value if request.refused else 0
                 message, present = encode(request.message).hex(), tuple(request.gradients)
                 states.append(RequestState(worker, request.peer, message, request.unsaid, refused, present))
-        return tuple(states), tuple(machine.state() for machine in self._machines), tensors
+        shards = [machine.state() for machine in self._machines]
+        if self.rows is not None:
+            shards.append(self.rows.machine.state())
+            for worker, push in self.rows.open.items():
+                states.append(RequestState(worker, push.peer, encode(push.message).hex(), 1, 0, ()))
+                tensors[f"rows/{worker}"] = as_tensor(push.blob)
+        return tuple(states), tuple(shards), tensors
 
     def load(self, open_: Sequence[RequestState], shards: Sequence[ShardState], tensors: Mapping[str, Tensor]) -> None:
         """Takes over a saved state; raises ValueError if it is of other shards, or not consistent."""
-        for machine, state in zip(self._machines, shards, strict=True):
+        machines = [*self._machines, *([self.rows.machine] if self.rows else [])]
+        for machine, state in zip(machines, shards, strict=True):
             machine.load(state)
         every = range(len(self._machines))
         with self._transport.writing(every):
@@ -119,8 +129,13 @@ class Requests:
                 tensor.copy_(like(tensors, f"parameter/{shard}", tensor))
             self.publish_versions()
         self._open.clear()
+        if self.rows is not None:
+            self.rows.open.clear()
         for each in open_:
             message = decode(bytes.fromhex(each.message))
+            if message.kind == Kind.PUSH_ROWS:
+                self._rows().add(each.worker, each.peer, message, tensors[f"rows/{each.worker}"].numpy().tobytes())
+                continue
             gradients = {
                 shard: like(tensors, _gradient_name(each.worker, shard), self._tensors[shard]).clone()
                 for shard in each.present
@@ -131,11 +146,14 @@ class Requests:
 
     def drop(self, worker: int) -> None:
         """Drops a worker's open requests."""
+        if self.rows is not None:
+            self.rows.drop(worker)
         self._open = {key: request for key, request in self._open.items() if key[0] != worker}
 
     def numbers(self, peer: int) -> set[int]:
         """Returns the numbers of the open requests of a connection."""
-        return {request.message.number for request in self._open.values() if request.peer == peer}
+        every = (*self._open.values(), *(self.rows.open.values() if self.rows else ()))
+        return {request.message.number for request in every if request.peer == peer}
 
     def publish_versions(self) -> None:
         """Publishes the versions of all parameters."""
@@ -159,6 +177,13 @@ class Requests:
     def broadcast(self, event: events.Event) -> None:
         """Lets all shards handle an event."""
         self._carry_out([(shard, machine.handle(event)) for shard, machine in enumerate(self._machines)])
+        if self.rows is not None:
+            self.rows.broadcast(event)
+
+    def _rows(self) -> RowRequests:
+        if self.rows is None:
+            raise ValueError("there are no tables of rows on this server")
+        return self.rows
 
     def answer_observer(self, member: Member, message: Message) -> None:
         """Answers a client that only observes at once."""
@@ -185,8 +210,11 @@ class Requests:
             raise ValueError(f"shards {shards.start} to {shards.stop} of the {len(self._machines)} that are here")
         return shards
 
-    def take(self, member: Member, message: Message) -> None:
-        """Passes a push, a pull or both to the shards."""
+    def take(self, member: Member, message: Message, blob: memoryview) -> None:
+        """Passes a push, a pull or both to the shards, or a push of rows to the tables."""
+        if message.kind == Kind.PUSH_ROWS:
+            self._rows().take(member, message, blob)
+            return
         if member.observes:
             raise ValueError(f"{message.kind.name} from a client that only observes")
         peer, worker, incarnation = member.peer, member.worker, member.incarnation
@@ -213,6 +241,9 @@ class Requests:
                 wanted += machine.handle(events.Pull(worker, incarnation))
             actions.append((shard, wanted))
         self._carry_out(actions)
+        steps = [action for action in actions[0][1] if isinstance(action, events.ApplyStep)]
+        if steps and steps[0].workers == (worker,):
+            self._counters.applied(worker, message.lease, shards.start, self._machines[shards.start].version)
 
     def _carry_out(self, actions: _Actions) -> None:
         alone: dict[tuple[int, float, int], list[int]] = {}

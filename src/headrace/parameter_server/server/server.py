@@ -25,13 +25,15 @@ from headrace.parameter_server.server.counters import ServerCounters
 from headrace.parameter_server.server.optimizer import ShardOptimizer
 from headrace.parameter_server.server.requests import Requests, StepFailed
 from headrace.parameter_server.server.snapshots import ServerState, pack, unpack
+from headrace.parameter_server.sparse.requests import RowRequests
 from headrace.parameter_server.wire import Kind, Message, ShardLayout, decode, encode
 from headrace.shared_memory.segment import SharedSegment
 from headrace.transport.base import ReceivedMessage, ServerTransport
 
 _WAIT_S = 0.1
 
-_PUSHES = (Kind.PUSH, Kind.PULL, Kind.PUSH_PULL)
+_PUSHES = (Kind.PUSH, Kind.PULL, Kind.PUSH_PULL, Kind.PUSH_ROWS)
+_ROWS = (Kind.PULL_ROWS, Kind.ROWS, Kind.LOAD_ROWS)
 _LEASED = (Kind.COMMIT, Kind.HALT, Kind.ADVANCE)
 
 
@@ -63,7 +65,10 @@ class Server:
         self._layout = layout
         self._optimizer = optimizer
         self._first = machines[0]
-        self._requests = Requests(transport, layout, optimizer, machines, self.counters, measures)
+        # After the shards' machines comes that of the tables, if there are some.
+        dense, tables = machines[: len(layout)], optimizer.tables
+        rows = RowRequests(transport, tables, machines[len(layout)], self.counters) if tables else None
+        self._requests = Requests(transport, layout, optimizer, dense, self.counters, measures, rows)
         self._coordinator = Coordinator(*coordinates, transport.send) if coordinates else None
         self._members = Membership()
         # With a backup, the second report of an end must be part of the log.
@@ -210,7 +215,7 @@ class Server:
         if message.kind == Kind.PULL and member.observes:
             self._requests.answer_observer(member, message)
         elif message.kind in _PUSHES:
-            self._requests.take(member, message)
+            self._requests.take(member, message, received.blob)
         elif message.kind == Kind.ASK:
             self._leasing().ask(member, message)
         else:
@@ -292,7 +297,12 @@ class Server:
     def _administer(self, member: Member, received: ReceivedMessage, message: Message) -> None:
         """Handles what is asked between rounds, when no worker pushes; a repeated request is only answered."""
         blob = b""
-        if message.kind == Kind.STATE:
+        if message.kind in _ROWS:
+            rows = self._requests.rows
+            if rows is None:
+                raise ValueError(f"{message.kind.name} on a server without tables")
+            blob = rows.answer(member, message, received.blob)
+        elif message.kind == Kind.STATE:
             blob = self._optimizer.state(message.first if message.flag else None)
         elif message.number != member.done:
             self._do(member, received, message)

@@ -1,0 +1,77 @@
+"""A step with 2,000 rows of a table of 1 M x 64: rows from servers, the dense table from servers, and TorchRec."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import headrace as hr
+from headrace.spec.events import ServerStats, Stepped
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import alternate, ratio, report, rival
+
+ROWS, WIDTH, BATCH, EPOCH = 1_000_000, 64, 2_000, 10
+WORKERS = 2
+
+
+class Model(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.item = nn.Embedding(ROWS, WIDTH, sparse=sparse)
+        self.tower = nn.Linear(WIDTH, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        output: Tensor = self.tower(self.item(ids))
+        return output.squeeze(1)
+
+
+def step_ms(sparse: bool, epochs: int, moved: dict[str, float] | None = None) -> float:
+    """Returns the median time of a step of both workers, each with 2,000 distinct rows, after the first epoch."""
+    ids = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))[: EPOCH * WORKERS * BATCH]
+    job = hr.Job(
+        model=functools.partial(Model, sparse),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        data=(ids, torch.randn(len(ids))),
+        loss=nn.functional.mse_loss,
+        global_batch_size=WORKERS * BATCH,
+        epochs=epochs,
+    )
+    run = hr.fit(job, hr.ParameterServer(workers=WORKERS, staleness_bound=0), device="cpu", check=False)
+    times = sorted(event.time_s for event in run.events if isinstance(event, Stepped) and event.rank == 0)
+    later = times[EPOCH if sparse else 1 :]
+    if moved is not None:
+        last = next(event for event in reversed(run.events) if isinstance(event, ServerStats))
+        rows = next(shard for shard in last.shards if shard.name == "rows of item")
+        touched = epochs * EPOCH * WORKERS * BATCH * WIDTH * 4
+        moved |= {"to the servers": rows.pushed_bytes / touched, "to the workers": rows.pulled_bytes / touched}
+    return 1e3 * statistics.median(b - a for a, b in pairwise(later))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--torchrec", default="", help="a folder with torchrec and fbgemm-gpu-cpu, to compare with these"
+    )
+    options = parser.parse_args()
+    moved: dict[str, float] = {}
+    rows = {"rows from a server": functools.partial(step_ms, True, 6, moved)}
+    if options.torchrec:
+        name, other = (
+            "against-torchrec",
+            {"TorchRec on gloo": functools.partial(rival, "torchrec_rows", options.torchrec)},
+        )
+    else:
+        name, other = "sparse-embeddings", {"the dense table from a server": functools.partial(step_ms, False, 1)}
+    figures = alternate({**rows, **other}, options.rounds)
+    ratios = {f"{each} / rows": ratio(figures, each, "rows from a server") for each in other}
+    ratios |= {f"bytes {way} / touched rows": factor for way, factor in moved.items()}
+    report(Path(__file__).parent, name, "ms", figures, ratios)

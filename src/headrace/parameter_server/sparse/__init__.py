@@ -1,0 +1,1 @@
+"""Tables of embeddings on parameter servers: only rows of a batch travel."""

@@ -1,0 +1,164 @@
+"""Requests of workers about rows: one state machine for all tables of a server, as for a shard.
+
+push of rows ──► machine ──► step over the rows of all tables ──► answer
+pull of rows ──► answer, at once: who may proceed is decided with the parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from headrace.checkpoint.forms import pack, unpack
+from headrace.parameter_server.core import events
+from headrace.parameter_server.core.shard import Shard
+from headrace.parameter_server.server.coordinator import Member
+from headrace.parameter_server.server.counters import ServerCounters
+from headrace.parameter_server.sparse.messages import Rows, decode_pull, decode_push, encode_rows
+from headrace.parameter_server.sparse.tables import ServedTables
+from headrace.parameter_server.wire import Kind, Message, encode
+from headrace.spec.events import ShardStats
+from headrace.training.clipping import all_finite
+from headrace.training.embeddings.pieces import blocks_of, chunks, to_pieces
+from headrace.training.embeddings.updater import combine
+from headrace.training.optimizer import StatePiece
+from headrace.transport.base import ServerTransport
+
+
+@dataclass
+class OpenPush:
+    """A push of rows that is not answered yet; `blob` is what was sent, `rows` the gradients by table."""
+
+    peer: int
+    message: Message
+    blob: bytes
+    rows: Mapping[int, Rows]
+
+
+class RowRequests:
+    """All open pushes of rows, and the state machine that answers them."""
+
+    def __init__(
+        self, transport: ServerTransport, tables: ServedTables, machine: Shard, counters: ServerCounters
+    ) -> None:
+        self.machine = machine
+        self.open: dict[int, OpenPush] = {}
+        self._counters = counters
+        counters.rows = ShardStats(f"rows of {', '.join(spec.name for spec in tables.specs)}", 0, 0, 0, 0, 0.0, 0, 0)
+        self._transport = transport
+        self._tables = tables
+
+    def take(self, member: Member, message: Message, blob: memoryview) -> None:
+        """Handles a push; raises ValueError if it is none."""
+        if member.observes or len(message.numbers) != 1 or member.worker in self.open:
+            raise ValueError(f"worker {member.worker} may not push rows now")
+        (version,) = message.numbers
+        self.add(member.worker, member.peer, message, bytes(blob))
+        self._counters.moved_rows(pushes=1, pushed_bytes=len(blob))
+        gradients = [gradient for _, gradient in self.open[member.worker].rows.values()]
+        finite = bool(message.flag) and (self._transport.trusts_clients or all_finite(gradients))
+        push = events.Push(
+            member.worker, member.incarnation, message.lease, version, message.weight, message.share, finite
+        )
+        self._carry_out(self.machine.handle(push))
+
+    def add(self, worker: int, peer: int, message: Message, blob: bytes) -> None:
+        """Keeps a push that the machine knows, or is about to."""
+        rows = decode_push(self._tables.specs, memoryview(blob))
+        self.open[worker] = OpenPush(peer, message, blob, rows)
+
+    def answer(self, member: Member, message: Message, blob: memoryview) -> bytes:
+        """Handles a message about rows other than a push, and returns the answer's blob; ValueError if it is wrong."""
+        if message.kind == Kind.PULL_ROWS:
+            return self._pull(blob)
+        if message.kind == Kind.ROWS:
+            return self._block(message.first, message.lease)
+        if message.number != member.done:
+            self._load(message.first, bytes(blob), bool(message.flag))
+            member.done = message.number
+        return b""
+
+    def _pull(self, blob: memoryview) -> bytes:
+        number, ids = decode_pull(self._tables.specs, blob)
+        answer = encode_rows(self.machine.version, self._tables.tables[number].read(ids))
+        self._counters.moved_rows(pulls=1, pushed_bytes=len(blob), pulled_bytes=len(answer))
+        return answer
+
+    def _block(self, number: int, start: int) -> bytes:
+        """Returns some of the rows that are here, from the `start`-th on, as pieces; none if there are no more."""
+        if not (0 <= number < len(self._tables.tables) and start >= 0):
+            raise ValueError(f"there is no table {number}, only {len(self._tables.tables)}")
+        table = self._tables.tables[number]
+        # Of equal length, so that the first one says how long all are.
+        every = chunks(len(table), table.nbytes // max(1, len(table)))
+        stop = next((stop for first, stop in every if first == start), start)
+        return pack({piece.name: piece.value for piece in to_pieces(table.spec.name, start, table.block(start, stop))})
+
+    def _load(self, number: int, blob: bytes, clears: bool) -> None:
+        """Loads rows, or drops all of all tables; raises ValueError if this is no block of rows."""
+        if clears:
+            self._tables.clear()
+        else:
+            try:
+                table = self._tables.tables[number]
+                pieces = [StatePiece.parse(name, value) for name, value in unpack(blob).items()]
+                for block in blocks_of(pieces, table.spec.name):
+                    table.load(block)
+            except Exception as error:
+                raise ValueError(f"no rows of a table: {error}") from error
+        self.broadcast(events.Renew())
+
+    def broadcast(self, event: events.Event) -> None:
+        """Lets the machine handle an event."""
+        self._carry_out(self.machine.handle(event))
+
+    def drop(self, worker: int) -> None:
+        """Drops a worker's open push."""
+        self.open.pop(worker, None)
+
+    def _carry_out(self, actions: Sequence[events.Action]) -> None:
+        for action in actions:
+            if isinstance(action, events.ApplyStep):
+                self._step(action)
+            elif isinstance(action, events.Ack | events.Refuse):
+                request = self.open.pop(action.worker, None)
+                if isinstance(action, events.Refuse) and action.lease >= 0:
+                    self._counters.refused(action.reason.name.lower())
+                if request is not None:
+                    reason = action.reason.value if isinstance(action, events.Refuse) else 0
+                    self._answer(request, reason)
+
+    def _step(self, step: events.ApplyStep) -> None:
+        began = perf_counter()
+        self._apply(step)
+        worker = step.workers[0] if len(step.workers) == 1 else -1
+        self._counters.stepped_rows(worker, step.staleness, perf_counter() - began)
+
+    def _apply(self, step: events.ApplyStep) -> None:
+        requests = [self.open[worker] for worker in step.workers]
+        steps = max(request.message.steps for request in requests)
+        if len(requests) == 1:
+            self._tables.apply(requests[0].rows, step.share, step.staleness, steps)
+            return
+        # The mean of a round, summed in the order of the workers.
+        weight = sum(request.message.weight for request in requests)
+        mean: dict[int, Rows] = {}
+        for number in sorted({number for request in requests for number in request.rows}):
+            those = [request for request in requests if number in request.rows]
+            own = [request.rows[number][1] * (request.message.weight / weight) for request in those]
+            mean[number] = combine([request.rows[number][0] for request in those], own)
+        self._tables.apply(mean, step.share, step.staleness, steps)
+
+    def _answer(self, request: OpenPush, reason: int) -> None:
+        asked = request.message
+        message = Message(Kind.ANSWER, 0, reason, asked.lease, number=asked.number)
+        self._transport.send(request.peer, encode(message))
+
+
+def as_tensor(blob: bytes) -> Tensor:
+    """Returns bytes as `(bytes,)` uint8."""
+    return torch.frombuffer(bytearray(blob), dtype=torch.uint8) if blob else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,1 @@
+"""Embedding tables whose rows are made, trained and moved one by one."""

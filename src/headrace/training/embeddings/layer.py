@@ -1,0 +1,140 @@
+"""The layer that stands in a model for `nn.Embedding` and `nn.EmbeddingBag` with `sparse=True`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headrace.errors import DataError, JobError
+from headrace.spec.embedding import TableSpec
+from headrace.training.embeddings.table import EmbeddingTable, RowBlock
+from headrace.training.embeddings.updater import combine
+
+
+class RowSource(ABC):
+    """Where a layer gets its rows."""
+
+    @abstractmethod
+    def pull(self, ids: Tensor) -> Tensor:
+        """Returns the rows `ids`, distinct and ascending int64 on the CPU, as new memory `(ids, width)`."""
+
+    @abstractmethod
+    def blocks(self) -> Iterator[RowBlock]:
+        """Yields the changed rows, without their optimizer's state."""
+
+
+class LocalRows(RowSource):
+    """Rows of a table in this process."""
+
+    def __init__(self, table: EmbeddingTable) -> None:
+        self.table = table
+
+    def pull(self, ids: Tensor) -> Tensor:
+        return self.table.read(ids)
+
+    def blocks(self) -> Iterator[RowBlock]:
+        if len(self.table):
+            yield self.table.block(0, len(self.table))
+
+
+@dataclass(frozen=True)
+class BagOptions:
+    """What `nn.EmbeddingBag` does with the rows of a bag: `mode` is "sum", "mean" or "max"."""
+
+    mode: str
+    include_last_offset: bool = False
+
+
+class SparseEmbedding(nn.Module):
+    """An embedding whose rows come from a table elsewhere: only those of the batch are here.
+
+    Its input and output are those of `nn.Embedding`, or with `bag` of `nn.EmbeddingBag`.
+
+    Attributes:
+        spec: of the table; `num_embeddings` and `embedding_dim` as in torch.
+        source: of the rows.
+        collects: whether the gradients of its rows are kept until `take`.
+    """
+
+    def __init__(self, spec: TableSpec, source: RowSource, bag: BagOptions | None = None) -> None:
+        super().__init__()
+        self.spec, self.source, self.bag = spec, source, bag
+        self.num_embeddings, self.embedding_dim, self.sparse = spec.rows, spec.width, True
+        self.padding_idx = spec.padding if spec.padding >= 0 else None
+        self.collects = False
+        self._uses: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def weight(self) -> Tensor:
+        """There is none: raises JobError."""
+        raise JobError(
+            f"the model uses the weight of the sparse embedding {self.spec.name!r} itself, and only the rows of a "
+            "batch are there; call the layer, or make it with sparse=False"
+        )
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The rows of each call since the last `take`, of which autograd leaves the gradient in `.grad`."""
+        return [rows for _, rows in self._uses]
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Returns the embeddings of a batch of indices; raises DataError for an index that the table has not."""
+        self._require(input)
+        ids, inverse = torch.unique(input.detach().cpu().long(), return_inverse=True)
+        rows, inverse = self.source.pull(ids).to(input.device), inverse.to(input.device)
+        if torch.is_grad_enabled() and self.spec.trainable:
+            rows.requires_grad_()
+            if self.collects:
+                self._uses.append((ids, rows))
+        if self.bag is None:
+            return F.embedding(inverse, rows)
+        found = (ids == self.spec.padding).nonzero().view(-1)
+        return F.embedding_bag(
+            inverse,
+            rows,
+            offsets,
+            mode=self.bag.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.bag.include_last_offset,
+            padding_idx=int(found[0]) if len(found) else None,
+        )
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Returns the gradient of the calls since the last time, summed: distinct ids, and `(ids, width)`."""
+        uses, self._uses = self._uses, []
+        found = [(ids, rows.grad) for ids, rows in uses if rows.grad is not None]
+        if not found:
+            none = torch.empty(0, dtype=torch.int64)
+            return none, torch.empty(0, self.spec.width, dtype=getattr(torch, self.spec.dtype))
+        ids, gradient = combine([each for each, _ in found], [each.cpu() for _, each in found if each is not None])
+        if self.spec.padding >= 0:
+            kept = ids != self.spec.padding
+            ids, gradient = ids[kept], gradient[kept]
+        return ids, gradient
+
+    def forget(self) -> None:
+        """Drops calls whose gradient is not wanted."""
+        self._uses.clear()
+
+    def extra_repr(self) -> str:
+        return f"{self.spec.rows}, {self.spec.width}, sparse=True"
+
+    def _require(self, input: Tensor) -> None:
+        if not input.numel():
+            return
+        low, high = int(input.min()), int(input.max())
+        if low < 0 or high >= self.spec.rows:
+            raise DataError(
+                f"the sparse embedding {self.spec.name!r} has {self.spec.rows:,} rows, and the batch has the index "
+                f"{low if low < 0 else high:,}; make the table larger, or map such indices to one that it has"
+            )
+
+
+def sparse_layers(module: nn.Module) -> Iterator[SparseEmbedding]:
+    """Yields the sparse embeddings of a model, each once, in its order."""
+    yield from (each for each in module.modules() if isinstance(each, SparseEmbedding))

@@ -1,0 +1,134 @@
+"""How an optimizer updates the rows of a table that have a gradient, and no other row."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from headrace.errors import UsageError
+from headrace.training.embeddings.optimizers import LazyAdam, RowwiseAdagrad
+from headrace.training.embeddings.table import EmbeddingTable
+
+_Group = Mapping[str, Any]
+
+
+class RowRule(ABC):
+    """One optimizer's update of rows; its options are read from the optimizer's group, which a schedule may change.
+
+    `kept` is what it keeps for a row: by key, whether for each number of the row or once for the row.
+    """
+
+    kept: ClassVar[Mapping[str, bool]] = {}
+
+    def columns(self, width: int, group: _Group) -> dict[str, tuple[int, float]]:
+        """Returns the state of a row, as `EmbeddingTable` takes it."""
+        return {key: (width if each else 1, self.begin(group)) for key, each in self.kept.items()}
+
+    def begin(self, group: _Group) -> float:
+        """Returns what state begins with."""
+        return 0.0
+
+    @abstractmethod
+    def update(self, table: EmbeddingTable, slots: Tensor, gradient: Tensor, group: _Group, rate: float) -> None:
+        """Updates distinct rows in place; `gradient` is `(slots, width)`, and `rate` the learning rate."""
+
+
+class SGDRows(RowRule):
+    """Stochastic gradient descent."""
+
+    def update(self, table: EmbeddingTable, slots: Tensor, gradient: Tensor, group: _Group, rate: float) -> None:
+        table.values.index_add_(0, slots, gradient, alpha=-rate)
+
+
+class AdagradRows(RowRule):
+    """Adagrad (Duchi et al. 2011)."""
+
+    kept: ClassVar[Mapping[str, bool]] = {"sum": True}
+
+    def begin(self, group: _Group) -> float:
+        return float(group["initial_accumulator_value"])
+
+    def update(self, table: EmbeddingTable, slots: Tensor, gradient: Tensor, group: _Group, rate: float) -> None:
+        total = table.state["sum"]
+        summed = total[slots].add_(gradient.square())
+        total[slots] = summed
+        table.values[slots] = table.values[slots].addcdiv_(gradient, summed.sqrt_().add_(group["eps"]), value=-rate)
+
+
+class RowwiseAdagradRows(RowRule):
+    """Adagrad with one accumulator a row."""
+
+    kept: ClassVar[Mapping[str, bool]] = {"row_sum": False}
+
+    def begin(self, group: _Group) -> float:
+        return float(group["initial_accumulator_value"])
+
+    def update(self, table: EmbeddingTable, slots: Tensor, gradient: Tensor, group: _Group, rate: float) -> None:
+        total = table.state["row_sum"]
+        summed = total[slots].add_(gradient.square().mean(1, keepdim=True))
+        total[slots] = summed
+        table.values.index_add_(0, slots, gradient / summed.sqrt_().add_(group["eps"]), alpha=-rate)
+
+
+class LazyAdamRows(RowRule):
+    """Adam without changes of the rows that have no gradient; its corrections count the updates of the table."""
+
+    kept: ClassVar[Mapping[str, bool]] = {"exp_avg": True, "exp_avg_sq": True}
+
+    def update(self, table: EmbeddingTable, slots: Tensor, gradient: Tensor, group: _Group, rate: float) -> None:
+        first, second = group["betas"]
+        mean, square = table.state["exp_avg"], table.state["exp_avg_sq"]
+        means = mean[slots].lerp_(gradient, 1 - first)
+        squares = square[slots].mul_(second).addcmul_(gradient, gradient, value=1 - second)
+        mean[slots], square[slots] = means, squares
+        # As torch.optim.SparseAdam, with the correction in the rate.
+        rate *= (1 - second**table.steps) ** 0.5 / (1 - first**table.steps)
+        table.values[slots] = table.values[slots].addcdiv_(means, squares.sqrt_().add_(group["eps"]), value=-rate)
+
+
+_RULES: Mapping[type, RowRule] = {
+    torch.optim.SGD: SGDRows(),
+    torch.optim.Adagrad: AdagradRows(),
+    LazyAdam: LazyAdamRows(),
+    RowwiseAdagrad: RowwiseAdagradRows(),
+}
+_NEEDS_ALL_ROWS = {
+    "weight_decay": "shrinks every row in every step",
+    "momentum": "moves rows on that have no gradient",
+    "lr_decay": "has a rate that no row-wise form keeps",
+    "maximize": "has no row-wise form",
+    "amsgrad": "has no row-wise form",
+}
+_REMEDY = "use torch.optim.SGD, torch.optim.Adagrad, hr.RowwiseAdagrad or hr.LazyAdam"
+
+
+def rule_of(optimizer: torch.optim.Optimizer, table: str) -> tuple[RowRule, dict[str, Any]]:
+    """Returns how an optimizer updates the rows of a table, and the table's group; the table is one of its parameters.
+
+    Raises:
+        UsageError: the optimizer changes rows that have no gradient, or none of its groups has the table.
+    """
+    group = next((group for group in optimizer.param_groups if table in group["param_names"]), None)
+    name = type(optimizer).__name__
+    if group is None:
+        raise UsageError(
+            f"no group of the job's {name} has the table {table!r}, which is trained; add it, or freeze it"
+        )
+    rule = _RULES.get(type(optimizer))
+    if rule is None:
+        better = "hr.LazyAdam" if "Adam" in name else "hr.RowwiseAdagrad"
+        raise UsageError(
+            f"{name} changes all rows of the table {table!r} in every step, and only the rows of a batch travel; "
+            f"{_REMEDY}: here {better} is the nearest"
+        )
+    for option, what in _NEEDS_ALL_ROWS.items():
+        if group.get(option):
+            raise UsageError(
+                f"{name} with {option}={group[option]} {what}, and only the rows of a batch of the table {table!r} "
+                f"travel; give the table a group with {option}=0, or {_REMEDY} without it"
+            )
+    return rule, group

@@ -1,0 +1,234 @@
+"""Embeddings with `sparse=True`: the same rows under every strategy that trains them, from servers or not."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headrace as hr
+from headrace.errors import UsageError
+from headrace.spec.events import Event, ServerStarted, Stepped
+from headrace.training.embeddings.generator import first_rows
+from headrace.training.embeddings.layer import sparse_layers
+
+ROWS, EXAMPLES = 300, 96
+
+
+class TwoTables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.item = nn.Embedding(ROWS, 4, sparse=True, padding_idx=0)
+        self.seen = nn.EmbeddingBag(50, 3, sparse=True, mode="mean")
+        nn.init.xavier_uniform_(self.seen.weight)
+        self.tower = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.tower(torch.cat([self.item(x[:, 0]), self.seen(x[:, 1:] % 50)], 1))
+        return output.squeeze(1)
+
+
+def job(optimizer: Callable[..., Any], epochs: int = 2, **options: Any) -> hr.Job:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(0, ROWS, (EXAMPLES, 4), generator=generator)
+    y = torch.randn(EXAMPLES, generator=generator, dtype=torch.float64)
+    return hr.Job(
+        model=TwoTables,
+        optimizer=optimizer,
+        data=(x, y),
+        eval_data=(x, y),
+        loss=nn.functional.mse_loss,
+        global_batch_size=13,
+        epochs=epochs,
+        seed=7,
+        options=hr.Options(**options),
+    )
+
+
+def weights(run: hr.Run) -> Tensor:
+    """Returns every number of the trained model."""
+    rows = [run.model.item.source.pull(torch.arange(ROWS)), run.model.seen.source.pull(torch.arange(50))]  # type: ignore[union-attr,operator]
+    return torch.cat([each.flatten() for each in (*rows, *run.model.parameters())]).detach()
+
+
+OPTIMIZERS = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.3),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.3),
+    "rowwise": functools.partial(hr.RowwiseAdagrad, lr=0.3),
+    "adam": functools.partial(hr.LazyAdam, lr=0.05),
+}
+SYNCHRONOUS = {
+    "mirrored": hr.Mirrored(2),
+    "central_storage": hr.CentralStorage(3),
+    "servers": hr.ParameterServer(workers=2, servers=3, staleness_bound=0),
+    "ranges": hr.ParameterServer(workers=3, servers=2, staleness_bound=0, row_placement="range", transport="tcp"),
+}
+THREADS = hr.ThreadEngine
+
+
+@functools.cache
+def one_device(optimizer: str, epochs: int = 2) -> tuple[Tensor, float]:
+    run = hr.fit(job(OPTIMIZERS[optimizer], epochs), hr.OneDevice(), device="cpu", engine=THREADS())
+    return weights(run), run.metrics["loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", *(pytest.param(each, marks=pytest.mark.full) for each in OPTIMIZERS)])
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+def test_synchronous_strategies_give_what_one_device_gives(strategy: str, optimizer: str) -> None:
+    run = hr.fit(job(OPTIMIZERS[optimizer]), SYNCHRONOUS[strategy], device="cpu", engine=THREADS())
+    expected, loss = one_device(optimizer)
+    torch.testing.assert_close(weights(run), expected, rtol=1e-9, atol=1e-9)
+    assert run.metrics["loss"] == pytest.approx(loss, rel=1e-9)
+    assert torch.equal(run.model.item.source.pull(torch.tensor([0])), torch.zeros(1, 4).double())  # type: ignore[union-attr,operator]
+
+
+@pytest.mark.slow
+def test_one_device_gives_what_torch_gives_with_the_same_rows() -> None:
+    one = job(OPTIMIZERS["adagrad"], epochs=1)
+    run = hr.fit(one, hr.OneDevice(), device="cpu", engine=THREADS())
+    torch.manual_seed(one.seed)
+    model = TwoTables()
+    # With dense gradients: the same numbers, and torch's optimizers take them without a warning.
+    model.item.sparse = model.seen.sparse = False
+    with torch.no_grad():
+        for layer in (model.item, model.seen):
+            spec = next(each.spec for each in sparse_layers(run.model) if each.spec.rows == len(layer.weight))
+            layer.weight.copy_(first_rows(spec, torch.arange(spec.rows)))
+    batches, start = _batches_of(one)
+    model.tower.load_state_dict(start)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.3)
+    for x, y in batches:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    with torch.no_grad():
+        theirs = [model.item.weight, model.seen.weight, *model.tower.parameters()]
+        torch.testing.assert_close(weights(run), torch.cat([each.flatten() for each in theirs]), rtol=1e-9, atol=1e-9)
+
+
+def _batches_of(one: hr.Job) -> tuple[list[Any], dict[str, Tensor]]:
+    """Returns the batches of a job, and what its tower begins with."""
+    batches: list[Any] = []
+    start: dict[str, Tensor] = {}
+
+    def collect(worker: hr.Worker) -> None:
+        start.update({name: value.clone() for name, value in worker.model.tower.state_dict().items()})  # type: ignore[union-attr]
+        for batch in worker.batches():
+            batches.append(batch)
+            worker.step(batch)
+
+    hr.launch(collect, one, device="cpu", engine=THREADS())
+    return batches, start
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_under_other_strategies_and_numbers_of_servers(tmp_path: Path) -> None:
+    ways = [
+        hr.ParameterServer(workers=2, servers=3, staleness_bound=0),
+        hr.Mirrored(2),
+        hr.ParameterServer(workers=2, servers=2, staleness_bound=0, row_placement="range"),
+    ]
+    for epochs, strategy in enumerate(ways, 1):
+        one = job(OPTIMIZERS["adam"], epochs)
+        run = hr.fit(one, strategy, device="cpu", engine=THREADS(), run_dir=tmp_path, resume=epochs > 1)
+    torch.testing.assert_close(weights(run), one_device("adam", 3)[0], rtol=1e-9, atol=1e-9)
+
+
+class Commuting(nn.Module):
+    """With the loss `product`, no gradient depends on the weights, and the order of pushes changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.item = nn.Embedding(ROWS, 4, sparse=True, dtype=torch.float64)
+        self.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.item(x[:, 0]).sum(1) + self.bias
+        return output
+
+
+def product(output: Tensor, target: Tensor) -> Tensor:
+    return (output * target).mean()
+
+
+@pytest.mark.slow
+def test_asynchronous_pushes_of_rows_count_once_each_when_a_server_is_killed(real_python: None) -> None:
+    servers: dict[int, int] = {}
+    killed: list[int] = []
+
+    def kill(event: Event) -> None:
+        if isinstance(event, ServerStarted):
+            servers.setdefault(event.rank, event.pid)
+        elif isinstance(event, Stepped) and event.step >= 20 and not killed:
+            killed.append(servers[2])
+            os.kill(servers[2], signal.SIGKILL)
+
+    one = dataclasses.replace(job(OPTIMIZERS["sgd"], epochs=8), model=Commuting, loss=product, eval_data=None)
+    run = hr.fit(one, hr.ParameterServer(workers=2, servers=1, backups=1), device="cpu", on_event=kill)
+    assert killed
+    expected = hr.fit(one, hr.OneDevice(), device="cpu", engine=THREADS())
+    every = torch.arange(ROWS)
+    rows = [each.model.item.source.pull(every) for each in (run, expected)]  # type: ignore[union-attr,operator]
+    torch.testing.assert_close(*rows, rtol=1e-9, atol=1e-9)
+    assert len(run.model.item.source.table) == len(torch.unique(one.data[0][:, 0]))  # type: ignore[union-attr,arg-type]
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleDict({"item": nn.Embedding(ROWS, 4), "user": nn.Embedding(ROWS, 2)})
+        self.tower = nn.Linear(6, 1)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.tower(torch.cat([self.tables["item"](x[:, 0]), self.tables["user"](x[:, 1])], 1))
+        return output.squeeze(1)
+
+
+@pytest.mark.slow
+def test_layers_are_made_sparse_by_name() -> None:
+    one = dataclasses.replace(job(OPTIMIZERS["sgd"], 1), model=Plain)
+    run = hr.fit(one, hr.ParameterServer(workers=2, sparse=("*.item",)), device="cpu", engine=THREADS())
+    assert [layer.spec.name for layer in sparse_layers(run.model)] == ["tables.item"]
+    assert "tables.user.weight" in run.model.state_dict()
+    with pytest.raises(
+        UsageError, match=r"sparse='item' is the name of no nn.Embedding .* has 'tables.item', 'tables.user'"
+    ):
+        hr.fit(one, hr.ParameterServer(workers=2, sparse=("item",)), device="cpu", engine=THREADS())
+
+
+REFUSED: dict[str, tuple[hr.Strategy, hr.Job, type[Exception], str]] = {
+    "pipeline": (
+        hr.Pipeline(2),
+        job(OPTIMIZERS["sgd"]),
+        UsageError,
+        "pipeline does not train the sparse embedding 'item'",
+    ),
+    "slices": (hr.TensorParallel(2), job(OPTIMIZERS["sgd"]), UsageError, "tensor_parallel does not train the sparse"),
+    "averages": (hr.LocalSGD(2), job(OPTIMIZERS["sgd"]), UsageError, "does not train the sparse embedding 'item'"),
+    "dense adam": (hr.OneDevice(), job(torch.optim.Adam), UsageError, "Adam changes all rows of the table 'item'"),
+    "clipping": (
+        hr.OneDevice(),
+        job(OPTIMIZERS["sgd"], clip_norm=1.0),
+        UsageError,
+        "clip_norm=1.0 with the sparse table",
+    ),
+}
+
+
+@pytest.mark.parametrize(("strategy", "one", "error", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_done_by_rows_is_refused_by_name(
+    strategy: hr.Strategy, one: hr.Job, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        hr.fit(one, strategy, device="cpu", engine=THREADS())
