@@ -9,7 +9,7 @@ from rows import PUBLISHED, Row, layered
 from headrace.pipeline.schedules import SCHEDULES
 from headrace.prediction.simulation.scene import Assumptions
 from headrace.prediction.simulation.simulate import simulate
-from headrace.prediction.simulation.staged import StageTimes, bubble_rate
+from headrace.prediction.simulation.sweep import StageTimes, bubble_rate
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import LayerSpec, ModelSpec
 from headrace.strategies import Pipeline

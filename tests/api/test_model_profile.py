@@ -16,6 +16,7 @@ import headrace as hr
 from headrace.api import model_profile
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import JobError, UsageError
+from headrace.machine import cores
 from headrace.policies.measurement import MachineLoad, Measurement
 from headrace.spec.events import Stepped
 from headrace.spec.model import ModelSpec
@@ -57,6 +58,10 @@ def test_a_profile_has_batches_layers_and_what_it_belongs_to(profiled: Any, tmp_
     assert all(min(batch.forward_s, batch.backward_s, compute.optimizer_s) > 0 for batch in compute.batches)
     assert compute.batches[1].saved_bytes == 4 * compute.batches[0].saved_bytes
     assert (compute.device, compute.threads) == ("cpu", 1)
+    # As many workers as cores slow each other down, and a process holds more than the model.
+    assert compute.crowd == cores()
+    assert 1.0 <= compute.crowding < 50
+    assert min(batch.workspace_bytes for batch in compute.batches) > 0
     assert found.flops_per_example == 2 * (16 * 32 + 32)
     # The parameter, its gradient, its momentum.
     assert (found.copies, found.trainable_bytes) == (3, 4 * (16 * 32 + 32 + 32 + 1))

@@ -19,12 +19,7 @@ from headrace.errors import DataError, JobError, UsageError
 
 torchvision_ops.declare()
 
-from transformers import (  # noqa: E402  (once torchvision can be imported)
-    DataCollatorForLanguageModeling,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedTokenizerFast,
-)
+import transformers  # noqa: E402  (once torchvision can be imported)
 
 THREADS = hr.ThreadEngine()
 ROWS = [
@@ -34,13 +29,15 @@ ROWS = [
 
 def tokenizer(**special: str) -> Any:
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(29)} | {"<pad>": 29}, "w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", **special)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", **special)
 
 
 def model() -> nn.Module:
-    made = GPT2LMHeadModel(
-        GPT2Config(vocab_size=30, n_positions=16, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0,
-                   attn_pdrop=0, bos_token_id=0, eos_token_id=0)
+    made = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=30, n_positions=16, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+            bos_token_id=0, eos_token_id=0,
+        )
     )  # fmt: skip
     made.loss_function = causal_loss
     return made.double()
@@ -52,7 +49,7 @@ def causal_loss(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.T
 
 
 def make_job(**changes: Any) -> hr.Job:
-    collator = DataCollatorForLanguageModeling(tokenizer(), mlm=False)
+    collator = transformers.DataCollatorForLanguageModeling(tokenizer(), mlm=False)
     data = hr.data.from_hugging_face(datasets.Dataset.from_dict({"input_ids": ROWS}), collator=collator)
     given: dict[str, Any] = {
         "model": model,
@@ -91,14 +88,14 @@ def test_padded_batches_of_any_length_equal_one_device_and_are_saved(strategy: A
         assert torch.allclose(run.model.state_dict()[name], trained, rtol=0, atol=1e-9), name
     where = run.save_pretrained(tmp_path / "saved", tokenizer())
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in where.iterdir()}
-    read = GPT2LMHeadModel.from_pretrained(where)
+    read = transformers.GPT2LMHeadModel.from_pretrained(where)
     assert read.lm_head.weight is read.transformer.wte.weight
     for name, trained in run.model.state_dict().items():
         assert torch.equal(read.state_dict()[name], trained), name
     tokens = torch.tensor([[1, 2, 3, 4, 5]])
     with torch.no_grad():
         assert torch.equal(read.eval()(tokens).logits, run.model.eval()(tokens).logits)
-    assert PreTrainedTokenizerFast.from_pretrained(where).pad_token == "<pad>"
+    assert transformers.PreTrainedTokenizerFast.from_pretrained(where).pad_token == "<pad>"
 
 
 @pytest.mark.slow
@@ -150,5 +147,5 @@ def test_a_collator_that_draws_from_the_process_is_told() -> None:
         return " ".join(inspect_job(job).notices)
 
     assert "the collator collate draws from the process's own random numbers" in notices(collate)
-    masking = DataCollatorForLanguageModeling(tokenizer(mask_token="w1"), mlm_probability=0.5)
+    masking = transformers.DataCollatorForLanguageModeling(tokenizer(mask_token="w1"), mlm_probability=0.5)
     assert "draws" not in notices(masking)

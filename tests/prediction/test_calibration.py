@@ -10,6 +10,7 @@ import pytest
 from headrace.errors import UsageError
 from headrace.prediction.calibration import Constants, calibrate
 from headrace.prediction.simulation.simulate import simulate
+from headrace.report.model.predicted import PredictedRun
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import BatchProfile, ComputeProfile, ModelSpec, ParameterSpec
 
@@ -80,3 +81,14 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^the profile of the model was measured with something else"):
         calibrate(places, of_gpus, CLUSTER)
     assert len(calibrate(places, of_gpus, CLUSTER, force=True).runs) == 2
+
+
+def test_a_compared_run_keeps_what_was_predicted_of_it(tmp_path: Path) -> None:
+    (run,) = ran(tmp_path, ("mirrored", 4))
+    (compared,) = calibrate([run], MODEL, CLUSTER).runs
+    kept = PredictedRun.of_run(run)
+    assert kept is not None
+    assert kept.examples_per_s == compared.predicted
+    # One from before the run would have said more, so that it stays.
+    calibrate([run], Constants(compute=2.0).model(MODEL), CLUSTER)
+    assert PredictedRun.of_run(run) == kept

@@ -136,7 +136,9 @@ def portions(workers: int, until_s: float = 6.0) -> list[Event]:
             del done[rank]
             continue
         step = given // workers
-        events.append(Stepped(rank, 1.0 + end, step, 0, 8, 3.0 / (1 + step), 8.0, 0.0, seconds / 2, seconds / 2, 0.0))
+        events.append(
+            Stepped(rank, 1.0 + end, step, 0, 8, 3.0 / (1 + step), 8.0, 0.0, seconds / 2, seconds / 2, 0.0, step)
+        )
         done[rank] += 1
         given += 1
     return events

@@ -61,6 +61,16 @@ def test_the_spread_is_between_the_parts_of_the_steady_state():
     assert TrainingClock([_paced(0.1, 0.1, 0.2, 0.1)], ()).spread() == pytest.approx(80 / 140)
 
 
+def test_rounds_that_are_done_again_count_once_in_the_rate():
+    # Rank 1 is lost in round 9; rank 0 does the rounds from 6 on again, alone.
+    lone = [_step(0, 1.0 + round_ / 10, round_) for round_ in range(9)]
+    lone += [_step(0, 2.0 + again / 10, 6 + again, examples=16) for again in range(12)]
+    lost = [_step(1, 1.0 + round_ / 10, round_) for round_ in range(9)]
+    clock = TrainingClock([{0: lone, 1: lost}], ())
+    # It begins after four rounds of each: rounds 4 to 17, of 16 examples each.
+    assert clock.rate() == pytest.approx(14 * 16 / (lone[-1].time_s - lone[3].time_s))
+
+
 def test_an_evaluation_is_no_spread():
     evaluated = [Evaluated(0, 3.5, 25, 1, 5, {"loss": 1.0}, 0.5)]
     by_rank = {

@@ -13,12 +13,11 @@ from headrace.prediction.cloud import cluster_of
 from headrace.prediction.profiling.origin import require_usable
 from headrace.prediction.simulation.scene import Assumptions
 from headrace.prediction.simulation.simulate import Prediction, simulate
+from headrace.report.model.predicted import PredictedRun
 from headrace.report.model.summary import Summary, summarize
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
-from headrace.strategies import STRATEGIES, Strategy
-from headrace.strategies.checks import COUNTS
-from headrace.strategies.strategy import describe_options
+from headrace.strategies import Strategy, made_again
 
 _STEPS = 50
 _NETWORK_FACTORS = tuple(2.0 ** (exponent / 2) for exponent in range(-10, 9))
@@ -111,7 +110,8 @@ def calibrate(
 ) -> Calibration:
     """Compares runs with what a profile and a cluster predict, and fits two constants.
 
-    A run that was used to fit a constant is never counted as predicted with it: `calibrated` leaves it out.
+    A run that was used to fit a constant is never counted as predicted with it: `calibrated` leaves it out. What the
+    files predict as they are is kept in each run's directory, if no prediction is, and its report shows it.
 
     Args:
         runs: their directories; runs of the profile's job on the cluster's machines.
@@ -128,7 +128,10 @@ def calibrate(
     for run in runs:
         try:
             measured = _measured(summarize(Path(run)))
-            _predict(measured, model, cluster, Constants(), force)
+            prediction = _predict(measured, model, cluster, Constants(), force)
+            # One that was made before the run says more.
+            if PredictedRun.of_run(Path(run)) is None:
+                prediction.save(run)
         except HeadraceError as error:
             left_out[str(run)] = str(error)
             continue
@@ -197,16 +200,5 @@ def _measured(summary: Summary) -> _Measured:
 
 def _strategy(summary: Summary) -> Strategy:
     """Returns the strategy of a run's plan, with as many workers as it had."""
-    kind = STRATEGIES.get(summary.strategy)
     options = summary.started.plan.get("options")
-    if kind is None or not isinstance(options, Mapping):
-        raise UsageError(f"its strategy is {summary.strategy}, which is unknown here")
-    plain = {name: value for name, value in options.items() if not isinstance(value, Mapping)}
-    plain |= {name: summary.workers for name in COUNTS if name in plain and plain[name] is None}
-    try:
-        strategy = kind(**plain)
-    except TypeError as error:
-        raise UsageError(f"{summary.strategy} cannot be made again from its plan: {error}") from error
-    if any(describe_options(strategy)[name] != value for name, value in options.items() if isinstance(value, Mapping)):
-        raise UsageError(f"{summary.strategy} has options that cannot be made again from its plan")
-    return strategy
+    return made_again(summary.strategy, options if isinstance(options, Mapping) else {}, summary.workers)

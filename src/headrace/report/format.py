@@ -94,6 +94,12 @@ def clean(text: str) -> str:
     )
 
 
+def deviation(predicted: float, measured: float) -> str:
+    """Returns by how much a prediction is too high, as "+4.2 %"."""
+    part = 100 * (predicted / measured - 1)
+    return f"{part:+.1f} %" if abs(part) < 99.95 else f"{part:+.0f} %"
+
+
 def plural(count: int, noun: str, ending: str = "s") -> str:
     """Returns "1 round", "2 rounds"."""
     return f"{count} {noun}{ending * (count != 1)}"

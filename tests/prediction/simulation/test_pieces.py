@@ -9,10 +9,10 @@ import pytest
 
 from headrace.pipeline.schedules import SCHEDULES
 from headrace.pipeline.schedules.schedule import Action, timed
-from headrace.prediction.simulation.clock import Line, VirtualClock
 from headrace.prediction.simulation.failures import interval, reliability, sampled_share, useful_share
 from headrace.prediction.simulation.network import Network
-from headrace.prediction.simulation.staged import StageTimes, bubble_rate, program, sweep
+from headrace.prediction.simulation.served import Line, VirtualClock
+from headrace.prediction.simulation.sweep import StageTimes, bubble_rate, program, sweep
 from headrace.spec.cluster import Cluster, Host, Link
 from prediction.simulation.scenes import gpus
 
@@ -27,8 +27,9 @@ def test_a_sweep_is_the_schedule_as_it_is_timed(name: str, ranks: int, micro_bat
         return stages[action.stage].of(action.kind)
 
     spans = timed(schedule.orders(), cost, transfer=0.25)
-    swept = sweep(schedule, stages, [np.zeros(2)] * ranks, lambda rank: np.array([1.0, 2.0]))
-    ended = {entry.action: float(end[0]) for entry, end in zip(program(schedule), swept.ended, strict=True)}
+    swept = sweep(schedule, stages, np.zeros((ranks, 2)), np.array([[1.0, 2.0]] * ranks))
+    known = program(schedule)
+    ended = {action: float(swept.ended[place, 0]) for rank in range(ranks) for place, action in known.actions(rank)}
     assert {span.action: span.stop for span in spans} == ended
     # A replica that is twice as slow takes twice as long but for what crosses.
     assert all(slow[1] >= slow[0] for slow in swept.rank_ended)

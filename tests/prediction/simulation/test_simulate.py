@@ -56,6 +56,30 @@ def test_buckets_leave_while_backward_runs() -> None:
     )
 
 
+def test_a_pipelines_crossings_move_there_and_back() -> None:
+    # 3 cuts of 4 stages, 4 micro-batches, 4 MB each; each is sent and received, in both directions.
+    prediction = run(hr.Pipeline(stages=4, micro_batches=4), model=model(layers=True))
+    assert prediction.moved_bytes == pytest.approx(2 * 2 * 3 * 4 * 4e6 / 4)
+
+
+def test_hosts_of_processors_have_the_runtimes_buckets_and_packets_with_headers() -> None:
+    # Four gradients of 25 MB, each above its bucket; of a packet's 1514 bytes 1448 are the gradient's.
+    cluster = Cluster(tuple(Host(name, 1, 64_000_000_000) for name in "ab"), link_bytes_per_s=1e9)
+    packets_s = 0.025 * 1514 / 1448
+    step_s = run(hr.Mirrored(workers=2), cluster, examples=16, model=model(layers=True)).step_s
+    assert step_s == pytest.approx(0.010 + 0.005 + 4 * packets_s + 0.002)
+
+
+def test_workers_of_a_host_slow_each_other_down_as_the_profile_says() -> None:
+    found = model()
+    assert found.compute
+    crowded = replace(found, compute=replace(found.compute, threads=1, crowd=4, crowding=1.6))
+    hosts = Cluster((Host("a", 4, 64_000_000_000, bus_bytes_per_s=1e12),))
+    for workers, factor in ((1, 1.0), (2, 1.2), (4, 1.6)):
+        prediction = run(hr.Unconnected(workers), hosts, examples=8 * workers, model=crowded)
+        assert prediction.step_s == pytest.approx(factor * 0.032)
+
+
 def test_a_round_waits_for_its_slowest_worker() -> None:
     slow = replace(QUICK, slow_share=1.0, slow_factor=2.0)
     assert run(hr.Mirrored(workers=2, overlap=False), assumptions=slow).step_s == pytest.approx(0.060 * 2 + 0.1 + 0.002)
@@ -97,6 +121,9 @@ def test_backup_workers_drop_the_slowest_gradient() -> None:
     waits = run(hr.ParameterServer(workers=8, staleness_bound=0), gpus(9), examples=64, **slow)
     spare = run(hr.ParameterServer(workers=8, backup_workers=2), gpus(9), examples=64, **slow)
     assert spare.step_s < 0.8 * waits.step_s
+    # Gradients that come too late count for nothing.
+    assert sum(spare.timeline.staleness.values()) == 40
+    assert spare.examples_per_s == pytest.approx(64 * 40 / spare.timeline.seconds, rel=0.02)
 
 
 def test_downpour_hides_its_exchange() -> None:
@@ -185,7 +212,7 @@ def test_a_real_runs_report_draws_a_simulated_run(tmp_path: Path) -> None:
         (
             hr.Mirrored(4),
             gpus(4, memory=250_000_000),
-            r"mirrored needs 3\d\d,000,000 bytes on each device, and a device of host h0 has 250,000,000: "
+            r"mirrored needs 4\d\d,000,000 bytes on each device, and a device of host h0 has 250,000,000: "
             r"\d+,000,000 too few; a pipeline of 2 stages or more",
         ),
     ],
@@ -209,6 +236,22 @@ def test_assumptions_that_are_refused(values: dict[str, object], says: str) -> N
         Assumptions(**values)  # type: ignore[arg-type]
 
 
+def test_devices_that_divide_each_layer_all_count_towards_one_replica() -> None:
+    known = model(100, layers=True)
+
+    def step_s(strategy: hr.Strategy) -> float:
+        return simulate(known, gpus(1, 4), strategy, global_batch_size=8, assumptions=QUICK).step_s
+
+    def crossing_s(devices: int) -> float:
+        # Two all-reduces of 4 MB forward, two backward, over a bus of 10 GB/s.
+        return 4 * 2 * (devices - 1) / devices * 4e6 / 10e9
+
+    assert step_s(hr.TensorParallel(4)) == pytest.approx(0.030 / 4 + crossing_s(4) + 0.002 / 4)
+    # Of 8 examples 4 on each replica, and half of 100 MB to exchange for each device.
+    halves = 0.015 / 2 + crossing_s(2) / 2 + 0.002 / 2 + 100e6 / 2 / 10e9
+    assert step_s(hr.Hybrid(hr.Mirrored(2), hr.TensorParallel(2))) == pytest.approx(halves)
+
+
 def test_too_few_examples_and_unknown_layers_are_refused() -> None:
     with pytest.raises(UsageError, match="a global batch of 3 examples leaves some of 4 replicas without one"):
         run(hr.Mirrored(4), examples=3)
@@ -216,3 +259,5 @@ def test_too_few_examples_and_unknown_layers_are_refused() -> None:
         run(hr.Pipeline(4), examples=8)
     with pytest.raises(UsageError, match="the model's file has no layers"):
         run(hr.TensorParallel(4))
+    with pytest.raises(UsageError, match="post_local=8 is not simulated via='server'"):
+        run(hr.ParameterAveraging(4, via="server", post_local=8))

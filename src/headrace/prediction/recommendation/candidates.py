@@ -23,6 +23,15 @@ from headrace.strategies import (
 
 _MOST_STAGES = 64
 _PERIODS = (4, 16, 64)
+_ORDERS = (
+    ("gpipe", "never"),
+    ("gpipe", "except_last"),
+    ("1f1b", "never"),
+    ("1f1b", "always"),
+    ("zb_h1", "never"),
+    ("zb_h2", "never"),
+)
+"""Schedules of a pipeline, and what is run again for backward: the more, the less is kept."""
 _MOST_SERVED = 512
 """Workers with servers; each of their messages is simulated."""
 
@@ -124,8 +133,10 @@ def _in_parts(count: int, model: ModelSpec, examples: int) -> Iterator[Strategy]
         for micro_batches in (stages, 4 * stages):
             if micro_batches * replicas > examples:
                 continue
-            for schedule in ("gpipe", "1f1b", "zb_h1"):
-                pipeline = Pipeline(stages, micro_batches, schedule)
+            for schedule, recompute in _ORDERS:
+                pipeline = Pipeline(stages, micro_batches, schedule, recompute)
                 yield pipeline if replicas == 1 else Hybrid(Mirrored(replicas), pipeline)
+            if replicas > 1:
+                yield Hybrid(ParameterAveraging(replicas, _PERIODS[1]), Pipeline(stages, micro_batches, "1f1b"))
         if replicas > 1:
             yield Hybrid(Mirrored(replicas), TensorParallel(stages))

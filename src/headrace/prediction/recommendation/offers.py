@@ -92,7 +92,8 @@ def evaluate(
 
 def with_band(offer: Offer, model: ModelSpec, cluster: Cluster, goal: Goal, assumptions: Assumptions) -> Offer:
     """Returns an offer with its time on a slower network."""
-    slower = replace(assumptions, network_share=assumptions.network_share * SLOWER_NETWORK)
+    share = assumptions.share_of_link(cluster.device)
+    slower = replace(assumptions, network_share=share * SLOWER_NETWORK)
     again = evaluate(offer.candidate, model, cluster, goal, slower)
     return replace(offer, slow_s=again.seconds) if isinstance(again, Offer) else offer
 

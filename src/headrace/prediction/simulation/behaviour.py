@@ -13,7 +13,7 @@ from headrace.prediction.simulation.rounds import averaging, gossip, synchronous
 from headrace.prediction.simulation.scene import DeviceStep, Scene
 from headrace.prediction.simulation.served import ServerTerms, served
 from headrace.prediction.simulation.staged import PipelineTerms, require_enough, staged, stages_of
-from headrace.prediction.simulation.timeline import Timeline
+from headrace.prediction.simulation.timeline import Timeline, on_devices
 from headrace.spec.plan import StageCost
 from headrace.strategies import (
     CentralStorage,
@@ -29,9 +29,12 @@ from headrace.strategies import (
     TensorParallel,
     Unconnected,
 )
+from headrace.transport.codec import BLOCK
 
-_CODED = {"plain": 1.0, "bf16": 0.5, "int8": 0.25}
-"""Bytes on the wire as a part of those of float32."""
+_CODED = {"plain": 1.0, "bf16": 0.5, "int8": (1 + 4 / BLOCK) / 4}
+"""Bytes on the wire as a part of those of float32; each block of int8 has a scale."""
+
+FETCHES = "parameters are taken to be fetched with every push"
 
 
 @singledispatch
@@ -40,7 +43,7 @@ def behave(strategy: Strategy, scene: Scene) -> Timeline:
     raise UsageError(f"{strategy.name} cannot be simulated; give another strategy")
 
 
-def _steps(scene: Scene, replicas: int | None = None, by_speed: bool = False) -> list[DeviceStep]:
+def device_steps(scene: Scene, replicas: int | None = None, by_speed: bool = False) -> list[DeviceStep]:
     """Returns what a step of each worker takes, or of each replica's first."""
     count = replicas or scene.workers
     ranks = scene.workers // count
@@ -61,12 +64,12 @@ def _coded(way: Way, codec: str) -> Way:
 
 @behave.register(OneDevice)
 def _(strategy: OneDevice, scene: Scene) -> Timeline:
-    return synchronous(scene, _steps(scene), Way(), overlap=False)
+    return synchronous(scene, device_steps(scene), Way(), overlap=False)
 
 
 @behave.register(Unconnected)
 def _(strategy: Unconnected, scene: Scene) -> Timeline:
-    return averaging(scene, _steps(scene), Way(), scene.assumptions.steps, 0)
+    return averaging(scene, device_steps(scene), Way(), scene.assumptions.steps, 0)
 
 
 @behave.register(Mirrored)
@@ -74,20 +77,20 @@ def _(strategy: Mirrored, scene: Scene) -> Timeline:
     way = scene.network.all_reduce(scene.hosts, scene.assumptions.algorithm)
     several = len({host.name for host in scene.hosts}) > 1
     overlap = strategy.overlap and (several or scene.cluster.device != "cpu")
-    steps = _steps(scene, by_speed=strategy.balance == "speed")
+    steps = device_steps(scene, by_speed=strategy.balance == "speed")
     return synchronous(scene, steps, _coded(way, strategy.codec) if several else way, overlap)
 
 
 @behave.register(CentralStorage)
 def _(strategy: CentralStorage, scene: Scene) -> Timeline:
     way = scene.network.all_reduce(scene.hosts, "ring")
-    steps = _steps(scene, by_speed=strategy.balance == "speed")
+    steps = device_steps(scene, by_speed=strategy.balance == "speed")
     return synchronous(scene, steps, way, overlap=False, parts=scene.workers)
 
 
 @behave.register(Gossip)
 def _(strategy: Gossip, scene: Scene) -> Timeline:
-    return gossip(scene, _steps(scene), strategy.topology, strategy.period)
+    return gossip(scene, device_steps(scene), strategy.topology, strategy.period)
 
 
 @behave.register(ParameterAveraging)
@@ -95,39 +98,50 @@ def _(strategy: ParameterAveraging, scene: Scene) -> Timeline:
     target = AutoPeriod() if isinstance(strategy.period, str) else strategy.period
     if strategy.via == "all_reduce":
         way = _coded(scene.network.all_reduce(scene.hosts, scene.assumptions.algorithm), strategy.codec)
-        return averaging(scene, _steps(scene), way, target, strategy.post_local)
+        return averaging(scene, device_steps(scene), way, target, strategy.post_local)
     if isinstance(strategy.wait, float) or not isinstance(target, int):
         raise UsageError(
             f"wait={strategy.wait!r} and period={strategy.period!r} follow what workers measure, and via='server' is "
             "simulated with numbers alone; give wait='all' or a number of workers, and a number of rounds"
         )
+    if strategy.post_local:
+        raise UsageError(
+            f"post_local={strategy.post_local} is not simulated via='server', where it changes the length of leases; "
+            "give post_local=0, or via='all_reduce'"
+        )
     terms = ServerTerms(
         strategy.policies(scene.workers), strategy.servers, target, local=True, fixed=strategy.wait == "all",
-        pushed=_CODED[strategy.codec], pulled=_CODED[strategy.pull_codec],
+        optimizes=False, pushed=_CODED[strategy.codec], pulled=_CODED[strategy.pull_codec],
     )  # fmt: skip
-    return served(scene, _steps(scene), terms)
+    return served(scene, device_steps(scene), terms)
 
 
 @behave.register(ParameterServer)
 def _(strategy: ParameterServer, scene: Scene) -> Timeline:
-    bounded = strategy.staleness_bound is not None and not strategy.backup_workers
-    terms = ServerTerms(
-        strategy.policies(scene.workers), strategy.servers, fixed=bounded,
-        pushed=_CODED[strategy.push_codec], pulled=_CODED[strategy.pull_codec],
-    )  # fmt: skip
-    return served(scene, _steps(scene), terms)
+    return served(scene, device_steps(scene), server_terms(strategy, scene.workers))
 
 
 @behave.register(Downpour)
 def _(strategy: Downpour, scene: Scene) -> Timeline:
-    terms = ServerTerms(
-        strategy.policies(scene.workers), strategy.servers, strategy.push_every, strategy.overlap, local=True,
-        pushed=_CODED[strategy.push_codec], pulled=_CODED[strategy.pull_codec],
-    )  # fmt: skip
-    timeline = served(scene, _steps(scene), terms)
+    timeline = served(scene, device_steps(scene), server_terms(strategy, scene.workers))
     if strategy.fetch_every == strategy.push_every:
         return timeline
-    return replace(timeline, notes=(*timeline.notes, "parameters are taken to be fetched with every push"))
+    return replace(timeline, notes=(*timeline.notes, FETCHES))
+
+
+def server_terms(strategy: ParameterServer | Downpour, workers: int) -> ServerTerms:
+    """Returns how so many workers speak to servers."""
+    pushed, pulled = _CODED[strategy.push_codec], _CODED[strategy.pull_codec]
+    policies = strategy.policies(workers)
+    if isinstance(strategy, Downpour):
+        return ServerTerms(
+            policies, strategy.servers, strategy.push_every, strategy.overlap, local=True,
+            pushed=pushed, pulled=pulled, alone=strategy.warmstart_steps,
+        )  # fmt: skip
+    bounded = strategy.staleness_bound is not None and not strategy.backup_workers
+    return ServerTerms(
+        policies, strategy.servers, fixed=bounded, pushed=pushed, pulled=pulled, spare=strategy.backup_workers
+    )
 
 
 @behave.register(Pipeline)
@@ -137,7 +151,7 @@ def _(strategy: Pipeline, scene: Scene) -> Timeline:
 
 @behave.register(TensorParallel)
 def _(strategy: TensorParallel, scene: Scene) -> Timeline:
-    return synchronous(scene, tensor_parallel_steps(scene, 1), Way(), overlap=False)
+    return on_devices(synchronous(scene, tensor_parallel_steps(scene, 1), Way(), overlap=False), scene.workers)
 
 
 @behave.register(Hybrid)
@@ -164,8 +178,8 @@ def _(strategy: Hybrid, scene: Scene) -> Timeline:
     own = replace(way, s_per_byte=way.s_per_byte / devices, moved=way.moved / devices)
     alone = replace(scene, hosts=firsts)
     if every > 1:
-        return averaging(alone, steps, own, every, 0)
-    return synchronous(alone, steps, own, overlap=False)
+        return on_devices(averaging(alone, steps, own, every, 0), devices)
+    return on_devices(synchronous(alone, steps, own, overlap=False), devices)
 
 
 def pipeline_stages(strategy: Pipeline, scene: Scene, replicas: int) -> tuple[tuple[StageCost, ...], PipelineTerms]:
@@ -200,7 +214,7 @@ def tensor_parallel_steps(scene: Scene, replicas: int) -> Sequence[DeviceStep]:
     """
     devices = scene.workers // replicas
     found = []
-    for replica, step in enumerate(_steps(scene, replicas)):
+    for replica, step in enumerate(device_steps(scene, replicas)):
         if not step.layers:
             raise UsageError(
                 "tensor_parallel exchanges what is between layers, and the model's file has no layers; profile the "

@@ -35,7 +35,9 @@ def device_bytes(strategy: Strategy, scene: Scene) -> int:
             ranks[terms.schedule.rank_of(stage)] += cost.bytes
         if not any(cost.parameter_bytes for cost in needed):
             ranks = [each + model.copies * trained // len(ranks) for each in ranks]
-        return max(ranks)
+        return max(ranks) + _workspace(
+            scene, scene.examples // (scene.workers // devices) // terms.schedule.micro_batches
+        )
     devices = inner.processes().workers if inner is not strategy else scene.workers
     if isinstance(inner, TensorParallel):
         replicas = scene.workers // devices
@@ -50,16 +52,23 @@ def server_bytes(scene: Scene) -> int:
 
 
 def _copies(strategy: Strategy, scene: Scene) -> float:
-    """Returns the memory of the trained parameters on a worker, as a multiple of their size."""
-    state = scene.model.copies - 2
+    """Returns the memory of the trained parameters on a worker, as a multiple of their size.
+
+    What processes share counts for each that reads or writes it, as the system counts it.
+    """
+    state, workers = scene.model.copies - 2, scene.workers
+    # Where the gradients are put for others, besides those of autograd; and the parts of the others that are added up.
+    shared = 1 + (workers - 1) / workers if len(scene.crowds) == 1 and scene.cluster.device == "cpu" else 0
     match strategy:
         case CentralStorage():
-            # One copy of the parameters, the sum and the optimizer's state is shared by all.
-            return 1 + (2 + state) / scene.workers
+            # One copy of the parameters, and each owns a part of the sum and of the optimizer's state.
+            return 2 + shared + (1 + state) / workers
         case Mirrored():
-            return 2 + state + 1 / scene.workers
+            # And the sum.
+            return 2 + state + (1 + shared if workers > 1 else 0)
         case ParameterServer():
-            return 2
+            # And what is on its way.
+            return 3
         case Downpour():
             return (5 if strategy.overlap else 3) + state
         case ParameterAveraging():
@@ -68,9 +77,17 @@ def _copies(strategy: Strategy, scene: Scene) -> float:
             return 2 + state
 
 
+def _workspace(scene: Scene, examples: int) -> int:
+    """Returns what training on so many examples was measured to hold besides."""
+    return scene.model.compute.at(examples).workspace_bytes if scene.model.compute and examples else 0
+
+
 def _saved(scene: Scene, examples: int) -> int:
+    """Returns what a batch holds: what autograd keeps, and what was measured besides."""
     examples = -(-examples // scene.accumulate)
-    return scene.model.compute.at(examples).saved_bytes if scene.model.compute and examples else 0
+    if not scene.model.compute or not examples:
+        return 0
+    return scene.model.compute.at(examples).saved_bytes + _workspace(scene, examples)
 
 
 def limit_bytes(scene: Scene) -> int:

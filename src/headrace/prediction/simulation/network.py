@@ -13,6 +13,7 @@ Thakur, Rabenseifner and Gropp, "Optimization of collective communication operat
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -96,7 +97,7 @@ class Network:
         if ranks < 2:
             return Way()
         different = list({host.name: host for host in hosts}.values())
-        most = max(sum(host.name == each.name for host in hosts) for each in different) if len(different) < ranks else 1
+        most = max(Counter(host.name for host in hosts).values())
         inside = Way(0.0, 1 / min(host.bus_bytes_per_s for host in hosts))
         if len(different) == 1:
             flat = _FLAT.get(algorithm, ring)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +19,7 @@ from headrace.prediction.simulation.network import Way
 from headrace.prediction.simulation.scene import DeviceStep, Scene, Seconds
 from headrace.prediction.simulation.timeline import Timeline, of_rounds
 from headrace.spec.model import ModelSpec
+from headrace.training.reduction import buckets as runs_of
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def synchronous(scene: Scene, steps: Sequence[DeviceStep], way: Way, overlap: bo
     done = computed.max(axis=1) + way.seconds(size)
     if overlap and way.moved:
         done = np.zeros(len(computed))
-        for share, part_bytes in buckets(scene.model, scene.bucket_bytes):
+        for share, part_bytes in buckets(scene.model, *scene.bucket_bytes):
             ready = (times.forward_s + share * times.backward_s).max(axis=1)
             done = np.maximum(done, ready) + way.seconds(part_bytes)
         done = np.maximum(done, computed.max(axis=1))
@@ -61,26 +61,29 @@ def synchronous(scene: Scene, steps: Sequence[DeviceStep], way: Way, overlap: bo
     return replace(timeline, moved_bytes=2 * way.moved * size)
 
 
-def buckets(model: ModelSpec, most_bytes: int) -> list[tuple[float, int]]:
+def buckets(model: ModelSpec, first_bytes: int, most_bytes: int) -> list[tuple[float, int]]:
     """Returns the part of backward after which each bucket of gradients is complete, and its bytes.
 
-    Gradients come from the last layer on. Without layers they are assumed to come evenly.
+    They are the runtime's, where layers say which parameters they have; gradients come from the last layer on. Without
+    that they are assumed to come evenly.
     """
-    layers = [layer for layer in reversed(model.layers)]
-    if not layers or sum(layer.backward_s for layer in layers) <= 0:
+    whole_s = sum(layer.backward_s for layer in model.layers)
+    ready: dict[str, float] = {}
+    spent_s = 0.0
+    for layer in reversed(model.layers):
+        spent_s += layer.backward_s
+        # A tied weight has its gradient when the first layer that uses it has.
+        ready |= dict.fromkeys(layer.parameters, min(spent_s / whole_s, 1.0) if whole_s else 1.0)
+    trained = model.trainable
+    if not whole_s or any(each.name not in ready for each in trained):
         size = model.trainable_bytes
         count = max(1, -(-size // most_bytes))
         return [((place + 1) / count, size // count) for place in range(count)]
-    whole_s = sum(layer.backward_s for layer in layers)
-    times = accumulate(layer.backward_s / whole_s for layer in layers)
-    found: list[tuple[float, int]] = []
-    held = 0
-    for share, layer in zip(times, layers, strict=True):
-        held += layer.parameter_bytes
-        if held >= most_bytes:
-            found.append((min(share, 1.0), held))
-            held = 0
-    return [*found, (1.0, held)] if held else found
+    sizes = [each.bytes for each in trained]
+    return [
+        (max(ready[each.name] for each in trained[start:stop]), sum(sizes[start:stop]))
+        for start, stop in runs_of(sizes, first_bytes, most_bytes)
+    ]
 
 
 def averaging(

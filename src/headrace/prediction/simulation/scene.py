@@ -11,6 +11,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.collectives.base import Collective
+from headrace.collectives.multi_host import MultiHostGroup
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.policies.roles import split, threads_per_worker
 from headrace.prediction.simulation.network import ALGORITHMS, Network
@@ -18,6 +20,9 @@ from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import BatchProfile, LayerSpec, ModelSpec
 
 Seconds = NDArray[np.float64]
+
+_PAYLOAD = 1448 / 1514
+"""The part of a full packet of 1500 bytes that is not a header of Ethernet, IP, or TCP with timestamps."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,8 @@ class Assumptions:
         spread: standard deviation of a step's computing time over its mean; None for the profile's.
         slow_share, slow_factor: so many of the steps of a worker take so many times as long (stragglers).
         network_share: the part of a link's bytes/s that gradients and parameters attain: 0.9 is common, and 0.3 to 0.6
-            on fast Ethernet without RDMA.
+            on fast Ethernet without RDMA. None for what packets' headers leave between CPU hosts, and for all of it
+            between hosts with devices.
         algorithm: of an all-reduce: a key of `ALGORITHMS`, or "auto".
         bucket_bytes: of the gradients that are exchanged while backward runs; None for the runtime's.
         apply_bytes_per_s: at which a server adds a gradient to its parameters.
@@ -43,7 +49,7 @@ class Assumptions:
     spread: float | None = None
     slow_share: float = 0.0
     slow_factor: float = 1.0
-    network_share: float = 1.0
+    network_share: float | None = None
     algorithm: str = "auto"
     bucket_bytes: int | None = None
     apply_bytes_per_s: float = 5e9
@@ -57,13 +63,19 @@ class Assumptions:
             if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
                 raise UsageError(f"{each.name} must be a number of at least 0, got {value!r}")
         for name in ("slow_share", "network_share", "input_gradient_share"):
-            if getattr(self, name) > 1:
+            if (getattr(self, name) or 0) > 1:
                 raise UsageError(f"{name} is a part of the whole, at most 1, got {getattr(self, name)!r}")
         for name in ("steps", "network_share", "apply_bytes_per_s"):
-            if not getattr(self, name):
+            if getattr(self, name) == 0:
                 raise UsageError(f"{name} must be above 0")
         if self.algorithm not in ("auto", *ALGORITHMS):
             raise UnknownName("all-reduce algorithm", self.algorithm, ("auto", *ALGORITHMS))
+
+    def share_of_link(self, device: str) -> float:
+        """Returns `network_share`, or what it is where it is None."""
+        if self.network_share is not None:
+            return self.network_share
+        return 1.0 if device == "cuda" else _PAYLOAD
 
 
 @dataclass(frozen=True)
@@ -106,7 +118,7 @@ class Scene:
     @cached_property
     def network(self) -> Network:
         """The links between the hosts."""
-        return Network(self.cluster, self.assumptions.network_share)
+        return Network(self.cluster, self.assumptions.share_of_link(self.cluster.device))
 
     @cached_property
     def crowds(self) -> Counter[str]:
@@ -114,10 +126,12 @@ class Scene:
         return Counter(host.name for host in self.hosts)
 
     @property
-    def bucket_bytes(self) -> int:
-        """Of the gradients that are exchanged together."""
-        runtime = (25 << 20) if self.cluster.device == "cuda" else (8 << 20)
-        return self.assumptions.bucket_bytes or runtime
+    def bucket_bytes(self) -> tuple[int, int]:
+        """Of the gradients that are exchanged together: of the first bucket, and of a later one at most."""
+        assumed = self.assumptions.bucket_bytes
+        if assumed:
+            return assumed, assumed
+        return Collective.bucket_bytes if self.cluster.device == "cuda" else MultiHostGroup.bucket_bytes
 
     def shares(self, replicas: int, by_speed: bool = False) -> tuple[int, ...]:
         """Returns how many examples of a global batch each replica gets."""
@@ -131,6 +145,17 @@ class Scene:
         Raises:
             UsageError: neither a profile nor the device's FLOP/s say.
         """
+        # Of what else a host has a step does not depend, and there are thousands of them.
+        key = (host.speed, host.cores, host.device_flops, self.crowds.get(host.name), examples)
+        if key not in self._known:
+            self._known[key] = self._step(host, examples)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[float | None, ...], DeviceStep]:
+        return {}
+
+    def _step(self, host: Host, examples: int) -> DeviceStep:
         if examples == 0:
             return DeviceStep(0.0, 0.0, 0.0, 0.0)
         profile = self.model.compute
@@ -149,14 +174,15 @@ class Scene:
         return DeviceStep(*times, profile.optimizer_s * slower, profile.fixed_s * slower, layers)
 
     def _crowding(self, host: Host) -> float:
-        """Returns how many times slower a CPU worker is that has fewer threads than the profile had."""
+        """Returns how many times slower a CPU worker is that has fewer threads than the profile had, and neighbours."""
         assert self.model.compute is not None
         if self.cluster.device != "cpu" or host.name not in self.crowds:
             return 1.0
         workers = self.crowds[host.name]
         # More workers than cores take turns.
         own = threads_per_worker(host.cores, workers) / max(1.0, workers / host.cores)
-        return max(1.0, (self.model.compute.threads or host.cores) / own)
+        fewer = max(1.0, (self.model.compute.threads or host.cores) / own)
+        return fewer * self.model.compute.among(workers)
 
     def _from_operations(self, host: Host, examples: int) -> BatchProfile:
         if not host.device_flops:

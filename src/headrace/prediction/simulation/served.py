@@ -9,10 +9,12 @@ carries one message after the other in each direction, and its core applies one 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -20,9 +22,43 @@ from headrace.parameter_server.core.events import ApplyStep, Pull, Push, Refuse,
 from headrace.parameter_server.core.leases import Ask, Commit, Grant, LeaseTable, Return
 from headrace.parameter_server.core.shard import Shard
 from headrace.policies.staleness import Admission, Combination
-from headrace.prediction.simulation.clock import Line, VirtualClock
 from headrace.prediction.simulation.scene import DeviceStep, Scene, Seconds
 from headrace.prediction.simulation.timeline import Timeline
+
+
+class VirtualClock:
+    """Calls functions at their times. Those of one time are called in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._waiting: list[tuple[float, int, Callable[[int], None], int]] = []
+        self._asked = 0
+
+    def at(self, time_s: float, call: Callable[[int], None], number: int) -> None:
+        """Calls `call(number)` at a time that is not past."""
+        self._asked += 1
+        heappush(self._waiting, (time_s, self._asked, call, number))
+
+    def run(self) -> None:
+        """Goes on until nothing is left to call."""
+        waiting = self._waiting
+        while waiting:
+            self.now, _, call, number = heappop(waiting)
+            call(number)
+
+
+class Line:
+    """Does one thing at a time, in the order in which they come: a direction of a network card, a server's core."""
+
+    def __init__(self) -> None:
+        self.free_s = 0.0
+        self.busy_s = 0.0
+
+    def occupy(self, ready_s: float, seconds: float) -> float:
+        """Returns when something is over that is ready at a time and takes so long."""
+        self.free_s = max(self.free_s, ready_s) + seconds
+        self.busy_s += seconds
+        return self.free_s
 
 
 @dataclass(frozen=True)
@@ -36,7 +72,10 @@ class ServerTerms:
         overlap: whether a worker computes while its push and its pull are under way.
         local: whether it updates its own parameters, too.
         fixed: whether all workers have the same number of leases.
+        optimizes: whether servers update parameters by the job's optimizer.
         pushed, pulled: bytes on the wire, as a part of the parameters' own.
+        spare: so many workers' gradients are not needed in a round, whose batch is that of the others.
+        alone: rounds that worker 0 computes alone before the others begin.
     """
 
     policies: tuple[Admission, Combination]
@@ -45,19 +84,44 @@ class ServerTerms:
     overlap: bool = False
     local: bool = False
     fixed: bool = False
+    optimizes: bool = True
     pushed: float = 1.0
     pulled: float = 1.0
+    spare: int = 0
+    alone: int = 0
+
+
+class Watcher(ABC):
+    """Is told what happens in a simulation, in the order in which the server sees it."""
+
+    @abstractmethod
+    def begins(self, worker: int, lease: int, now_s: float, step_s: float) -> None:
+        """A worker begins to compute a lease, of which each step takes so long."""
+
+    @abstractmethod
+    def pushes(self, worker: int, lease: int, now_s: float) -> None:
+        """A worker's push reaches the shard."""
+
+    @abstractmethod
+    def pulls(self, worker: int, now_s: float, there_s: float) -> None:
+        """A worker is sent the parameters of `now_s`, and has them at `there_s`."""
 
 
 class ServedRun:
     """The state of one simulation: call `run` once."""
 
-    def __init__(self, scene: Scene, steps: Sequence[DeviceStep], terms: ServerTerms) -> None:
+    def __init__(
+        self, scene: Scene, steps: Sequence[DeviceStep], terms: ServerTerms, watcher: Watcher | None = None
+    ) -> None:
         workers = len(steps)
+        self._watcher = watcher
         self._terms, self._clock = terms, VirtualClock()
         self._leases_each = -(-scene.assumptions.steps // terms.span)
         self._shard = Shard(range(workers), *terms.policies)
-        self._table = LeaseTable(workers, self._leases_each, fixed=terms.fixed, workers=range(workers))
+        alone = -(-terms.alone // terms.span)
+        self._table = LeaseTable(
+            workers - terms.spare, self._leases_each, fixed=terms.fixed, alone=alone, workers=range(workers)
+        )
         computing = np.array([terms.span * (s.forward_s + s.backward_s + s.fixed_s) for s in steps])
         # Of each worker, by its leases.
         self._compute_s: list[list[float]] = (scene.variation(self._leases_each, workers) * computing).T.tolist()
@@ -69,14 +133,20 @@ class ServedRun:
         self._free_s = [0.0] * workers
         self._began_s = [0.0] * workers
         self._rows = array("d")
+        self._refused = 0
         self._staleness: Counter[int] = Counter()
         self._costs(scene)
 
     def _costs(self, scene: Scene) -> None:
         size = scene.model.trainable_bytes / self._terms.servers
         pushed, pulled = size * self._terms.pushed, size * self._terms.pulled
-        self._apply_s = size / scene.assumptions.apply_bytes_per_s
         server = scene.servers[0]
+        self._add_s = size / scene.assumptions.apply_bytes_per_s
+        compute = scene.model.compute
+        # Each server updates its part, by the optimizer; where workers have their own, it adds up what they say.
+        self._step_s = 0.0
+        if compute and self._terms.optimizes:
+            self._step_s = compute.optimizer_s / server.speed / self._terms.servers
         ways = [scene.network.between(host, server) for host in scene.hosts]
         remote = [host.name != server.name for host in scene.hosts]
         card = scene.network.card(server)
@@ -117,6 +187,7 @@ class ServedRun:
                 "sending": self._out.busy_s / seconds,
             },
             staleness=dict(sorted(self._staleness.items())),
+            rounds=(len(rows) - self._refused * self._terms.span) / (workers - self._terms.spare),
         )
 
     def _ask(self, worker: int, now_s: float) -> None:
@@ -128,7 +199,10 @@ class ServedRun:
     def _begin(self, worker: int, lease: int, now_s: float) -> None:
         self._lease[worker] = lease
         self._began_s[worker] = now_s
-        self._clock.at(now_s + self._computing_s(worker) + self._update_s[worker], self._computed, worker)
+        takes_s = self._computing_s(worker) + self._update_s[worker]
+        if self._watcher:
+            self._watcher.begins(worker, lease, now_s, takes_s / self._terms.span)
+        self._clock.at(now_s + takes_s, self._computed, worker)
 
     def _computing_s(self, worker: int) -> float:
         # A worker may have more leases than the others.
@@ -143,10 +217,14 @@ class ServedRun:
             return
         hold, delay = self._holds[worker][0], self._delay_s[worker][0]
         arrived = self._into.occupy(now_s + delay, hold)
-        applied = self._core.occupy(arrived, self._apply_s)
+        if self._watcher:
+            self._watcher.pushes(worker, self._lease[worker], now_s)
         push = Push(worker, 0, self._lease[worker], self._version[worker], share=1 / len(self._lease))
         actions = self._shard.handle(push)
+        updates = sum(isinstance(action, ApplyStep) for action in actions)
+        applied = self._core.occupy(arrived, self._add_s + updates * self._step_s)
         refused = any(isinstance(action, Refuse) and action.worker == worker for action in actions)
+        self._refused += refused
         self._carry_out(actions, applied)
         self._settle(Return(push.lease, worker) if refused else Commit(push.lease, worker))
         self._carry_out(self._shard.handle(Pull(worker)), applied)
@@ -167,6 +245,8 @@ class ServedRun:
                 sent = self._out.occupy(now_s, self._holds[worker][1])
                 self._version[worker] = action.version
                 self._free_s[worker] = sent + self._delay_s[worker][1]
+                if self._watcher:
+                    self._watcher.pulls(worker, now_s, self._free_s[worker])
                 if not self._terms.overlap:
                     self._clock.at(self._free_s[worker], self._pulled, worker)
 

@@ -17,6 +17,7 @@ from headrace.prediction.simulation.failures import Reliability, reliability
 from headrace.prediction.simulation.memory import device_bytes, require_fit, server_bytes
 from headrace.prediction.simulation.scene import Assumptions, Scene, place
 from headrace.prediction.simulation.timeline import Timeline
+from headrace.report.model.predicted import PredictedRun
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.strategies import Hybrid, Pipeline, Strategy, TensorParallel, resolve
@@ -65,6 +66,22 @@ class Prediction:
     def speed_up(self) -> float:
         """Over one device that works alone on such a part of a batch."""
         return self.efficiency * self.workers
+
+    def save(self, run_dir: Path | str) -> None:
+        """Keeps it in the directory of a run, whose report then shows it beside what was measured.
+
+        Raises UsageError where it cannot be written.
+        """
+        seconds = {name: share * self.step_s for name, share in self.shares.items()}
+        PredictedRun(
+            examples_per_s=self.examples_per_s,
+            step_s=self.step_s,
+            compute_s=seconds.get("computing", 0.0) + seconds.get("bubble", 0.0),
+            exchange_s=seconds.get("network", 0.0) + seconds.get("waiting for others", 0.0),
+            update_s=seconds.get("update", 0.0),
+            moved_bytes_per_step=self.moved_bytes * self.workers,
+            memory_bytes=self.memory_bytes,
+        ).save(Path(run_dir))
 
     @property
     def staleness(self) -> float | None:
@@ -161,7 +178,8 @@ def scene_of(
 def predicted(strategy: Strategy, scene: Scene, timeline: Timeline, replicas: int, needed: int) -> Prediction:
     """Returns what a timeline says; the fullest worker needs `needed` bytes."""
     ranks = scene.workers // replicas
-    examples = scene.examples * len(timeline.step) / scene.workers
+    rounds = len(timeline.step) / scene.workers if timeline.rounds is None else timeline.rounds
+    examples = scene.examples * rounds
     rate = examples / timeline.seconds
     alone = scene.step(scene.hosts[0], max(1, scene.examples // replicas))
     alone_s = alone.forward_s + alone.backward_s + alone.optimizer_s + alone.fixed_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,7 @@ class Timeline:
         server_busy: the part of the time in which a server's card, or its core, is busy; the busier of both.
         staleness: of updates, and how many updates had it.
         notes: what a reader must know.
+        rounds: how many global batches the steps that count make; None where all steps count.
     """
 
     worker: NDArray[np.int64]
@@ -50,6 +51,7 @@ class Timeline:
     passes: tuple[Passes, ...] = ()
     averaged: tuple[tuple[int, float, float], ...] = ()
     notes: tuple[str, ...] = ()
+    rounds: float | None = None
 
     @property
     def workers(self) -> int:
@@ -60,6 +62,21 @@ class Timeline:
     def seconds(self) -> float:
         """From the start to the end of the last step."""
         return float(self.ended_s.max())
+
+
+def on_devices(timeline: Timeline, devices: int) -> Timeline:
+    """Returns the timeline of replicas, each of which so many devices hold that all do what it does."""
+    first = timeline.worker * devices
+    return replace(
+        timeline,
+        worker=np.concatenate([first + device for device in range(devices)]),
+        step=np.tile(timeline.step, devices),
+        ended_s=np.tile(timeline.ended_s, devices),
+        compute_s=np.tile(timeline.compute_s, devices),
+        exchange_s=np.tile(timeline.exchange_s, devices),
+        update_s=np.tile(timeline.update_s, devices),
+        busy_s=np.repeat(timeline.busy_s, devices),
+    )
 
 
 def of_rounds(

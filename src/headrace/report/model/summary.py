@@ -11,6 +11,7 @@ from headrace.errors import DataError
 from headrace.report.model.events import Attempt, EventLog, attempts, of_kind, read_log
 from headrace.report.model.inputs import Bottleneck, InputSummary, bottleneck_of, inputs_of
 from headrace.report.model.pipeline import PipelineStep, passed_of
+from headrace.report.model.predicted import PredictedRun
 from headrace.report.model.servers import ServerSummary, servers_of
 from headrace.report.model.training import (
     AveragingSummary,
@@ -64,7 +65,7 @@ class Training:
     the end of its last, without evaluations. `examples_per_s` is the steady state: an attempt's window opens when the
     last worker has finished its warm-up (`WARM_UP_STEPS` steps, or half of the fewest steps of any worker if that is
     less) and closes with the last step; None without a step in a window. `spread` is between the rates of its four
-    parts, (fastest - slowest) / mean; None for a window too short to say.
+    parts, (fastest - slowest) / mean; None for a window too short to say. `predicted` is what is kept of a simulation.
     """
 
     steps: int
@@ -73,6 +74,7 @@ class Training:
     seconds: float
     examples_per_s: float | None
     spread: float | None = None
+    predicted: PredictedRun | None = None
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,15 @@ class Cost:
     """What the last attempt took of the machine; None where some worker or server has not written its end.
 
     `moved_bytes_per_step` counts bytes sent, or written for others to read, and received, by all workers together.
-    `peak_memory_bytes` is of the largest process, and known as soon as one process has ended.
+    `peak_memory_bytes` is of the largest process, and known as soon as one process has ended. `training_bytes` is the
+    part of a worker's peak, the largest of all, that came after its runtime was there; None where not measured.
     """
 
     moved_bytes_per_step: float | None
     peak_memory_bytes: int | None
     parameter_bytes: int | None
     optimizer_bytes: int | None
+    training_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -198,7 +202,13 @@ def summarize(run_dir: Path | str, log: EventLog | None = None) -> Summary:
     examples = sum(step.examples for step in steps)
     epochs = examples / examples_per_epoch if examples_per_epoch else 0.0
     training = Training(
-        len({step.step for step in steps}), epochs, examples, clock.seconds, clock.rate(), clock.spread()
+        len({step.step for step in steps}),
+        epochs,
+        examples,
+        clock.seconds,
+        clock.rate(),
+        clock.spread(),
+        PredictedRun.of_run(run_dir),
     )
     return Summary(
         label=run_dir.resolve().name,
@@ -248,6 +258,9 @@ def _cost(last: Attempt) -> Cost:
         peak_memory_bytes=peak,
         parameter_bytes=sum(event.parameter_bytes for event in ended),
         optimizer_bytes=sum(event.optimizer_bytes for event in ended),
+        training_bytes=max(
+            (event.peak_memory_bytes - event.runtime_bytes for event in workers if event.runtime_bytes), default=None
+        ),
     )
 
 

@@ -74,7 +74,10 @@ class TrainingClock:
     def rate(self) -> float | None:
         """Returns the examples of all steps that ended inside the windows over the windows' length, or None."""
         seconds = sum(self.between(window.opens, window.end) for window in self._windows)
-        inside = [step for each in self._windows for steps in each.by_rank.values() for step in each.inside(steps)]
+        every = [
+            (each, step) for each in self._windows for steps in each.by_rank.values() for step in each.inside(steps)
+        ]
+        inside = [step for window, step in every if window.counts(step)]
         return sum(step.examples for step in inside) / seconds if inside and seconds > 0 else None
 
     def spread(self) -> float | None:
@@ -120,6 +123,18 @@ class _Window:
         self.end = max(steps[-1].time_s for steps in by_rank.values())
         warm_up = min(WARM_UP_STEPS, *(len(steps) // 2 for steps in by_rank.values()))
         self.opens = max(steps[warm_up - 1].time_s for steps in by_rank.values()) if warm_up else self.begin
+
+        self._again: dict[int, float] = {}
+        for steps in by_rank.values():
+            seen = set()
+            for step in steps:
+                if step.lease < 0 and step.step in seen:
+                    self._again[step.step] = max(self._again.get(step.step, -math.inf), step_began_s(step))
+                seen.add(step.step)
+
+    def counts(self, step: Stepped) -> bool:
+        """Tells whether the round was not done again later, by workers that had lost one."""
+        return step.lease >= 0 or step.time_s > self._again.get(step.step, -math.inf)
 
     def inside(self, steps: Iterable[Stepped]) -> list[Stepped]:
         """Returns the steps that ended after the warm-up."""

@@ -14,7 +14,7 @@ from headrace.report.views.document import document, figures, html_text, picture
 from headrace.report.views.pictures import pictures
 from headrace.report.views.server_subjects import SERVERS
 from headrace.report.views.style import PARTS, STAND_INS, Picture, RunStyle, run_styles
-from headrace.report.views.subjects import BOTTLENECK, INPUT, INPUT_STAGE
+from headrace.report.views.subjects import BOTTLENECK, INPUT, INPUT_STAGE, PREDICTED, predicted_figures
 from headrace.report.views.table import COLUMNS, ComparedRun, differing_line, ending, first_metric, run_rows
 
 _HOW = {
@@ -104,12 +104,23 @@ def _runs(summaries: Sequence[Summary], references: References) -> str:
         differ = differing_line(summaries, references)
         below = f'\n<p class="quiet">{html_text(differ)}</p>' if differ else ""
         return f"<section>\n<h2>Side by side</h2>\n{_table(summaries, references)}{below}\n</section>{more}"
-    rows = [(name, value) for name, value in run_rows(summaries[0]) if name not in ("run", "notice")]
+    rows = [(name, value) for name, value in run_rows(summaries[0]) if name not in ("run", "notice", "predicted")]
     against = references.to_one_device(summaries[0])
     if against is not None:
         rows.append(("× one process", f"{fixed(against)} of one process with all threads"))
     pairs = "".join(f"<dt>{html_text(name)}</dt><dd>{html_text(value)}</dd>" for name, value in rows)
-    return f'<section>\n<h2>The run</h2>\n<dl class="run">{pairs}</dl>\n</section>{_stages(summaries[0])}'
+    run = f'<section>\n<h2>The run</h2>\n<dl class="run">{pairs}</dl>\n</section>'
+    return f"{run}{_predicted(summaries[0])}{_stages(summaries[0])}"
+
+
+def _predicted(summary: Summary) -> str:
+    """Returns what was predicted beside what was measured; nothing where no prediction is known."""
+    rows = [
+        table_row(html_text(each.name), list(map(html_text, to_cells(PREDICTED, each))))
+        for each in predicted_figures(summary)
+    ]
+    table = scrolled_table(to_heads(PREDICTED), rows, "figure")
+    return f"\n<section>\n<h2>Predicted and measured</h2>\n{table}\n</section>" if rows else ""
 
 
 def _table(summaries: Sequence[Summary], references: References) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from operator import attrgetter
 
 from headrace.report.format import (
     MISSING,
     Field,
     byte_count,
+    deviation,
     duration,
     fixed,
     json_fields,
@@ -19,6 +22,7 @@ from headrace.report.format import (
 )
 from headrace.report.model.inputs import Bottleneck, InputSummary, blocked_s, busy_s, occupancy
 from headrace.report.model.pipeline import PipelineStep
+from headrace.report.model.summary import Summary
 from headrace.report.model.training import STEP_PARTS, AveragingSummary, BalanceSummary, StepTimes
 from headrace.spec.events import InputStageStats, InputStats
 
@@ -32,6 +36,57 @@ def step_text(times: StepTimes) -> str:
         if (value := getattr(times, part)) >= 5e-6
     )
     return f"{fixed(total, 1e3)} ms: {parts}"
+
+
+@dataclass(frozen=True)
+class PredictedFigure:
+    """One figure of a run beside what was predicted of it; `format` makes it a text."""
+
+    name: str
+    predicted: float
+    measured: float
+    format: Callable[[float], str]
+
+
+def predicted_figures(summary: Summary) -> tuple[PredictedFigure, ...]:
+    """Returns what was predicted of a run and what was measured, where both are known."""
+    expected, times = summary.training.predicted, summary.times
+    if expected is None:
+        return ()
+    pairs: list[tuple[str, float, float | None, Callable[[float], str]]] = [
+        ("examples/s", expected.examples_per_s, summary.examples_per_s, short),
+        ("step", expected.step_s, times.total_s if times else None, duration),
+        ("compute", expected.compute_s, times.compute_s if times else None, duration),
+        ("exchange", expected.exchange_s, times.exchange_s if times else None, duration),
+        ("update", expected.update_s, times.update_s if times else None, duration),
+        ("moved a step", expected.moved_bytes_per_step, summary.cost.moved_bytes_per_step, byte_count),
+        ("memory of training", expected.memory_bytes, summary.cost.training_bytes, byte_count),
+    ]
+    return tuple(
+        PredictedFigure(name, predicted, measured, form)
+        for name, predicted, measured, form in pairs
+        if measured and predicted
+    )
+
+
+PREDICTED: tuple[Field[PredictedFigure], ...] = (
+    *json_fields("name", "predicted", "measured"),
+    Field(lambda each: each.format(each.predicted), head="predicted"),
+    Field(lambda each: each.format(each.measured), head="measured"),
+    Field(lambda each: deviation(each.predicted, each.measured), head="error"),
+)
+"""A figure of a run beside what was predicted of it."""
+
+
+def predicted_rows(summary: Summary) -> tuple[tuple[str, str], ...]:
+    """Returns a row with each predicted figure and its error; none where nothing was predicted."""
+    figures = predicted_figures(summary)
+    if not figures:
+        return ()
+    texts = [
+        f"{each.name} {each.format(each.predicted)} ({deviation(each.predicted, each.measured)})" for each in figures
+    ]
+    return (("predicted", ", ".join(texts)),)
 
 
 STEP: tuple[Field[StepTimes], ...] = tuple(Field(attrgetter(part), key=part.removesuffix("_s")) for part in STEP_PARTS)

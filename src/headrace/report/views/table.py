@@ -33,8 +33,11 @@ from headrace.report.views.subjects import (
     BOTTLENECK,
     INPUT,
     PIPELINE_STEP,
+    PREDICTED,
     STEP,
     averaging_line,
+    predicted_figures,
+    predicted_rows,
     step_text,
 )
 from headrace.spec.plain import to_plain
@@ -174,6 +177,7 @@ def run_rows(summary: Summary) -> tuple[tuple[str, str], ...]:
     """Returns one run as names and values in words."""
     return (
         *to_rows(_RUN, summary),
+        *predicted_rows(summary),
         *to_rows(INPUT, summary.inputs),
         *to_rows(BOTTLENECK, summary.bottleneck if summary.inputs else None),
         *to_rows(SERVERS, summary.servers),
@@ -275,7 +279,7 @@ _COST: tuple[Field[Summary], ...] = (
         key="peak_memory_bytes",
         label="peak memory",
     ),
-    *json_fields("cost.parameter_bytes", "cost.optimizer_bytes"),
+    *json_fields("cost.training_bytes", "cost.parameter_bytes", "cost.optimizer_bytes"),
     Field(partial(_held_text, "parameter_bytes"), label="parameters"),
     Field(partial(_held_text, "optimizer_bytes"), label="optimizer state"),
     Field(attrgetter("saves"), _saves_text, key="saves", label="checkpoints"),
@@ -286,6 +290,7 @@ _COST: tuple[Field[Summary], ...] = (
         lambda count: f"{count} event files end in half a line",
         label="torn lines",
     ),
+    Field(lambda summary: [to_json(PREDICTED, each) for each in predicted_figures(summary)] or None, key="prediction"),
     Field(lambda summary: to_json(SERVERS, summary.servers), key="servers"),
     Field(lambda summary: to_json(AVERAGING, summary.averaging), key="averaging"),
     Field(lambda summary: to_json(BALANCE, summary.balance), key="balance"),

@@ -1,0 +1,1 @@
+"""rehearse: the loss curve of many workers, computed here."""

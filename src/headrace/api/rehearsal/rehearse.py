@@ -1,0 +1,146 @@
+"""rehearse: trains a job as many workers would, in one process and in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from headrace.api.checks import check_options, inspect_job
+from headrace.api.fit import fit
+from headrace.api.rehearsal.setup import RehearsalSetup, require_rehearsable
+from headrace.api.run import Run, TemporaryRunDir
+from headrace.engine.threads import ThreadEngine
+from headrace.errors import HeadraceError, UsageError
+from headrace.prediction.rehearsal.recorded import Record, read_record
+from headrace.prediction.simulation.scene import Assumptions
+from headrace.spec.cluster import Cluster
+from headrace.spec.events import LAUNCHER
+from headrace.spec.job import Job
+from headrace.spec.model import ModelSpec
+from headrace.strategies import OneDevice, Strategy, made_again, resolve
+from headrace.worker.run_spec import events_path
+from headrace.worker.state import random_states, restore_random_states
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A rehearsal that has ended.
+
+    Attributes:
+        run: events, curves and the trained model, as of a real run; its times are virtual.
+        seconds: how long it took here.
+        virtual_s: how long the run would have taken.
+        alone: the same job, trained by one process; None where it was not asked for.
+        alone_s: how long one of the machines would take for it; 0 where that is not known.
+        memory_bytes: for parameters, optimizer state and gradients of all workers.
+        notes: what a reader must know.
+    """
+
+    run: Run
+    seconds: float
+    virtual_s: float
+    alone: Run | None
+    alone_s: float
+    memory_bytes: int
+    notes: tuple[str, ...] = field(default=())
+
+
+def rehearse(
+    job: Job,
+    strategy: Strategy | str | None = None,
+    cluster: Cluster | Path | str | None = None,
+    *,
+    model: ModelSpec | Path | str | None = None,
+    assumptions: Assumptions | None = None,
+    from_run: Path | str | None = None,
+    run_dir: Path | str | None = None,
+    alone: bool = False,
+    force: bool = False,
+    say: Callable[[str], object] = lambda line: None,
+) -> Rehearsal:
+    """Trains a job in this process as the workers of a strategy would, in virtual time.
+
+    Each step is computed with the parameters that its worker would have then, and applied in the order and with the
+    staleness that the simulated timeline gives. So the loss curve of 64 workers, with a network and with stragglers, is
+    seen before a machine is rented. Shards, optimizer, data leases and local steps are those of real runs.
+
+    Args:
+        strategy: with a number of workers: `hr.Downpour(workers=64)`; None for that of `from_run`.
+        cluster: the machines, their file, or so many of a cloud's; None for one machine like this for each worker and
+            server, 1 Gbit/s between them.
+        model: a profile of the job's model (`hr.profile`) or its file; None to measure it here first.
+        assumptions: as of `simulate`: seed, variation of computing times, stragglers.
+        from_run: the directory of a real run, whose order of events is taken instead of a simulated one. The result is
+            the run's, bit for bit, on the same machine with the same versions.
+        run_dir: where events and the model go; None for a directory that goes with the result.
+        alone: also trains the job in one process, in `run_dir`/one_device, to compare with.
+        force: uses a profile of another model or of other versions.
+        say: is told what is done.
+
+    Raises:
+        UsageError: the strategy cannot be rehearsed, the profile is of something else, or the run has no record.
+        InfeasiblePlan: there is too little memory here, or the cluster has too few machines; with the numbers.
+        NonFiniteLoss, NonFiniteGradient, DataError: as of a real run.
+    """
+    try:
+        info = inspect_job(job)
+        check_options(info.job.options, "cpu")
+        record = read_record(from_run) if from_run is not None else None
+        chosen = _chosen(strategy, record)
+        require_rehearsable(chosen)
+        chosen.check(info.job.options)
+        directory, keeper = _directory(run_dir)
+        setup = RehearsalSetup(info, chosen, directory, force, assumptions or Assumptions(), say)
+        began = perf_counter()
+        with _own_generators():
+            ended_s = setup.simulated(cluster, model) if record is None else setup.recorded(record)
+        took_s = perf_counter() - began
+        run = Run(info.job, setup.plan, directory, "ok", info.module, keeper)
+        single = None
+        if alone:
+            say("training in one process, to compare with")
+            folder = directory / "one_device"
+            single = fit(job, OneDevice(), device="cpu", run_dir=folder, checkpoints=False, engine=ThreadEngine())
+        return Rehearsal(run, took_s, ended_s, single, setup.alone_s, setup.memory_bytes, setup.notes)
+    except HeadraceError as error:
+        # The caller's frames help a user, those of headrace do not.
+        raise error.with_traceback(None) from error.__cause__
+
+
+def _chosen(strategy: Strategy | str | None, record: Record | None) -> Strategy:
+    if strategy is None and record is None:
+        raise UsageError("rehearse needs a strategy (--strategy), or a run whose order it takes (--from)")
+    if record is None:
+        assert strategy is not None
+        return resolve(strategy)
+    if strategy is None:
+        return made_again(record.started.strategy, record.plan.options, record.plan.workers)
+    chosen = resolve(strategy, record.plan.workers)
+    if chosen.name != record.started.strategy:
+        raise UsageError(f"the run was trained by {record.started.strategy}, not by {chosen.name}; leave it out")
+    return chosen
+
+
+@contextmanager
+def _own_generators() -> Iterator[None]:
+    """Leaves the caller's random numbers as they are: the workers' are drawn in this process."""
+    device = torch.device("cpu")
+    states = random_states(device)
+    try:
+        yield
+    finally:
+        restore_random_states(states, device)
+
+
+def _directory(run_dir: Path | str | None) -> tuple[Path, TemporaryRunDir | None]:
+    keeper = TemporaryRunDir() if run_dir is None else None
+    directory = Path(run_dir).absolute() if run_dir is not None else Path(keeper.path if keeper else ".")
+    if events_path(directory, LAUNCHER).exists():
+        raise UsageError(f"{directory} holds a run already; name another run_dir, or delete it")
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory, keeper

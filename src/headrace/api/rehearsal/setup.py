@@ -1,0 +1,291 @@
+"""What a rehearsal is set up from: the job, the plan, the machines and the timeline, and the memory that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from headrace.api.checks import JobInfo
+from headrace.api.model_profile import identity, profile
+from headrace.data import as_pipeline
+from headrace.errors import InfeasiblePlan, UsageError
+from headrace.machine import cores, host_name, spare_memory_bytes, versions
+from headrace.prediction.cloud import cluster_of
+from headrace.prediction.profiling.origin import require_origin, require_usable
+from headrace.prediction.rehearsal.events import VirtualEvents
+from headrace.prediction.rehearsal.lockstep import Times, retime, times_of, times_recorded, train_in_turns
+from headrace.prediction.rehearsal.recorded import Record, RecordedOrder
+from headrace.prediction.rehearsal.served import OrderSource, Rehearsed, ServedRehearsal
+from headrace.prediction.rehearsal.simulated import SimulatedOrder
+from headrace.prediction.simulation.behaviour import FETCHES, behave, device_steps, server_terms
+from headrace.prediction.simulation.event_files import plan_of
+from headrace.prediction.simulation.scene import Assumptions, Scene
+from headrace.prediction.simulation.simulate import counted, scene_of
+from headrace.report.format import byte_count
+from headrace.spec.cluster import Cluster, Host
+from headrace.spec.events import LAUNCHER
+from headrace.spec.model import ModelSpec
+from headrace.spec.plan import Plan
+from headrace.strategies import (
+    CentralStorage,
+    Downpour,
+    Gossip,
+    Hybrid,
+    Mirrored,
+    OneDevice,
+    ParameterAveraging,
+    ParameterServer,
+    Pipeline,
+    Strategy,
+    TensorParallel,
+)
+from headrace.worker.run_spec import RunSpec
+
+_QUICKLY_S = 0.3
+"""How long each measurement of a profile takes that is made for a rehearsal alone."""
+
+_ANY_MEMORY = 1 << 60
+"""Bytes of the host of a plan: what a rehearsal needs is checked by itself."""
+
+
+_SERVED = (ParameterServer, Downpour)
+
+
+def require_rehearsable(strategy: Strategy) -> None:
+    """Raises UsageError for a strategy that cannot be rehearsed, with the reason."""
+    reason = ""
+    if isinstance(strategy, ParameterAveraging):
+        if strategy.via != "all_reduce":
+            reason = "its workers average through servers while others go on; use via='all_reduce'"
+        elif not isinstance(strategy.period, int):
+            reason = "its period follows what workers measure, and nothing is measured here; give a number of rounds"
+    elif isinstance(strategy, Mirrored | CentralStorage):
+        if strategy.balance != "equal":
+            reason = "its shares follow what workers measure, and nothing is measured here; use balance='equal'"
+    elif isinstance(strategy, Pipeline | TensorParallel | Hybrid):
+        reason = (
+            "its workers hold parts of one model, and its numbers are those of one device: train in one process, and "
+            "see `headrace simulate` for the time"
+        )
+    elif not isinstance(strategy, (*_SERVED, OneDevice, Gossip)):
+        reason = "its workers never exchange anything: each is a run of its own"
+    if isinstance(strategy, _SERVED) and strategy.backups:
+        reason = "a server and its backup do not fail here; use backups=0"
+    if reason:
+        raise UsageError(f"{strategy.name} cannot be rehearsed: {reason}")
+
+
+class RehearsalSetup:
+    """One rehearsal: call `simulated` or `recorded` once.
+
+    Attributes:
+        plan: with the hosts of the cluster.
+        memory_bytes: that the rehearsal needs here for parameters, optimizer state and gradients.
+        notes: what a reader must know.
+        alone_s: how long one of the machines would take for all rounds; 0 where that is not known.
+    """
+
+    plan: Plan
+    memory_bytes: int = 0
+    notes: tuple[str, ...] = ()
+    alone_s: float = 0.0
+
+    def __init__(
+        self,
+        info: JobInfo,
+        strategy: Strategy,
+        run_dir: Path,
+        force: bool,
+        assumptions: Assumptions,
+        say: Callable[[str], object],
+    ) -> None:
+        self._info, self._strategy, self._run_dir = info, strategy, run_dir
+        self._force, self._assumptions, self._say = force, assumptions, say
+
+    def simulated(self, cluster: Cluster | Path | str | None, model: ModelSpec | Path | str | None) -> float:
+        """Rehearses in the order of a simulation; returns its virtual time."""
+        notes = ["rehearsed: gradients are real, and all times are virtual"]
+        if cluster is None:
+            machines = self._machines_like_this()
+            notes.append("no cluster was given: each process has a machine like this one, with 1 Gbit/s between them")
+        else:
+            machines = cluster_of(cluster)
+        strategy = self._strategy = counted(self._strategy, machines)
+        known, told = self._model(model)
+        notes += [*told, *require_usable(known, machines, self._force)]
+        job = self._info.job
+        scene, _ = scene_of(known, machines, strategy, job.global_batch_size, self._assumptions)
+        run = self._spec(strategy)
+        self.plan = replace(plan_of(strategy, scene, run.plan.replicas), segments=run.plan.segments)
+        rounds = run.rounds_of(self._info.examples)
+        one = scene.step(scene.hosts[0], scene.examples)
+        self.alone_s = rounds * (one.forward_s + one.backward_s + one.optimizer_s + one.fixed_s)
+        if not isinstance(strategy, _SERVED):
+            rescaled = replace(scene, assumptions=replace(self._assumptions, steps=rounds))
+            timeline = behave(strategy, rescaled)
+            self.notes = (*notes, *timeline.notes)
+            evaluation_s = self._evaluation_s(scene)
+            return self._train_in_turns(run, times_of(timeline), evaluation_s, timeline.moved_bytes)
+        terms = server_terms(strategy, scene.workers)
+        if isinstance(strategy, Downpour) and strategy.fetch_every != strategy.push_every:
+            notes.append(FETCHES)
+        self.notes = tuple(notes)
+        steps = device_steps(scene)
+        source = SimulatedOrder(scene, steps, terms, len(run.plan.shares))
+        moved = run.model.trainable_bytes * (terms.pushed + terms.pulled) / terms.span
+        round_s = max(step.forward_s + step.backward_s + step.fixed_s for step in steps)
+        return self._train(run, scene, source, round_s, moved)
+
+    def recorded(self, record: Record) -> float:
+        """Rehearses in the order of a real run; returns how long that took."""
+        run = self._spec(self._strategy)
+        self._require_same(record, run)
+        self.plan = record.plan
+        self.notes = (f"rehearsed in the order of a real run of {run.plan.workers} workers, with its times",)
+        if not isinstance(self._strategy, _SERVED):
+            with _threads(record.started.threads):
+                return self._train_in_turns(run, times_recorded(record.steps), 0.0, 0.0)
+        source = RecordedOrder(record, run.plan)
+        last_s = max((step.time_s for own in record.steps for step in own), default=0.0)
+        with _threads(record.started.threads):
+            return self._train(run, None, source, last_s / max(1, run.rounds_of(self._info.examples)), 0.0)
+
+    def _train(self, run: RunSpec, scene: Scene | None, source: OrderSource, round_s: float, moved: float) -> float:
+        strategy = self._strategy
+        assert isinstance(strategy, ParameterServer | Downpour)
+        # A worker keeps no parameters: only the gradients that it has not pushed yet.
+        pending = 2 if isinstance(strategy, Downpour) else 1
+        self._require_memory(run, run.model.copies + 1 + pending * run.plan.replicas)
+        alone = replace(run, strategy=OneDevice(), plan=OneDevice().plan(run.model, _one_host()))
+        evaluation_s = self._evaluation_s(scene) if scene is not None else 0.0
+        local = isinstance(strategy, Downpour)
+        rate = self._assumptions.apply_bytes_per_s
+        rehearsed = Rehearsed(run, alone, strategy.policies(run.plan.replicas), local, evaluation_s, rate)
+        rounds = run.rounds_of(self._info.examples)
+        events = VirtualEvents(run, self.plan, self._info.examples, round_s * rounds, moved)
+        self._say(f"rehearsing {run.plan.workers} workers, {rounds} rounds")
+        for note in self.notes:
+            events.note(LAUNCHER, 0.0, note)
+        ended_s = ServedRehearsal(rehearsed, events).train(source)
+        events.save(self._run_dir)
+        return ended_s
+
+    def _train_in_turns(self, run: RunSpec, times: Times, evaluation_s: float, moved: float) -> float:
+        # Each worker has parameters, gradients and optimizer state, and there is the sum or the mean of all.
+        self._require_memory(run, (run.model.copies + 1) * run.plan.workers + 1)
+        rounds = run.rounds_of(self._info.examples)
+        self._say(f"rehearsing {run.plan.workers} workers, {rounds} rounds")
+        train_in_turns(run)
+        events = VirtualEvents(run, self.plan, self._info.examples, 1.0, moved)
+        for note in self.notes:
+            events.note(LAUNCHER, 0.0, note)
+        ended_s = retime(run, events, times, evaluation_s)
+        events.end(ended_s, ())
+        events.save(self._run_dir)
+        return ended_s
+
+    def _evaluation_s(self, scene: Scene) -> float:
+        """Returns how long the workers together take to evaluate: each computes the forward of its part."""
+        data = self._info.job.eval_data
+        if data is None:
+            return 0.0
+        one = scene.step(scene.hosts[0], max(1, scene.examples // scene.workers))
+        return one.forward_s * len(as_pipeline(data)[0]) / max(1, scene.examples)
+
+    def _spec(self, strategy: Strategy) -> RunSpec:
+        info = self._info
+        if info.model.tables or (isinstance(strategy, ParameterServer) and strategy.sparse):
+            raise UsageError(
+                "a model with sparse embeddings cannot be rehearsed: their rows are fetched one by one, and only a "
+                "real run does that; leave out sparse=True, or train it"
+            )
+        plan = strategy.plan(info.model, _one_host())
+        if info.job.global_batch_size < plan.replicas:
+            raise InfeasiblePlan(
+                f"a global batch of {info.job.global_batch_size} cannot be split among {plan.replicas} workers; "
+                f"use global_batch_size={plan.replicas} or more, or fewer workers"
+            )
+        return RunSpec(
+            job=info.job,
+            train=None,
+            strategy=strategy,
+            plan=plan,
+            model=info.model,
+            weighed=info.weighed,
+            run_dir=self._run_dir,
+            started=0.0,
+            timeout_s=10.0,
+        )
+
+    def _model(self, model: ModelSpec | Path | str | None) -> tuple[ModelSpec, tuple[str, ...]]:
+        """Returns the profile, and what differs from what it was measured with."""
+        if model is None:
+            self._say("measuring the model; a profile (--model) saves that")
+            job = self._info.job
+            workers = max(1, self._strategy.processes().workers)
+            share = max(1, job.global_batch_size // workers)
+            return profile(job, device="cpu", batch_sizes=(share,), seconds=_QUICKLY_S), ()
+        known = model if isinstance(model, ModelSpec) else ModelSpec.load(model)
+        here = {**identity(self._info), **{key: value for key, value in versions().items() if key != "python"}}
+        if known.trainable_bytes != self._info.model.trainable_bytes and not self._force:
+            raise UsageError(
+                f"the profile is of a model with {known.trainable_bytes:,} bytes of trainable parameters, and the "
+                f"job's has {self._info.model.trainable_bytes:,}; profile the job (headrace profile), or give --force"
+            )
+        return known, require_origin(known, here, self._force)
+
+    def _machines_like_this(self) -> Cluster:
+        counts = self._strategy.processes()
+        memory = spare_memory_bytes()
+        hosts = [Host(f"machine-{number}", cores(), memory) for number in range(counts.workers + counts.servers)]
+        return Cluster(tuple(hosts))
+
+    def _require_memory(self, run: RunSpec, copies: int) -> None:
+        """Refuses what does not fit here: so many times the parameters."""
+        self.memory_bytes = copies * run.model.trainable_bytes
+        here = spare_memory_bytes()
+        if self.memory_bytes > here:
+            raise InfeasiblePlan(
+                f"to rehearse {run.plan.replicas} workers takes {byte_count(self.memory_bytes)} ({copies} times the "
+                f"model's {byte_count(run.model.trainable_bytes)}), and {byte_count(here)} are free here; use fewer "
+                "workers, or a smaller model"
+            )
+
+    def _require_same(self, record: Record, run: RunSpec) -> None:
+        """Refuses a record of another job."""
+        there, here = record.plan, run.plan
+        differ = [
+            f"{name}: {a} there and {b} here"
+            for name, a, b in (
+                ("global_batch_size", record.started.global_batch_size, run.job.global_batch_size),
+                ("examples", record.started.examples_per_epoch, self._info.examples),
+                ("workers", there.workers, here.workers),
+                ("bytes of gradients", there.gradient_bytes, here.gradient_bytes),
+                ("shards", len(there.segments), len(here.segments)),
+            )
+            if a != b
+        ]
+        for name in ("headrace", "torch"):
+            if record.started.versions.get(name) != versions()[name] and not self._force:
+                differ.append(f"{name}: {record.started.versions.get(name)} there and {versions()[name]} here")
+        if differ:
+            raise UsageError(f"the run is of another job: {'; '.join(differ)}. Give the job that it has trained")
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Computes with so many threads, as the workers of a run did: with another number, sums have another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _one_host() -> Cluster:
+    return Cluster((Host(host_name(), cores(), _ANY_MEMORY),))

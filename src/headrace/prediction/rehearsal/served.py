@@ -1,0 +1,316 @@
+"""Executes the order of a run with servers: real gradients, pushes, local steps and evaluations.
+
+queue of a server ──► fetch: compute the worker's steps up to its next fetch
+                  └─► push:  apply what the worker has computed
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.collectives.threads import ThreadCollective, ThreadGroup
+from headrace.data import Loader, as_pipeline
+from headrace.errors import DataError
+from headrace.parameter_server.server.optimizer import RoundClock
+from headrace.prediction.rehearsal.events import VirtualEvents
+from headrace.prediction.rehearsal.order import PlannedStep, ServerAction, SyncInterval
+from headrace.prediction.rehearsal.server import InProcessServer, Policies, head_of, served_layouts
+from headrace.prediction.rehearsal.workers import ComputedStep, PushedGradient, VirtualWorkers
+from headrace.spec.events import NonFinite
+from headrace.strategies.context import BatchInfo, WorkerContext
+from headrace.training.batch_norm import averaged_buffers
+from headrace.training.exchange import Replica
+from headrace.worker.evaluation import EarlyStopper
+from headrace.worker.loops.leased import next_sync_point
+from headrace.worker.main import leave_model
+from headrace.worker.run_spec import RunSpec
+from headrace.worker.session import build_evaluation, build_module, objective_of
+
+_Versions = Mapping[tuple[int, int], int]
+"""Of the parameters that a gradient was computed with, by server and shard."""
+
+
+@dataclass
+class _Fetch:
+    """What a worker has fetched so far, by server and shard; the parameters, where they come in pieces."""
+
+    versions: dict[tuple[int, int], int] = field(default_factory=dict)
+    pieces: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+
+class OrderSource(Protocol):
+    """Tells what happens, interval by interval."""
+
+    def interval(self, first: int, until: int, now_s: float, versions: Sequence[Sequence[int]]) -> SyncInterval:
+        """Returns what happens from round `first`, at `now_s`, to the sync point before round `until`.
+
+        `versions` are those of the servers' shards when it begins.
+        """
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """A run to rehearse.
+
+    Attributes:
+        run: with the plan that a real run would have on one host.
+        alone: the same job on one device, for evaluation and the trained model.
+        policies: who may proceed, and which pushes make a step.
+        local: whether workers take local steps.
+        evaluation_s: how long an evaluation takes, on the clock of the run.
+        apply_bytes_per_s: of a server.
+    """
+
+    run: RunSpec
+    alone: RunSpec
+    policies: Policies
+    local: bool
+    evaluation_s: float = 0.0
+    apply_bytes_per_s: float = 5e9
+
+
+class ServedRehearsal:
+    """One rehearsal: call `train` once."""
+
+    def __init__(self, rehearsed: Rehearsed, events: VirtualEvents) -> None:
+        run = rehearsed.run
+        self._rehearsed, self._run, self._events = rehearsed, run, events
+        job, plan = run.job, run.plan
+        self._module = build_module(job)
+        self._loader = Loader(as_pipeline(job.data)[0], job.seed, job.global_batch_size, (1,), 0)
+        every = self._loader.rounds_per_epoch
+        clock = RoundClock(job.options, every, 0)
+        self._servers = [InProcessServer(run, rank, self._module, clock, rehearsed.policies) for rank in plan.servers]
+        context = WorkerContext(
+            module=self._module,
+            model=run.model,
+            objective=objective_of(job, run.weighed),
+            optimizer=job.optimizer,
+            options=job.options,
+            group=ThreadCollective(ThreadGroup(1), 0),
+            rounds_per_epoch=every,
+            batches=BatchInfo(self._loader.full_batch, job.seed),
+        )
+        weighted = plan.options.get("scale") == "share"
+        layouts = served_layouts(self._servers)
+        self._workers = VirtualWorkers(run, self._module, context, layouts, self._loader, rehearsed.local, weighted)
+        self._stopper = EarlyStopper(job.options.early_stopping)
+        self._replica = rehearsed.alone.strategy.replica(rehearsed.alone.plan, 0, context)
+        self._computed: list[deque[tuple[ComputedStep, _Versions]]] = [deque() for _ in range(plan.replicas)]
+        self._fetches: list[dict[int, _Fetch]] = [{} for _ in range(plan.replicas)]
+        self._shards = sum(len(server.layout) for server in self._servers)
+        self._waited_s = [0.0] * plan.replicas
+
+    def train(self, source: OrderSource) -> float:
+        """Trains to the end; returns when that is, on the clock of the run.
+
+        Raises:
+            NonFiniteLoss, NonFiniteGradient, DataError: as a real run.
+        """
+        run, every = self._run, self._loader.rounds_per_epoch
+        done, rounds, ended_s = 0, run.rounds(every), 0.0
+        # No checkpoints: they would be sync points, too, where the run to come has them.
+        while done < rounds and not self._stopper.over:
+            versions = [server.versions for server in self._servers]
+            interval = source.interval(done, next_sync_point(run, every, done), ended_s, versions)
+            self._execute(interval)
+            done = interval.done
+            for server in self._servers:
+                server.busy_s += interval.busy_s
+            ended_s = self._meet(done, interval.ended_s)
+        self._finish(ended_s)
+        return ended_s
+
+    def _execute(self, interval: SyncInterval) -> None:
+        """Executes all queues; a queue waits where its next push is not computed yet."""
+        plans = [_by_fetch(own) for own in interval.steps]
+        queues = [deque(queue) for queue in interval.queues]
+        while any(queues):
+            moved = False
+            for queue in queues:
+                while queue and self._do(queue[0], plans):
+                    queue.popleft()
+                    moved = True
+            if not moved:
+                stuck = next(queue[0] for queue in queues if queue)
+                raise DataError(
+                    f"the record of the run contradicts itself: worker {stuck.worker} pushes lease {stuck.number} "
+                    "before it has fetched what it was computed with"
+                )
+
+    def _do(self, action: ServerAction, plans: Sequence[dict[int, list[PlannedStep]]]) -> bool:
+        """Carries out an action; returns False where it has to wait for another queue."""
+        if not action.pushes:
+            self._fetch(action, plans[action.worker].get(action.number, ()))
+            return True
+        worker = action.worker
+        computed = self._computed[worker]
+        last = next((index for index, (each, _) in enumerate(computed) if each.planned.last), None)
+        if last is None or computed[last][0].planned.lease != action.number:
+            return False
+        ready, versions = computed[last]
+        assert ready.pushed is not None
+        late = self._push(action, ready.pushed, ready.planned.lease, versions)
+        if action.server in (-1, len(self._servers) - 1) and self._is_whole(action):
+            for _ in range(last + 1):
+                self._tell(worker, computed.popleft()[0], late)
+        return True
+
+    def _is_whole(self, action: ServerAction) -> bool:
+        """Whether a push is about the last of a server's shards."""
+        layout = self._servers[action.server].layout
+        return not action.shards or action.shards[-1] == len(layout) - 1
+
+    def _push(self, action: ServerAction, pushed: PushedGradient, lease: int, versions: _Versions) -> bool:
+        head = head_of(lease, pushed.finite, pushed.weight, pushed.share, pushed.steps)
+        late = False
+        for index, server in self._named(action):
+            late |= server.push(
+                action.worker,
+                pushed.gradients[index],
+                head,
+                [versions[index, shard] for shard in range(len(server.layout))],
+                action.shards,
+            )
+        return late
+
+    def _named(self, action: ServerAction) -> Iterator[tuple[int, InProcessServer]]:
+        for index, server in enumerate(self._servers):
+            if action.server in (-1, index):
+                yield index, server
+
+    def _fetch(self, action: ServerAction, planned: Sequence[PlannedStep]) -> None:
+        """Lets a worker take over parameters, and computes what it does with them, when it has all of them."""
+        whole = action.server == -1 or (len(self._servers) == 1 and not action.shards)
+        # Of one that comes in pieces the next may begin before it is complete.
+        fetch = self._fetches[action.worker].setdefault(action.number, _Fetch())
+        for index, server in self._named(action):
+            shards = action.shards or range(len(server.layout))
+            server.fetched(action.worker, shards)
+            for shard, version in zip(shards, server.versions_of(shards), strict=True):
+                fetch.versions[index, shard] = version
+                if not whole:
+                    fetch.pieces[index, shard] = server.decoded(action.worker, shard)
+        if len(fetch.versions) < self._shards:
+            return
+        del self._fetches[action.worker][action.number]
+        if not planned:
+            return
+        plain = all(server.sends_plain for server in self._servers)
+        in_place = whole and plain and not self._rehearsed.local
+        module = self._module if in_place else self._copied(action.worker, fetch.pieces)
+        computed = self._workers.steps(action.worker, module, planned)
+        self._computed[action.worker].extend((each, fetch.versions) for each in computed)
+
+    def _copied(self, worker: int, pieces: Mapping[tuple[int, int], Tensor]) -> torch.nn.Module:
+        """Returns the copy of the module with what a worker has fetched: pieces, or the present parameters."""
+        apart = self._workers.apart
+        targets = dict(apart.named_parameters())
+        with torch.no_grad():
+            for index, server in enumerate(self._servers):
+                for shard, spec in enumerate(server.layout.pieces):
+                    target = targets[spec.parameter].data.view(-1)[spec.start : spec.start + spec.elements]
+                    if pieces:
+                        target.copy_(pieces[index, shard])
+                    else:
+                        target.copy_(server.places[shard] if server.sends_plain else server.decoded(worker, shard))
+        return apart
+
+    def _tell(self, number: int, computed: ComputedStep, late: bool) -> None:
+        planned, share = computed.planned, computed.share
+        self._waited_s[number] += planned.exchange_s
+        self._events.stepped(number, planned, share, None if late else computed.loss, computed.weight, late)
+        if computed.skipped:
+            ranks = (number,) if computed.loss is None else ()
+            action = self._run.job.options.on_nonfinite
+            self._events.write(NonFinite(number, planned.ended_s, planned.round, ranks, action))
+        if self._events.due(planned.ended_s):
+            self._tell_servers(planned.ended_s)
+
+    def _tell_servers(self, time_s: float) -> None:
+        first = self._run.plan.workers
+        for index, server in enumerate(self._servers):
+            rate = self._rehearsed.apply_bytes_per_s
+            self._events.write(server.stats(first + index, time_s, self._waited_s, rate))
+
+    def _meet(self, done: int, now_s: float) -> float:
+        """Settles an interval and evaluates where that is due; returns when training goes on."""
+        for index, computed in enumerate(self._computed):
+            if computed:
+                raise DataError(f"worker {index} has computed {len(computed)} steps that no server has applied")
+        self._tell_servers(now_s)
+        every, options = self._loader.rounds_per_epoch, self._run.job.options
+        rounds = self._run.rounds(every)
+        due = done % (options.eval_every or every) == 0 or done >= rounds
+        if self._run.job.eval_data is not None and due:
+            metrics, examples = self._evaluate()
+            seconds = self._rehearsed.evaluation_s
+            now_s += seconds
+            self._events.evaluated(now_s, done, done // every, examples, metrics, seconds)
+            ending = self._stopper.see(metrics, done)
+            if ending:
+                self._events.note(0, now_s, ending)
+        for server in self._servers:
+            server.settle(done)
+        return now_s
+
+    def _evaluate(self) -> tuple[dict[str, float], int]:
+        """Evaluates with the mean of the workers' running statistics, and with averaged weights if there are any."""
+        alone = self._rehearsed.alone
+        options = replace(alone.job.options, ema_decay=None)
+        spec = replace(alone, job=replace(alone.job, options=options))
+        replica = Replica(self._workers.compute, self._replica.exchange)
+        evaluation = build_evaluation(spec, alone.plan.role(0), replica, ThreadCollective(ThreadGroup(1), 0))
+        assert evaluation is not None
+        averages = self._run.job.options.ema_decay is not None
+        self._average_buffers()
+        for server in self._servers if averages else ():
+            server.swap_weights(True)
+        result = evaluation.run(1.0)
+        for server in self._servers if averages else ():
+            server.swap_weights(False)
+        return result
+
+    @torch.no_grad()
+    def _average_buffers(self) -> None:
+        """Puts the first worker's buffers into the module, and the means of all workers' running statistics."""
+        every = self._workers.every
+        total = float(sum(worker.examples for worker in every))
+        averaged = {id(buffer) for buffer in averaged_buffers(self._module)}
+        for index, buffer in enumerate(self._module.buffers()):
+            if id(buffer) not in averaged:
+                buffer.copy_(every[0].buffers[index])
+                continue
+            # In the order of the workers, as `average` sums.
+            parts = [worker.examples / total if total else 1 / len(every) for worker in every]
+            mean = every[0].buffers[index] * parts[0]
+            for worker, part in zip(every[1:], parts[1:], strict=True):
+                mean += worker.buffers[index] * part
+            buffer.copy_(mean)
+
+    def _finish(self, ended_s: float) -> None:
+        """Writes the trained model and the last events."""
+        self._average_buffers()
+        for server in self._servers if self._run.job.options.ema_decay is not None else ():
+            server.swap_weights(True)
+        alone = self._rehearsed.alone
+        leave_model(alone, 0, ThreadCollective(ThreadGroup(1), 0), self._workers.compute)
+        self._tell_servers(ended_s)
+        self._events.end(ended_s, [server.memory() for server in self._servers])
+
+
+def _by_fetch(steps: Sequence[PlannedStep]) -> dict[int, list[PlannedStep]]:
+    """Returns the steps of a worker by the fetch whose parameters they begin with."""
+    found: dict[int, list[PlannedStep]] = {}
+    current = 0
+    for step in steps:
+        if step.fetch >= 0:
+            current = step.fetch
+        found.setdefault(current, []).append(step)
+    return found
