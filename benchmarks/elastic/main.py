@@ -191,7 +191,7 @@ def hosts_overhead(rounds: int) -> Figures:
     try:
 
         def seconds(way: str) -> float:
-            said = run(Path(__file__).parent / "one_rank.py", 2, way, "200" if "small" in way else "30")
+            said = run(Path(__file__).parent / "one_rank.py", 2, way, "600" if "small" in way else "30")
             return max(rank["seconds"] for rank in said)
 
         figures = alternate({way: partial(seconds, way) for way in ways}, rounds)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from headrace.api.comparison import Comparison, compare
     from headrace.api.fit import fit, launch
     from headrace.api.model_profile import profile
+    from headrace.api.rehearsal.rehearse import Rehearsal, rehearse
     from headrace.api.run import Run
     from headrace.api.setup import setup
     from headrace.averaging.outer_steps import Elastic, Nesterov
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         TensorParallel,
         Unconnected,
     )
+    from headrace.training.embeddings.optimizers import LazyAdam, RowwiseAdagrad
     from headrace.worker.worker import Worker
 
 __all__ = [
@@ -62,6 +64,7 @@ __all__ = [
     "Gossip",
     "Hybrid",
     "Job",
+    "LazyAdam",
     "LocalSGD",
     "Mean",
     "Mirrored",
@@ -76,7 +79,9 @@ __all__ = [
     "Prediction",
     "RayEngine",
     "Recommendation",
+    "Rehearsal",
     "Remedies",
+    "RowwiseAdagrad",
     "Run",
     "Strategy",
     "TensorBoard",
@@ -92,6 +97,7 @@ __all__ = [
     "metrics",
     "profile",
     "recommend",
+    "rehearse",
     "setup",
     "simulate",
     "tasks",
@@ -102,6 +108,7 @@ _MODULES = {
     "api.comparison": ("Comparison", "compare"),
     "api.fit": ("fit", "launch"),
     "api.model_profile": ("profile",),
+    "api.rehearsal.rehearse": ("Rehearsal", "rehearse"),
     "api.run": ("Run",),
     "api.setup": ("setup",),
     "averaging.outer_steps": ("Elastic", "Nesterov"),
@@ -119,6 +126,7 @@ _MODULES = {
     "spec.job": ("Job",),
     "spec.model": ("ModelSpec",),
     "spec.options": ("Checkpoints", "EarlyStopping", "Options"),
+    "training.embeddings.optimizers": ("LazyAdam", "RowwiseAdagrad"),
     "worker.worker": ("Worker",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

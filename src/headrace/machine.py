@@ -121,6 +121,15 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
+def peak_resident_bytes() -> int:
+    """Returns the most memory that this program has had in the machine's memory.
+
+    Not `ru_maxrss`, which counts the program that was in this process before, where a launcher has started it.
+    """
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) * 1024
+
+
 # Numbers of `mallopt` (malloc.h).
 TRIM_THRESHOLD = -1
 """Of bytes that are free at the heap's end, and kept."""

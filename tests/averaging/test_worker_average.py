@@ -35,6 +35,7 @@ def meet(codec: str, weights: list[float], host: ThreadCollective) -> Collective
         for own, by in zip(average.elements, move, strict=True):
             own.add_(by)
         average.combine(weights)
+        average.apply()
         assert all(bool(own.isfinite().all()) for own in average.elements)
     return average
 
@@ -70,6 +71,7 @@ def test_a_worker_that_is_left_out_gets_the_mean_and_owes_nothing(codec: str) ->
         average.begin()
         average.elements[0].fill_(float("nan") if host.rank == 1 else 1.0)
         combined = average.combine([0.5, -1.0, 0.5])
+        average.apply()
         assert combined.squares[1] == 0.0
         return average.elements[0]
 

@@ -26,17 +26,18 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def job(rounds: int = 16) -> hr.Job:
+def job(rounds: int = 16, **changes: object) -> hr.Job:
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(60, 4, generator=generator)
-    return hr.Job(
-        model=Sensitive,
-        task=hr.tasks.regression(),
-        optimizer=functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-        data=(inputs, inputs.sum(1, keepdim=True)),
-        global_batch_size=12,
-        steps=rounds,
-    )
+    given: dict[str, object] = {
+        "model": Sensitive,
+        "task": hr.tasks.regression(),
+        "optimizer": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        "data": (inputs, inputs.sum(1, keepdim=True)),
+        "global_batch_size": 12,
+        "steps": rounds,
+    }
+    return hr.Job(**{**given, **changes})  # type: ignore[arg-type]
 
 
 def lose_rank_1(how: str, first_without: int, worker: hr.Worker) -> None:
@@ -49,13 +50,19 @@ def lose_rank_1(how: str, first_without: int, worker: hr.Worker) -> None:
         if worker.rank == 1 and worker.round == ROUND:
             plant(how, worker)
         worker.step(batch)
+        if worker.evaluation_due:
+            worker.evaluate()
 
 
 def plant(how: str, worker: hr.Worker) -> None:
     exchange = worker._session.replica.exchange
+    # That of workers that average is beside the averaging.
+    updating = getattr(exchange, "_local", exchange)
     if how == "in forward":
         worker.model.register_forward_pre_hook(lambda *_: die())
     elif how == "while it sums":
-        exchange._reduction.reduce = die  # type: ignore[attr-defined]
+        getattr(exchange, "_reduction", exchange).reduce = die  # type: ignore[attr-defined]
     elif how == "in its update":
-        exchange.updater.optimizer.register_step_pre_hook(lambda *_: die())  # type: ignore[attr-defined]
+        updating.updater.optimizer.register_step_pre_hook(lambda *_: die())  # type: ignore[attr-defined]
+    elif how == "after half of its update":
+        updating.updater.optimizer.register_step_post_hook(lambda *_: die())  # type: ignore[attr-defined]

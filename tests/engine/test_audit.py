@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from warm.programs import PYTHON
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent.parent / "src"
@@ -30,19 +31,31 @@ ALLOWED = {
 """What runs code, and where."""
 
 
-def watched(way: str, tmp_path: Path) -> list[dict[str, Any]]:
-    """Returns what ran code in any process of two runs."""
-    log = tmp_path / "audit"
+Events = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=[pytest.param("shared_memory", marks=pytest.mark.full), "tcp"])
+def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Events, Events]:
+    """What ran code in any process of two runs over this way, and of a third one that was made to run bytes."""
+    folder = tmp_path_factory.mktemp("audited")
+    log = folder / "audit"
     log.mkdir()
     path = os.pathsep.join(map(str, [HERE / "audited", SOURCE, HERE.parent]))
-    command = [sys.executable, str(HERE / "audited_script.py"), way, str(tmp_path / "run")]
+    # Not a warm program: what a process imports and runs from its beginning on is watched.
+    command = [PYTHON, str(HERE / "audited_script.py"), request.param, str(folder)]
     environment = {**os.environ, "PYTHONPATH": path, "HEADRACE_AUDIT": str(log)}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr
-    events = [json.loads(line) for file in log.iterdir() for line in file.read_text().splitlines()]
-    # All of them were watched: launcher, fork server and workers of both runs.
-    assert len(list(log.iterdir())) >= 5
-    return events
+    (line,) = (line for line in ended.stdout.splitlines() if line.startswith("{"))
+    sizes: dict[str, int] = json.loads(line)
+    # All of them were watched: launcher, fork server, workers and servers of both runs.
+    assert len(sizes) >= 5
+    sound, planted = Events(), Events()
+    for file in log.iterdir():
+        content, size = file.read_bytes(), sizes.get(file.name, 0)
+        for part, events in ((content[:size], sound), (content[size:], planted)):
+            events += map(json.loads, part.splitlines())
+    return sound, planted
 
 
 def allowed(event: dict[str, Any]) -> bool:
@@ -53,17 +66,14 @@ def allowed(event: dict[str, Any]) -> bool:
     return any(frames[0].endswith(place) if place else not frames[0] for place in here)
 
 
-@pytest.mark.usefixtures("real_python")
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [pytest.param("shared_memory", marks=pytest.mark.full), "tcp"])
-def test_nothing_that_came_as_bytes_is_run(way: str, tmp_path: Path) -> None:
-    events = watched(way, tmp_path)
-    assert [event for event in events if not allowed(event)] == []
-    assert {event["event"] for event in events} >= {"pickle.find_class"}
+def test_nothing_that_came_as_bytes_is_run(watched: tuple[Events, Events]) -> None:
+    sound, _ = watched
+    assert [event for event in sound if not allowed(event)] == []
+    assert {event["event"] for event in sound} >= {"pickle.find_class"}
 
 
-@pytest.mark.usefixtures("real_python")
 @pytest.mark.slow
-def test_what_would_be_run_is_noticed(tmp_path: Path) -> None:
-    strange = [event["event"] for event in watched("planted", tmp_path) if not allowed(event)]
-    assert set(strange) == {"pickle.find_class", "exec", "compile"}
+def test_what_would_be_run_is_noticed(watched: tuple[Events, Events]) -> None:
+    _, planted = watched
+    assert {event["event"] for event in planted if not allowed(event)} == {"pickle.find_class", "exec", "compile"}

@@ -164,8 +164,8 @@ def test_killed_workers_are_replaced_and_no_example_is_lost_or_doubled(
 ) -> None:
     done = tmp_path / "done"
     hand = Hand({30: (1, signal.SIGKILL), 80: (0, signal.SIGKILL)}, done=done)
-    job = counting_job(40, model=functools.partial(Counter, done))
-    check_counts(hr.fit(job, make(), engine=engine, on_event=hand), 40)
+    job = counting_job(25, model=functools.partial(Counter, done))
+    check_counts(hr.fit(job, make(), engine=engine, on_event=hand), 25)
     assert sorted(lost.lost for lost in hand.lost) == [0, 1]
     assert all("SIGKILL" in lost.cause for lost in hand.lost)
     assert [below(server) for server in fork_servers()] == [[]] * len(fork_servers())
@@ -178,8 +178,8 @@ def test_a_killed_server_with_a_backup_is_followed_by_it(
     strategy, done = make(backups=1), tmp_path / "done"
     servers = getattr(strategy, "servers")  # noqa: B009  (of both kinds)
     hand = Hand({60: (3, signal.SIGKILL)}, after=3 + servers, done=done)
-    job = counting_job(40, model=functools.partial(Counter, done))
-    check_counts(hr.fit(job, strategy, engine=engine, on_event=hand), 40)
+    job = counting_job(25, model=functools.partial(Counter, done))
+    check_counts(hr.fit(job, strategy, engine=engine, on_event=hand), 25)
     assert [lost.lost for lost in hand.lost] == [3]
     assert [below(server) for server in fork_servers()] == [[]] * len(fork_servers())
 

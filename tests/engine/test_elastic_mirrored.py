@@ -6,6 +6,7 @@ import functools
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,11 @@ import headrace as hr
 from engine.conftest import below, fork_servers, until
 from engine.elastic_loops import ROUND, job, lose_rank_1
 from engine.test_elastic import EXAMPLES, MARK, Counter, Hand, check_counts, counting_job, mean_of_one_killed
+from engine.victims import rank
 from headrace.checkpoint import CheckpointFolder
 from headrace.engine.local.engine import LocalEngine
 from headrace.engine.local.scaling import ask_for_workers
-from headrace.errors import InfeasiblePlan, PeerLost, UsageError
+from headrace.errors import InfeasiblePlan, PeerLost, UsageError, WorkerFailed
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import Evaluated, Lost, Notice, WorkerEnded, WorkerStarted
 from headrace.spec.model import ModelSpec, ParameterSpec
@@ -105,6 +107,26 @@ def test_fewer_than_min_workers_end_the_run(engine: LocalEngine) -> None:
     hand = Hand({30: (1, signal.SIGKILL)})
     with pytest.raises(PeerLost, match="1 of the workers are left, and min_workers=2"):
         hr.fit(counting_job(10**6), hr.Mirrored(2, min_workers=2), engine=engine, on_event=hand)
+
+
+def slow_to_come_back() -> torch.nn.Module:
+    if os.environ.get(MARK) != str(os.getpid()) and rank() == 1:
+        try:
+            (Path(os.environ[f"{MARK}_FOLDER"]) / "came").touch(exist_ok=False)
+        except FileExistsError:
+            time.sleep(60)
+    return Counter()
+
+
+def test_min_workers_that_do_not_come_back_in_time_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MARK, str(os.getpid()))
+    monkeypatch.setenv(f"{MARK}_FOLDER", str(tmp_path))
+    monkeypatch.setenv("HEADRACE_START_TIMEOUT_S", "1")
+    message = "min_workers=2, and 1 workers have come within 1 s: rank 0; missing: rank 1"
+    strategy = hr.Mirrored(2, min_workers=2, max_workers=2)
+    job = counting_job(10**6, model=slow_to_come_back)
+    with LocalEngine() as fresh, pytest.raises(WorkerFailed, match=message):
+        hr.fit(job, strategy, engine=fresh, on_event=Hand({30: (1, signal.SIGKILL)}))
 
 
 def test_the_loss_of_the_last_worker_that_has_the_state_ends_the_run(engine: LocalEngine) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 
 import pytest
@@ -108,6 +108,21 @@ def test_another_one_in_the_same_place_is_met_after_the_next_sync_point(store: S
         assert group.sum([1.0, 0.25]) == came.result(WITHIN_S) == [3.0, 0.75]
     for each in (group, other):
         each.close()
+
+
+def test_what_the_first_member_decides_comes_to_the_page_of_every_process(store: Store) -> None:
+    pages = [ControlPage(SharedSegment.create(ControlPage.nbytes(2), "control"), 2) for _ in range(2)]
+    groups = [replace(store, page=page).group(place) for place, page in enumerate(pages)]
+    pages[0].stop_after, pages[0].save_after = 8, 5
+    with ThreadPoolExecutor(1) as pool:
+        came = pool.submit(groups[1].barrier)
+        groups[0].barrier()
+        came.result(WITHIN_S)
+        assert [(page.stop_after, page.save_after) for page in pages] == [(8, 5)] * 2
+        added = pool.submit(groups[1].sum, [2.0])
+        assert groups[0].sum([1.0]) == added.result(WITHIN_S) == [3.0]
+    for group in groups:
+        group.close()
 
 
 def test_nothing_is_kept_of_meetings_that_are_over(store: Store) -> None:

@@ -65,6 +65,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return texts
 
     monkeypatch.setattr(store, "gather", gather)
+    monkeypatch.setattr(store, "comes_back", lambda: False)
     return texts
 
 

@@ -20,7 +20,7 @@ from engine.test_elastic import BATCH, EXAMPLES, Counter, check_counts, counting
 from headrace.checkpoint.storage import Storage
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import PeerLost
-from headrace.spec.events import Event, Notice, RunStarted, ServerStarted, SnapshotTaken, Stepped, WorkerStarted
+from headrace.spec.events import Event, Notice, RunStarted, Saved, ServerStarted, SnapshotTaken, Stepped, WorkerStarted
 
 pytestmark = pytest.mark.slow
 
@@ -41,11 +41,12 @@ def lasting_job() -> hr.Job:
 
 
 class Killer:
-    """Kills a rank when each server has taken some snapshots of what workers have trained: they begin later."""
+    """Kills a rank when each server has taken some snapshots of what workers have trained since the last checkpoint."""
 
     def __init__(self, victim: int, servers: Sequence[int], snapshots: int = 4) -> None:
         self._victim = victim
-        self._left = dict.fromkeys(servers, snapshots)
+        self._wanted = dict.fromkeys(servers, snapshots)
+        self._left = dict(self._wanted)
         self._pids: dict[int, int] = {}
         self._steps = 0
         self.done = False
@@ -54,6 +55,8 @@ class Killer:
         if isinstance(event, ServerStarted | WorkerStarted):
             self._pids[event.rank] = event.pid
         self._steps += isinstance(event, Stepped)
+        if isinstance(event, Saved):
+            self._left = dict(self._wanted)
         if isinstance(event, SnapshotTaken) and self._steps >= 6:
             self._left[event.rank] -= 1
             if max(self._left.values()) <= 0 and not self.done:

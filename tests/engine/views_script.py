@@ -1,4 +1,4 @@
-"""What a rank of elastic workers on several hosts does: `views_script.py TRAINS DEED VICTIM LEAST`.
+"""What a rank of elastic workers on several hosts does: `views_script.py TRAINS DEED VICTIM LEAST [STRATEGY]`.
 
 It prints facts. The victim is struck in round 7, and the others go on. TRAINS is "counts" for a model whose
 parameters count how often each example was used, "bits" for one in which every trace of a spoilt round shows.
@@ -6,11 +6,14 @@ parameters count how often each example was used, "bits" for one in which every 
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -19,9 +22,17 @@ from engine.elastic_loops import ROUND, job, plant
 from engine.networks import cut_link, go_there
 from engine.ranks import errors_said, say, total
 from engine.test_elastic import EXAMPLES, counting_job
+from headrace.engine.local.scaling import ask_for_states, ask_for_workers
+
+STRATEGIES: dict[str, Callable[..., hr.Strategy]] = {
+    "mirrored": hr.Mirrored,
+    "central_storage": hr.CentralStorage,
+    "averaging": functools.partial(hr.ParameterAveraging, period=4),
+}
 
 COUNTS, DEED = sys.argv[1] == "counts", sys.argv[2]
 VICTIM, LEAST = int(sys.argv[3]), int(sys.argv[4])
+STRATEGY = STRATEGIES[sys.argv[5] if len(sys.argv) > 5 else "mirrored"]
 RANK = int(os.environ["RANK"])
 
 
@@ -35,12 +46,35 @@ DEEDS: dict[str, Callable[[hr.Worker], object]] = {
     # Between two rounds.
     "leave": lambda _: os._exit(0),
     "return": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "succeed": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "cut": lambda _: cut_link(int(os.environ["HEADRACE_HOST"].removeprefix("host-"))),
     "sum": lambda worker: plant("while it sums", worker),
     "update": lambda worker: plant("in its update", worker),
     "fail": lambda _: fail(),
+    "ask": lambda _: ask(),
 }
+
+GOES_BACK = ("return", "succeed")
+
+
+def ask() -> None:
+    """Asks, as a user would, what workers there are, that one leaves, and how another one joins."""
+    run_dir = Path("run").absolute()
+
+    def act() -> None:
+        say(states=[(each.rank, each.process, each.state) for each in ask_for_states(run_dir)])
+        say(told=ask_for_workers(run_dir, -1))
+
+    threading.Thread(target=act, daemon=True).start()
+
+
+def come_back() -> None:
+    """Lets a child do what this process was to do; when it has ended, this one is started again by its launcher."""
+    first = os.fork()
+    if first:
+        _, status = os.waitpid(first, 0)
+        say(ended=os.waitstatus_to_exitcode(status))
 
 
 def train(worker: hr.Worker) -> None:
@@ -48,28 +82,30 @@ def train(worker: hr.Worker) -> None:
         if worker.rank == VICTIM and worker.round == ROUND and not worker._session.is_replacement:
             say(struck=True)
             DEEDS.get(DEED, DEEDS["none"])(worker)
-        if DEED == "return" and worker.round > ROUND and worker.world < 3:
+        if DEED in GOES_BACK and worker.round > ROUND and worker.world < 3:
             # So that one that comes back finds the others at work.
             time.sleep(0.2)
+        if DEED == "ask" and worker.round > ROUND and worker.world == 3:
+            time.sleep(0.1)
         worker.step(batch)
         if worker.rank == VICTIM and worker.round == ROUND and DEED == "leave after":
             os._exit(0)
         if worker.evaluation_due:
             worker.evaluate()
+    # By place in the group, which other members than at the start have.
+    say(places=worker._session.group.views.now.ends.names)
 
 
 def main() -> None:
     go_there()
-    if DEED == "return" and RANK == VICTIM and (first := os.fork()):
-        # Comes back as soon as the first process has ended.
-        _, status = os.waitpid(first, 0)
-        say(ended=os.waitstatus_to_exitcode(status))
+    if DEED in GOES_BACK and RANK == VICTIM:
+        come_back()
     data = (torch.eye(EXAMPLES, dtype=torch.float64), torch.zeros(EXAMPLES))
     with errors_said():
         run = hr.launch(
             train,
             counting_job(10, eval_data=data) if COUNTS else job(),
-            hr.Mirrored(min_workers=LEAST),
+            STRATEGY(min_workers=LEAST),
             timeout_s=2,
             run_dir="run",
             checkpoints=hr.Checkpoints(every_steps=5, every_s=None),

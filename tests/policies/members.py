@@ -6,11 +6,14 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.policies.membership import Action, AskToJoin, CommitStep, End, Enter, Message, Send, ViewAgreement
+from headrace.policies.membership import Action, AskToJoin, CommitStep, Depart, End, Enter, Message, Send, ViewAgreement
 from headrace.policies.views import Member, MemberView
 
-Sum = tuple[int, int]
-"""The sum of all gradients of a step: which view's, and which step's."""
+Step = tuple[int, int]
+"""A step of a view: the view's number, and the step's."""
+
+Sum = tuple[int, int, bool]
+"""The sum of all gradients of a step: which view's, which step's, and whether one has voted against it."""
 
 
 class Violation(AssertionError):
@@ -23,6 +26,9 @@ class Process:
 
     machine: ViewAgreement
     applied: list[Sum] = field(default_factory=list)
+    refused: Step | None = None
+    gave_up: Step | None = None
+    suspects: set[Member] = field(default_factory=set)
     number: int = 0
     paused: bool = False
     why: str = ""
@@ -44,7 +50,8 @@ class Members:
     processes: dict[Member, Process] = field(default_factory=dict)
     mail: list[tuple[Member, Member, Message]] = field(default_factory=list)
     cut: set[tuple[Member, Member]] = field(default_factory=set)
-    contributions: dict[Sum, set[Member]] = field(default_factory=dict)
+    contributions: dict[tuple[Step, str], set[Member]] = field(default_factory=dict)
+    against: dict[Step, Member | None] = field(default_factory=dict)
     views: dict[int, MemberView] = field(default_factory=dict)
     sums: dict[int, Sum] = field(default_factory=dict)
     speed: float = field(init=False)
@@ -137,7 +144,11 @@ class Members:
         self._act(receiver, process.machine.receive(sender, message))
 
     def _train(self, member: Member) -> None:
-        """Lets a member get the state, contribute to a step, or take its sum."""
+        """Lets a member get the state, or do some of a step: contribute to it, vote, take its sum."""
+        for _ in range(self.chance.choice((1, 2, 3))):
+            self._train_on(member)
+
+    def _train_on(self, member: Member) -> None:
         process = self.processes[member]
         view = process.machine.view
         if view is None:
@@ -148,11 +159,40 @@ class Members:
                 process.applied = giver.applied[:]
                 process.machine.receive_state()
             return
-        key = (view.number, process.machine.done)
-        given = self.contributions.setdefault(key, set())
-        given.add(member)
-        if given >= set(view.members):
+        step = (view.number, process.machine.done)
+        if not self._meets(member, step, "sum"):
+            return
+        if step not in self.against:
+            # Each votes once; who votes against it does not hold it.
+            self.against[step] = self.chance.choice(view.members) if self.chance.random() < 0.2 else None
+        is_against = self.against[step] == member
+        if process.refused == step:
+            if self._meets(member, step, "refusal"):
+                self._act(member, process.machine.hold())
+            return
+        voted = member in self.contributions.get((step, "vote"), ())
+        fails = not voted or not self._meets(member, step, "vote") or self.chance.random() < 0.5
+        if process.gave_up == step or (fails and (process.machine.frozen or process.suspects)):
+            # Its vote fails, and it takes no further part in the step.
+            process.gave_up = step
+            if voted and not is_against:
+                self._act(member, process.machine.hold())
+            return
+        if not voted and not is_against:
+            self._act(member, process.machine.hold(silently=True))
+        if not self._meets(member, step, "vote"):
+            return
+        if self.against[step] is None:
             self._act(member, process.machine.hold())
+        elif is_against or process.machine.release():
+            process.refused = step
+
+    def _meets(self, member: Member, step: Step, what: str) -> bool:
+        """Notes that a member has come to a collective; returns whether all have."""
+        view = self.processes[member].machine.view
+        come = self.contributions.setdefault((step, what), set())
+        come.add(member)
+        return view is not None and come >= set(view.members)
 
     def _suspect(self, member: Member) -> None:
         machine = self.processes[member].machine
@@ -166,11 +206,19 @@ class Members:
         }  # fmt: skip
         if self.faults and self.chance.random() < 0.1:
             silent.add(self.chance.choice(machine.view.members))
-        self._act(member, machine.suspect(silent))
+        process = self.processes[member]
+        # Who has given up a step suspects those for whom it did so, until the members change.
+        given_up = process.gave_up == (machine.view.number, machine.done)
+        process.suspects = process.suspects | silent if given_up else silent
+        process.suspects &= set(machine.view.members) - {member}
+        self._act(member, machine.suspect(process.suspects))
 
     def _ask(self, member: Member) -> None:
-        if self.processes[member].machine.view is None:
+        machine = self.processes[member].machine
+        if machine.view is None:
             self.mail += [(member, other, AskToJoin()) for other in self.processes if other != member]
+        elif self.faults and self.chance.random() < 0.3 and machine.view.members[0] == member:
+            self._act(member, machine.let_leave(self.chance.sample(machine.view.members, 1)))
 
     def _fault(self, member: Member) -> None:
         draw, others = self.chance.random(), [other for other in self.processes if other != member]
@@ -199,13 +247,15 @@ class Members:
                     self._commit(process, step)
                 case Enter(view):
                     self._enter(process, view)
+                case Depart():
+                    process.why = "asked to leave"
                 case End(why):
                     process.why = why
                     if "have done" in why:
                         raise Violation(f"{member}: {why}")
 
     def _commit(self, process: Process, step: int) -> None:
-        own = (process.number, step)
+        own = (process.number, step, process.refused == (process.number, step))
         if self.sums.setdefault(step, own) != own:
             raise Violation(f"step {step} was committed in view {self.sums[step][0]} and in view {own[0]}")
         if len(process.applied) != step:
@@ -218,6 +268,7 @@ class Members:
         if view.number <= process.number:
             raise Violation(f"view {view.number} comes after view {process.number}")
         process.number = view.number
+        process.suspects = set()
         if process.machine.me not in view.fresh and len(process.applied) != view.done:
             raise Violation(f"view {view.number} begins after {view.done} steps, and one has {len(process.applied)}")
 

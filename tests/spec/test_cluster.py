@@ -143,6 +143,7 @@ def test_a_table_may_stand_for_many_hosts_with_their_devices(load) -> None:
     ("change", "says"),
     [
         (("memory_gb = 64", "memory_gb = 64e9"), r"hosts\[0\].memory_gb is 6.4e\+10, .* is it in another unit"),
+        (("memory_gb = 64", "memory_gb = 64e-9"), r"memory_gb is 6.4e-08, and no machine has less than 0.01"),
         (("device_tflops = 7.5", "device_tflops = 7.5e12"), "device_tflops .* is it in another unit"),
         (("device_tflops = 7.5", "device_tflops = -1"), "device_tflops must be a number of at least 0, got -1"),
         (("bus_gb_per_s = 12", "bus_gb_per_s = 0"), "bus_gb_per_s must be above 0"),

@@ -59,6 +59,7 @@ EVENTS = {
         *(*STAMP, WORD, COUNT, SECONDS, SECONDS, *(COUNT,) * 5),
         st.lists(STAGE, max_size=3).map(tuple),
     ),
+    "pushes": st.builds(event.PushesApplied, *STAMP, *(st.lists(COUNT, max_size=3).map(tuple),) * 4),
     "snapshot_taken": st.builds(event.SnapshotTaken, *STAMP, COUNT, SECONDS),
     "server_ended": st.builds(event.ServerEnded, *STAMP, COUNT, COUNT, COUNT, COUNT),
     "run_ended": st.builds(event.RunEnded, *STAMP, WORD),

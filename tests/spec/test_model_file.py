@@ -100,6 +100,7 @@ def test_a_line_never_goes_below_what_is_in_proportion() -> None:
         ("parameters = 1\nbatch_size = 1\nforward_ms = nan\nbackward_ms = 1", "forward_ms must be a number"),
         (LAYERS.replace("backward_ms = 4", "backward_ms = -4"), r"layers\[0\].backward_ms must be a number"),
         ("parameters = 1e15\nflops_per_example = 1", "is it in another unit"),
+        ("parameter_mb = 1e-6\nflops_per_example = 1", "parameter_mb is in millions of bytes"),
         (RATE + 'dtype = "fp32"', "dtype"),
     ],
 )

@@ -12,7 +12,7 @@ from torch import nn
 
 from headrace.api.probes.finding import drawn, names_of, without_compilers
 from headrace.api.probes.layers import modes_text
-from headrace.api.special_layers import NoSparseGradients, lazy_tensors, refuse_sparse_layers
+from headrace.api.probes.special_layers import NoSparseGradients, lazy_tensors, refuse_sparse_layers
 from headrace.data import Loader, as_pipeline
 from headrace.errors import DataError, HeadraceError, JobError, UnknownName, UsageError
 from headrace.metrics import Mean, weigh
@@ -21,6 +21,8 @@ from headrace.spec.job import Job, Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.tasks import Task
+from headrace.training.embeddings.building import tables_of
+from headrace.training.embeddings.updater import RowUpdater, check_tables
 from headrace.training.optimizer import build, is_elementwise, state_copies
 from headrace.training.update import make, plain
 from headrace.training.whole_model import call, cut, select_target
@@ -81,6 +83,8 @@ def inspect_job(job: Job) -> JobInfo:
         kept = state_copies(job.optimizer, named) + (job.options.ema_decay is not None)
     # Each parameter, its gradient, and its optimizer state.
     spec = replace(describe(module, sliceable), copies=2 + kept)
+    spec = tables_of(module, lambda model: RowUpdater(job.optimizer, model, job.options), spec)
+    check_tables(spec, job.options)
     return JobInfo(job, module, spec, weighed, len(pipeline), notices)
 
 

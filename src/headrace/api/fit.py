@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,9 +18,10 @@ from headrace.api.resume import IF_SAVED, ResumeRequest, describe_run
 from headrace.api.run import Run, TemporaryRunDir
 from headrace.api.supervision import OnEvent, supervise
 from headrace.data import as_pipeline
-from headrace.engine.base import TERMINATED, Engine, Terminated
+from headrace.engine.base import LEFT, TERMINATED, Engine, Terminated
 from headrace.engine.local.engine import kept_engine
 from headrace.engine.torchrun.agreement import require_same
+from headrace.engine.torchrun.elastic_workers.leader_file import find_leader
 from headrace.engine.torchrun.engine import LaunchedEngine
 from headrace.engine.torchrun.refusal import tell_uncaught
 from headrace.engine.torchrun.secret import NOT_ENCRYPTED
@@ -29,18 +31,21 @@ from headrace.machine import detect
 from headrace.pipeline.profile import MeasuredLayers, measure
 from headrace.spec.cluster import Cluster
 from headrace.spec.job import Job
-from headrace.spec.model import LayerSpec, ProfileRequest
+from headrace.spec.model import LayerSpec, ModelSpec, ProfileRequest
 from headrace.spec.options import Checkpoints
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, resolve
 from headrace.strategies.context import ModelProbe
+from headrace.training.embeddings.naming import made_sparse
 from headrace.worker.run_spec import RunSpec
 from headrace.worker.session import objective_of, sample_of
 from headrace.worker.worker import Worker
 
 # A process has four heartbeats a second.
 _LEAST_TIMEOUT_S = 1.0
+_SUCCESSION_S = 3.0
+"""How long it may take beyond the run's `timeout_s` until another rank has taken the place of rank 0."""
 
 
 def fit(
@@ -192,6 +197,8 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     ranks = launched_ranks() if arguments.engine is None else None
     if ranks:
         tell_uncaught()
+        if wanted:
+            find_leader(wanted, timeout_s + _SUCCESSION_S)
     known = Cluster.load(arguments.cluster) if isinstance(arguments.cluster, str | Path) else arguments.cluster
     with _machines(chosen, arguments, ranks) as cluster:
         info, plan = _planned(job, chosen, arguments, cluster, known, ranks)
@@ -216,6 +223,10 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
                 description=description,
             )
             status = supervise(spec, info, engine, request, arguments.on_event)
+    if status == LEFT:
+        # The others have the model, and this process has nothing more to do.
+        sys.stderr.write("headrace: this worker has left the run, as it was asked to\n")
+        raise SystemExit(0)
     if status == TERMINATED:
         # SIGTERM asks this process to end, and now everything is saved.
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
@@ -248,6 +259,8 @@ def _planned(
     """Inspects the job, and returns what it is and who does what; all the launcher's processes call it together."""
     if known:
         cluster = cluster.with_links_of(known)
+    if isinstance(job, Job) and chosen.sparse_names():
+        job = replace(job, model=made_sparse(job.model, chosen.sparse_names()))
     info = replace(inspect_job(job), told=arguments.told)
     job = info.job
     check_options(job.options, cluster.device)
@@ -264,6 +277,7 @@ def _planned(
                 "from a place that all hosts reach"
             )
         info = replace(info, examples=total_of_hosts(info.examples, cluster))
+    _check_tables(info.model, chosen)
     info = _inspected(job, info, chosen, cluster, arguments.encrypt, shares_measure=(ranks or 1) > 1)
     plan = chosen.plan(info.model, cluster)
     _check_split(job, info, plan)
@@ -333,6 +347,14 @@ def _checkpoints(job: Job, strategy: Strategy, arguments: FitArguments) -> Check
             "checkpoints=hr.Checkpoints(every_steps=100)"
         )
     return chosen
+
+
+def _check_tables(model: ModelSpec, strategy: Strategy) -> None:
+    if model.tables and not strategy.sparse_tables:
+        raise UsageError(
+            f"{strategy.name} does not train the sparse embedding {model.tables[0].name!r}; use sparse=False there, or "
+            "one_device, mirrored, central_storage or parameter_server"
+        )
 
 
 def _check_split(job: Job, info: JobInfo, plan: Plan) -> None:

@@ -26,14 +26,15 @@ from headrace.pipeline.profile import first_batch
 from headrace.pipeline.profile import profile as profile_layers
 from headrace.pipeline.runner import out_of_memory
 from headrace.policies.measurement import doubts
+from headrace.policies.roles import threads_per_worker
 from headrace.prediction.profiling.origin import digest_of, origin_here
 from headrace.prediction.profiling.passes import BatchPasses, measure_passes
 from headrace.report.model.training import WARM_UP_STEPS
-from headrace.spec.events import Stepped
+from headrace.spec.events import Stepped, WorkerEnded
 from headrace.spec.job import Job
 from headrace.spec.model import BatchProfile, ComputeProfile, LayerSpec, ModelSpec
 from headrace.spec.options import require_count
-from headrace.strategies import OneDevice
+from headrace.strategies import OneDevice, Strategy, Unconnected
 from headrace.training.optimizer import build
 from headrace.training.whole_model import HALF, examples_of
 from headrace.trees import map_tensors, nbytes
@@ -43,6 +44,8 @@ BATCH_SIZES = (1, 4, 16)
 """That are measured besides the job's own."""
 _SAMPLED = 2
 _TRIES = 2
+_TURNS, _TURN = 3, 0.5
+"""How often workers side by side and one alone are measured, and the part of a measurement that each takes."""
 _QUICKEST = 3
 _LEAST_STEPS, _MOST_STEPS = 20, 2000
 
@@ -55,6 +58,12 @@ class _Step:
     update_s: float
     rest_s: float
     spread: float
+    peak_bytes: int = 0
+
+    @property
+    def total_s(self) -> float:
+        """Without waiting for data."""
+        return self.compute_s + self.update_s + self.rest_s
 
 
 def profile(
@@ -107,7 +116,7 @@ def profile(
         name=type(info.module).__name__,
         compute=compute,
         flops_per_example=passes.forward_flops / own,
-        origin={**origin_here(kind), **_identity(info), **measuring.disturbed},
+        origin={**origin_here(kind), **identity(info), **measuring.disturbed},
     )
 
 
@@ -182,12 +191,17 @@ def _measured_sizes(
         # Of the compute of a step, forward and backward have the parts that they have outside of it.
         forward_part = passes.forward_s / (passes.forward_s + passes.backward_s)
         times = step.compute_s * forward_part, step.compute_s * (1 - forward_part)
-        batches.append(BatchProfile(size, *times, passes.saved_bytes, measuring.layers(size)))
-    device, threads = measuring.device, measuring.threads
-    return ComputeProfile(tuple(batches), step.update_s, step.rest_s, step.spread, device, threads), passes
+        workspace = max(0, step.peak_bytes - measuring.model_bytes - passes.saved_bytes)
+        batches.append(BatchProfile(size, *times, passes.saved_bytes, measuring.layers(size), workspace))
+    crowd = measuring.crowd
+    return ComputeProfile(
+        tuple(batches), step.update_s, step.rest_s, step.spread, measuring.device, measuring.threads,
+        crowd, measuring.crowding(own, passes) if crowd > 1 else 1.0,
+    ), passes  # fmt: skip
 
 
-def _identity(info: JobInfo) -> dict[str, str]:
+def identity(info: JobInfo) -> dict[str, str]:
+    """Returns what tells a job's model from others, in the origin of its profile."""
     optimizer = build(info.job.optimizer, info.module.named_parameters())
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     options = info.job.options
@@ -251,22 +265,51 @@ class _Measuring:
         tries: list[_Step] = []
         for _ in range(_TRIES):
             self._say(f"steps of training of {size} examples")
-            run, measurement = measured(lambda: self._trained(size, passes))
+            run, measurement = measured(lambda: self._trained(size, passes, OneDevice(threads=self.threads)))
             why = doubts(measurement, None)
-            steps = [event for event in run.events if isinstance(event, Stepped) and event.examples]
-            tries.append(_typical(steps, quickest=bool(why)))
+            tries.append(_typical_of(run, quickest=bool(why)))
             if not why:
                 return tries[-1]
         self.disturbed = {"disturbed": f"while it trained on {size} examples, {' and '.join(why)}"}
         return min(tries, key=lambda step: step.compute_s)
 
-    def _trained(self, size: int, passes: BatchPasses) -> Run:
+    @property
+    def crowd(self) -> int:
+        """How many workers with so many threads the processor has cores for."""
+        count = cores() // self.threads if self.device == "cpu" else 1
+        return count if threads_per_worker(cores(), count) == self.threads else 1
+
+    @property
+    def model_bytes(self) -> int:
+        """Of parameters, gradients and the optimizer's state."""
+        model = self._info.model
+        return model.parameter_bytes + (model.copies - 1) * model.trainable_bytes
+
+    def crowding(self, size: int, passes: BatchPasses) -> float:
+        """Trains as many workers side by side as there are cores for; returns how many times as long one takes.
+
+        One worker alone takes turns with them, because a machine's speed may change meanwhile.
+        """
+        self._say(f"steps of training of {size} examples in each of {self.crowd} workers")
+        ratios = []
+        try:
+            for _ in range(_TURNS):
+                both = self._trained(size * self.crowd, passes, Unconnected(self.crowd), _TURN)
+                alone = self._trained(size, passes, OneDevice(threads=self.threads), _TURN)
+                ratios.append(_typical_of(both, False).total_s / _typical_of(alone, False).total_s)
+        except HeadraceError as error:
+            self._say(f"workers are taken not to slow each other down, which was not measured: {error}")
+            return 1.0
+        return max(1.0, median(ratios))
+
+    def _trained(self, size: int, passes: BatchPasses, strategy: Strategy, part: float = 1.0) -> Run:
         options = replace(self._info.job.options, accumulate=1, compile=False, on_nonfinite="skip")
         job = without_end(replace(self._info.job, global_batch_size=size, options=options))
-        steps = round(self._seconds / (passes.forward_s + passes.backward_s))
+        steps = self._seconds / (passes.forward_s + passes.backward_s)
+        count = round(part * min(max(steps, _LEAST_STEPS), _MOST_STEPS))
         return fit(
-            replace(with_ready_data(job, self._seconds), steps=min(max(steps, _LEAST_STEPS), _MOST_STEPS)),
-            OneDevice(threads=self.threads),
+            replace(with_ready_data(job, self._seconds), steps=count),
+            strategy,
             device=self.device,
             engine=self._engine,
             checkpoints=False,
@@ -301,6 +344,13 @@ class _Measuring:
 
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device)
+
+
+def _typical_of(run: Run, quickest: bool) -> _Step:
+    """Returns what a step of a run's first worker takes, and what its process held."""
+    steps = [event for event in run.events if isinstance(event, Stepped) and event.examples and event.rank == 0]
+    ended = next(event for event in run.events if isinstance(event, WorkerEnded) and event.rank == 0)
+    return replace(_typical(steps, quickest), peak_bytes=ended.peak_memory_bytes - ended.runtime_bytes)
 
 
 def _typical(steps: Sequence[Stepped], quickest: bool) -> _Step:

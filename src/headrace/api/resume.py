@@ -47,6 +47,7 @@ def describe_run(job: Job, info: JobInfo, plan: Plan) -> dict[str, Any]:
             "seed": job.seed,
             "global_batch_size": job.global_batch_size,
             "examples": info.examples,
+            **({"sparse_embeddings": _tables(info)} if info.model.tables else {}),
             "optimizer": {"class": _class(optimizer), "groups": group_settings(optimizer)},
             # After the groups: it changes them.
             "schedule": _schedule(job, optimizer),
@@ -187,6 +188,10 @@ def _snapshots(
         # The results of the evaluations between the two are not known.
         return None, damaged
     return found, damaged
+
+
+def _tables(info: JobInfo) -> list[str]:
+    return [f"{table.name}: {table.rows} x {table.width} of {table.dtype}" for table in info.model.tables]
 
 
 def _class(thing: object) -> str:

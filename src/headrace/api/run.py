@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from headrace.checkpoint import forms
 from headrace.errors import RunFailed, UnfitMachine, UsageError
+from headrace.export.signature import Signature
+from headrace.export.writing import write_model
 from headrace.modules import copy_module, is_dense, restore
 from headrace.report.model.events import EventLog, read_log
 from headrace.report.model.summary import Summary, summarize
@@ -28,6 +30,8 @@ from headrace.report.views.page import write_page
 from headrace.spec.events import LAUNCHER, Event, decode
 from headrace.spec.job import Job
 from headrace.spec.plan import Plan
+from headrace.training.embeddings.layer import sparse_layers
+from headrace.training.embeddings.saving import load_rows
 from headrace.training.whole_model import call
 from headrace.worker.run_spec import events_path
 
@@ -182,7 +186,7 @@ class Run:
                 "a run_dir on a file system of all hosts"
             )
         module = copy_module(self.template)
-        _load(module, forms.decode(load_file(path)))
+        load_model(module, path)
         return module.eval()
 
     @cached_property
@@ -256,13 +260,41 @@ class Run:
             raise UnfitMachine(f"cannot save the model to {path}: {error.strerror or error}") from error
         return path
 
+    def export(self, path: Path | str, formats: Sequence[str] = ("pt2", "onnx")) -> Signature:
+        """Writes the trained model as files that run without headrace, after each was run beside it.
+
+        Args:
+            path: of the folder, which is made: `model.pt2` (torch.export), `model.onnx`, a sample, and
+                `signature.json`, which says what goes in and comes out.
+            formats: "pt2", "onnx".
+
+        Returns:
+            The signature, with the largest difference of each file from the trained model.
+
+        Raises:
+            UsageError: the folder exists already; an unknown format.
+            JobError: the model cannot be exported, or a file computes something else.
+            RunFailed: no model was saved.
+            UnfitMachine: a library is missing, or the folder cannot be written.
+        """
+        facts = Signature(
+            name=self.run_dir.resolve().name if self._keeper is None else "model",
+            inputs=(),
+            outputs=(),
+            task=self.job.task.name if self.job.task else "",
+            strategy=self.plan.strategy,
+            metrics=self.metrics,
+        )
+        return write_model(self.job, self.model, Path(path), facts, formats)
+
     def report(self, path: Path | str | None = None) -> Path:
         """Writes the page of this run; returns where."""
         return write_page(path or self.run_dir / "report.html", [self.summary])
 
 
-def _load(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Loads the tensors and the extra state of a whole model, saved under the names of `state_dict`."""
+def load_model(module: nn.Module, path: Path) -> None:
+    """Loads the tensors and the extra state of a whole model from `model.safetensors` of a run."""
+    saved = forms.decode(load_file(path))
     # It also holds the versions of the modules' forms, which a module may ask for.
     state = module.state_dict(keep_vars=True)
     with torch.no_grad():
@@ -272,4 +304,5 @@ def _load(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
             elif isinstance(value, Tensor):
                 restore(value, saved[name])
     module.load_state_dict(state)
+    load_rows(sparse_layers(module), saved)
     forms.load_extra_states(module, saved)

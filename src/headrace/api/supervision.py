@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 from headrace.api.checks import JobInfo
 from headrace.api.resume import ResumeRequest, begin_attempt
 from headrace.checkpoint import CheckpointFolder
-from headrace.engine.base import TERMINATED, Engine, RunProgress
+from headrace.engine.base import LEFT, TERMINATED, Engine, RunProgress
 from headrace.engine.torchrun.engine import LaunchedEngine, LaunchedGroup
 from headrace.engine.torchrun.store import first_failed
 from headrace.errors import ForkServerLost, HeadraceError, PeerLost, UsageError
@@ -41,7 +41,7 @@ OnEvent = Callable[[Event], None]
 def supervise(spec: RunSpec, info: JobInfo, engine: Engine, request: ResumeRequest, on_event: OnEvent | None) -> str:
     """Runs to the end; returns "ok", "interrupted" or "terminated"."""
     if isinstance(engine, LaunchedEngine):
-        leads = engine.group.rank == 0
+        leads = (engine.group.rank, engine.group.incarnation) == (0, 0)
         status = _lead(spec, info, engine, request, on_event) if leads else _join(spec, info, engine)
         engine.group.agree("read")
         return status
@@ -59,11 +59,14 @@ def _join(spec: RunSpec, info: JobInfo, engine: LaunchedEngine) -> str:
     seen = group.incarnation > 0 or (begun.run_dir / begin["mark"]).exists()
     _check_seen(spec, group, seen)
     if seen or group.rank != group.leader:
-        status = engine.run(begun, lambda _: None)
+        with _Successor(begun, info, group) as successor:
+            status = successor.status = engine.run(begun, successor.follow)
     else:
         with _begin_and_end(begun, info) as events:
             status = engine.run(begun, lambda _: None)
             events.status = status
+    if status == LEFT:
+        return status
     group.agree("written")
     if begun.run_dir != spec.run_dir:
         # Another rank's directory may be temporary, and is then deleted with that rank.
@@ -156,7 +159,7 @@ def _lead(
 def _follow(spec: RunSpec, info: JobInfo, notices: tuple[str, ...], engine: Engine, on_event: OnEvent | None) -> str:
     # Without a callback steps are not read, which costs less.
     tail = Tail(spec.run_dir, skip=() if on_event else ("stepped",), new_only=True)
-    show = Console(spec.plan.strategy, _rounds(spec, info), plain=not can_paint(sys.stderr), told=info.told)
+    show = _console(spec, info)
 
     served: dict[int, ServerStats] = {}
     log = LogTail(log_path(spec.run_dir, 0), until=LAST_LOG_LINE, new_only=True)
@@ -194,6 +197,48 @@ def _follow(spec: RunSpec, info: JobInfo, notices: tuple[str, ...], engine: Engi
         show.close()
 
 
+class _Successor:
+    """Shows the run on the rank that takes the place of rank 0, from then on, and writes the run's last event."""
+
+    def __init__(self, spec: RunSpec, info: JobInfo, group: LaunchedGroup) -> None:
+        self.status = "failed"
+        self._spec, self._info, self._group = spec, info, group
+        self._shown: tuple[Tail, Console] | None = None
+
+    def __enter__(self) -> _Successor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._group.leads:
+            return
+        with closing(EventWriter(self._spec.run_dir, LAUNCHER, self._spec.started)) as events:
+            status = "interrupted" if self.status == TERMINATED else self.status
+            # One that has left as it was asked to leaves the run to the others.
+            if status != LEFT:
+                events.write(RunEnded(LAUNCHER, events.now(), status))
+        if self._shown:
+            self.follow(None)
+            self._shown[1].close()
+
+    def follow(self, progress: RunProgress | None) -> None:
+        """Shows what is new, if this rank leads."""
+        if not self._group.leads:
+            return
+        if self._shown is None:
+            tail = Tail(self._spec.run_dir, skip=("stepped",), new_only=True)
+            self._shown = tail, _console(self._spec, self._info)
+            self._shown[1].line(f"rank {self._group.rank} leads from now on, because rank 0 was lost")
+        tail, show = self._shown
+        if progress:
+            show.update(progress.step, progress.loss, progress.examples)
+        for event in tail.read():
+            show.event(event)
+
+
+def _console(spec: RunSpec, info: JobInfo) -> Console:
+    return Console(spec.plan.strategy, _rounds(spec, info), plain=not can_paint(sys.stderr), told=info.told)
+
+
 def _remedy(spec: RunSpec) -> str:
     """Returns how to continue when a process of a run was lost; "" where nothing was saved."""
     if spec.checkpoints is None or not CheckpointFolder(spec.run_dir / "checkpoints").steps():
@@ -225,6 +270,7 @@ def _started(spec: RunSpec, info: JobInfo) -> RunStarted:
         clock_s=spec.started,
         resumed_step=resume.done if resume else 0,
         resumed_leases=resume.snapshots.committed if resume and resume.snapshots else (),
+        job=spec.job.source,
     )
 
 

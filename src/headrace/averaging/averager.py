@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headrace.averaging.local_steps import LocalStepsSync
 from headrace.averaging.outer_steps import OuterStep
-from headrace.averaging.period import AutoPeriod, Measured, first_period, next_period
+from headrace.averaging.period import AutoPeriod, Measured, Period, first_period, next_period
 from headrace.averaging.worker_average import ExtraState, WorkerAverage
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import RunFailed, UsageError
@@ -23,7 +23,7 @@ from headrace.training.optimizer import StatePiece
 from headrace.training.synchronization import SyncResult
 from headrace.training.update import PARAMETER, Updater
 
-_OUTER = "headrace.outer"
+OUTER = "headrace.outer"
 """Key of the pieces that hold what the outer step keeps."""
 _LOST = "headrace.lost"
 """Key of the pieces that hold what a codec has lost of what was sent."""
@@ -75,6 +75,19 @@ def _form(name: str, form: tuple[tuple[int, ...], str] | None) -> str:
     return f"no {name}" if form is None else f"{name} of shape {list(form[0])} and type {form[1]}"
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """The rounds since the last synchronization, which was after `synced` rounds of the run.
+
+    `weight` is that of this worker's examples in them; the next synchronization is after `period`.
+    """
+
+    period: Period
+    synced: int
+    rounds: int = 0
+    weight: float = 0.0
+
+
 class ParameterAverager(LocalStepsSync):
     """Averages the workers' parameters, which lie in `average`, and their extra state.
 
@@ -91,14 +104,11 @@ class ParameterAverager(LocalStepsSync):
         first: int,
     ) -> None:
         self._config = config
-        self._average = average
-        self._extra = extra
+        self.average = average
+        self.extra = extra
         self._updater = updater
         self._group = group
-        self._period = first_period(config.period)
-        self._synced_round = first
-        self._rounds = 0
-        self._weight = 0.0
+        self.stretch = Stretch(first_period(config.period), first)
         self._exchange_s = 0.0
         self._left_s = self._swapped_s = perf_counter()
         self._saved: Tensor | None = None
@@ -106,97 +116,105 @@ class ParameterAverager(LocalStepsSync):
         self.kept_bytes = average.nbytes + (extra.nbytes if extra else 0)
 
     def coming(self, done: int) -> int:
-        rounds = 1 if self._synced_round < self._config.post_local else self._period.rounds
-        return max(done, self._synced_round + rounds)
+        synced = self.stretch.synced
+        rounds = 1 if synced < self._config.post_local else self.stretch.period.rounds
+        return max(done, synced + rounds)
 
     def weigh(self, weight: float) -> None:
         self.worth = weight
-        self._weight += weight
-        self._rounds += 1
+        now = self.stretch
+        self.stretch = replace(now, rounds=now.rounds + 1, weight=now.weight + weight)
 
     def synchronize(self, done: int) -> SyncResult:
         began_s = perf_counter()
-        if self._extra:
-            self._extra.gather()
-        self._average.publish()
-        finite = all_finite([*self._average.elements, *(self._extra.elements if self._extra else ())])
+        if self.extra:
+            self.extra.gather()
+        self.average.publish()
+        finite = all_finite([*self.average.elements, *(self.extra.elements if self.extra else ())])
         weights, train_s, exchange_s = self._agree(done, finite, began_s - self._left_s)
-        sums = self._average.combine(weights)
-        if self._extra:
-            self._extra.combine(weights)
+        sums = self.average.combine(weights)
+        if self.extra:
+            self.extra.combine(weights)
         # The second barrier: all parts of all copies are written.
         *squares, norm = self._group.sum([*sums.squares, sums.norm])
-        self._average.take()
-        if self._extra:
-            self._extra.spread()
+        self._group.commit()
+        self.average.apply()
+        self.average.take()
+        if self.extra:
+            self.extra.spread()
         if not finite and not self._config.average_state:
             # A state that has led to such parameters is dropped with them.
             self._updater.load(())
         drift = math.sqrt(max(squares) / norm) if norm else 0.0
-        rounds, self._synced_round = self._rounds, done
-        self._rounds, self._weight = 0, 0.0
+        rounds, period = self.stretch.rounds, self.stretch.period
         if done >= self._config.post_local:
             measured = Measured(max(1, rounds), train_s, exchange_s, drift)
-            self._period = next_period(self._period, measured, self._config.period)
-        left_out = tuple(rank for rank, weight in enumerate(weights) if weight < 0)
+            period = next_period(period, measured, self._config.period)
+        self.stretch = Stretch(period, done)
+        members = self._group.members
+        left_out = tuple(members[rank] for rank, weight in enumerate(weights) if weight < 0)
         self._left_s = perf_counter()
         self._exchange_s = self._left_s - began_s
-        return SyncResult(rounds, self.coming(done + 1) - done, self._period.why, drift, left_out)
+        return SyncResult(rounds, self.coming(done + 1) - done, period.why, drift, left_out)
 
     def end(self, done: int) -> SyncResult | None:
-        return self.synchronize(done) if self._rounds and self._config.outer.agrees else None
+        return self.synchronize(done) if self.stretch.rounds and self._config.outer.agrees else None
 
     def swap_weights(self, averaged: bool) -> None:
         if averaged == self._swapped:
             return
-        self._swapped = averaged
         if not averaged:
+            self._swapped = False
             if self._saved is not None:
-                self._average.own.copy_(self._saved)
+                self.average.own.copy_(self._saved)
                 self._saved = None
             # Time in evaluations does not count as training, which an exchange is compared with.
             self._left_s += perf_counter() - self._swapped_s
             return
         self._swapped_s = perf_counter()
-        if self._rounds or not self._config.outer.agrees:
-            self._saved = self._average.own.clone()
-            self._average.publish()
-            finite = all_finite(self._average.elements)
-            weights, _, _ = self._agree(self._synced_round + self._rounds, finite, 0.0)
-            self._average.combine(weights, preview=True)
+        if self.stretch.rounds or not self._config.outer.agrees:
+            self._saved = self.average.own.clone()
+            self.average.publish()
+            finite = all_finite(self.average.elements)
+            weights, _, _ = self._agree(self.stretch.synced + self.stretch.rounds, finite, 0.0)
+            self.average.combine(weights, preview=True)
             self._group.barrier()
-            self._average.take()
+            self.average.apply()
+            self.average.take()
+        # Last: where a worker is lost before, the others begin again.
+        self._swapped = True
 
     def own(self) -> tuple[StatePiece, ...]:
-        pieces = [
-            piece for i, region in enumerate(self._average.lost) for piece in self._pieces(f"{_LOST}-{i}", region)
-        ]
+        pieces = [piece for i, region in enumerate(self.average.lost) for piece in self.pieces(f"{_LOST}-{i}", region)]
         if not self._config.outer.agrees:
-            pieces += self._pieces(PARAMETER, self._average.own)
+            pieces += self.pieces(PARAMETER, self.average.own)
         # Rank 0's is in the checkpoint for workers that find no state of their own.
         alone = self._group.rank and not self._config.average_state
         return (*pieces, *(self._updater.state() if alone else ()))
 
     def kept(self) -> tuple[StatePiece, ...]:
-        kept = enumerate(self._average.kept[1:], 1)
-        return tuple(piece for index, region in kept for piece in self._pieces(f"{_OUTER}-{index}", region))
+        kept = enumerate(self.average.kept[1:], 1)
+        return tuple(piece for index, region in kept for piece in self.pieces(f"{OUTER}-{index}", region))
 
     def settings(self) -> dict[str, Any]:
-        return {"averaging": self._period.settings()}
+        return {"averaging": {**self.stretch.period.settings(), "synced": self.stretch.synced}}
 
     def load(self, pieces: Sequence[StatePiece], settings: Mapping[str, Any] | None) -> None:
-        self._period = self._period.restored(settings, self._config.period) or self._period
-        places = {f"{_OUTER}-{index}": region for index, region in enumerate(self._average.kept)}
-        places |= {f"{_LOST}-{index}": region for index, region in enumerate(self._average.lost)}
+        period = self.stretch.period.restored(settings, self._config.period) or self.stretch.period
+        self.stretch = replace(self.stretch, period=period)
+        places = {f"{OUTER}-{index}": region for index, region in enumerate(self.average.kept)}
+        places |= {f"{_LOST}-{index}": region for index, region in enumerate(self.average.lost)}
         for piece in pieces:
             if piece.key in places:
-                piece.copy_to(self._average.layout.flat(places[piece.key], piece.parameter), 0)
-        # Where all ranks share one region, all have written the same into it.
-        self._group.barrier()
+                piece.copy_to(self.average.layout.flat(places[piece.key], piece.parameter), 0)
+        if self._group.fixed:
+            # Where all ranks share one region, all have written the same into it.
+            self._group.barrier()
 
-    def _pieces(self, key: str, region: Tensor) -> list[StatePiece]:
-        names = self._average.layout.names
-        return [StatePiece(name, key, 0, self._average.layout.flat(region, name).clone()) for name in names]
+    def pieces(self, key: str, region: Tensor) -> list[StatePiece]:
+        """Returns copies of what a region has of each parameter."""
+        names = self.average.layout.names
+        return [StatePiece(name, key, 0, self.average.layout.flat(region, name).clone()) for name in names]
 
     def _agree(self, done: int, finite: bool, train_s: float) -> tuple[list[float], float, float]:
         """Returns every copy's weight in the mean, the slowest worker's time since the last synchronization, and the
@@ -205,7 +223,7 @@ class ParameterAverager(LocalStepsSync):
         rank, world = self._group.rank, self._group.world
         # Each rank writes its own numbers among zeros, so that the sum tells all of them.
         told = [0.0] * (3 * world)
-        own = self._weight if self._config.outer.weighted else 1.0
+        own = self.stretch.weight if self._config.outer.weighted else 1.0
         told[3 * rank : 3 * rank + 3] = own if finite else -1.0, train_s, self._exchange_s
         told = self._group.sum(told)
         weights = told[::3]

@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -77,12 +78,19 @@ class WorkerAverage(ABC):
 
     @abstractmethod
     def combine(self, weights: Sequence[float], preview: bool = False) -> AverageSums:
-        """Averages the copies, and applies the outer step; a barrier comes before and after.
+        """Averages the copies, and applies the outer step, here or in `apply`; a barrier comes before and after.
 
         `weights` are those of the copies in their mean, by rank, with a sum of 1; a copy that is left out has a
         negative one, and is replaced by the mean first. `preview` writes the trained model into every copy, and leaves
         what is kept as it is.
         """
+
+    def apply(self) -> None:  # noqa: B027  (in memory that is shared, each rank changes its part of all copies before)
+        """Applies the outer step after the barrier, where `combine` has left the copies as they were."""
+
+    def regroup(self) -> None:
+        """Goes on with the members that a collective has now."""
+        raise NotImplementedError("the workers whose copies are averaged stay the same")
 
 
 class SharedMemoryAverage(WorkerAverage):
@@ -135,6 +143,8 @@ class SharedMemoryAverage(WorkerAverage):
 class CollectiveAverage(WorkerAverage):
     """Averages by a collective; each rank holds all that is kept.
 
+    The copies change in `apply`: a member that is lost before leaves the others' as they were.
+
     With a `codec` that loses something, "bf16" or "int8", each rank sends how far its copy has moved from the anchor:
     what all have had in common since the last synchronization.
     """
@@ -151,9 +161,20 @@ class CollectiveAverage(WorkerAverage):
         self._anchor = more.pop() if coded else None
         self.lost, self.kept = tuple(more[:losses]), tuple(more[losses:])
         self.nbytes = layout.nbytes * count
-        self._coded = [_CodedMean(span, collective, codec, device) for span in layout.spans] if coded else []
+        self._codec = codec
+        self._device = device
         self._collective = collective
         self._outer = outer
+        self._apply: Callable[[], None] = _nothing
+        self._coded: list[_CodedMean] = []
+        self.regroup()
+
+    def regroup(self) -> None:
+        if self._anchor is not None:
+            spans = self.layout.spans
+            self._coded = [_CodedMean(span, self._collective, self._codec, self._device) for span in spans]
+        for region in self.lost:
+            region.zero_()
 
     def begin(self) -> None:
         super().begin()
@@ -162,9 +183,9 @@ class CollectiveAverage(WorkerAverage):
 
     def combine(self, weights: Sequence[float], preview: bool = False) -> AverageSums:
         total, rank = AverageSums([0.0] * len(weights), 0.0), self._collective.rank
-        workers = sum(weight >= 0 for weight in weights)
+        means = []
         for index, span in enumerate(self.layout.spans):
-            copy, kept = span.of(self.own), [span.of(region) for region in self.kept]
+            copy = span.of(self.own)
             if self._anchor is None:
                 mean = torch.zeros_like(copy) if weights[rank] < 0 else copy * weights[rank]
                 self._collective.all_reduce(mean)
@@ -174,14 +195,28 @@ class CollectiveAverage(WorkerAverage):
                 mean = anchor - self._coded[index].mean(apart, weights, [e.clone() for e in lost] if preview else lost)
             # The mean is the same on all ranks, and its norm is counted once.
             total.norm += 0.0 if rank else squared(mean)
-            if weights[rank] < 0:
-                copy.copy_(mean)
-            else:
+            if weights[rank] >= 0:
                 total.squares[rank] += squared(copy - mean)
+            means.append(mean)
+        self._apply = partial(self._move, means, sum(weight >= 0 for weight in weights), weights[rank] < 0, preview)
+        return total
+
+    def apply(self) -> None:
+        self._apply()
+        self._apply = _nothing
+
+    def _move(self, means: Sequence[Tensor], workers: int, left_out: bool, preview: bool) -> None:
+        for span, mean in zip(self.layout.spans, means, strict=True):
+            copy, kept = span.of(self.own), [span.of(region) for region in self.kept]
+            if left_out:
+                copy.copy_(mean)
             apply_outer(self._outer, kept, preview, mean, [copy], workers)
             if self._anchor is not None and not preview:
                 span.of(self._anchor).copy_(kept[0] if kept else copy)
-        return total
+
+
+def _nothing() -> None:
+    """Where nothing is to be applied."""
 
 
 class _CodedMean:
@@ -280,8 +315,13 @@ class ExtraState:
         """Averages; see `WorkerAverage`."""
         self._average.combine(weights)
 
+    def regroup(self) -> None:
+        """See `WorkerAverage`."""
+        self._average.regroup()
+
     def spread(self) -> None:
         """Copies the means back."""
+        self._average.apply()
         for buffer, view in zip(self._buffers, self._statistics, strict=True):
             buffer.copy_(view)
         self._state.spread(self._kept)

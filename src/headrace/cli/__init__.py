@@ -11,7 +11,6 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from headrace.cli.commands.bench import bench
-from headrace.cli.commands.checkpoint import checkpoint
 from headrace.cli.commands.data import data
 from headrace.cli.commands.doctor import doctor
 from headrace.cli.commands.launch import launch
@@ -19,7 +18,9 @@ from headrace.cli.commands.launch_files import launch_files
 from headrace.cli.commands.profile import calibrate, profile
 from headrace.cli.commands.recommend import recommend
 from headrace.cli.commands.report import report
-from headrace.cli.commands.simulate import simulate
+from headrace.cli.commands.saved.checkpoint import checkpoint
+from headrace.cli.commands.saved.export import export
+from headrace.cli.commands.simulate import rehearse, simulate
 from headrace.cli.commands.train import compare, train
 from headrace.cli.commands.workers import workers
 from headrace.cli.options import help_option
@@ -37,8 +38,10 @@ _EXAMPLES = """
   headrace report runs/a
   headrace simulate model.toml --cluster cluster.toml --strategy mirrored
   headrace recommend job.py --cluster cluster.toml
+  headrace rehearse job.py --strategy downpour --workers 64
   headrace data profile job.py
   headrace checkpoint list runs/a
+  headrace export runs/a -o model
   headrace launch script.py --workers 2
   headrace launch-files slurm job.py --workers 8 --hosts 2
   headrace workers add 2 runs/a
@@ -50,8 +53,10 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "report": report,
     "simulate": simulate,
     "recommend": recommend,
+    "rehearse": rehearse,
     "data": data,
     "checkpoint": checkpoint,
+    "export": export,
     "launch": launch,
     "launch-files": launch_files,
     "workers": workers,

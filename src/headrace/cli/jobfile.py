@@ -9,11 +9,12 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import HeadraceError, JobError, UnknownName, UsageError
-from headrace.spec.job import Job
+from headrace.spec.job import Job, JobSource
 from headrace.tracebacks import user_place
 
 MODULE = "headrace_job"
@@ -31,7 +32,11 @@ def load_job(path: Path, settings: Sequence[str] = ()) -> Job:
         HeadraceError: an error of headrace while the file ran, with a note of the line.
     """
     find_job(path)
-    module = _run_file(path)
+    job = _job_of(path, _run_file(path), settings)
+    return replace(job, source=JobSource(str(path.resolve()), tuple(settings)))
+
+
+def _job_of(path: Path, module: types.ModuleType, settings: Sequence[str]) -> Job:
     made = vars(module).get("job")
     if isinstance(made, Job):
         if settings:

@@ -88,14 +88,17 @@ class Collective(ABC):
 class ProcessGroup(Collective):
     """The processes of a run; `groups` are those that `subgroup` has returned, and are closed with it.
 
-    `one_memory` tells whether they share memory: where not, `share` raises, and `home` has their hosts. `fixed` tells
-    whether the members stay the same.
+    `one_memory` tells whether they exchange through shared memory: where not, `home` has their hosts. `fixed` tells
+    whether the members stay the same, `votes` whether a `commit` may ask for approval. `in_memory` is what `share` is
+    left to, of processes that may lie on several hosts and are all on one.
     """
 
     one_memory: bool = True
     fixed: bool = True
+    votes: bool = False
     ends: FinishedRanks
     home: HostMap | None = None
+    in_memory: ProcessGroup | None = None
     groups: Sequence[ProcessGroup] = ()
 
     def subgroup(self, members: Sequence[int]) -> ProcessGroup:
@@ -118,8 +121,13 @@ class ProcessGroup(Collective):
         `members` has each one's rank in the run and its incarnation; `meeting` is greater than at any call before.
         """
 
-    def commit(self) -> None:
-        """Ends a step of all members: either it is done for all of them, or on each a MemberLost is raised."""
+    def commit(self, approves: bool | None = None) -> bool:
+        """Ends a step of all members: either it is done for all of them, or on each a MemberLost is raised.
+
+        Where members `votes`, each may say whether it approves; the step is only done if all do who are not lost.
+        Returns whether it is. Who approves must be able to do the step whatever the others say.
+        """
+        return True
 
     def is_gone(self, member: int) -> bool:
         """Whether a member was lost without harm to the others."""
@@ -131,7 +139,10 @@ class ProcessGroup(Collective):
 
     @abstractmethod
     def check(self, peer: int | None = None, broken: str = "") -> None:
-        """Raises a PeerLost if a rank is known to be lost, or for a peer to which a connection has `broken` as said."""
+        """Raises a PeerLost if a rank is known to be lost, or for a peer to which a connection has `broken` as said.
+
+        A MemberLost if the group goes on without lost ranks, and the next barrier would raise it.
+        """
 
     def broadcast(self, tensor: Tensor) -> None:
         if self.rank != 0:
@@ -145,6 +156,8 @@ class ProcessGroup(Collective):
         Every rank calls it, with a length of its own. What a rank writes is seen by the others after a `barrier`. A
         NotImplementedError if hosts have no memory in common.
         """
+        if self.in_memory:
+            return self.in_memory.share(nbytes)
         raise NotImplementedError("processes on several hosts share no memory; they exchange by collectives")
 
 

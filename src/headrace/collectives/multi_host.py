@@ -30,6 +30,7 @@ from headrace.collectives.base import HostMap, ProcessGroup, gather_texts
 from headrace.collectives.compression import PLAIN, Compression
 from headrace.collectives.links import HostLinks
 from headrace.collectives.shared_memory import SharedMemoryGroup
+from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.shared_memory.barrier import FinishedRanks, reached
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
@@ -111,6 +112,8 @@ class MultiHostGroup(ProcessGroup):
         try:
             self._connect(tell)
             self.barrier()
+            if len(self._own) == self.world:
+                self.in_memory = self._local or ThreadCollective(ThreadGroup(1), 0)
         except BaseException:
             self.close()
             raise
@@ -171,7 +174,7 @@ class MultiHostGroup(ProcessGroup):
         for each in (self._local, self._segment):
             if each:
                 each.close()
-        self._links = self._local = self._segment = None
+        self._links = self._local = self._segment = self.in_memory = None
 
     def _connect(self, tell: Callable[[str], Sequence[str]]) -> None:
         hosts, page = len(self._mates), []

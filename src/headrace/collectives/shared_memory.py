@@ -80,6 +80,7 @@ class SharedMemoryGroup(ProcessGroup):
 
     def check(self, peer: int | None = None, broken: str = "") -> None:
         self._check()
+        self._barrier.notice()
 
     def sum(self, values: Sequence[float]) -> list[float]:
         if len(values) > NUMBERS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,14 +14,87 @@ from headrace.shared_memory.barrier import FinishedRanks
 from headrace.shared_memory.control_page import Heartbeat
 
 
-class ThreadGroup:
-    """What the `world` threads of a group share; `ends` tells which loops have ended, None if they end together."""
+class Turns:
+    """Lets one of `world` threads run at a time, each until it waits for the others, always in the same order.
 
-    def __init__(self, world: int, ends: FinishedRanks | None = None) -> None:
+    `swap` is called with the rank that stops and the rank that goes on.
+    """
+
+    def __init__(self, world: int, swap: Callable[[int, int], None]) -> None:
+        self._gates = [threading.Semaphore(rank == 0) for rank in range(world)]
+        self._left = list(range(world))
+        self._rank = 0
+        self._swap = swap
+
+    def begin(self, rank: int) -> None:
+        """Waits for a thread's first turn."""
+        self._gates[rank].acquire()
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Lets the others run until something holds."""
+        while not until():
+            self.pause()
+
+    def pause(self) -> None:
+        """Lets each of the others run once."""
+        rank = self._rank
+        following = self._after(rank)
+        if following != rank:
+            self._go_on(following)
+            self._gates[rank].acquire()
+
+    def end(self) -> None:
+        """Ends the running thread's turns."""
+        rank = self._rank
+        following = self._after(rank)
+        self._left.remove(rank)
+        if following != rank:
+            self._go_on(following)
+
+    def _go_on(self, rank: int) -> None:
+        self._swap(self._rank, rank)
+        self._rank = rank
+        self._gates[rank].release()
+
+    def _after(self, rank: int) -> int:
+        place = self._left.index(rank) + 1
+        return self._left[place % len(self._left)]
+
+
+class _TurnBarrier:
+    """A `threading.Barrier` of threads that run in turns."""
+
+    def __init__(self, parties: int, turns: Turns) -> None:
+        self.n_waiting = 0
+        self.broken = False
+        self._parties, self._turns, self._passed = parties, turns, 0
+
+    def wait(self) -> None:
+        number = self._passed
+        self.n_waiting += 1
+        if self.n_waiting == self._parties:
+            self.n_waiting = 0
+            self._passed += 1
+        self._turns.wait(lambda: self.broken or self._passed > number)
+        if self.broken:
+            raise threading.BrokenBarrierError
+
+    def abort(self) -> None:
+        self.broken = True
+
+
+class ThreadGroup:
+    """What the `world` threads of a group share; `ends` tells which loops have ended, None if they end together.
+
+    With `turns`, one thread runs at a time.
+    """
+
+    def __init__(self, world: int, ends: FinishedRanks | None = None, turns: Turns | None = None) -> None:
         self.world = world
         self.ends = ends or FinishedRanks([Heartbeat()] * world)
         self.offers: list[object] = [None] * world
-        self.barrier = threading.Barrier(world)
+        self.turns = turns
+        self.barrier = _TurnBarrier(world, turns) if turns else threading.Barrier(world)
         self.lost = -1
         self.inner: list[ThreadGroup] = []
 
@@ -54,7 +127,7 @@ class ThreadCollective(ProcessGroup):
 
     def subgroup(self, members: Sequence[int]) -> ThreadCollective:
         first = self.rank == members[0]
-        own = ThreadGroup(len(members), self.ends.among(members)) if first else None
+        own = ThreadGroup(len(members), self.ends.among(members), self._shared.turns) if first else None
         group: ThreadGroup = self._exchange(own)[members[0]]
         if first:
             self._shared.inner.append(group)
@@ -72,6 +145,8 @@ class ThreadCollective(ProcessGroup):
             raise self._lost() from None
 
     def check(self, peer: int | None = None, broken: str = "") -> None:
+        if self._shared.turns:
+            self._shared.turns.pause()
         if self._shared.barrier.broken:
             raise self._lost()
 

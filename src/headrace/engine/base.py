@@ -33,6 +33,9 @@ _GAP_S = 0.5
 TERMINATED = "terminated"
 """The status of a run that SIGTERM has ended in order; this process ends next."""
 
+LEFT = "left"
+"""The status of a worker that has left a run as it was asked to; the others go on, and its process ends next."""
+
 TERMINATED_CODE = 143
 """The exit code of a process that SIGTERM has ended."""
 

@@ -16,8 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.spec.model import LayerSpec, ModelSpec
@@ -25,6 +30,8 @@ from headrace.spec.plan import StageCost
 
 Partition = tuple[tuple[str, ...], ...]
 """Names of the layers of each stage."""
+
+_Figures = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -62,12 +69,12 @@ class Terms:
         return self.link_bytes_per_s[stage] if stage < len(self.link_bytes_per_s) else math.inf
 
 
-COSTS: Mapping[str, Callable[[StageCost, StageCost], float]] = {
-    "time": lambda stage, model: stage.seconds,
-    "memory": lambda stage, model: stage.bytes,
-    "both": lambda stage, model: max(stage.seconds / (model.seconds or 1.0), stage.bytes / (model.bytes or 1)),
+COSTS: Mapping[str, Callable[[_Figures, _Figures, StageCost], _Figures]] = {
+    "time": lambda seconds, taken, model: seconds,
+    "memory": lambda seconds, taken, model: taken,
+    "both": lambda seconds, taken, model: np.maximum(seconds / (model.seconds or 1.0), taken / (model.bytes or 1)),
 }
-"""Costs by name: from a stage, and all layers as one stage, to what is made small."""
+"""Costs by name: from the seconds and bytes of stages, and all layers as one stage, to what is made small."""
 
 
 def split(model: ModelSpec, stages: int, terms: Terms) -> Partition:
@@ -133,96 +140,116 @@ def is_partition(value: object) -> bool:
 def costs(model: ModelSpec, partition: Partition, terms: Terms) -> tuple[StageCost, ...]:
     """Returns what each stage of a partition takes."""
     places = list(accumulate(map(len, partition), initial=0))
-    pieces = _pieces(model, places)
-    return tuple(_cost(pieces[bounds], stage, terms) for stage, bounds in enumerate(pairwise(places)))
+    pieces = _Pieces.of(model, places)
+    found = []
+    for stage in range(len(partition)):
+        own = pieces.at(stage, stage + 1)
+        seconds, taken = own.taken(terms, *_surroundings(terms, stage))
+        figures = seconds, own.parameter_bytes, taken, own.received_bytes
+        found.append(StageCost(len(partition[stage]), float(figures[0]), *(int(each) for each in figures[1:])))
+    return tuple(found)
 
 
 def _best(model: ModelSpec, stages: int, terms: Terms) -> tuple[list[int], float]:
     """Returns behind how many layers each stage ends, and what the worst costs."""
     layers, count = model.layers, len(model.layers)
     (whole,) = costs(model, (tuple(layer.name for layer in layers),), terms)
-    cost = COSTS[terms.cost]
     places = [0, *(index + 1 for index, layer in enumerate(layers) if not layer.joined or index + 1 == count)]
-    pieces = _pieces(model, places)
+    pieces = _Pieces.of(model, places)
 
-    def price(stage: int, start: int, stop: int) -> float:
-        taken = _cost(pieces[start, stop], stage, terms)
-        return math.inf if terms.limit_bytes is not None and taken.bytes > terms.limit_bytes else cost(taken, whole)
+    @cache
+    def prices(held: int, before_per_s: float, behind_per_s: float) -> _Figures:
+        """Returns what the layers between any two places cost as a stage; infinite where they cannot be one."""
+        seconds, taken = pieces.taken(terms, held, before_per_s, behind_per_s)
+        price = np.asarray(COSTS[terms.cost](seconds, taken, whole), dtype=float)
+        if terms.limit_bytes is not None:
+            price = np.where(taken > terms.limit_bytes, math.inf, price)
+        return np.where(np.triu(np.ones(price.shape, dtype=bool), 1), price, math.inf)
 
-    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+    worst = np.where(np.arange(len(places)) == 0, 0.0, math.inf)
+    starts = []
     for stage in range(stages):
-        further: dict[int, tuple[float, list[int]]] = {}
-        for stop in places:
-            found = [
-                (max(worst, price(stage, start, stop)), [*stops, stop])
-                for start, (worst, stops) in best.items()
-                if start < stop
-            ]
-            if found:
-                further[stop] = min(found, key=lambda each: each[0])
-        best = further
-    worst, stops = best[count]
-    return stops, worst
+        further = np.maximum(worst[:, None], prices(*_surroundings(terms, stage)))
+        starts.append(further.argmin(axis=0))
+        worst = further.min(axis=0)
+    stops = [len(places) - 1]
+    for start in reversed(starts):
+        stops.append(int(start[stops[-1]]))
+    return [places[stop] for stop in stops[-2::-1]], float(worst[-1])
+
+
+def _surroundings(terms: Terms, stage: int) -> tuple[int, float, float]:
+    """Returns the micro-batches that a stage keeps, and the bytes/s of the links before and behind it."""
+    return terms.held_by(stage), terms.sent_per_s(stage), terms.sent_per_s(stage + 1)
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Layers next to each other: what they take together, for one micro-batch."""
+class _Pieces:
+    """What the layers between any two places take together, for one micro-batch, by (start, stop)."""
 
-    layers: int
-    forward_s: float
-    backward_s: float
-    parameter_bytes: int
-    trained_bytes: int
-    saved_bytes: int
-    received_bytes: int
-    sent_bytes: int
+    forward_s: _Figures
+    backward_s: _Figures
+    parameter_bytes: _Figures
+    trained_bytes: _Figures
+    saved_bytes: _Figures
+    received_bytes: _Figures
+    sent_bytes: _Figures
+
+    @staticmethod
+    def of(model: ModelSpec, places: Sequence[int]) -> _Pieces:
+        """Adds up the layers between the places."""
+        layers = model.layers
+        size = {parameter.name: parameter.bytes for parameter in model.parameters}
+        # Gradients, and what the optimizer keeps.
+        more = {parameter.name: (model.copies - 1) * parameter.bytes for parameter in model.trainable}
+        crossing = np.array([0, *(layer.crossing_bytes for layer in layers[:-1]), 0])[list(places)]
+
+        def between(added: NDArray[Any]) -> _Figures:
+            """Adds up what each layer adds behind each start, (places, layers)."""
+            behind = np.arange(len(layers)) >= np.array(places)[:, None]
+            sums = np.cumsum(np.where(behind, added, 0), axis=1)
+            return np.concatenate([np.zeros_like(sums[:, :1]), sums], axis=1)[:, list(places)]
+
+        return _Pieces(
+            between(np.array([layer.forward_s for layer in layers])),
+            between(np.array([layer.backward_s for layer in layers])),
+            between(_once(layers, size, places)),
+            between(_once(layers, more, places)),
+            between(np.array([layer.saved_bytes for layer in layers])),
+            np.broadcast_to(crossing[:, None], (len(places), len(places))),
+            np.broadcast_to(crossing, (len(places), len(places))),
+        )
+
+    def at(self, start: int, stop: int) -> _Pieces:
+        """Returns the figures of the layers between two places alone."""
+        return _Pieces(*(getattr(self, each.name)[start, stop] for each in fields(self)))
+
+    def taken(self, terms: Terms, held: int, before_per_s: float, behind_per_s: float) -> tuple[_Figures, _Figures]:
+        """Returns the seconds of a micro-batch, and the bytes, of a stage that keeps `held` micro-batches."""
+        # Values go one way, their gradients the other.
+        moving_s = 2 * (self.received_bytes + self.sent_bytes) / terms.bytes_per_s
+        computing_s = self.forward_s * (1 + terms.again) + self.backward_s + moving_s
+        # A network carries while stages compute: they wait for it where it takes longer than they do.
+        carrying_s = np.maximum(2 * self.received_bytes / before_per_s, 2 * self.sent_bytes / behind_per_s)
+        # What is done again is kept for one micro-batch alone, of the others what it begins with.
+        kept = held * self.received_bytes + (1 if terms.again else held) * self.saved_bytes
+        return np.maximum(computing_s, carrying_s), self.parameter_bytes + self.trained_bytes + kept
 
 
-def _cost(piece: _Piece, stage: int, terms: Terms) -> StageCost:
-    # Values go one way, their gradients the other.
-    crossing = [(piece.received_bytes, terms.sent_per_s(stage)), (piece.sent_bytes, terms.sent_per_s(stage + 1))]
-    moving_s = sum(2 * size for size, _ in crossing) / terms.bytes_per_s
-    computing_s = piece.forward_s * (1 + terms.again) + piece.backward_s + moving_s
-    # A network carries while stages compute: they wait for it where it takes longer than they do.
-    carrying_s = max(2 * size / per_s for size, per_s in crossing)
-    held = terms.held_by(stage)
-    # What is done again is kept for one micro-batch alone, of the others what it begins with.
-    kept = held * piece.received_bytes + (1 if terms.again else held) * piece.saved_bytes
-    return StageCost(
-        layers=piece.layers,
-        seconds=max(computing_s, carrying_s),
-        parameter_bytes=piece.parameter_bytes,
-        bytes=piece.parameter_bytes + piece.trained_bytes + kept,
-        received_bytes=piece.received_bytes,
-    )
-
-
-def _pieces(model: ModelSpec, places: Sequence[int]) -> dict[tuple[int, int], _Piece]:
-    """Returns the layers between any two places."""
-    layers = model.layers
-    size = {parameter.name: parameter.bytes for parameter in model.parameters}
-    # Gradients, and what the optimizer keeps.
-    more = {parameter.name: (model.copies - 1) * parameter.bytes for parameter in model.trainable}
-    crossing = [0, *(layer.crossing_bytes for layer in layers[:-1]), 0]
-    pieces = {}
-    for index, start in enumerate(places):
-        forward_s = backward_s = 0.0
-        own = trained = saved = 0
-        seen: set[str] = set()
-        for before, stop in pairwise(places[index:]):
-            for layer in layers[before:stop]:
-                forward_s += layer.forward_s
-                backward_s += layer.backward_s
-                saved += layer.saved_bytes
-                # Tied ones once.
-                own += sum(size[name] for name in set(layer.parameters) - seen)
-                trained += sum(more.get(name, 0) for name in set(layer.parameters) - seen)
-                seen.update(layer.parameters)
-            pieces[start, stop] = _Piece(
-                stop - start, forward_s, backward_s, own, trained, saved, crossing[start], crossing[stop]
-            )
-    return pieces
+def _once(layers: Sequence[LayerSpec], size: Mapping[str, int], places: Sequence[int]) -> NDArray[np.int64]:
+    """Returns the bytes of parameters that each layer adds to those from each place on: tied ones once."""
+    last: dict[str, int] = {}
+    tied = []
+    for index, layer in enumerate(layers):
+        for name in set(layer.parameters):
+            if name in last:
+                tied.append((last[name], index, size.get(name, 0)))
+            last[name] = index
+    every = [sum(size.get(name, 0) for name in set(layer.parameters)) for layer in layers]
+    added = np.tile(np.array(every, dtype=np.int64), (len(places), 1))
+    for before, index, nbytes in tied:
+        added[np.array(places) <= before, index] -= nbytes
+    return added
 
 
 def _require_layers(layers: Sequence[LayerSpec], stages: int) -> None:

@@ -12,6 +12,9 @@ old view's members, or with just half of them and the lowest rank.
 
 A step that some member may have committed is held by all members, so the next view counts it if all who have answered
 hold it; otherwise no member has committed it, and it is done again.
+
+What holding a step says of it must be the same on all, because a member may commit it on the others' word alone. A
+member may hold a step *silently* while all vote on it, and `release` it if one of them has voted against.
 """
 
 from __future__ import annotations
@@ -114,13 +117,18 @@ class Enter:
 
 
 @dataclass(frozen=True)
+class Depart:
+    """An action: end this process in order, as it was asked to."""
+
+
+@dataclass(frozen=True)
 class End:
     """An action: end this process, because the others go on without it."""
 
     why: str
 
 
-Action = Send | CommitStep | Enter | End
+Action = Send | CommitStep | Enter | Depart | End
 
 
 @dataclass
@@ -163,16 +171,29 @@ class ViewAgreement:
         self._patience = patience
         self._suspects: frozenset[Member] = frozenset()
         self._joining: set[Member] = set()
+        self._leaving: set[Member] = set()
         self._attempt = 0
         self._alone = 0
         self._reset()
 
-    def hold(self) -> list[Action]:
-        """Notes that this member has the sum of the current step."""
+    def hold(self, silently: bool = False) -> list[Action]:
+        """Notes that this member has the sum of the current step; the others learn it later if `silently`."""
         if self.ended or self.frozen or self.view is None:
             return []
-        self._holds = True
-        return [*self._tell(HoldsStep(self.view.number, self.done)), *self._commit()]
+        self._holds, self._told = True, not silently
+        return [] if silently else [*self._tell(HoldsStep(self.view.number, self.done)), *self._commit()]
+
+    def release(self) -> bool:
+        """Takes back that this member holds the current step, silently; False where another may know it already."""
+        if self.frozen or self._told or not self._holds:
+            return False
+        self._holds = False
+        return True
+
+    def let_leave(self, members: Iterable[Member]) -> list[Action]:
+        """Begins to change the members to those without some who are asked to leave."""
+        self._leaving.update(members)
+        return self._begin() if self._wants_change() else []
 
     def receive_state(self) -> list[Action]:
         """Notes that a fresh member has the state of the view's beginning."""
@@ -191,7 +212,7 @@ class ViewAgreement:
             return []
         # Others that are further answer with their view.
         actions = self._tell(At(self.view.number))
-        if self._holds and not self.frozen:
+        if self._holds and self._told and not self.frozen:
             actions += self._tell(HoldsStep(self.view.number, self.done, asks=True))
         self._alone = 0 if may_go_on(self.view.members, self._reachable()) else self._alone + 1
         if self._alone > self._patience:
@@ -203,7 +224,7 @@ class ViewAgreement:
         if proposal is not None and proposal.view is None and self._waited > self._patience:
             actions += self._propose(proposal, late=True)
         # Not all at once: the first that can, then the next.
-        turn = sorted(self._reachable()).index(self.me) + 2
+        turn = self._reachable().index(self.me) + 2
         if self._waited > turn * self._patience:
             actions += self._attempt_change()
         return actions
@@ -254,7 +275,7 @@ class ViewAgreement:
 
     def _reset(self) -> None:
         """Forgets what belongs to the last view."""
-        self.frozen = self._holds = False
+        self.frozen = self._holds = self._told = False
         self._held = set()
         self._promised = (0, self.me)
         self._accepted = None
@@ -278,7 +299,8 @@ class ViewAgreement:
     def _wants_change(self) -> bool:
         if self.ended or self.view is None:
             return False
-        return bool(self._suspects.intersection(self.view.members) or self._joining)
+        unwanted = self._suspects | self._leaving
+        return bool(unwanted.intersection(self.view.members) or self._joining)
 
     def _tell(self, message: Message) -> list[Action]:
         assert self.view is not None
@@ -292,7 +314,7 @@ class ViewAgreement:
         assert self.view is not None
         if not self._holds or not self._held.issuperset(set(self.view.members) - {self.me}):
             return []
-        self._holds, self._held = False, set()
+        self._holds, self._told, self._held = False, False, set()
         self.done += 1
         return [CommitStep(self.done - 1)]
 
@@ -305,7 +327,7 @@ class ViewAgreement:
 
     def _begin(self) -> list[Action]:
         """Lets the first member that can be reached begin the change."""
-        first = min(self._reachable()) == self.me
+        first = self._reachable()[:1] == [self.me]
         return self._attempt_change() if first and self._proposal is None and not self.frozen else []
 
     def _attempt_change(self) -> list[Action]:
@@ -325,7 +347,7 @@ class ViewAgreement:
             return []
         accepted = [promise.accepted for promise in answers.values() if promise.accepted]
         states = {member: promise.state for member, promise in answers.items()}
-        view = max(accepted)[1] if accepted else next_view(base, states, self._joining)
+        view = max(accepted)[1] if accepted else next_view(base, states, self._joining, self._leaving)
         if view is None:
             return []
         proposal.view, self._waited = view, 0
@@ -343,6 +365,8 @@ class ViewAgreement:
         """Enters a view that is decided; ends if this member is none of it."""
         if self.view is not None and view.number <= self.view.number:
             return []
+        if self.view is not None and self.me in view.left:
+            return self._go(self.view, view)
         if self.me not in view.members:
             # One that joins has not been heard yet.
             return (
@@ -358,9 +382,18 @@ class ViewAgreement:
             return self._end(f"the other workers have done {view.done} steps, and this one {self.done}")
         self.view = view
         self._joining.difference_update(view.members)
+        # Where they stay, because no other has the state, they are asked again.
+        self._leaving.clear()
         self._reset()
         actions.append(Enter(view))
         return actions + (self._begin() if self._wants_change() else [])
+
+    def _go(self, before: MemberView, view: MemberView) -> list[Action]:
+        """Leaves the others; the step that this member holds may be done, if the view is the next one."""
+        counts = self._holds and view.number == before.number + 1 and view.done == self.done + 1
+        self.done += counts
+        self.view, self.ended = view, True
+        return [*([CommitStep(self.done - 1)] if counts else []), Depart()]
 
     def _end(self, why: str) -> list[Action]:
         self.ended = True

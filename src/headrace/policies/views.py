@@ -16,12 +16,14 @@ class MemberView:
     Attributes:
         done: steps that are committed when it begins.
         fresh: the members that do not have the state yet; the first of the others gives it to them.
+        left: those that were asked to leave, in this view or in an earlier one.
     """
 
     number: int
     members: tuple[Member, ...]
     done: int = 0
     fresh: tuple[Member, ...] = ()
+    left: tuple[Member, ...] = ()
 
 
 def may_go_on(members: Collection[Member], present: Collection[Member]) -> bool:
@@ -47,11 +49,14 @@ class MemberState:
 
 
 def next_view(
-    base: MemberView, states: Mapping[Member, MemberState], joining: Collection[Member] = ()
+    base: MemberView,
+    states: Mapping[Member, MemberState],
+    joining: Collection[Member] = (),
+    leaving: Collection[Member] = (),
 ) -> MemberView | None:
-    """Returns the view after `base`, of the members that have answered and those that join.
+    """Returns the view after `base`, of the members that have answered and do not leave, and those that join.
 
-    None if no member that has answered has the state.
+    None if no member that has answered has the state. If only such have it that are to leave, they stay.
     """
     able = {member: state for member, state in states.items() if state.done >= 0}
     if not able:
@@ -60,6 +65,9 @@ def next_view(
     # A member may have committed it, and be gone.
     if len(able) == len(states) and all(each == MemberState(done, True) for each in able.values()):
         done += 1
-    fresh = [*(member for member in base.members if member in states and member not in able), *sorted(joining)]
-    stays = [member for member in base.members if member in able]
-    return MemberView(base.number + 1, (*stays, *fresh), done, tuple(fresh))
+    gone = set(leaving) if able.keys() - set(leaving) else set()
+    present = [member for member in base.members if member in states and member not in gone]
+    fresh = [*(member for member in present if member not in able), *sorted(joining)]
+    stays = [member for member in present if member in able]
+    left = (*base.left, *(member for member in base.members if member in gone))
+    return MemberView(base.number + 1, (*stays, *fresh), done, tuple(fresh), left)

@@ -100,6 +100,10 @@ class Barrier:
                 self._await(peer, target)
         futex.fence()
 
+    def notice(self) -> None:
+        """Raises the MemberLost of the next barrier, if it is sure: a rank is lost, and has not come to it."""
+        self._check_lost((self._own.barrier_counter + 1) & 0x7FFFFFFF)
+
     def _await(self, peer: int, target: int) -> None:
         record, address = self._records[peer], self._addresses[peer]
         began = perf_counter()

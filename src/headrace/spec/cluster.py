@@ -184,6 +184,8 @@ _RATES = ("mbit_per_s", "latency_ms")
 _LINK = ("between", "from", "to", *_RATES, "shared")
 # Far above what there is: 100 Tbit/s of a network, 10 s of latency, 100 TB of memory, 1 EFLOP/s and 100 TB/s in a host.
 _MOST_MBIT, _MOST_MS, _MOST_GB, _MOST_TFLOPS, _MOST_BUS_GB = 1e8, 1e4, 1e5, 1e6, 1e5
+# Far below: 10 kbit/s of a network, 10 MB of memory, 100 MFLOP/s and 10 MB/s in a host.
+_LEAST_MBIT, _LEAST_GB, _LEAST_TFLOPS, _LEAST_BUS_GB = 0.01, 0.01, 1e-4, 0.01
 
 
 def _cluster(document: Mapping[str, Any]) -> Cluster:
@@ -217,13 +219,16 @@ def _hosts(item: Mapping[str, Any], where: str) -> list[Host]:
     host = Host(
         name,
         cores=whole(item, "cores", where),
-        memory_bytes=round(number(item, "memory_gb", where, most=_MOST_GB) * 1e9),
+        memory_bytes=round(number(item, "memory_gb", where, least=_LEAST_GB, most=_MOST_GB) * 1e9),
         accelerators=_accelerators(item, where),
         address=text(item, "address", where, ""),
         price_per_hour=number(item, "price_per_hour", where, 0.0),
-        device_memory_bytes=round(number(item, "device_memory_gb", where, 0.0, most=_MOST_GB) * 1e9),
-        device_flops=number(item, "device_tflops", where, 0.0, most=_MOST_TFLOPS) * 1e12,
-        bus_bytes_per_s=number(item, "bus_gb_per_s", where, Host.bus_bytes_per_s / 1e9, most=_MOST_BUS_GB) * 1e9,
+        device_memory_bytes=round(number(item, "device_memory_gb", where, 0.0, least=_LEAST_GB, most=_MOST_GB) * 1e9),
+        device_flops=number(item, "device_tflops", where, 0.0, least=_LEAST_TFLOPS, most=_MOST_TFLOPS) * 1e12,
+        bus_bytes_per_s=number(
+            item, "bus_gb_per_s", where, Host.bus_bytes_per_s / 1e9, least=_LEAST_BUS_GB, most=_MOST_BUS_GB
+        )
+        * 1e9,
         speed=number(item, "speed", where, 1.0),
         hours_between_failures=number(item, "hours_between_failures", where, 0.0),
     )
@@ -277,7 +282,7 @@ def _ends(item: Mapping[str, Any], where: str, names: Sequence[str]) -> list[tup
 
 
 def _rate_and_latency(item: Mapping[str, Any], where: str) -> tuple[float, float]:
-    rate = number(item, "mbit_per_s", where, most=_MOST_MBIT)
+    rate = number(item, "mbit_per_s", where, least=_LEAST_MBIT, most=_MOST_MBIT)
     if rate == 0:
         raise UsageError(f"{where}.mbit_per_s must be above 0")
     return rate * 1e6 / 8, number(item, "latency_ms", where, 0.0, most=_MOST_MS) / 1e3

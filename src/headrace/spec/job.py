@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class JobSource:
+    """A job file: its absolute path, and "key=value" for what its `job(...)` was called with."""
+
+    path: str
+    settings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Job:
     """One training, whatever it runs on.
 
@@ -35,6 +43,7 @@ class Job:
             By default a pair is (inputs, target) and a dict goes to the model as keywords.
         target: selects what the loss and the metrics get, likewise. By default the second of a pair, or the
             whole dict.
+        source: the file that it was read from, for commands that read it again; None where a program made it.
     """
 
     model: Callable[[], nn.Module] | nn.Module
@@ -51,6 +60,7 @@ class Job:
     options: Options = field(default_factory=Options)
     inputs: Any = None
     target: Any = None
+    source: JobSource | None = None
 
     def __post_init__(self) -> None:
         if (self.task is None) == (self.loss is None):

@@ -6,10 +6,12 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import UnknownName, UsageError
+from headrace.spec.embedding import TableSpec
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.tables import check_keys, number, read_json, read_toml, tables, text, whole
 
@@ -99,6 +101,8 @@ class BatchProfile:
     Attributes:
         saved_bytes: what autograd keeps for backward at most.
         layers: the same by layer; () where the model was measured as a whole.
+        workspace_bytes: that a training process has held besides its runtime, parameters, gradients, the optimizer's
+            state and `saved_bytes`: temporary results, and memory that the allocator keeps.
     """
 
     examples: int
@@ -106,6 +110,7 @@ class BatchProfile:
     backward_s: float
     saved_bytes: int = 0
     layers: tuple[LayerSpec, ...] = ()
+    workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
         _check_figures(self, f"the profile of {self.examples} examples")
@@ -128,6 +133,8 @@ class ComputeProfile:
         fixed_s: of a step, whatever the batch: launches, bookkeeping.
         spread: standard deviation of a step's time, over its mean.
         device: that it was measured on, as text.
+        crowd, crowding: so many workers of the host that train side by side, and share its caches and its memory, each
+            take so many times as long as one alone.
     """
 
     batches: tuple[BatchProfile, ...]
@@ -136,6 +143,8 @@ class ComputeProfile:
     spread: float = 0.0
     device: str = ""
     threads: int = 0
+    crowd: int = 1
+    crowding: float = 1.0
 
     def __post_init__(self) -> None:
         _check_figures(self, "the profile")
@@ -149,9 +158,16 @@ class ComputeProfile:
         A profile of one batch is in proportion to the examples; so are batches below the smallest, where the line would
         go below.
         """
-        known = {batch.examples: batch for batch in self.batches}
-        if examples in known:
-            return known[examples]
+        if examples not in self._known:
+            self._known[examples] = self._between(examples)
+        return self._known[examples]
+
+    @cached_property
+    def _known(self) -> dict[int, BatchProfile]:
+        """Batches by size: those that were measured, and those that were asked for, which a search does often."""
+        return {batch.examples: batch for batch in self.batches}
+
+    def _between(self, examples: int) -> BatchProfile:
         low, high = self._next_to(examples)
         scale = examples / low.examples if low is high else (examples - low.examples) / (high.examples - low.examples)
 
@@ -176,7 +192,14 @@ class ComputeProfile:
             between(low.backward_s, high.backward_s),
             round(between(low.saved_bytes, high.saved_bytes)),
             layers,
+            round(between(low.workspace_bytes, high.workspace_bytes)),
         )
+
+    def among(self, workers: int) -> float:
+        """Returns how many times as long each of so many workers of one host takes as one alone."""
+        if self.crowd < 2:
+            return 1.0
+        return 1 + (self.crowding - 1) * (min(workers, self.crowd) - 1) / (self.crowd - 1)
 
     def _next_to(self, examples: int) -> tuple[BatchProfile, BatchProfile]:
         if len(self.batches) == 1:
@@ -202,6 +225,7 @@ class ModelSpec:
         flops_per_example: floating-point operations of the forward pass; 0 where they are not known.
         origin: what a profile belongs to, such as "torch", "machine" and "digest" of the model; empty if a person has
             written it.
+        tables: of embeddings with `sparse=True`, whose rows travel one by one; they are no parameters.
     """
 
     parameters: tuple[ParameterSpec, ...]
@@ -213,6 +237,7 @@ class ModelSpec:
     compute: ComputeProfile | None = None
     flops_per_example: float = 0.0
     origin: Mapping[str, str] = field(default_factory=dict)
+    tables: tuple[TableSpec, ...] = ()
 
     @property
     def trainable(self) -> tuple[ParameterSpec, ...]:
@@ -289,6 +314,8 @@ def _written(document: Mapping[str, Any]) -> ModelSpec:
     parameters = tuple(each for each in named if each.elements) or (
         ParameterSpec("parameters", (_elements(document, "", dtype),), dtype),
     )
+    if not any(each.elements for each in parameters):
+        raise UsageError("the model has no parameter; parameter_mb is in millions of bytes")
     flops = number(document, "flops_per_example", "", 0.0, most=_MOST_FLOPS)
     compute = _compute(document, named)
     if compute is None and not flops:

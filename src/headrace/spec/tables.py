@@ -55,11 +55,17 @@ def text(item: Mapping[str, Any], key: str, where: str, default: str | None = No
 
 
 def number(
-    item: Mapping[str, Any], key: str, where: str, default: float | None = None, *, most: float = math.inf
+    item: Mapping[str, Any],
+    key: str,
+    where: str,
+    default: float | None = None,
+    *,
+    least: float = 0.0,
+    most: float = math.inf,
 ) -> float:
-    """Returns a number from 0 to `most`; the key says its unit. One without a default must be given.
+    """Returns 0, or a number from `least` to `most`; the key says its unit. One without a default must be given.
 
-    `most` is far above anything known: a larger number is in another unit.
+    `most` is far above anything known, and `least` far below: a number beyond them is in another unit.
     """
     value = item.get(key, default)
     name = f"{where}.{key}".lstrip(".")
@@ -68,6 +74,8 @@ def number(
         raise UsageError(f"{name} must be a number of at least 0, got {value!r}")
     if value > most:
         raise UsageError(f"{name} is {value:g}, and no machine has more than {most:g}; is it in another unit?")
+    if 0 < value < least:
+        raise UsageError(f"{name} is {value:g}, and no machine has less than {least:g}; is it in another unit?")
     return float(value)
 
 

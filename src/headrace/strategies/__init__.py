@@ -18,7 +18,7 @@ from headrace.strategies.one_device import OneDevice
 from headrace.strategies.parameter_averaging import EASGD, DiLoCo, LocalSGD, ParameterAveraging
 from headrace.strategies.parameter_server import ParameterServer
 from headrace.strategies.pipeline import Pipeline
-from headrace.strategies.strategy import Strategy
+from headrace.strategies.strategy import Strategy, describe_options
 from headrace.strategies.tensor_parallel import TensorParallel
 from headrace.strategies.unconnected import Unconnected
 
@@ -43,6 +43,7 @@ __all__ = [
     "TensorParallel",
     "Unconnected",
     "WorkerContext",
+    "made_again",
     "resolve",
 ]
 
@@ -89,6 +90,27 @@ def resolve(strategy: str | Strategy, workers: int | None = None) -> Strategy:
     if not isinstance(strategy, str):
         raise UsageError(f"a strategy is a name ('mirrored') or hr.Mirrored(...), got {strategy!r}")
     return _made(parse_call(strategy), workers)
+
+
+def made_again(name: str, options: Mapping[str, object], workers: int) -> Strategy:
+    """Returns the strategy of a plan, which had so many workers.
+
+    Raises:
+        UsageError: it is unknown here, or has options that a plan does not say.
+    """
+    kind = STRATEGIES.get(name)
+    if kind is None:
+        raise UsageError(f"its strategy is {name}, which is unknown here")
+    plain = {option: value for option, value in options.items() if not isinstance(value, Mapping)}
+    plain |= {option: workers for option in COUNTS if option in plain and plain[option] is None}
+    try:
+        strategy = kind(**plain)
+    except TypeError as error:
+        raise UsageError(f"{name} cannot be made again from its plan: {error}") from error
+    described = describe_options(strategy)
+    if any(described[option] != value for option, value in options.items() if isinstance(value, Mapping)):
+        raise UsageError(f"{name} has options that cannot be made again from its plan")
+    return strategy
 
 
 def _made(call: Call, workers: int | None) -> Strategy:

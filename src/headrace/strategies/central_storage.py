@@ -14,20 +14,27 @@ copy before it computes and brings its gradients to host memory after.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from headrace.errors import InfeasiblePlan
-from headrace.policies.roles import data_parallel_plan
+from headrace.policies.roles import data_parallel_plan, elastic_plan
 from headrace.policies.sharding import slices, whole
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
-from headrace.spec.plan import Plan
-from headrace.strategies.checks import check_balance, check_count
-from headrace.strategies.context import WorkerContext
+from headrace.spec.plan import Plan, Segment
+from headrace.strategies.checks import check_balance, check_count, check_elastic, refuse_elastic_tables
+from headrace.strategies.context import WorkerContext, with_tables
 from headrace.strategies.strategy import Strategy, broadcast, describe_options
-from headrace.training.central_storage import CentralCopy, CentralStorageExchange
+from headrace.training.central_storage.elastic import ElasticStorageExchange, StorageSink, StorageState
+from headrace.training.central_storage.exchange import CentralCopy, CentralStorageExchange
+from headrace.training.central_storage.shared_state import state_form
 from headrace.training.exchange import Replica
-from headrace.training.optimizer import build
+from headrace.training.optimizer import build, build_over_owned
+from headrace.training.update import Updater
 
 
 @dataclass(frozen=True)
@@ -37,18 +44,24 @@ class CentralStorage(Strategy):
     Attributes:
         workers: how many; None for the launcher's processes or the machine's accelerators.
         balance: "equal" shares of a batch, or shares that follow the workers' measured "speed".
+        min_workers, max_workers: as in `Mirrored`. With `min_workers` the one copy is kept twice, so that what a lost
+            worker was changing can be had as it was before.
     """
 
     workers: int | None = None
     balance: str = "equal"
+    min_workers: int | None = None
+    max_workers: int | None = None
 
     name = "central_storage"
     equals_one_device = True
     one_host = True
+    sparse_tables = True
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
         check_balance(self.balance)
+        check_elastic(self.workers, self.min_workers, self.max_workers, self.balance)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         if len(cluster.hosts) > 1:
@@ -58,26 +71,53 @@ class CentralStorage(Strategy):
                 f"central_storage keeps one copy in one host's memory, and this cluster has {len(cluster.hosts)}: "
                 f"{names}; between hosts it would send what mirrored sends, so use mirrored there"
             )
-        # Each worker: what autograd makes, what it shares; all together: the parameters.
+        refuse_elastic_tables(model, self.min_workers)
+        if self.min_workers is not None and not model.sliceable:
+            raise InfeasiblePlan(
+                f"min_workers={self.min_workers} lets workers come and go, and the slices of the one copy change with "
+                "them; the job's optimizer needs whole parameters: leave out min_workers, or use mirrored"
+            )
+        # Each worker: what autograd makes, what it shares; all together: the parameters, twice if they are kept.
         cut = slices if model.sliceable else whole
-        return data_parallel_plan(
+        plan = data_parallel_plan(
             self.name,
             describe_options(self),
             self.workers,
             model,
             cluster,
-            copies=(2, 1),
+            copies=(2, 1 if self.min_workers is None else 2),
             cut=cut,
             balance=self.balance,
         )
+        return elastic_plan(plan, self.min_workers, self.max_workers, cluster)
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         always = context.synchronise_batch_norm()
         module, model, group = context.module, context.model, context.group
         if context.device.type == "cpu":
             broadcast(module, group)
+        if plan.min_workers:
+            return self._elastic_replica(context, always)
         copy = CentralCopy(module, model, group, context.device)
         segments = [segment for segment in plan.segments if segment.owner == rank]
         template = build(context.optimizer, module.named_parameters())
         exchange = CentralStorageExchange(segments, model, group, copy, template, context.updater, context.clipper())
-        return Replica(context.whole_model(copy.sink, always), exchange)
+        return with_tables(Replica(context.whole_model(copy.sink, always), exchange), context)
+
+    def _elastic_replica(self, context: WorkerContext, always: bool) -> Replica:
+        module, model = context.module, context.model
+
+        def new_template() -> torch.optim.Optimizer:
+            return build(context.optimizer, module.named_parameters())
+
+        def new_updater(owned: Sequence[tuple[Segment, Tensor]]) -> Updater:
+            template = new_template()
+            return context.updater(build_over_owned(template, owned), owned, template)
+
+        form = state_form(new_template(), model, context.options.ema_decay is not None)
+        exchange = ElasticStorageExchange(
+            lambda workers: slices(model.parameters, workers), model, context.group, module, form, new_updater,
+            context.clipper(), context.scale,
+        )  # fmt: skip
+        compute = context.whole_model(StorageSink(exchange), always)
+        return Replica(compute, exchange, elastic=StorageState(exchange))

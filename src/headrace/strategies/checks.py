@@ -7,6 +7,7 @@ from typing import Any
 
 from headrace.errors import UnknownName, UsageError
 from headrace.shared_memory.control_page import MEMBERS as MOST_MEMBERS
+from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import ProcessCounts
 
@@ -43,8 +44,8 @@ def check_balance(balance: str) -> None:
         raise UnknownName("balance", balance, BALANCES)
 
 
-def check_elastic(workers: int | None, least: int | None, most: int | None) -> None:
-    """Raises a `UsageError` unless `min_workers` and `max_workers` fit each other and `workers`."""
+def check_elastic(workers: int | None, least: int | None, most: int | None, balance: str = "equal") -> None:
+    """Raises a `UsageError` unless `min_workers` and `max_workers` fit each other, `workers` and `balance`."""
     check_count("min_workers", least)
     check_count("max_workers", most)
     if least is None and most is not None:
@@ -55,6 +56,20 @@ def check_elastic(workers: int | None, least: int | None, most: int | None) -> N
         raise UsageError(f"max_workers={most} is less than workers={workers}; use max_workers={workers} or more")
     if most is not None and most > MOST_MEMBERS:
         raise UsageError(f"max_workers={most} is more than the {MOST_MEMBERS} that may come and go; use fewer")
+    if least is not None and balance != "equal":
+        raise UsageError(
+            f"balance={balance!r} measures workers that stay, and min_workers={least} lets them come and go; give one "
+            "of them"
+        )
+
+
+def refuse_elastic_tables(model: ModelSpec, least: int | None) -> None:
+    """Raises UsageError if workers may join (`least` is `min_workers`) that would lack the rows of sparse tables."""
+    if model.tables and least is not None:
+        raise UsageError(
+            f"the sparse table {model.tables[0].name!r} is on every worker, and one that joins would not have its "
+            "rows; leave out min_workers and max_workers, or use parameter_server"
+        )
 
 
 def refuse_synced_buffers(name: str, options: Options) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from headrace.checkpoint.forms import pack, unpack
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import UsageError
+from headrace.modules import restore
 from headrace.parameter_server.client.exchange import ReplicaGroup
 from headrace.parameter_server.planning import ServerProcess
 from headrace.parameter_server.replication.failover import ServerDirectory
@@ -24,6 +26,10 @@ from headrace.spec.plan import Segment
 from headrace.training.batch_norm import synchronise_batch_norm
 from headrace.training.clipping import GradientClipper, LossScale
 from headrace.training.compute import Compute
+from headrace.training.embeddings.exchange import TablesExchange
+from headrace.training.embeddings.layer import sparse_layers
+from headrace.training.embeddings.updater import RowUpdater
+from headrace.training.exchange import Replica
 from headrace.training.gradients import GradientSink, SharedGradients
 from headrace.training.optimizer import build
 from headrace.training.update import Updater
@@ -156,6 +162,15 @@ class WorkerContext:
                 )
 
 
+def with_tables(replica: Replica, context: WorkerContext) -> Replica:
+    """Lets each worker hold and update the rows of the model's tables, where the model has some."""
+    layers = tuple(sparse_layers(context.module))
+    if not layers:
+        return replica
+    updater = RowUpdater(context.optimizer, context.model, context.options, context.rounds_per_epoch)
+    return replace(replica, exchange=TablesExchange(replica.exchange, layers, updater, context.group))
+
+
 @dataclass(frozen=True)
 class ServerContext:
     """What an engine hands to a strategy in one server.
@@ -190,3 +205,15 @@ class ModelProbe:
     measure: Callable[[ProfileRequest], tuple[LayerSpec, ...]]
     sample: Callable[[], Any] = tuple
     inputs: Any = None
+
+
+def broadcast_sparse(tensor: Tensor, collective: Collective) -> None:
+    """Gives every rank rank 0's elements of a sparse tensor."""
+    own = torch.frombuffer(bytearray(pack({"": tensor.cpu()})), dtype=torch.uint8)
+    # The others' may have other elements, and so another size.
+    (size,) = collective.sum([float(len(own)) if collective.rank == 0 else 0.0])
+    content = own if collective.rank == 0 else own.new_empty(int(size))
+    content = content.to(tensor.device)
+    collective.broadcast(content)
+    if collective.rank != 0:
+        restore(tensor, unpack(content.cpu().numpy().tobytes())[""])

@@ -73,7 +73,7 @@ class Hybrid(ServedStrategy):
                 "the outer strategy of a hybrid must be hr.Mirrored(...), hr.ParameterAveraging(...), "
                 f"hr.ParameterServer(...) or hr.Downpour(...), got {self.outer!r}"
             )
-        if isinstance(self.outer, Mirrored) and self.outer.min_workers is not None:
+        if isinstance(self.outer, Mirrored | ParameterAveraging) and self.outer.min_workers is not None:
             raise UsageError(
                 f"min_workers={self.outer.min_workers} lets workers come and go one by one, and the ranks of a replica "
                 "cannot; leave it out"
@@ -225,9 +225,12 @@ def _alone(cluster: Cluster, devices: int) -> Cluster:
     if len(cluster.hosts) == 1 or cluster.ranks is None or cluster.ranks < devices:
         host = replace(cluster.hosts[0], memory_bytes=_ENOUGH_BYTES, ranks=())
         return replace(cluster, hosts=(host,), ranks=devices if cluster.ranks else None)
-    found: list[tuple[Host, ...]] = []
-    for first in range(0, cluster.ranks - devices + 1, devices):
-        within = range(first, first + devices)
-        placed = ((host, tuple(rank - first for rank in host.ranks if rank in within)) for host in cluster.hosts)
-        found.append(tuple(replace(host, memory_bytes=_ENOUGH_BYTES, ranks=ranks) for host, ranks in placed if ranks))
-    return replace(cluster, hosts=max(found, key=lambda hosts: len(hosts)), ranks=devices)
+    # Of each replica, the places of its hosts and the ranks that each has.
+    replicas: list[dict[int, list[int]]] = [{} for _ in range(cluster.ranks // devices)]
+    for place, host in enumerate(cluster.hosts):
+        for rank in host.ranks:
+            if rank < devices * len(replicas):
+                replicas[rank // devices].setdefault(place, []).append(rank % devices)
+    widest = max(replicas, key=len)
+    hosts = (replace(cluster.hosts[place], memory_bytes=_ENOUGH_BYTES, ranks=tuple(widest[place])) for place in widest)
+    return replace(cluster, hosts=tuple(hosts), ranks=devices)

@@ -17,18 +17,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.errors import InfeasiblePlan, UnknownName, UsageError
+from headrace.errors import InfeasiblePlan, UnknownName
 from headrace.policies.roles import data_parallel_plan, elastic_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
-from headrace.strategies.checks import check_balance, check_count, check_elastic
-from headrace.strategies.context import WorkerContext
+from headrace.strategies.checks import check_balance, check_count, check_elastic, refuse_elastic_tables
+from headrace.strategies.context import WorkerContext, with_tables
 from headrace.strategies.strategy import Strategy, broadcast, describe_options
 from headrace.training.exchange import Replica
 from headrace.training.reduction import (
     CollectiveReduction,
     MirroredExchange,
+    MirroredState,
     OverlappedReduction,
     Reduction,
     SharedMemoryReduction,
@@ -60,21 +61,18 @@ class Mirrored(Strategy):
 
     name = "mirrored"
     equals_one_device = True
+    sparse_tables = True
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
         check_balance(self.balance)
         if self.codec not in CODECS:
             raise UnknownName("codec", self.codec, CODECS)
-        check_elastic(self.workers, self.min_workers, self.max_workers)
-        if self.min_workers is not None and self.balance != "equal":
-            raise UsageError(
-                f"balance={self.balance!r} measures workers that stay, and min_workers={self.min_workers} lets them "
-                "come and go; give one of them"
-            )
+        check_elastic(self.workers, self.min_workers, self.max_workers, self.balance)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         self.require_network(self.name, cluster)
+        refuse_elastic_tables(model, self.min_workers)
         # Each worker: its mirror, what autograd makes, what it shares; all together: the result.
         plan = data_parallel_plan(
             self.name,
@@ -118,7 +116,9 @@ class Mirrored(Strategy):
         exchange = MirroredExchange(
             updater, context.clipper(views), reduction, parameters, context.model.parameter_bytes, copies
         )
-        return Replica(context.whole_model(reduction.sink, always), exchange)
+        elastic = None if group.fixed else MirroredState(exchange)
+        replica = Replica(context.whole_model(reduction.sink, always), exchange, elastic=elastic)
+        return with_tables(replica, context)
 
 
 def _leaves_at_end(context: WorkerContext) -> bool:

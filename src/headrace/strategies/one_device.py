@@ -18,7 +18,7 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan, Segment
 from headrace.strategies.checks import check_count
-from headrace.strategies.context import WorkerContext
+from headrace.strategies.context import WorkerContext, with_tables
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.clipping import GradientClipper, StepDecision
 from headrace.training.exchange import Replica, UpdatingExchange
@@ -36,6 +36,7 @@ class OneDevice(Strategy):
 
     name = "one_device"
     equals_one_device = True
+    sparse_tables = True
     one_host = True
 
     def __post_init__(self) -> None:
@@ -47,7 +48,7 @@ class OneDevice(Strategy):
         return replace(plan, roles=(replace(role, threads=self.threads or role.threads),))
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
-        return Replica(context.whole_model(), LocalExchange(plan.segments, context))
+        return with_tables(Replica(context.whole_model(), LocalExchange(plan.segments, context)), context)
 
 
 class LocalExchange(UpdatingExchange):

@@ -26,6 +26,7 @@ from headrace.averaging.averager import (
     place_in_average,
     require_alike,
 )
+from headrace.averaging.elastic import AveragedState
 from headrace.averaging.local_steps import LocalStepsExchange, check_local_steps, refuse_moving_average
 from headrace.averaging.outer_steps import Elastic, MeanStep, Nesterov, OuterStep, outer_step
 from headrace.averaging.period import AutoPeriod, first_stretch
@@ -45,14 +46,14 @@ from headrace.parameter_server.planning import layout_of, places_of
 from headrace.parameter_server.replication.failover import server_of
 from headrace.parameter_server.server.optimizer import RoundClock, ShardOptimizer
 from headrace.parameter_server.server.server import Server
-from headrace.policies.roles import data_parallel_plan
+from headrace.policies.roles import data_parallel_plan, elastic_plan
 from headrace.policies.sharding import everywhere
 from headrace.policies.staleness import Admission, Combination, Unbounded
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan, ProcessCounts
-from headrace.strategies.checks import check_count
+from headrace.strategies.checks import check_count, check_elastic
 from headrace.strategies.context import ServerContext, WorkerContext
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.strategy import ServedStrategy, broadcast, describe_options
@@ -84,6 +85,8 @@ class ParameterAveraging(ServedStrategy):
         servers: how many hold shards, via "server".
         backups: of each server: with 1, nothing is lost with a server, and the run goes on.
         transport: to them: "shared_memory" within a host, or "tcp", also there; between hosts TCP, encrypted.
+        min_workers, max_workers: as in `Mirrored`, via "all_reduce". The others do the rounds since the last
+            synchronization again.
     """
 
     workers: int | None = None
@@ -98,6 +101,8 @@ class ParameterAveraging(ServedStrategy):
     servers: int = 1
     backups: int = 0
     transport: str = "shared_memory"
+    min_workers: int | None = None
+    max_workers: int | None = None
 
     name = "parameter_averaging"
     equals_one_device = False
@@ -105,6 +110,7 @@ class ParameterAveraging(ServedStrategy):
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
+        check_elastic(self.workers, self.min_workers, self.max_workers)
         adapts = isinstance(self.period, AutoPeriod) or self.period == "auto"
         if not adapts and (not isinstance(self.period, int) or isinstance(self.period, bool) or self.period < 1):
             raise UsageError(
@@ -121,6 +127,11 @@ class ParameterAveraging(ServedStrategy):
                 raise UnknownName("codec", codec, CODECS)
         if self.via == "server":
             check_count("servers", self.servers)
+            if self.min_workers is not None:
+                raise UsageError(
+                    f"min_workers={self.min_workers} is of workers that average among themselves, and via='server' "
+                    "lets them come and go as it is; leave min_workers out, or use via='all_reduce'"
+                )
             _ = self._service
             return
         if self.via != "all_reduce":
@@ -167,9 +178,13 @@ class ParameterAveraging(ServedStrategy):
         # Each worker: its copy, what autograd makes, a copy during evaluations, and where copies are averaged; all
         # together: what is kept.
         copies = (3 + self._apart, outer_step(self.outer).copies_kept)
-        return data_parallel_plan(
+        if self.min_workers is not None:
+            # Each worker has all that is kept, and what it was at the last synchronization.
+            copies = (4 + 2 * copies[1], 0)
+        plan = data_parallel_plan(
             self.name, describe_options(self), self.workers, model, cluster, copies=copies, spread=True
         )
+        return elastic_plan(plan, self.min_workers, self.max_workers, cluster)
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         if self.via == "server":
@@ -198,7 +213,8 @@ class ParameterAveraging(ServedStrategy):
         )
         averager = ParameterAverager(config, average, extra, local.updater, group, context.first)
         compute = context.whole_model(local_shares=len(plan.shares))
-        return Replica(compute, LocalStepsExchange(local, averager), sync=averager)
+        elastic = None if group.fixed else AveragedState(local, averager, outer.agrees)
+        return Replica(compute, LocalStepsExchange(local, averager), sync=averager, elastic=elastic)
 
     def server(self, plan: Plan, rank: int, context: ServerContext, *, by_share: bool = False) -> Server:
         """Builds a server; `by_share` moves the average by the share of its rounds that the contributing workers had.
@@ -263,6 +279,9 @@ class ParameterAveraging(ServedStrategy):
         self, layout: FlatLayout, context: WorkerContext, outer: OuterStep, apart: bool = False
     ) -> WorkerAverage:
         devices = context.device_group()
+        if devices is None and not context.group.fixed:
+            # Memory of lost workers would be lost with them.
+            return CollectiveAverage(layout, context.group, context.device, outer)
         if devices is None:
             return SharedMemoryAverage(layout, context.group, outer, apart)
         return CollectiveAverage(layout, devices, context.device, outer, self.codec)

@@ -15,9 +15,10 @@ of its own as soon as it arrives (asynchronous); in between, every gradient is a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headrace.errors import InfeasiblePlan, UsageError
+from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.parameter_server.client.data_leases import ServerDataLeases
 from headrace.parameter_server.client.exchange import ParameterServerExchange
 from headrace.parameter_server.connecting import brings_parameters, build_server, connect
@@ -33,6 +34,10 @@ from headrace.parameter_server.planning import (
 from headrace.parameter_server.replication.failover import server_of
 from headrace.parameter_server.server.optimizer import Remedies, RoundClock, ShardOptimizer
 from headrace.parameter_server.server.server import Server
+from headrace.parameter_server.sparse.client import RowClient, WorkerRows
+from headrace.parameter_server.sparse.placement import ROW_PLACEMENTS
+from headrace.parameter_server.sparse.planning import require_rows
+from headrace.parameter_server.sparse.tables import ServedTables
 from headrace.policies.staleness import Admission, Bounded, Combination, EveryPush, FirstPushes, Unbounded
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -41,6 +46,7 @@ from headrace.spec.plan import Plan
 from headrace.strategies.checks import check_count, refuse_synced_buffers
 from headrace.strategies.context import ServerContext, WorkerContext
 from headrace.strategies.strategy import ServedStrategy, describe_options
+from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.exchange import Replica
 
 
@@ -65,6 +71,10 @@ class ParameterServer(ServedStrategy):
         transport: "shared_memory" within a host, or "tcp", also there; between hosts TCP, encrypted.
         push_codec, pull_codec: how gradients and parameters travel: "plain", "bf16", or "int8" with error feedback.
         remedies: for stale gradients; none by default.
+        sparse: names of embeddings that are trained as with `sparse=True`; "*.item" for those that end so.
+        row_placement: which server has a row of a sparse embedding: by "hash" of its index, or by "range".
+        expected_rows: how many rows of each sparse embedding are ever changed at most; None for all. The servers must
+            have memory for them.
     """
 
     workers: int | None = None
@@ -79,10 +89,14 @@ class ParameterServer(ServedStrategy):
     push_codec: str = "plain"
     pull_codec: str = "plain"
     remedies: Remedies = field(default_factory=Remedies)
+    sparse: Sequence[str] = field(default_factory=list)
+    row_placement: str = "hash"
+    expected_rows: int | None = None
 
     name = "parameter_server"
     equals_one_device = False
     lock_step = False
+    sparse_tables = True
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
@@ -93,11 +107,19 @@ class ParameterServer(ServedStrategy):
         check_server_options(
             self.servers, self.backups, self.transport, self.sharding, self.placement, self.scale, codecs
         )
+        if self.row_placement not in ROW_PLACEMENTS:
+            raise UnknownName("row_placement", self.row_placement, ROW_PLACEMENTS)
+        check_count("expected_rows", self.expected_rows)
+        names = [self.sparse] if isinstance(self.sparse, str) else list(self.sparse)
+        object.__setattr__(self, "sparse", names)
         if self.backup_workers and self.staleness_bound:
             raise UsageError(
                 f"backup_workers={self.backup_workers} makes rounds synchronous, and staleness_bound="
                 f"{self.staleness_bound} lets workers be apart; give one of them"
             )
+
+    def sparse_names(self) -> tuple[str, ...]:
+        return tuple(self.sparse)
 
     def check(self, options: Options) -> None:
         check_served(options)
@@ -119,6 +141,8 @@ class ParameterServer(ServedStrategy):
             # The number of workers is fixed where they wait for each other.
             elastic=self.staleness_bound is None and not self.backup_workers,
         )
+        if model.tables:
+            self._check_tables(model, plan, cluster)
         if self.backup_workers and self.servers > 1:
             raise InfeasiblePlan(
                 f"backup_workers={self.backup_workers} drops what comes late, and each of {self.servers} servers would "
@@ -149,7 +173,11 @@ class ParameterServer(ServedStrategy):
         # When workers are lost, the others may have to compute their leases alone.
         rests = plan.replaces and (self.staleness_bound is not None or self.backup_workers > 0)
         leases = ServerDataLeases(client, replica_group.group, leads, len(plan.shares), rests=rests)
-        exchange = ParameterServerExchange(leases, layouts, model, context.group, replica_group)
+        rows = None
+        if model.tables:
+            moved = RowClient(client, model.tables, ROW_PLACEMENTS[self.row_placement])
+            rows = WorkerRows(moved, tuple(sparse_layers(context.module)))
+        exchange = ParameterServerExchange(leases, layouts, model, context.group, replica_group, rows)
         exchange.load_values(places)
         return Replica(context.whole_model(exchange.buffer, local_shares=len(plan.shares)), exchange, leases)
 
@@ -157,14 +185,33 @@ class ParameterServer(ServedStrategy):
         rank, workers = server_of(plan, rank), plan.replicas
         layout = layout_of(plan, context.model, rank)
         clock = RoundClock(context.options, context.rounds_per_epoch, context.first)
-        full = self.scale == "full"
-        optimizer = ShardOptimizer(layout, context.optimizer, context.model.parameters, clock, full, self.remedies)
+        full, model = self.scale == "full", context.model
+        tables = None
+        if model.tables:
+            rounds, divide = (context.rounds_per_epoch, context.first), self.remedies.divide
+            tables = ServedTables(model, context.optimizer, context.options, rounds, full, divide)
+        optimizer = ShardOptimizer(layout, context.optimizer, model.parameters, clock, full, self.remedies, tables)
         # Workers with a bounded staleness each compute the same number of rounds.
         fixed = self.staleness_bound is not None and not self.backup_workers
         table = LeaseTable(len(plan.shares), context.until, context.first, fixed, workers=range(workers))
         leases = (table, context.first, context.until, 1)
         policies = self.policies(workers)
         return build_server(plan, rank, layout, optimizer, policies, leases, self.transport, context.process)
+
+    def _check_tables(self, model: ModelSpec, plan: Plan, cluster: Cluster) -> None:
+        """Refuses what rows do not have, and tables that the servers have no memory for."""
+        first = model.tables[0].name
+        if self.backup_workers:
+            raise InfeasiblePlan(
+                f"backup_workers={self.backup_workers} drops what comes late, and the rows of the sparse embedding "
+                f"{first!r} are pushed by themselves; use backup_workers=0"
+            )
+        if self.remedies.compensation or self.remedies.asynchronous_workers:
+            raise InfeasiblePlan(
+                f"of the remedies for stale gradients, the rows of the sparse embedding {first!r} have divide alone; "
+                "leave out compensation and asynchronous_workers"
+            )
+        require_rows(self.name, model.tables, self.expected_rows, plan, cluster)
 
     def policies(self, workers: int) -> tuple[Admission, Combination]:
         """Returns which of so many workers may proceed, and which pushes make a step."""

@@ -23,7 +23,7 @@ from headrace.pipeline.channels import Channels
 from headrace.pipeline.partition import COSTS, Terms, costs, is_partition, read, split
 from headrace.pipeline.runner import RECOMPUTE, Runner
 from headrace.pipeline.schedules import SCHEDULES
-from headrace.pipeline.schedules.schedule import PipelineSchedule
+from headrace.pipeline.schedules.schedule import PipelineSchedule, held_by_stage
 from headrace.pipeline.stage import cut
 from headrace.pipeline.stage_module import StageModule, edges
 from headrace.pipeline.staged import PipelineExchange, StagedModel
@@ -208,7 +208,7 @@ class Pipeline(Strategy):
         hosts = [roles[rank].host for rank in schedule.placement()]
         return Terms(
             self.cost,
-            held=tuple(schedule.held(stage) for stage in range(schedule.stages())),
+            held=held_by_stage(schedule),
             limit_bytes=self.limit_bytes,
             again={"never": 0.0, "except_last": (count - 1) / count, "always": 1.0}[self.recompute],
             # The first stage has no cut before it.

@@ -7,19 +7,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from headrace.checkpoint.forms import pack, unpack
 from headrace.collectives.base import Collective
-from headrace.modules import is_dense, restore
+from headrace.modules import is_dense
 from headrace.parameter_server.server.server import Server
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan, ProcessCounts
 from headrace.strategies.checks import process_counts
-from headrace.strategies.context import ModelProbe, ServerContext, WorkerContext
+from headrace.strategies.context import ModelProbe, ServerContext, WorkerContext, broadcast_sparse
 from headrace.training.exchange import Replica
 
 
@@ -33,6 +31,7 @@ class Strategy(ABC):
             that says nothing has this guard; workers that equal one device always need it.
         one_model: whether all workers train one model, so that there is one state to save.
         one_host: whether all workers must be on one host.
+        sparse_tables: whether it trains embeddings with `sparse=True`, of which only rows travel.
     """
 
     name: ClassVar[str]
@@ -40,6 +39,11 @@ class Strategy(ABC):
     lock_step: ClassVar[bool] = True
     one_model: ClassVar[bool] = True
     one_host: ClassVar[bool] = False
+    sparse_tables: ClassVar[bool] = False
+
+    def sparse_names(self) -> tuple[str, ...]:
+        """Returns patterns of the names of embeddings that are sparse though the model does not say so."""
+        return ()
 
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
         """Returns the model spec with what else `plan` needs; most need nothing. The module stays as it is."""
@@ -58,19 +62,11 @@ class Strategy(ABC):
         """Builds what one worker runs. Every worker calls it; it may talk to the others."""
 
     def processes(self) -> ProcessCounts:
-        """Returns how many processes it asks for.
-
-        Raises:
-            UsageError: its options do not say.
-        """
+        """Returns how many processes it asks for; raises UsageError if its options do not say."""
         return process_counts(self.name, describe_options(self), self.one_host)
 
     def check(self, options: Options) -> None:  # noqa: B027  (most can do all)
-        """Refuses options that cannot be had under this strategy.
-
-        Raises:
-            UsageError: with the remedy.
-        """
+        """Refuses options that cannot be had under this strategy; raises UsageError with the remedy."""
 
 
 class ServedStrategy(Strategy):
@@ -98,20 +94,9 @@ def broadcast_tensors(tensors: Iterable[Tensor], collective: Collective) -> None
         if tensor.is_meta:
             continue
         if not is_dense(tensor):
-            _broadcast_sparse(tensor, collective)
+            broadcast_sparse(tensor, collective)
             continue
         dense = tensor.data.contiguous()
         collective.broadcast(dense)
         if dense.data_ptr() != tensor.data_ptr():
             tensor.data.copy_(dense)
-
-
-def _broadcast_sparse(tensor: Tensor, collective: Collective) -> None:
-    own = torch.frombuffer(bytearray(pack({"": tensor.cpu()})), dtype=torch.uint8)
-    # The others' may have other elements, and so another size.
-    (size,) = collective.sum([float(len(own)) if collective.rank == 0 else 0.0])
-    content = own if collective.rank == 0 else own.new_empty(int(size))
-    content = content.to(tensor.device)
-    collective.broadcast(content)
-    if collective.rank != 0:
-        restore(tensor, unpack(content.cpu().numpy().tobytes())[""])

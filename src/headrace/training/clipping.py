@@ -88,13 +88,24 @@ class GradientClipper:
         self._clip_value = options.clip_value
         self._group = group
         self._scale = scale
+        self._votes = False
         self.checks = immediate or scale is not None or options.on_nonfinite != "raise" or self._clip_norm is not None
+
+    def allow_votes(self) -> None:
+        """Lets ranks that all hold the whole sum end the step with the decision, where the group votes.
+
+        Then each decides for itself, and all alike, unless a loss or the gradient is not finite.
+        """
+        plain = self._scale is None and self._clip_norm is None and self._clip_value is None
+        self._votes = self._group.votes and plain
 
     def clip(self, measured: Sequence[Tensor], held: Sequence[Tensor], finite: bool) -> StepDecision:
         """Decides, and clips. When it returns, every rank has.
 
         All ranks' `measured` together hold every element once, except those of `repeated`.
         """
+        if self._votes and self._group.commit(not self.checks or (finite and all_finite(held))):
+            return HEALTHY
         if not self.checks:
             self._clamp(held)
             self._group.barrier()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from headrace.training.clipping import GradientClipper, StepDecision
 from headrace.training.compute import Compute
+from headrace.training.elastic import ElasticState
 from headrace.training.gradients import UsedParameters, assign
 from headrace.training.optimizer import StatePiece, StateSlices
 from headrace.training.synchronization import DataLeases, PeriodicSync, SwappableWeights
@@ -23,7 +24,14 @@ where clipping changes the sum."""
 
 
 class Exchange(SwappableWeights):
-    """Combines the workers' gradients and updates the parameters."""
+    """Combines the workers' gradients and updates the parameters.
+
+    Attributes:
+        pulled: versions of the servers' parameters that this worker took over at the begin of the round, as of
+            `Stepped`; () without servers.
+    """
+
+    pulled: tuple[int, ...] = ()
 
     @abstractmethod
     def begin(self, round_: int) -> None:
@@ -62,9 +70,6 @@ class Exchange(SwappableWeights):
 
         Every rank calls it.
         """
-
-    def regroup(self) -> None:
-        """Goes on with the group's present members; every member calls it, between two rounds."""
 
     @abstractmethod
     def memory(self) -> tuple[int, int]:
@@ -180,12 +185,14 @@ class Replica:
         sync: what the training loop needs beside the exchange: the data leases of workers that do not go in lockstep,
             or the periodic synchronization of workers that take local steps; None for lockstep.
         slices: where this rank holds slices of parameters, and whole ones are saved and loaded; else None.
+        elastic: None where the workers stay the same.
     """
 
     compute: Compute
     exchange: Exchange
     sync: DataLeases | PeriodicSync | None = None
     slices: StateSlices | None = None
+    elastic: ElasticState | None = None
 
     def trained_weights(self) -> AbstractContextManager[None]:
         """Returns a context in which the model has the weights that the run would leave now; every worker enters it."""

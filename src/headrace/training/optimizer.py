@@ -15,7 +15,8 @@ from headrace.errors import UsageError
 from headrace.spec.plan import Segment
 
 Factory = Callable[..., Any]
-_NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
+NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
+"""The types of numbers in an optimizer's state, as tensors."""
 
 
 def build(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
@@ -77,6 +78,14 @@ def build_over(template: torch.optim.Optimizer, pieces: Mapping[str, Sequence[Te
         # Names which of the template's groups it is; a rank that owns nothing has a group without a name.
         group["param_names"] = whole
     return optimizer
+
+
+def build_over_owned(template: torch.optim.Optimizer, owned: Iterable[tuple[Segment, Tensor]]) -> torch.optim.Optimizer:
+    """Builds an optimizer like `template` over segments of its parameters; see `build_over`."""
+    by_name: dict[str, list[Tensor]] = {}
+    for segment, piece in owned:
+        by_name.setdefault(segment.parameter, []).append(piece)
+    return build_over(template, by_name)
 
 
 def is_elementwise(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> bool:
@@ -231,12 +240,12 @@ def state_pieces(optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Segment
 
 def _number(segment: Segment, key: str, value: Any, optimizer: torch.optim.Optimizer) -> StatePiece:
     kind = type(value).__name__
-    if kind not in _NUMBERS:
+    if kind not in NUMBERS:
         raise UsageError(
             f"{type(optimizer).__name__} keeps a {kind} as {key!r} of {segment.parameter!r}, which no checkpoint can "
             "hold; keep tensors and numbers, or run with checkpoints=False"
         )
-    return StatePiece(segment.parameter, key, -1, torch.tensor(value, dtype=_NUMBERS[kind]), kind)
+    return StatePiece(segment.parameter, key, -1, torch.tensor(value, dtype=NUMBERS[kind]), kind)
 
 
 def load_state(

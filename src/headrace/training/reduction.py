@@ -24,6 +24,7 @@ from headrace.collectives.compression import PLAIN, Compression
 from headrace.errors import UsageError
 from headrace.spec.model import ParameterSpec
 from headrace.training.clipping import GradientClipper
+from headrace.training.elastic import ElasticState
 from headrace.training.exchange import Reduced, ReducingExchange
 from headrace.training.gradients import FlatGradients, FlatLayout, GradientSink, SharedGradients, UsedParameters
 from headrace.training.optimizer import StatePiece
@@ -261,9 +262,11 @@ class MirroredExchange(ReducingExchange):
         self._reduction = reduction
         self._views = reduction.layout.views(reduction.result)
         self._private = [view.clone() for view in self._views] if copies else []
+        clipper.allow_votes()
         super().__init__(updater, clipper, reduction.used, parameters, self._private or self._views, parameter_bytes)
 
     def regroup(self) -> None:
+        """Goes on with the group's present members; every member calls it."""
         self._reduction.regroup()
         self._views = self._reduction.layout.views(self._reduction.result)
         self._attach(self._reduction.used, self._private or self._views)
@@ -284,6 +287,22 @@ class MirroredExchange(ReducingExchange):
         if self._private:
             torch._foreach_copy_(self._private, self._views)
         super().update(round_)
+
+
+class MirroredState(ElasticState):
+    """Every worker has all of the state, and each round counts by itself."""
+
+    def __init__(self, exchange: MirroredExchange) -> None:
+        self._exchange = exchange
+
+    def regroup(self) -> None:
+        self._exchange.regroup()
+
+    def give(self) -> tuple[StatePiece, ...]:
+        return self._exchange.state()
+
+    def take(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any]) -> None:
+        self._exchange.load(pieces, settings)
 
 
 def may_write_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -185,6 +185,10 @@ class Updater:
         optimizer: built over the tensors of `owned`.
         template: over whole parameters, where `optimizer` is over pieces.
         scale: of the loss, kept with the rest of the state; None for none.
+
+    Attributes:
+        averages: the moving averages, by index in `owned`.
+        swapped: whether they are in the parameters' place.
     """
 
     def __init__(
@@ -197,14 +201,14 @@ class Updater:
         scale: LossScale | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self._owned = tuple(owned)
+        self.owned = tuple(owned)
         self._schedule = Schedule(options, template or optimizer, optimizer, rounds_per_epoch)
         self._tensors = [tensor.detach() for _, tensor in owned]
         groups = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
         self._groups = [groups.get(id(tensor), {}) for _, tensor in owned]
         self._scale = scale
         self._decay = options.ema_decay
-        self._averages: dict[int, Tensor] = {}
+        self.averages: dict[int, Tensor] = {}
         self.swapped = False
 
     def step(self, round_: int) -> None:
@@ -221,11 +225,11 @@ class Updater:
             self.optimizer.step()
         if self._decay is None:
             return
-        known = [index for index in indices if index in self._averages]
+        known = [index for index in indices if index in self.averages]
         # As torch's AveragedModel: the average begins with the first update's result.
-        self._averages |= {index: self._tensors[index].clone() for index in indices if index not in self._averages}
+        self.averages |= {index: self._tensors[index].clone() for index in indices if index not in self.averages}
         if known:
-            averages, tensors = [self._averages[i] for i in known], [self._tensors[i] for i in known]
+            averages, tensors = [self.averages[i] for i in known], [self._tensors[i] for i in known]
             torch._foreach_lerp_(averages, tensors, 1 - self._decay**share)
 
     def descend(self, gradients: Sequence[tuple[int, Tensor]], round_: int, factor: float) -> bool:
@@ -250,7 +254,7 @@ class Updater:
         if averaged == self.swapped:
             return
         self.swapped = averaged
-        for index, average in self._averages.items():
+        for index, average in self.averages.items():
             tensor = self._tensors[index]
             kept = tensor.clone()
             tensor.copy_(average)
@@ -258,12 +262,12 @@ class Updater:
 
     def state(self, index: int | None = None) -> tuple[StatePiece, ...]:
         """Returns the optimizer's state and the moving averages, of all pieces or of one."""
-        indices = range(len(self._owned)) if index is None else (index,)
-        owned = [self._owned[each] for each in indices]
+        indices = range(len(self.owned)) if index is None else (index,)
+        owned = [self.owned[each] for each in indices]
         averages = (
-            StatePiece(segment.parameter, AVERAGE, segment.start, self._averages[each].detach().flatten().clone())
+            StatePiece(segment.parameter, AVERAGE, segment.start, self.averages[each].detach().flatten().clone())
             for each, (segment, _) in zip(indices, owned, strict=True)
-            if each in self._averages
+            if each in self.averages
         )
         return (*state_pieces(self.optimizer, owned), *averages)
 
@@ -272,15 +276,19 @@ class Updater:
     ) -> None:
         """Loads what belongs to the owned pieces, or to one of them, and `settings` if given."""
         every = tuple(pieces)
-        indices = range(len(self._owned)) if index is None else (index,)
-        owned = [self._owned[each] for each in indices]
+        indices = range(len(self.owned)) if index is None else (index,)
+        owned = [self.owned[each] for each in indices]
         load_state(self.optimizer, owned, (piece for piece in every if not piece.key.startswith(_OURS)))
         self._load_averages(indices, [piece for piece in every if piece.key == AVERAGE])
         self._fill(indices, self._tensors, [piece for piece in every if piece.key == PARAMETER])
         if settings is not None:
-            self._schedule.load(settings)
-            if self._scale is not None and settings["scale"] is not None:
-                self._scale.load(settings["scale"])
+            self.load_settings(settings)
+
+    def load_settings(self, settings: Mapping[str, Any]) -> None:
+        """Loads what `settings` returned."""
+        self._schedule.load(settings)
+        if self._scale is not None and settings["scale"] is not None:
+            self._scale.load(settings["scale"])
 
     def settings(self) -> dict[str, Any]:
         """Returns the state that is no tensor, the same on every rank, as JSON values."""
@@ -288,7 +296,7 @@ class Updater:
 
     def state_bytes(self) -> int:
         """Returns the bytes of the optimizer's state and of the averages."""
-        averages = sum(average.numel() * average.element_size() for average in self._averages.values())
+        averages = sum(average.numel() * average.element_size() for average in self.averages.values())
         return state_bytes(self.optimizer) + averages
 
     def _load_averages(self, indices: Sequence[int], pieces: Sequence[StatePiece]) -> None:
@@ -296,17 +304,17 @@ class Updater:
             return
         # Before the first update there are none.
         for index in indices:
-            self._averages.pop(index, None)
+            self.averages.pop(index, None)
         if pieces:
-            self._averages |= {index: self._tensors[index].clone() for index in indices}
-            self._fill(indices, self._averages, pieces)
+            self.averages |= {index: self._tensors[index].clone() for index in indices}
+            self._fill(indices, self.averages, pieces)
 
     def _fill(
         self, indices: Sequence[int], tensors: Sequence[Tensor] | Mapping[int, Tensor], pieces: Sequence[StatePiece]
     ) -> None:
         found = by_parameter(pieces)
         for index in indices:
-            segment, tensor = self._owned[index][0], tensors[index]
+            segment, tensor = self.owned[index][0], tensors[index]
             if segment.parameter in found:
                 dense = tensor.contiguous()  # a model in channels-last order has others
                 for piece in found[segment.parameter]:

@@ -22,6 +22,7 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.training.clipping import LossScale
 from headrace.training.compute import Compute, Computed
+from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.gradients import GradientSink, assign, divide
 from headrace.training.optimizer import StateSlices
 from headrace.trees import map_leaves, map_tensors
@@ -132,6 +133,7 @@ class WholeModel(Compute):
         self._graph = graph
         self._reentrant: bool | None = None
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._sparse = tuple(sparse_layers(module))
         self.device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
     def run(self, share: Share) -> Computed:
@@ -206,7 +208,10 @@ class WholeModel(Compute):
         if self._reentrant is None:
             self._reentrant = has_reentrant_checkpoint(loss)
         if not self._reentrant:
-            return torch.autograd.grad(loss, self._trained, allow_unused=True)
+            leaves = self._leaves()
+            found = torch.autograd.grad(loss, [*self._trained, *leaves], allow_unused=True)
+            assign(leaves, found[len(self._trained) :])
+            return found[: len(self._trained)]
         held = [parameter.grad for parameter in self._trained]
         assign(self._trained, [None] * len(held))
         loss.backward()
@@ -233,11 +238,15 @@ class WholeModel(Compute):
         gradients = [parameter.grad for parameter in self._trained]
         if means:
             (all_weight,) = self._total([own])
-            divide(gradients, all_weight)
+            divide([*gradients, *(leaf.grad for leaf in self._leaves())], all_weight)
         if self._sink is not None:
             self._sink.store(gradients)
             assign(self._trained, held)
         return Computed(torch.stack(totals).sum() / own if own else None, own)
+
+    def _leaves(self) -> list[Tensor]:
+        """Returns the rows of tables that forward has used; their gradients stay in `.grad`."""
+        return [leaf for layer in self._sparse for leaf in layer.leaves]
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self._scale is None else loss * self._scale.value

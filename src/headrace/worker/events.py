@@ -47,11 +47,21 @@ class EventWriter:
         self.flush()
 
     def stepped(
-        self, step: int, epoch: int, examples: int, loss: float | None, weight: float, lease: int, *times_s: float
+        self,
+        step: int,
+        epoch: int,
+        examples: int,
+        loss: float | None,
+        weight: float,
+        lease: int,
+        *times_s: float,
+        pulled: Sequence[int] = (),
     ) -> None:
         """Appends a `Stepped` event: the same line as `encode` makes, at a tenth of its cost."""
         wait, compute, exchange, update = times_s
         leased = f',"lease":{lease}' if lease >= 0 else ""
+        if pulled:
+            leased += f',"pulled":[{",".join(map(str, pulled))}]'
         now = monotonic()
         self._lines.append(
             f'{{"kind":"stepped","rank":{self.rank},"time_s":{now - self._started:.6f},"step":{step},'

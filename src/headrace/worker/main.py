@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -16,6 +15,7 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.checkpoint.forms import encode, extra_states, pack, unpack
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import HeadraceError, PeerLost
+from headrace.machine import peak_resident_bytes, resident_bytes
 from headrace.modules import is_dense, parameters_and_buffers, stateful_modules
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Failed, Notice, WorkerEnded, WorkerStarted
@@ -24,6 +24,8 @@ from headrace.spec.plan import Role
 from headrace.tracebacks import user_traceback
 from headrace.training.batch_norm import averaged_buffers
 from headrace.training.compute import Compute
+from headrace.training.embeddings.layer import sparse_layers
+from headrace.training.embeddings.saving import rows_of_layers
 from headrace.training.synchronization import DataLeases, PeriodicSync
 from headrace.worker.control import RunControl
 from headrace.worker.evaluation import average
@@ -61,6 +63,7 @@ def work(
     events = EventWriter(run.run_dir, rank, run.started)
     session: WorkerSession | None = None
     closing = ExitStack()
+    runtime_bytes = resident_bytes()
     try:
         role, restarts = run.plan.role(rank), page.ranks[rank].restarts
         stored = LoadedCheckpoint(CheckpointFolder(run.resume.folder).open(run.resume.step)) if run.resume else None
@@ -88,7 +91,7 @@ def work(
             _wait_for_all(session)
             _finish(session, control, loop)
             group.together(lambda: leave_model(run, rank, group, compute))
-        events.write(_ended(session, loop.moved_bytes + session.devices.moved_bytes))
+        events.write(_ended(session, loop.moved_bytes + session.devices.moved_bytes, runtime_bytes))
         if stays:
             group.together(loop.end)
     except PeerLost:
@@ -163,16 +166,16 @@ def _finish(session: WorkerSession, control: RunControl, loop: Loop) -> None:
     control.save_last()
     weight = control.statistics_weight
     group.together(lambda: average(averaged_buffers(replica.compute.module), session.mates, weight))
-    replica.adopt_trained_weights()
+    group.together(replica.adopt_trained_weights)
     if session.run.job.options.ema_decay is not None:
         group.together(replica.exchange.adopt_averaged_weights)
 
 
-def _ended(session: WorkerSession, moved_bytes: int) -> WorkerEnded:
+def _ended(session: WorkerSession, moved_bytes: int, runtime_bytes: int) -> WorkerEnded:
     rank, group, replica, events = session.rank, session.group, session.replica, session.events
     moved = group.all_moved_bytes + replica.compute.moved_bytes + moved_bytes
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return WorkerEnded(rank, events.now(), session.progress.done, moved, peak, *replica.exchange.memory())
+    held = replica.exchange.memory()
+    return WorkerEnded(rank, events.now(), session.progress.done, moved, peak_resident_bytes(), *held, runtime_bytes)
 
 
 def _failed(rank: int, session: WorkerSession | None, events: EventWriter, error: BaseException) -> Failed:
@@ -202,6 +205,7 @@ def leave_model(run: RunSpec, rank: int, group: ProcessGroup, compute: Compute) 
         tensors = dict(_gathered(run.model, compute.module, tensors, group, first))
         extra = dict(_gathered_extra(compute, group))
     if first:
+        extra |= rows_of_layers(sparse_layers(compute.module))
         _save(compute.module, tensors, extra, run, rank)
     # Under a launcher every rank continues with the saved model.
     group.barrier()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from time import monotonic
@@ -11,6 +10,7 @@ from typing import TypeVar
 
 from headrace.data import as_pipeline
 from headrace.errors import CorruptCheckpoint, HeadraceError, PeerLost
+from headrace.machine import peak_resident_bytes, resident_bytes
 from headrace.parameter_server.planning import ServerProcess
 from headrace.parameter_server.replication.failover import primary_address, process_number, server_of
 from headrace.parameter_server.replication.machine import View
@@ -40,7 +40,7 @@ def serve(run: RunSpec, rank: int, page: ControlPage, check: Callable[[], None],
     Any error is written as a `Failed` event before it is raised.
     """
     events = EventWriter(run.run_dir, rank, run.started)
-    server, snapshots = None, None
+    server, snapshots, runtime_bytes = None, None, resident_bytes()
     try:
         process = process_number(page, rank)
         assert isinstance(run.strategy, ServedStrategy)
@@ -73,12 +73,12 @@ def serve(run: RunSpec, rank: int, page: ControlPage, check: Callable[[], None],
                     _suspect_peer(page, rank, owner, process)
             if monotonic() - told > _TELL_EVERY_S:
                 told = monotonic()
-                events.write(_by_rank(server.counters.event(rank, events.now()), run.plan))
+                _tell(server, rank, events, run.plan)
 
         server.serve(look)
-        events.write(_by_rank(server.counters.event(rank, events.now()), run.plan))
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        events.write(ServerEnded(rank, events.now(), server.moved_bytes, peak, *server.memory()))
+        _tell(server, rank, events, run.plan)
+        held = (peak_resident_bytes(), *server.memory(), runtime_bytes)
+        events.write(ServerEnded(rank, events.now(), server.moved_bytes, *held))
     except PeerLost:
         raise
     except BaseException as error:
@@ -120,6 +120,14 @@ class _Snapshotting:
 
     def close(self) -> None:
         self._snapshots.close()
+
+
+def _tell(server: Server, rank: int, events: EventWriter, plan: Plan) -> None:
+    """Writes a server's counts, and the pushes that it has applied."""
+    events.write(_by_rank(server.counters.event(rank, events.now()), plan))
+    applied = server.counters.order(rank, events.now())
+    if applied is not None:
+        events.write(applied)
 
 
 def _by_rank(served: ServerStats, plan: Plan) -> ServerStats:

@@ -23,6 +23,7 @@ from headrace.spec.events import Notice
 from headrace.spec.job import Job, Share
 from headrace.spec.plan import Plan, Role, name_of
 from headrace.strategies.context import BatchInfo, WorkerContext
+from headrace.training.embeddings.building import deferred_tables, with_tables
 from headrace.training.exchange import Replica
 from headrace.training.whole_model import Objective
 from headrace.worker.evaluation import Evaluation
@@ -127,9 +128,13 @@ def seed_torch(seed: int) -> None:
 
 
 def make_module(job: Job) -> nn.Module:
-    """Makes the job's model from its seed, or copies the one that it is."""
+    """Makes the job's model from its seed, or copies the one that it is; rows of its sparse embeddings come later."""
     seed_torch(job.seed)
-    return copy_module(job.model) if isinstance(job.model, nn.Module) else job.model()
+    if isinstance(job.model, nn.Module):
+        return with_tables(copy_module(job.model), job.seed)
+    with deferred_tables() as put_tables:
+        module = job.model()
+        return put_tables(module, job.seed) if isinstance(module, nn.Module) else module
 
 
 def build_module(job: Job) -> nn.Module:

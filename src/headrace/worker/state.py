@@ -20,6 +20,7 @@ from headrace.modules import parameters_and_buffers, restore
 from headrace.spec.plan import EVERY_WORKER, Plan
 from headrace.training.batch_norm import averaged_buffers
 from headrace.training.compute import Compute
+from headrace.training.embeddings.pieces import is_row_value
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import AVERAGE, PARAMETER
 from headrace.worker.evaluation import EarlyStopper, average
@@ -74,7 +75,7 @@ class WorkerState:
                 stored.load_buffers(self._model, self._rank, self._group.world)
             if resume.reset_optimizer:
                 # The averages are weights, and are loaded with them.
-                self._replica.load([piece for piece in pieces if piece.key == AVERAGE])
+                self._replica.load([piece for piece in pieces if piece.key == AVERAGE or is_row_value(piece)])
             else:
                 self._replica.load(pieces, stored.description["settings"])
                 self._stopper.load(stored.description["early_stopping"])
@@ -201,6 +202,10 @@ class LoadedCheckpoint:
                 if saved.shape == buffer.shape or f"buffer/{name}" in self._model:
                     restore(buffer, saved)
             load_extra_states(module, {**self._extra, **own})
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Returns the shapes of the parameters and of the buffers that all ranks share, by checkpoint name."""
+        return {name: tensor.shape for name, tensor in self._model.items()}
 
     def random(self, rank: int) -> dict[str, Tensor]:
         """Returns the states of a rank's generators."""

@@ -175,7 +175,8 @@ class Worker:
 
     def _synchronize(self, finite: bool, began: float) -> None:
         decision = self._exchange.synchronize(finite)
-        self._session.group.commit()
+        if self._loop.commits:
+            self._session.group.commit()
         synchronized = perf_counter()
         if decision.apply:
             self._exchange.update(self._progress.round)
@@ -198,6 +199,9 @@ class Worker:
         # Added, because a worker that this one has replaced has counted, too.
         heartbeat.examples += share.examples * counts
         lease = self._loop.lease if share.examples else -1
-        head = (progress.round, share.epoch, share.examples * counts, computed.weight, lease)
+        head = (
+            *(progress.round, share.epoch, share.examples * counts, computed.weight, lease),
+            self._exchange.pulled if lease >= 0 else (),
+        )
         self._losses.note(head, computed.loss, loss, self._times)
         self._session.events.passed(progress.round, self._compute.in_flight, self._compute.passes)

@@ -14,7 +14,7 @@ from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.options import Device, DeviceOption, JobFile, JsonOption, SettingsOption, help_option, job_name
 from headrace.cli.output import answering
 from headrace.errors import UnfitMachine, UsageError
-from headrace.report.format import byte_count, clean, duration, fixed, percent, short
+from headrace.report.format import byte_count, clean, deviation, duration, fixed, percent, short
 from headrace.spec.plain import to_plain
 
 if TYPE_CHECKING:
@@ -263,7 +263,4 @@ def _calibration_lines(found: Calibration, out: Path | None) -> Iterator[str]:
 
 
 def _error(predicted: float | None, measured: float) -> str:
-    if predicted is None:
-        return ""
-    part = 100 * (predicted / measured - 1)
-    return f"{part:+.1f} %" if abs(part) < 99.95 else f"{part:+.0f} %"
+    return "" if predicted is None else deviation(predicted, measured)

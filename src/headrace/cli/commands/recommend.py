@@ -95,14 +95,18 @@ def recommend(
     with answering(as_json) as answer:
         limit_s = None if deadline is None else seconds_of(deadline)
         job = str(model) if model.suffix == ".py" else "job.py"
+        # Lazily: they import torch.
+        from headrace.prediction.cloud import cluster_of
+
+        # Before the model is measured, which takes half a minute.
+        machines = cluster_of(cluster)
         known, batch, goal = _known(model, settings)
-        # Lazily: it imports torch.
         from headrace.prediction.recommendation.page import write_page
         from headrace.prediction.recommendation.recommend import recommend as find
 
         found = find(
             known,
-            cluster,
+            machines,
             global_batch_size=global_batch_size or batch,
             examples=examples or goal,
             by_money=price,

@@ -1,23 +1,47 @@
-"""`headrace simulate`: what a strategy would take on machines that are only described."""
+"""`headrace simulate` and `rehearse`: what a strategy would take on machines that are not there, and what it learns."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
-from dataclasses import fields
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.options import JsonOption, WorkersOption, check_strategies, complete_strategy, help_option
+from headrace.cli.engines import refuse_launcher
+from headrace.cli.jobfile import find_job, load_job
+from headrace.cli.options import (
+    JobFile,
+    JsonOption,
+    RunDirOption,
+    SettingsOption,
+    WorkersOption,
+    check_strategies,
+    complete_strategy,
+    default_run_dir,
+    help_option,
+    job_name,
+    option,
+)
 from headrace.cli.output import answering
 from headrace.errors import UnknownName, UsageError
-from headrace.report.format import byte_count, duration, percent, short
+from headrace.report.format import byte_count, clean, duration, percent, short
 
 if TYPE_CHECKING:
+    from headrace.api.rehearsal.rehearse import Rehearsal
+    from headrace.api.run import Run
     from headrace.prediction.simulation.scene import Assumptions
     from headrace.prediction.simulation.simulate import Prediction
+
+_REHEARSALS = """
+  headrace rehearse job.py --strategy downpour --workers 64
+  headrace rehearse job.py --strategy downpour --cluster aws-g5.xlarge:64
+  headrace rehearse job.py --strategy downpour --workers 8 --assume spread=0.3
+  headrace rehearse job.py --from runs/a
+"""
 
 _EXAMPLES = """
   headrace simulate model.toml --cluster cluster.toml --strategy mirrored
@@ -106,6 +130,65 @@ def simulate(
         answer.give(prediction_plain(prediction), _text(prediction, run_dir))
 
 
+def rehearse(
+    path: JobFile,
+    strategy: Annotated[
+        str | None,
+        option(
+            "--strategy", help="How it is distributed. Default: as the run of --from.", autocompletion=complete_strategy
+        ),
+    ] = None,
+    workers: WorkersOption = None,
+    cluster: Annotated[
+        Path | None,
+        option("--cluster", metavar="FILE|NAME:N", help="As of `headrace simulate`. Default: machines like this one."),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        option("--model", metavar="FILE", help="A profile of the job's model. Default: it is measured here."),
+    ] = None,
+    record: Annotated[
+        Path | None, option("--from", metavar="RUN", help="A real run, whose order of events is taken.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the variation of computing times.")] = 0,
+    assume: AssumeOption = None,
+    alone: Annotated[
+        bool, typer.Option("--alone/--no-alone", help="Also train in one process, to compare with.")
+    ] = True,
+    run_dir: RunDirOption = None,
+    settings: SettingsOption = None,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+    show_help: Annotated[bool, help_option(_REHEARSALS)] = False,
+) -> None:
+    """Train as many workers would, in one process and in virtual time.
+
+    Gradients are real: the loss curve is that of so many workers, with their stale gradients, on that network.
+    """
+    with answering(as_json) as answer:
+        refuse_launcher("rehearse")
+        find_job(path)
+        check_strategies([strategy] if strategy else [])
+        job = load_job(path, settings or ())
+        # Lazily: they import torch.
+        from headrace.api.rehearsal.rehearse import rehearse as run
+        from headrace.strategies import resolve
+
+        found = run(
+            job,
+            resolve(strategy, workers) if strategy else None,
+            cluster,
+            model=model,
+            assumptions=replace(assumptions_of(assume or ()), seed=seed),
+            from_run=record,
+            run_dir=run_dir or default_run_dir(f"rehearsal-{job_name(path)}"),
+            alone=alone,
+            force=force,
+            say=lambda line: typer.echo(line, err=True),
+        )
+        answer.give(_rehearsal_plain(found), "\n".join(_rehearsal_lines(found)))
+
+
 def assumptions_of(settings: Sequence[str]) -> Assumptions:
     """Returns the assumptions of texts like "network_share=0.6".
 
@@ -183,3 +266,48 @@ def _text(prediction: Prediction, run_dir: Path | None) -> str:
     if run_dir is not None:
         rows.append(("run dir", str(run_dir)))
     return "\n".join(f"{name:<12}{value}" for name, value in rows)
+
+
+def _rehearsal_plain(found: Rehearsal) -> dict[str, Any]:
+    """Returns a rehearsal as JSON values."""
+    return {
+        "rehearsed": True,
+        "strategy": found.run.plan.strategy,
+        "workers": found.run.plan.workers,
+        "metrics": found.run.metrics,
+        "virtual_s": found.virtual_s,
+        "seconds": found.seconds,
+        "memory_bytes": found.memory_bytes,
+        "staleness": _staleness(found.run),
+        "alone": None if found.alone is None else {"metrics": found.alone.metrics, "seconds": found.alone_s},
+        "notes": list(found.notes),
+        "run_dir": str(found.run.run_dir),
+    }
+
+
+def _staleness(run: Run) -> float | None:
+    # Lazily: it reads events.
+    from headrace.report.model.servers import Staleness
+
+    servers = run.summary.servers
+    found = Staleness.of(each.counts for each in servers.staleness.values()) if servers is not None else None
+    return found.mean if found is not None else None
+
+
+def _rehearsal_lines(found: Rehearsal) -> Iterator[str]:
+    """Yields the result beside that of one process, at most 80 columns wide."""
+    run, alone = found.run, found.alone
+    count = run.plan.workers
+    yield f"{'':<14}{f'{run.plan.strategy}, {count} workers':>28}{'one process' * (alone is not None):>18}"
+    for name in run.metrics:
+        single = "" if alone is None or name not in alone.metrics else f"{alone.metrics[name]:.4g}"
+        yield f"{clean(name)[:13]:<14}{run.metrics[name]:>28.4g}{single:>18}"
+    beside = duration(found.alone_s) if alone is not None and found.alone_s else ""
+    yield f"{'virtual time':<14}{duration(found.virtual_s):>28}{beside:>18}"
+    staleness = _staleness(run)
+    if staleness is not None:
+        yield f"{'staleness':<14}{f'{staleness:.3g} updates on average':>28}"
+    yield f"{'here':<14}{f'{duration(found.seconds)}, {byte_count(found.memory_bytes)}':>28}"
+    for note in found.notes:
+        yield from textwrap.wrap(f"note          {note}", 80, subsequent_indent=" " * 14)
+    yield f"run dir: {run.run_dir}"

@@ -44,12 +44,13 @@ from headrace.cli.options import (
     split_names,
     tensorboards,
 )
-from headrace.cli.output import ExitCode, answering, show_comparison, show_run
+from headrace.cli.output import Answer, ExitCode, answering, show_comparison, show_run
 from headrace.cli.ray_cluster import PlacementOption, ResourcesOption, RuntimeEnvOption, ray_engine
 from headrace.errors import UsageError
 from headrace.spec.call import parse_call
 
 if TYPE_CHECKING:
+    from headrace.spec.job import Job
     from headrace.strategies import Strategy
 
 _EXAMPLES = """
@@ -71,6 +72,13 @@ _COMPARE_EXAMPLES = """
 
 _StrategyOption = Annotated[
     str, typer.Option("--strategy", metavar="NAME", autocompletion=complete_strategy, help="How it is distributed.")
+]
+
+_PredictOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--predict", metavar="FILE", show_default=False, help="A profile: the report says how far off it predicts."
+    ),
 ]
 
 
@@ -97,14 +105,14 @@ def train(
     placement: PlacementOption = None,
     secret_file: SecretFileOption = None,
     encrypt: EncryptOption = True,
+    predict: _PredictOption = None,
     tensorboard: TensorBoardOption = None,
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
     """Train the job of a file under one strategy; progress goes to stderr, the result to stdout."""
     with answering(as_json) as answer:
-        strategy = _named(strategy, servers)
-        _check_files(path, tensorboard)
+        strategy = _checked(path, tensorboard, strategy, servers)
         ray = ray_engine(cluster, secret_file, runtime_env, resources, placement)
         checkpoints = checkpoints_of(checkpoint_every, keep, snapshots_every)
         going = _going(resume, resume_if_saved, resume_from, run_dir)
@@ -115,6 +123,7 @@ def train(
             from headrace.api.fit import fit
 
             chosen = _resolved(strategy, workers, servers)
+            _keep_prediction(predict, None if ray else cluster, job, chosen, device, where)
             with tensorboards(tensorboard) as on_event:
                 run = fit(
                     job,
@@ -131,9 +140,36 @@ def train(
                     cluster=None if ray else cluster,
                     encrypt=encrypt,
                 )
-        if launched_rank() in (None, 0):
-            show_run(answer, where)
+        _show(answer, where)
     _end(run.interrupted)
+
+
+def _keep_prediction(
+    profile: Path | None, cluster: Path | str | None, job: Job, strategy: Strategy, device: Device, run_dir: Path
+) -> None:
+    """Predicts what a run on the machines of a file takes, or on this one, and keeps it in the run's directory."""
+    if profile is None or launched_rank() not in (None, 0):
+        return
+    from headrace.machine import detect
+    from headrace.prediction.simulation.simulate import simulate
+
+    if cluster is None and launched_rank() is not None:
+        raise UsageError("--predict needs --cluster FILE on several hosts: headrace doctor measures one")
+    machines = cluster or detect(device.value)
+    simulate(profile, machines, strategy, global_batch_size=job.global_batch_size).save(run_dir)
+
+
+def _checked(path: Path, tensorboard: Path | None, strategy: str, servers: int | None) -> str:
+    """Checks what needs no job, and returns the strategy's name."""
+    named = _named(strategy, servers)
+    _check_files(path, tensorboard)
+    return named
+
+
+def _show(answer: Answer, run_dir: Path) -> None:
+    """Prints a run where one process speaks for all."""
+    if launched_rank() in (None, 0):
+        show_run(answer, run_dir)
 
 
 def _end(interrupted: bool) -> None:

@@ -1,7 +1,8 @@
-"""`headrace workers`: add or remove workers of a running run."""
+"""`headrace workers`: add, remove or list workers of a running run."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -10,39 +11,60 @@ import typer
 
 from headrace.cli.options import JsonOption, help_option
 from headrace.cli.output import answering
-from headrace.engine.local.scaling import ask_for_workers
+from headrace.engine.local.scaling import ask_for_states, ask_for_workers
 from headrace.errors import UsageError
 
 _EXAMPLES = """
   headrace workers add 2 runs/a
   headrace workers remove 1 runs/a
+  headrace workers list runs/a
 """
 
 
 class Change(StrEnum):
-    """Whether to add or remove."""
+    """What to do with the workers."""
 
     ADD = "add"
     REMOVE = "remove"
+    LIST = "list"
 
 
 def workers(
     change: Annotated[
-        Change, typer.Argument(metavar="add|remove", show_default=False, help="Whether to add or remove.")
+        Change, typer.Argument(metavar="add|remove|list", show_default=False, help="Whether to add, remove or list.")
     ],
-    count: Annotated[int, typer.Argument(metavar="N", show_default=False, help="How many workers.")],
-    run_dir: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", show_default=False, help="The directory of a run that goes on.")
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[N] RUN_DIR",
+            show_default=False,
+            help="How many workers, but to list them; and the directory of a run that goes on.",
+        ),
     ],
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
-    """Add workers to a run that goes on, or let some go.
+    """Add workers to a run that goes on, let some go, or list them.
 
-    For strategies whose workers do not wait for each other: parameter_server without a bound, and downpour.
+    For strategies whose workers do not wait for each other, parameter_server without a bound and downpour, and for
+    mirrored with min_workers. Under torchrun or srun, `add` says how to start a process that joins.
     """
     with answering(as_json) as answer:
+        if change == Change.LIST:
+            states = ask_for_states(_run_dir(change, words, 1))
+            lines = [f"rank {each.rank} on {each.host}, process {each.process}: {each.state}" for each in states]
+            answer.give({"workers": [asdict(each) for each in states]}, "\n".join(lines))
+            return
+        run_dir = _run_dir(change, words, 2)
+        count = int(words[0]) if words[0].isdecimal() else 0
         if count < 1:
-            raise UsageError(f"N must be at least 1, got {count}")
+            raise UsageError(f"N must be at least 1, got {words[0]}")
         told = ask_for_workers(run_dir, count if change == Change.ADD else -count)
         answer.give({"said": told}, told)
+
+
+def _run_dir(change: Change, words: list[str], wanted: int) -> Path:
+    if len(words) != wanted:
+        usage = f"headrace workers {change.value} {'N ' * (wanted - 1)}RUN_DIR"
+        raise UsageError(f"{usage} has {wanted} argument{'s' * (wanted > 1)}, got {len(words)}: {' '.join(words)}")
+    return Path(words[-1])

@@ -26,6 +26,7 @@ class Views(ABC):
         me: this process's rank in the run, and which of its processes it is.
         ends: which ranks' loops have ended.
         has_left: whether this process has left the others, as it was asked to.
+        votes: whether a `commit` may ask for approval.
     """
 
     now: ProcessGroup
@@ -33,6 +34,7 @@ class Views(ABC):
     me: Member
     ends: FinishedRanks
     has_left = False
+    votes = False
 
     @abstractmethod
     def join(self) -> None:
@@ -53,8 +55,9 @@ class Views(ABC):
         If it `admits`, those that wait join, and those leave that are to leave.
         """
 
-    def commit(self) -> None:  # noqa: B027  (of members that share memory all pass the last barrier, or none does)
-        """Ends what all members do together: either for all of them it is done, or on each a MemberLost is raised."""
+    def commit(self, approves: bool | None = None) -> bool:
+        """See `ProcessGroup.commit`. Of members that share memory all pass the last barrier, or none does."""
+        return True
 
     @abstractmethod
     def settle(self) -> None:
@@ -112,6 +115,7 @@ class ViewGroup(ForwardingGroup):
     def __init__(self, views: Views) -> None:
         self.views = views
         self.ends = views.ends
+        self.votes = views.votes
         self.adopt()
 
     def adopt(self) -> None:
@@ -137,8 +141,8 @@ class ViewGroup(ForwardingGroup):
                 self.views.renew()
                 self.adopt()
 
-    def commit(self) -> None:
-        self.views.commit()
+    def commit(self, approves: bool | None = None) -> bool:
+        return self.views.commit(approves)
 
     def is_gone(self, member: int) -> bool:
         return self.views.is_gone(member)

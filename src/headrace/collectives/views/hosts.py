@@ -4,7 +4,8 @@
                         collectives of the view    │ MemberLost    of two halves at most one goes on
 
 Between hosts some members may have passed a barrier that others have not. So what all do together ends with `commit`,
-which either all have done or none, whatever is lost in between: see `policies/membership.py`.
+which either all have done or none, whatever is lost in between: see `policies/membership.py`. A round that all approve
+needs no barrier for that: the members `vote` with the sum in which they would tell each other that all is well.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ class HostViews(Views):
 
     Attributes:
         seen: all that have been members.
+        let_leave: asks members to leave the others between two rounds.
         in_order: whether this process needs the others no more, and ends.
     """
 
     now: MultiHostGroup
+    votes = True
 
     def __init__(
         self,
@@ -63,6 +66,8 @@ class HostViews(Views):
         self.view = view
         self.seen = set(view.members)
         self._joins = bool(me[1])
+        self._voted = False
+        self.let_leave = membership.ask_to_leave
         self.in_order = False
         if self._joins:
             self._form(lambda text: [text])
@@ -83,16 +88,21 @@ class HostViews(Views):
     def is_due(self, done: int) -> bool:
         if self.view.members[0] == self.me:
             self._membership.take_in()
-        return self._is_changing()
+        return self._membership.is_to_leave or self._is_changing()
 
     def renew(self, admits: bool = False) -> None:
+        leaves = admits and self._membership.is_to_leave
         # Where it admits, the members may have changed already while they did something together.
-        if admits and not self._is_changing():
+        if admits and not leaves and not self._is_changing():
             return
         while True:
             before = self.view
-            self.view = self._membership.next_view(before.number)
-            self.seen.update(self.view.members)
+            self.view = self._membership.next_view(before.number, leaves)
+            # A new set, because another thread may read the old one.
+            self.seen = self.seen | set(self.view.members)
+            if self.me in self.view.left:
+                self.has_left = True
+                return
             if len(self.view.members) < self._at_least:
                 self._end(before)
             try:
@@ -107,9 +117,13 @@ class HostViews(Views):
                 if not isinstance(lost, MemberLost):
                     raise
 
-    def commit(self) -> None:
-        if self._joins:
-            return
+    def commit(self, approves: bool | None = None) -> bool:
+        if approves is not None:
+            self._voted = self._vote(approves)
+            return self._voted
+        if self._joins or self._voted:
+            self._voted = False
+            return True
         number = self.view.number
         step = self._membership.hold(number)
         try:
@@ -120,6 +134,26 @@ class HostViews(Views):
             passed = False
         if not self._membership.commit(number, step, passed):
             raise MemberLost(self.view.members[0][0])
+        return True
+
+    def _vote(self, approves: bool) -> bool:
+        number, step = self.view.number, -1
+        if approves:
+            # What the others must know of this member is then that it approves, and nothing else.
+            step = self._membership.hold(number, silently=True)
+        try:
+            (against,) = self.now.sum([float(not approves)])
+            passed = not against
+        except MemberLost:
+            if not approves:
+                raise
+            against, passed = 0.0, False
+        if against and not approves:
+            return False
+        done = self._membership.commit(number, step, passed, refused=bool(against))
+        if done is False:
+            raise MemberLost(self.view.members[0][0])
+        return bool(done)
 
     def settle(self) -> None:
         if self.me in self.view.fresh:
@@ -165,7 +199,7 @@ class HostViews(Views):
         ranks = [rank for rank, _ in self.view.members]
         watch = Watch(self._page, self._check_view, self._accuse, self._timeout_s)
         own = self.view.members.index(self.me)
-        self.now = MultiHostGroup(watch, own, self._home(ranks), tell, ranks)
+        self.now = MultiHostGroup(watch, own, self._home(ranks), tell, ranks, self.ends.among(ranks))
 
     def _tell(self, text: str) -> list[str]:
         return self._membership.tell(self.view.number, text)

@@ -27,6 +27,7 @@ from headrace.policies.membership import (
     AskToJoin,
     At,
     Decided,
+    Depart,
     End,
     Enter,
     HoldsStep,
@@ -52,7 +53,7 @@ _ASKS_S = 1.0
 _MESSAGES: dict[str, type[Message]] = {
     each.__name__: each for each in (HoldsStep, Prepare, Promise, Accept, Accepted, Decided, At, AskToJoin)
 }
-_TEXT, _MARKS, _BYE = "Text", "Marks", "Bye"
+_TEXT, _MARKS, _BYE, _LEAVE, _GOING = "Text", "Marks", "Bye", "Leave", "Going"
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class MembershipThread:
 
     Attributes:
         suspects: the members that seem to be lost; whether they are, the agreement decides.
+        is_to_leave: whether this process was asked to leave the others.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class MembershipThread:
         self._changed = threading.Condition()
         self.suspects: set[Member] = set()
         self._left: set[Member] = set()
+        self.is_to_leave = self._is_going = False
         self._asking: dict[Member, float] = {}
         self._heard: dict[Member, float] = dict.fromkeys(view.members if view else (), monotonic())
         self._texts: dict[int, dict[Member, str]] = {}
@@ -117,25 +120,34 @@ class MembershipThread:
             if number is not None:
                 self._raise_change(number)
 
-    def hold(self, number: int) -> int:
+    def hold(self, number: int, silently: bool = False) -> int:
         """Notes that this process has done its part of a step, and will not repeat it; returns the step.
 
-        Raises MemberLost where the view's members change, so that it may be repeated.
+        If `silently`, it may still `release` it. Raises MemberLost where the view's members change, so that it may be
+        repeated.
         """
         with self._changed:
             self._raise_end()
             self._raise_change(number)
             step = self._agreement.done
             # The others learn it by a barrier.
-            self._act(action for action in self._agreement.hold() if not isinstance(action, Send))
+            actions = self._agreement.hold(silently)
+            self._act(action for action in actions if not isinstance(action, Send))
             return step
 
-    def commit(self, number: int, step: int, passed: bool) -> bool:
+    def commit(self, number: int, step: int, passed: bool, refused: bool = False) -> bool | None:
         """Returns whether a step that this process holds is done, for all members or for none.
 
+        None where a step that it held silently was `refused`, and the members' next view cannot count it.
         If the barrier after `hold` was not `passed`, it blocks until the members have changed, and know it.
         """
         with self._changed:
+            if refused and self._number == number and self._agreement.release():
+                return None
+            if self._number == number and self._agreement.done == step:
+                # From now on the others are told where the barrier has not.
+                held = self._agreement.hold()
+                self._act(held if not passed else (each for each in held if not isinstance(each, Send)))
             for member in self._others() if passed and self._number == number else ():
                 self._act(self._agreement.receive(member, HoldsStep(number, step)))
             while self._agreement.done <= step and self._number == number:
@@ -143,9 +155,15 @@ class MembershipThread:
                 self._changed.wait(_SLICE_S)
             return self._agreement.done > step
 
-    def next_view(self, after: int) -> MemberView:
-        """Blocks until there is a view after one of that number; returns the newest."""
+    def next_view(self, after: int, leaves: bool = False) -> MemberView:
+        """Blocks until there is a view after one of that number; returns the newest.
+
+        If this process `leaves`, the others make one without it.
+        """
         with self._changed:
+            self._is_going |= leaves
+            self._say_going()
+            self._mail.wake()
             while self._agreement.view is None or self._number <= after:
                 self._raise_end()
                 self._changed.wait(_SLICE_S)
@@ -165,6 +183,13 @@ class MembershipThread:
                 self._act(self._agreement.receive(member, AskToJoin()))
         if asked:
             self._mail.wake()
+
+    def ask_to_leave(self, members: Iterable[Member]) -> None:
+        """Asks members to leave the others between two rounds."""
+        with self._changed:
+            self.is_to_leave |= self._me in members
+            self._outgoing += [(member, _LEAVE, None) for member in members]
+        self._mail.wake()
 
     def suspect(self, member: Member) -> None:
         """Notes that a connection to a member has ended."""
@@ -238,6 +263,7 @@ class MembershipThread:
             return
         self._say_text()
         self._say_marks()
+        self._say_going()
 
     def _look(self, now: float) -> None:
         """Suspects the members that cannot be reached."""
@@ -255,6 +281,11 @@ class MembershipThread:
         view = self._agreement.view
         if kind == _BYE:
             self._left.add(sender)
+        elif kind == _LEAVE:
+            self.is_to_leave = True
+        elif kind == _GOING:
+            if view is not None and view.members[0] == self._me:
+                self._act(self._agreement.let_leave([sender]))
         elif kind == _TEXT:
             number, text = content
             if view is None or number >= view.number:
@@ -280,6 +311,9 @@ class MembershipThread:
                 self._heard |= dict.fromkeys(action.view.members, monotonic())
             elif isinstance(action, End):
                 self._why = action.why
+            # One that has left sees it in the view.
+            elif isinstance(action, Depart):
+                self._texts.clear()
 
     def _say_text(self) -> None:
         view = self._agreement.view
@@ -291,6 +325,13 @@ class MembershipThread:
         if self._marks:
             marks = base64.b64encode(self._marks.own()).decode()
             self._outgoing += [(member, _MARKS, marks) for member in self._others()]
+
+    def _say_going(self) -> None:
+        view = self._agreement.view
+        if self._is_going and view is not None and self._me in view.members:
+            self._outgoing.append((view.members[0], _GOING, None))
+            if view.members[0] == self._me:
+                self._act(self._agreement.let_leave([self._me]))
 
     def _others(self) -> list[Member]:
         view = self._agreement.view

@@ -19,7 +19,7 @@ from time import monotonic, sleep
 from headrace.collectives.elastic import elastic_on_page
 from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.collectives.views.group import Views
-from headrace.errors import PeerLost, UnfitMachine
+from headrace.errors import PeerLost, RunFailed, UnfitMachine
 from headrace.machine import host_name
 from headrace.policies.views import Member, MemberView
 from headrace.shared_memory.barrier import FinishedRanks, MemberLost
@@ -38,6 +38,7 @@ class PageViews(Views):
     Args:
         members: of the first view; this process alone, where it is to `join` a run that goes on.
         at_least: so many members a view needs between two rounds; the first waits for processes that join.
+        start_timeout_s: how long it waits; then the run ends.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class PageViews(Views):
         members: Sequence[Member],
         check: Callable[[], None],
         at_least: int = 1,
+        start_timeout_s: float = 120.0,
     ) -> None:
+        self._start_timeout_s = start_timeout_s
         self._check = check
         self.ends = FinishedRanks([record.heartbeat for record in page.ranks])
         self._look_at = 0.0
@@ -56,6 +59,7 @@ class PageViews(Views):
         self._at_least = at_least
         self.me = (place, page.ranks[place].restarts)
         self._meeting = elastic_on_page(page, place, members, check)
+        self._seen = {rank for rank, _ in members}
         self.view = MemberView(0, (self.me,))
         self._enter(SharedSegment.create(ControlPage.nbytes(1), "view"))
         if len(members) > 1:
@@ -135,13 +139,25 @@ class PageViews(Views):
         """Lets the first member decide who joins and leaves; it waits until there are enough."""
         meeting = self._meeting
         changes = [0.0] * len(self._page.ranks)
+        give_up = monotonic() + self._start_timeout_s
         while admits and meeting.rank == 0:
             changes = self._changes()
             if meeting.world + sum(change > 0 for change in changes) >= self._at_least:
                 break
+            if monotonic() > give_up:
+                raise self._too_few(changes)
             self._check()
             sleep(_LOOK_EVERY_S)
         return meeting.sum(changes)
+
+    def _too_few(self, changes: list[float]) -> RunFailed:
+        come = sorted({*self._meeting.members, *(rank for rank, change in enumerate(changes) if change > 0)})
+        missing = sorted(self._seen - set(come))
+        return RunFailed(
+            f"min_workers={self._at_least}, and {len(come)} workers have come within {self._start_timeout_s:g} s: rank "
+            f"{', '.join(map(str, come))}; missing: rank {', '.join(map(str, missing))}. What these print says why; "
+            "HEADRACE_START_TIMEOUT_S waits longer"
+        )
 
     def _agree(self, admits: bool) -> None:
         """Lets all members who live agree on the next view."""
@@ -156,6 +172,7 @@ class PageViews(Views):
         if not able:
             raise PeerLost(before.members[0][0], host_name(), "it was the last that had the trained state")
         self.view = MemberView(before.number + 1, (*able, *fresh), fresh=fresh)
+        self._seen.update(rank for rank, _ in self.view.members)
         # Each tells it, because any of them may be lost before those that join have read it.
         self._page.ranks[self._place].membership.publish(self.view.number, self.view.members, len(able))
         if not self.has_left:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from headrace.engine.base import LivenessProbe, RunProgress
 from headrace.engine.local.fork_server import ForkServer, describe_end
-from headrace.engine.local.scaling import ScaleRequests
+from headrace.engine.local.scaling import ListedWorker, ScaleRequests
 from headrace.errors import PeerLost, UsageError, WorkerFailed
 from headrace.machine import is_full
 from headrace.spec.events import LAUNCHER, Failed, Lost, Notice, decode
@@ -127,7 +127,7 @@ class Monitor:
             self._replaceable[rank].in_vain = 0
         for rank in self._running:
             self._check_frozen(rank)
-        self._scale_requests.look(self._change_workers)
+        self._scale_requests.look(self._change_workers, self._states)
         self._end_late()
 
     def _check_frozen(self, rank: int) -> None:
@@ -197,7 +197,7 @@ class Monitor:
             what = "comes to its end" if self._is_over() else f"is of {self._spec.plan.strategy} as it was asked for"
             raise UsageError(
                 f"no workers can join or leave: this run {what}; they can where no worker waits for another, as under "
-                "parameter_server without a bound, or downpour, and under mirrored with min_workers"
+                "parameter_server without a bound, or downpour, and with min_workers"
             )
         least = max(1, self._spec.plan.min_workers)
         there = sorted(rank for rank in self._workers & self._running if not records[rank].leave)
@@ -217,6 +217,15 @@ class Monitor:
         text = f"{total} worker{'s' * (total > 1)} from now on: {changed}"
         self._events.write(Notice(LAUNCHER, self._events.now(), text))
         return text
+
+    def _states(self) -> list[ListedWorker]:
+        found = []
+        for rank in sorted(self._workers):
+            record = self._page.ranks[rank]
+            state = "leaves" if record.leave else "trains" if record.heartbeat.pid else "begins"
+            state = state if rank in self._running else "is gone"
+            found.append(ListedWorker(rank, self._spec.plan.role(rank).host, record.restarts, state))
+        return found
 
     def _add(self, rank: int) -> None:
         record = self._page.ranks[rank]

@@ -24,6 +24,7 @@ from headrace.collectives.views.group import ViewGroup
 from headrace.collectives.views.page import PageViews
 from headrace.engine.base import LivenessProbe
 from headrace.engine.shipping import unpack
+from headrace.engine.torchrun.address import start_timeout_s
 from headrace.errors import HeadraceError, JobError, PeerLost
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
@@ -92,7 +93,8 @@ def _run_worker(request: Mapping[str, Any], descriptors: list[int]) -> int:
         if plan.replaces:
             work(spec, rank, elastic_on_page(page, rank, members, check), page)
         else:
-            work(spec, rank, ViewGroup(PageViews(page, rank, members, check, plan.min_workers)), page)
+            views = PageViews(page, rank, members, check, plan.min_workers, start_timeout_s())
+            work(spec, rank, ViewGroup(views), page)
         return 0
     # The workers have the first ranks.
     group = SharedMemoryGroup(ControlPage(page.segment, plan.workers), rank, check)

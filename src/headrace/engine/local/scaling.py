@@ -3,6 +3,8 @@
     headrace workers add 2 runs/a        runs/a/staffing/7f3a.wish   ──► the launcher reads it, starts the workers,
                                          runs/a/staffing/7f3a.answer ◄── or refuses with a reason
 
+Where a launcher of another kind has started the workers, the first of them answers.
+
 Files and not a socket: no port is open, and the directory's permissions decide who may change the run.
 """
 
@@ -10,33 +12,49 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 
 from headrace.errors import UsageError
 
 _LOOK_EVERY_S = 0.05
 _ANSWER_S = 15.0
 _LONGEST = 200
+_LIST = "list"
+
+
+@dataclass(frozen=True)
+class ListedWorker:
+    """A worker of a running run: its rank, its host, which of the rank's processes it is, and what it does."""
+
+    rank: int
+    host: str
+    process: int
+    state: str
 
 
 class ScaleRequests:
-    """The launcher's side."""
+    """The launcher's side; a run that `begins` leaves out requests to an earlier one in its directory."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, begins: bool = True) -> None:
         self._folder = run_dir / "staffing"
-        # Of an earlier run in this directory.
-        for left in self._folder.glob("*"):
+        for left in self._folder.glob("*") if begins else ():
             left.unlink()
 
-    def look(self, change: Callable[[int], str]) -> None:
-        """Answers the requests in the directory by the result of `change`, or by the UsageError that it raises."""
+    def look(self, change: Callable[[int], str], members: Callable[[], Sequence[ListedWorker]]) -> None:
+        """Answers the requests in the directory by the result of `change`, or by the UsageError that it raises.
+
+        Who asks for the workers gets those of `members`.
+        """
         for wish in sorted(self._folder.glob("*.wish")):
             text = wish.read_text(encoding="utf-8", errors="replace")[:_LONGEST]
+            answer: dict[str, Any]
             try:
-                answer = {"done": change(_number(text))}
+                answer = {"done": [asdict(each) for each in members()] if text == _LIST else change(_number(text))}
             except UsageError as error:
                 answer = {"refused": str(error)}
             wish.unlink()
@@ -49,12 +67,21 @@ def ask_for_workers(run_dir: Path, count: int, timeout_s: float = _ANSWER_S) -> 
     Raises:
         UsageError: nothing runs there, or the run refuses.
     """
+    return str(_ask(run_dir, str(count), timeout_s))
+
+
+def ask_for_states(run_dir: Path, timeout_s: float = _ANSWER_S) -> list[ListedWorker]:
+    """Returns the workers of a running run, by rank, and of those that are gone the ranks; raises as the other one."""
+    return [ListedWorker(**each) for each in _ask(run_dir, _LIST, timeout_s)]
+
+
+def _ask(run_dir: Path, text: str, timeout_s: float) -> Any:
     folder = run_dir / "staffing"
     if not run_dir.is_dir():
         raise UsageError(f"{run_dir} is no directory of a run")
     folder.mkdir(exist_ok=True)
     wish = folder / f"{secrets.token_hex(8)}.wish"
-    _write(wish, str(count))
+    _write(wish, text)
     answer = wish.with_suffix(".answer")
     deadline = monotonic() + timeout_s
     while not answer.exists():
@@ -67,7 +94,7 @@ def ask_for_workers(run_dir: Path, count: int, timeout_s: float = _ANSWER_S) -> 
     answer.unlink()
     if "refused" in told:
         raise UsageError(told["refused"])
-    return str(told["done"])
+    return told["done"]
 
 
 def _write(path: Path, text: str) -> None:

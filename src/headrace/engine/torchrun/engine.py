@@ -22,18 +22,23 @@ from headrace.collectives.elastic import ElasticGroup, elastic_on_page
 from headrace.collectives.multi_host import MultiHostGroup, Watch
 from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.collectives.views.group import ViewGroup
-from headrace.engine.base import Engine, LivenessProbe, RunProgress, followed, orderly_interrupts
+from headrace.collectives.views.hosts import HostViews
+from headrace.engine.base import LEFT, Engine, LivenessProbe, RunProgress, followed, orderly_interrupts
 from headrace.engine.schedulers.alive import show_alive
 from headrace.engine.torchrun.address import own_address, start_timeout_s
 from headrace.engine.torchrun.elastic_workers.barrier import group_by_store, member_name
+from headrace.engine.torchrun.elastic_workers.leader import ViewLeader
+from headrace.engine.torchrun.elastic_workers.leader_file import STORE
 from headrace.engine.torchrun.elastic_workers.views import join_views
-from headrace.engine.torchrun.failover import BACK_S, LaunchedFailover, expendable_ranks
+from headrace.engine.torchrun.failover import BACK_S, LaunchedFailover, MemberStanding, expendable_ranks
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.engine.torchrun.refusal import begun
+from headrace.engine.torchrun.returning import admit, come_back
 from headrace.engine.torchrun.store import comes_back, gather, launched_store
-from headrace.errors import LeftBehind, PeerLost, PeersApart, Replaced, RunFailed, UsageError
+from headrace.errors import LeftBehind, PeerLost, PeersApart, Replaced, UsageError
 from headrace.machine import cores, host_name
 from headrace.policies.roles import threads_per_worker
+from headrace.policies.views import Member
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
 from headrace.worker.main import work
@@ -72,7 +77,10 @@ class LaunchedGroup:
         self._relay: HeartbeatRelay | None = None
         self._expendable: frozenset[int] = frozenset()
         self._elastic: ElasticGroup | None = None
-        self._remaining: list[int] | None = None
+        self._remaining: list[Member] | None = None
+        self._leader: ViewLeader | None = None
+        self._views: HostViews | None = None
+        self.has_left = False
         self._deadline = monotonic() + start_timeout_s()
         self.incarnation, self.passed_s = self._come_back() if self.world > 1 and comes_back() else (0, 0.0)
         self.hosts = gather(host_name()) if self.world > 1 else [host_name()]
@@ -95,6 +103,16 @@ class LaunchedGroup:
             # A process whose heartbeat goes on counts as alive.
             self.close()
             raise
+
+    @property
+    def leads(self) -> str:
+        """The address of this rank's store, if it has taken the place of rank 0, which was lost; else ""."""
+        return self._leader.store_address if self._leader else ""
+
+    def leave(self) -> None:
+        """Lets this worker leave the others between two rounds, where any of them may be lost."""
+        if self._views:
+            self._views.let_leave([(self.rank, self.incarnation)])
 
     @property
     def mates(self) -> int:
@@ -139,28 +157,28 @@ class LaunchedGroup:
                 # It waits for workers whose ends may come to its page before what they did after.
                 self.page.ranks[self.rank].heartbeat.finished = 1
 
-    def _decide(self, spec: RunSpec, is_member: Callable[[int], bool | None] = lambda _: None) -> None:
+    def _decide(
+        self, spec: RunSpec, standing: Callable[[int], MemberStanding] = lambda _: MemberStanding.UNKNOWN
+    ) -> None:
         """Begins to decide on rank 0 which processes are lost, where there are several hosts."""
-        if self._relay and self.rank == 0:
-            admit = partial(self._admit, spec)
-            controller = LaunchedFailover(spec, self.page, self._relay, self._exclude, admit, is_member)
-            self._relay.decide_by(controller.look)
+        if self._relay and (self.rank, self.incarnation) == (0, 0):
+            controller = LaunchedFailover(
+                spec, self.page, self._relay, self._exclude, partial(self._admit, spec), standing
+            )
+            # Elastic workers notice by themselves that another one is lost.
+            self._relay.decide_by(controller.look, often=spec.plan.min_workers == 0)
 
     def _work_in_views(self, spec: RunSpec) -> None:
         """Does this worker's part of a run that goes on without lost ones; notes which are left."""
         self._expendable, me = expendable_ranks(spec.plan), (self.rank, self.incarnation)
-        views = join_views(
+        views, self._leader = join_views(
             spec, me, self._prefix, self.hosts, self.page, self._relay, self._encrypt, self._check_failed
         )
-
-        def is_member(rank: int) -> bool | None:
-            member = (rank, self.page.ranks[rank].restarts)
-            return member in views.view.members if member in views.seen else None
-
-        self._decide(spec, is_member)
+        self._views = views
+        self._decide(spec, self._leader.standing)
         try:
             work(spec, self.rank, ViewGroup(views), self.page)
-            views.in_order = True
+            views.in_order, self.has_left = True, views.has_left
         except LeftBehind:
             raise
         except BaseException as error:
@@ -168,7 +186,8 @@ class LaunchedGroup:
             self.abort(error)
             raise
         finally:
-            self._remaining = [rank for rank, _ in views.view.members]
+            self._remaining = list(views.view.members)
+            self._leader.close()
             views.close()
 
     def _check_failed(self) -> None:
@@ -177,35 +196,12 @@ class LaunchedGroup:
             raise PeerLost(rank, self.hosts[rank], "its part of the run has failed; its own output says why")
 
     def _come_back(self) -> tuple[int, float]:
-        """Asks rank 0 to take this process instead of one that was lost; returns its incarnation, and the run's age."""
-        store, own = launched_store(), f"{self._prefix}/back/{self.rank}"
-        give_up, incarnation = monotonic() + self._timeout_s + BACK_S, 0
-        why = "its process lives, or the run is over"
-        try:
-            place = f"{own}/{store.add(own, 1)}"
-            while not (incarnation := store.add(place, 0)) and monotonic() < give_up:
-                self._over.wait(_BEAT_EVERY_S)
-            if incarnation > 0:
-                return incarnation, float(store.get(f"{place}/passed"))
-        except ConnectionError as error:
-            why = f"the run is over ({error})"
-        if incarnation < 0:
-            why = "the run comes to its end, or it is no worker's rank"
-        raise RunFailed(
-            f"another process has begun as rank {self.rank} before, and this one on {host_name()} cannot take its "
-            f"place: {why}; start one process for each rank"
-        )
+        within_s, wait = self._timeout_s + BACK_S, partial(self._over.wait, _BEAT_EVERY_S)
+        return come_back(launched_store(), self._prefix, self.rank, within_s, wait)
 
     def _admit(self, spec: RunSpec, rank: int, incarnation: int) -> bool:
-        """Answers a process that asks to come back, if there is one; see `LaunchedFailover`."""
         assert self._relay
-        store, own = self._relay.store, f"{self._prefix}/back/{rank}"
-        place = f"{own}/{store.add(own, 0)}"
-        if place.endswith("/0") or store.add(place, 0):
-            return False
-        store.set(f"{place}/passed", str(monotonic() - spec.started).encode())
-        store.add(place, incarnation or -1)
-        return True
+        return admit(launched_store(), self._prefix, rank, incarnation, monotonic() - spec.started)
 
     def _exclude(self, rank: int, incarnation: int) -> None:
         assert self._relay
@@ -227,8 +223,8 @@ class LaunchedGroup:
 
     def agree(self, text: str) -> str:
         """Returns rank 0's text, on every rank that is left; its own, if rank 0 was lost and the run went on."""
-        ranks = range(self.world) if self._remaining is None else self._remaining
-        if len(ranks) == 1 or 0 not in ranks:
+        ranks = range(self.world) if self._remaining is None else [rank for rank, _ in self._remaining]
+        if len(ranks) == 1 or (self._remaining is not None and (0, 0) not in self._remaining):
             return text
         self._agreed += 1
         agreed = self._say(f"agreed/{self._agreed}", text, 0)
@@ -243,7 +239,7 @@ class LaunchedGroup:
         """Waits on rank 0 until all others have come here that are not lost."""
         store = launched_store()
         store.add(f"{key}/{self.rank}", 1)
-        for rank in [rank for rank in ranks if rank and self.rank == 0]:
+        for rank in [rank for rank in ranks if rank and (self.rank, self.incarnation) == (0, 0)]:
             record = self.page.ranks[rank]
             while not (store.add(f"{key}/{rank}", 0) or (record.restarts and not record.heartbeat.pid)):
                 self._check()
@@ -288,7 +284,10 @@ class LaunchedGroup:
 
     def _apart(self) -> ProcessGroup:
         address = own_address()
-        self._relay = HeartbeatRelay(launched_store().clone(), self._prefix, self.page, self.rank, self.incarnation)
+        store, first = launched_store().clone(), iter([True])
+        # Without its rank 0, a run's members tell each other their marks, and the store has old ones.
+        follow = (lambda _: bool(next(first, False))) if STORE in os.environ else (lambda _: True)
+        self._relay = HeartbeatRelay(store, self._prefix, self.page, self.rank, self.incarnation, follow)
         watch = Watch(self.page, self._check, self._accuse, self._timeout_s)
         if self.incarnation:
             # The others' connections are to its predecessor, and it needs none; but they have gathered their addresses.
@@ -362,7 +361,8 @@ class LaunchedEngine(Engine):
         group = self.group
         torch.set_num_threads(self._threads or threads_per_worker(cores(), group.mates))
         page = group.page
-        shows = followed(page, progress) if group.rank == 0 else nullcontext()
+        # Another rank may take the place of rank 0.
+        shows = followed(page, progress) if group.rank == 0 or spec.plan.min_workers else nullcontext()
         with orderly_interrupts(page) as interrupts, shows:
             try:
                 group.work(spec)
@@ -375,6 +375,8 @@ class LaunchedEngine(Engine):
                 if isinstance(error, PeerLost) and (part := spec.plan.part_of(error.rank)):
                     raise PeerLost(error.rank, error.host, error.cause, part) from error.__cause__
                 raise
+        if group.has_left:
+            return LEFT
         # Now all have written their last events.
         group.agree("ended")
         progress(RunProgress.read(page))

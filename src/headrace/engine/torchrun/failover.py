@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing, suppress
+from enum import Enum
 from urllib.parse import urlsplit
 
 from headrace.engine.base import LivenessProbe
@@ -35,6 +36,15 @@ def expendable_ranks(plan: Plan) -> frozenset[int]:
     return frozenset((*workers, *replaceable_ranks(plan)))
 
 
+class MemberStanding(Enum):
+    """What a rank's present process is to workers that agree among themselves on who is lost."""
+
+    UNKNOWN = "begins"
+    MEMBER = "trains"
+    LEFT = "has left"
+    LOST = "is lost"
+
+
 class LaunchedFailover:
     """Lets a run go on without lost workers, takes back those that come back, and promotes backups of lost servers.
 
@@ -42,8 +52,8 @@ class LaunchedFailover:
     `timeout_s`. A server that was killed refuses connections, which is tried as soon as another process suspects it.
     `exclude` takes rank and incarnation of a lost worker, and keeps it out of all barriers. `admit` takes a lost rank
     and the incarnation of its next process, 0 for none, and answers a process that wants to come back; it returns
-    whether there is one. Where the workers agree among themselves on who is lost, `is_member` tells of a rank what they
-    know: True or False; None where it still has to join.
+    whether there is one. Where the workers agree among themselves on who is lost, `standing` tells what a rank is to
+    them; `workers` are those to watch, None for all but rank 0.
     """
 
     def __init__(
@@ -53,16 +63,18 @@ class LaunchedFailover:
         relay: HeartbeatRelay,
         exclude: Callable[[int, int], object],
         admit: Callable[[int, int], bool],
-        is_member: Callable[[int], bool | None] = lambda _: None,
+        standing: Callable[[int], MemberStanding] = lambda _: MemberStanding.UNKNOWN,
+        workers: Collection[int] | None = None,
     ) -> None:
-        self._is_member = is_member
+        self._standing = standing
         self._spec, self._page, self._relay = spec, page, relay
         self._exclude, self._admit = exclude, admit
         self._lost: set[int] = set()
         self._ended: dict[int, int] = {}
         self._controller = FailoverController(spec.plan, page)
         self._servers = {rank: LivenessProbe(0) for rank in replaceable_ranks(spec.plan)}
-        self._workers = {rank: LivenessProbe(0) for rank in expendable_ranks(spec.plan) - self._servers.keys()}
+        watched = expendable_ranks(spec.plan) if workers is None else frozenset(workers)
+        self._workers = {rank: LivenessProbe(0) for rank in watched - self._servers.keys()}
         self._suspicions = [0] * len(page.ranks)
         for rank in self._servers:
             self._controller.up(rank)
@@ -91,12 +103,14 @@ class LaunchedFailover:
         ranks = self._page.ranks
         served = any(record.heartbeat.finished for record in ranks[self._spec.plan.workers :])
         for rank, probe in list(self._workers.items()):
-            silent_s, is_member = probe.silent_s(ranks[rank].heartbeat.count), self._is_member(rank)
-            if rank in self._relay.left:
+            silent_s, standing = probe.silent_s(ranks[rank].heartbeat.count), self._standing(rank)
+            if standing == MemberStanding.LEFT:
+                self._lose_worker(rank, "")
+            elif rank in self._relay.left:
                 del self._workers[rank]
-            elif is_member is False:
+            elif standing == MemberStanding.LOST:
                 self._lose_worker(rank, "the other workers do not reach it")
-            elif is_member:
+            elif standing == MemberStanding.MEMBER:
                 continue
             elif rank in self._relay.severed:
                 self._lose_worker(rank, "its connection to rank 0 has ended")
@@ -162,6 +176,9 @@ class LaunchedFailover:
         record, host = self._page.ranks[rank], self._spec.plan.role(rank).host
         self._relay.follow_next(rank)
         self._lost.add(rank)
+        if not cause:
+            events.write(Notice(LAUNCHER, events.now(), f"rank {rank} on {host} has left, as it was asked to"))
+            return
         events.write(Lost(LAUNCHER, events.now(), rank, record.restarts - 1, cause, replaced=False, host=host))
 
     def _events(self) -> closing[EventWriter]:

@@ -39,18 +39,30 @@ class HeartbeatRelay:
                         ├─► store: a key a rank ─┤            four times a second
         rank 1   page ──┘                        └─► page
 
-    After a suspicion, and when a backup can be promoted, it does so at once. On the rank that decides which processes
-    are lost, `decide` is called after each exchange, and these follow each other faster.
+    Marks of the ranks that it does not `follow` are not taken. Where this rank `serves` a store instead of rank 0, it
+    sets there what the others ask for first. After a suspicion, and when a backup can be promoted, it exchanges at
+    once. On the rank that decides which processes are lost, `decide` is called after each exchange, and these follow
+    each other faster.
 
     Attributes:
         told_s: when it last sent and received, on the monotonic clock.
         broken: why it has ended early; "" while it has not.
         store: for `decide`, which is called in the relay's thread.
+        leads: whether this rank's marks carry what is decided about others.
         left: ranks that have left in order.
         severed: ranks whose connection to the store has ended, in order or not.
     """
 
-    def __init__(self, store: _Store, prefix: str, page: ControlPage, rank: int, incarnation: int = 0) -> None:
+    def __init__(
+        self,
+        store: _Store,
+        prefix: str,
+        page: ControlPage,
+        rank: int,
+        incarnation: int = 0,
+        follow: Callable[[int], bool] = lambda _: True,
+        serves: bool = False,
+    ) -> None:
         self.told_s = monotonic()
         self.broken = ""
         self.store = store
@@ -60,10 +72,18 @@ class HeartbeatRelay:
         self._own = [self._key(what, rank, incarnation) for what in ("ended", "marks")]
         self._page = page
         self._rank = rank
+        self._follow_rank = follow
+        self.leads = (rank, incarnation) == (0, 0)
         self._decide: Callable[[], None] | None = None
+        self._decides_often = False
         self._urgent = (0, 0)
         self._over = threading.Event()
         try:
+            if serves:
+                # Else set by the others, and by rank 0.
+                self.leads = True
+                for other, record in enumerate(page.ranks):
+                    self._begin_rank(other, record.restarts)
             self.store.set(self._own[0], b"")
             self.store.leave(self._own[0], b"1")
             # The first one waits until all ranks have started.
@@ -74,9 +94,9 @@ class HeartbeatRelay:
         self._thread = threading.Thread(target=self._follow, name="headrace-relay", daemon=True)
         self._thread.start()
 
-    def decide_by(self, decide: Callable[[], None]) -> None:
-        """Makes this the rank that decides."""
-        self._decide = decide
+    def decide_by(self, decide: Callable[[], None], often: bool = True) -> None:
+        """Makes this the rank that decides; `often` where no other thread notices losses, which costs some time."""
+        self._decide, self._decides_often, self.leads = decide, often, True
 
     def close(self) -> None:
         """Sends this rank's marks a last time."""
@@ -96,11 +116,11 @@ class HeartbeatRelay:
             while not self._over.wait(_TICK_S):
                 record = self._page.ranks[self._rank]
                 urgent = record.suspicion.count, record.heartbeat.promotable_epoch
-                if self._decide or urgent != self._urgent or monotonic() - self.told_s > _EVERY_S:
+                if self._decides_often or urgent != self._urgent or monotonic() - self.told_s > _EVERY_S:
                     self._urgent = urgent
                     self._exchange()
-                if self._decide:
-                    self._decide()
+                    if self._decide:
+                        self._decide()
             self._exchange()
             if self._rank == 0:
                 self._linger()
@@ -122,13 +142,17 @@ class HeartbeatRelay:
     def _exchange(self) -> None:
         self._page.ranks[self._rank].heartbeat.count += 1
         self.store.set(self._own[1], self._pack(self._rank, self._over.is_set()))
+        if self.leads and self._rank:
+            # There a process that comes back looks for what is decided.
+            self.store.set(self._key("marks", 0, 0), self._pack(0, left=False) + self._decisions())
         restarts = [record.restarts for record in self._page.ranks]
         keys = [self._key(what, rank, now) for what in ("ended", "marks") for rank, now in enumerate(restarts)]
         # At once: what a process whose connection has ended told last is then there.
         told = self.store.multi_get(keys)
         for rank, marks in enumerate(told[len(restarts) :]):
             # Not those of a process that rank 0, whose marks are the first, says is lost.
-            if rank != self._rank and restarts[rank] == self._page.ranks[rank].restarts:
+            is_now = restarts[rank] == self._page.ranks[rank].restarts
+            if rank != self._rank and is_now and self._follow_rank(rank):
                 self._apply(rank, marks)
         self.severed = {rank for rank, ended in enumerate(told[: len(restarts)]) if ended}
         self.told_s = monotonic()
@@ -137,10 +161,14 @@ class HeartbeatRelay:
         """Lets all follow the next process of a rank, on the rank that decides; nothing that this one tells counts."""
         record = self._page.ranks[rank]
         record.heartbeat.pid = 0
-        for what, value in (("ended", b""), ("marks", self._pack(rank, left=False))):
-            self.store.set(self._key(what, rank, record.restarts + 1), value)
+        self.left.discard(rank)
+        self._begin_rank(rank, record.restarts + 1)
         # Last, because the others then ask for the next one's marks.
         record.restarts += 1
+
+    def _begin_rank(self, rank: int, incarnation: int) -> None:
+        for what, value in (("ended", b""), ("marks", self._pack(rank, left=False))):
+            self.store.set(self._key(what, rank, incarnation), value)
 
     def _key(self, what: str, rank: int, incarnation: int) -> str:
         return f"{self._prefix}/{what}/{rank}/{incarnation}"
@@ -156,9 +184,10 @@ class HeartbeatRelay:
             *(saved.nbytes, saved.error, heartbeat.loss, saved_step, bytes(saved.digest)),
             *(record.address.read().encode(), record.suspicion.rank, record.suspicion.count),
         )
-        if rank == 0:
-            marks += b"".join(_DECIDED.pack(each.restarts, *each.server_view.read()) for each in self._page.ranks)
-        return marks
+        return marks + self._decisions() if self.leads and rank == self._rank else marks
+
+    def _decisions(self) -> bytes:
+        return b"".join(_DECIDED.pack(each.restarts, *each.server_view.read()) for each in self._page.ranks)
 
     def _apply(self, rank: int, marks: bytes) -> None:
         page, record = self._page, self._page.ranks[rank]
@@ -166,7 +195,7 @@ class HeartbeatRelay:
         left, abort, stop, counter, *numbers, loss, saved_step, digest, address, suspect, count = _MARKS.unpack_from(
             marks
         )
-        if rank == 0:
+        if len(marks) > _MARKS.size:
             self._follow_decisions(marks)
         # Each only where it is set: this process may set it at the same time.
         if abort and not page.abort:
@@ -188,6 +217,7 @@ class HeartbeatRelay:
 
     def _follow_decisions(self, marks: bytes) -> None:
         for record, (restarts, *view) in zip(self._page.ranks, _DECIDED.iter_unpack(marks[_MARKS.size :]), strict=True):
-            record.restarts = restarts
+            # They only grow, and one that has led before may tell older ones.
+            record.restarts = max(record.restarts, restarts)
             if view[0] > record.server_view.epoch:
                 record.server_view.publish(*view)

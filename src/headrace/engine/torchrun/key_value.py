@@ -28,7 +28,7 @@ from headrace.errors import WorkerFailed
 from headrace.transport.frames import PART_BYTES
 from headrace.transport.zeromq import ConnectionEvents, Keys, connect, make_socket, waits
 
-SET, GET, ADD, LEAVE, MEET, LOSE, END = b"s", b"g", b"a", b"e", b"m", b"l", b"r"
+SET, GET, ADD, LEAVE, MEET, LOSE, END, COPY = b"s", b"g", b"a", b"e", b"m", b"l", b"r", b"c"
 _HEAD = struct.Struct("<cI")
 NUMBER = struct.Struct("<q")
 _NUMBERS = 1 << 32
@@ -96,7 +96,7 @@ class StoreClient:
     """
 
     def __init__(self, address: str, secret: bytes, timeout_s: float, connect_s: float | None = None) -> None:
-        self._address, self._secret, self._timeout_s = address, secret, timeout_s
+        self.address, self._secret, self._timeout_s = address, secret, timeout_s
         self._lock = threading.Lock()
         self._number = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -155,7 +155,7 @@ class StoreClient:
 
     def clone(self) -> StoreClient:
         """Returns another connection, for another thread."""
-        return StoreClient(self._address, self._secret, self._timeout_s)
+        return StoreClient(self.address, self._secret, self._timeout_s)
 
     def close(self) -> None:
         """Ends the connection."""
@@ -171,7 +171,7 @@ class StoreClient:
         for watched in (self._socket, self._events.socket):
             self._poll.register(watched, zmq.POLLIN)
         try:
-            connect(self._socket, self._address)
+            connect(self._socket, self.address)
             # Answered at once.
             self._ask(GET, [], give_up)
         except BaseException as error:
@@ -180,7 +180,7 @@ class StoreClient:
                 return False
             self._context.term()
             if isinstance(error, ConnectionResetError):
-                _show(self._address)
+                _show(self.address)
                 raise NotOfThisRun(str(error)) from error
             raise
         return True
@@ -209,16 +209,22 @@ class StoreClient:
                 self._check_end()
                 left = give_up - monotonic()
                 if left <= 0:
-                    raise TimeoutError(f"the store at {self._address} has not answered for {self._timeout_s:g} s")
+                    raise TimeoutError(f"the store at {self.address} has not answered for {self._timeout_s:g} s")
                 self._poll.poll(int(min(left, _SLICE_S) * 1000) + 1)
                 check()
 
     def _check_end(self) -> None:
         for event, _ in self._events.read():
             if event in _REFUSED:
-                raise ConnectionRefusedError(f"no process listens at {self._address}")
+                raise ConnectionRefusedError(f"no process listens at {self.address}")
             if event in _ENDS:
-                raise ConnectionResetError(f"the store at {self._address} is lost: {_ENDS[event]}")
+                raise ConnectionResetError(f"the store at {self.address} is lost: {_ENDS[event]}")
+
+
+def copy_of(store: StoreClient) -> dict[bytes, bytes]:
+    """Returns all keys of a store, with their values."""
+    told = store._ask(COPY, [])
+    return dict(zip(told[::2], told[1::2], strict=True))
 
 
 def _show(address: str) -> None:

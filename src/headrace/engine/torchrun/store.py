@@ -19,6 +19,7 @@ from time import monotonic
 
 from headrace.engine.schedulers.environment import adopt, secret_remedy
 from headrace.engine.torchrun.address import START_TIMEOUT, is_here, master, start_timeout_s, state_of
+from headrace.engine.torchrun.elastic_workers.leader_file import STORE
 from headrace.engine.torchrun.key_value import NotOfThisRun, StoreClient
 from headrace.engine.torchrun.secret import HOW_TO_MAKE, ask, given_secret, hand_out
 from headrace.engine.torchrun.store_server import StoreServer
@@ -144,7 +145,7 @@ def of_first(make: Callable[[], str]) -> str:
     Raises:
         WorkerFailed: rank 0 could not make it; on rank 0 its own error is raised.
     """
-    if int(os.environ["RANK"]) > 0:
+    if int(os.environ["RANK"]) > 0 or comes_back():
         made, host, code = json.loads(gather("")[0])
         if code:
             raise first_failed(host, code)
@@ -218,6 +219,8 @@ def _store() -> tuple[StoreClient, bytes, bool]:
 
 def _connect(within_s: float) -> tuple[StoreClient, bytes, bool]:
     rank, world, given = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), given_secret()
+    if STORE in os.environ:
+        return _of_leader(os.environ[STORE], rank, given, within_s)
     address = ""
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
@@ -247,6 +250,18 @@ def _connect(within_s: float) -> tuple[StoreClient, bytes, bool]:
         raise RunFailed(
             f"rank {rank} on {host_name()} cannot reach rank 0 at {place} (MASTER_ADDR:MASTER_PORT): {why}"
         ) from error
+
+
+def _of_leader(address: str, rank: int, secret: bytes | None, within_s: float) -> tuple[StoreClient, bytes, bool]:
+    """Joins the store of a run that goes on without its rank 0."""
+    if secret is None:
+        raise UsageError(f"{STORE}={address} names a run that goes on, and there is no secret; give the run's")
+    try:
+        store = StoreClient(address, secret, within_s, _LISTENS_S)
+    except (ConnectionError, TimeoutError) as error:
+        raise RunFailed(f"rank {rank} on {host_name()} cannot reach the run at {STORE}={address}: {error}") from error
+    store.add(_began(rank), 1)
+    return store, secret, True
 
 
 def _on_one_host(rank: int, world: int, place: str) -> tuple[str, bytes]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import zmq
 
 from headrace.engine.torchrun.key_value import (
     ADD,
+    COPY,
     END,
     GET,
     LEAVE,
@@ -36,13 +38,19 @@ class StoreServer:
 
     `tell` is called once for each address from which a process has connected that has not authenticated itself; with
     "" for those whose connection ended before its address was read.
-    Raises UsageError if it cannot listen there.
+    It begins with `values`, of another store. Raises UsageError if it cannot listen there.
     """
 
-    def __init__(self, address: str, secret: bytes, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        tell: Callable[[str], None],
+        values: Mapping[bytes, bytes] = MappingProxyType({}),
+    ) -> None:
         self._tell = tell
         self._strangers: set[str] = set()
-        self._values: dict[bytes, bytes] = {}
+        self._values = dict(values)
         self._waiting: list[tuple[bytes, int, list[bytes]]] = []
         self._left: dict[Connection, tuple[bytes, bytes]] = {}
         self._meetings: Meetings[tuple[bytes, int]] = Meetings()
@@ -115,6 +123,7 @@ class StoreServer:
             key, name, value, *members = fields
             self._end_meetings(self._meetings.arrive((client, number), key, name, value, members))
             return
+        told: list[bytes] = []
         if operation == GET:
             self._waiting.append((client, number, fields))
         elif operation == SET:
@@ -130,6 +139,9 @@ class StoreServer:
             key, added = fields
             total = NUMBER.unpack(self._values.get(key, bytes(NUMBER.size)))[0] + NUMBER.unpack(added)[0]
             self._values[key] = NUMBER.pack(total)
+            told = [self._values[key]]
+        elif operation == COPY:
+            told = [each for pair in self._values.items() for each in pair]
         elif operation == END:
             reason, leads = fields
             self._reason = self._reason or reason
@@ -141,7 +153,7 @@ class StoreServer:
         else:
             raise ValueError(f"no operation: {operation!r}")
         if operation not in (GET, END):
-            self._reply(client, operation, number, [self._values[key]] if operation == ADD else [])
+            self._reply(client, operation, number, told)
         self._answer()
 
     def _end_meetings(self, answers: Iterable[tuple[tuple[bytes, int], list[bytes]]]) -> None:

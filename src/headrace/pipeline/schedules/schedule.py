@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -71,6 +72,12 @@ class PipelineSchedule(ABC):
     def held(self, stage: int) -> int:
         """Returns the most micro-batches of which a stage keeps something at a time, until its last backward pass."""
         return in_flight((each for each in self.actions(self.rank_of(stage)) if each.stage == stage), weights=True)
+
+
+@lru_cache(maxsize=64)
+def held_by_stage(schedule: PipelineSchedule) -> tuple[int, ...]:
+    """Returns of how many micro-batches each stage keeps something at most; a plan asks for it again and again."""
+    return tuple(schedule.held(stage) for stage in range(schedule.stages()))
 
 
 @dataclass(frozen=True)

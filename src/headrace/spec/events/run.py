@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from headrace.spec.job import JobSource
 from headrace.spec.plain import from_plain, to_plain
 
 LAUNCHER = -1
@@ -67,6 +68,7 @@ class RunStarted(Event, kind="run_started"):
         resumed_step: rounds that an earlier attempt had done; later rounds of that attempt are repeated. The events of
             all attempts follow each other in the same files, on one clock.
         resumed_leases: half-open ranges of data leases beyond `resumed_step` that are not repeated.
+        job: the file that it was read from; None where a program made it.
     """
 
     strategy: str
@@ -81,6 +83,7 @@ class RunStarted(Event, kind="run_started"):
     clock_s: float = 0.0
     resumed_step: int = 0
     resumed_leases: tuple[tuple[int, int], ...] = ()
+    job: JobSource | None = None
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,24 @@ class ServerStats(Event, kind="served"):
 
 
 @dataclass(frozen=True)
+class PushesApplied(Event, kind="pushes"):
+    """By a server whose every push is a step: those that it has applied since the last such event, in order.
+
+    One entry a message; where a push comes in several, each is about some of the shards.
+
+    Attributes:
+        workers, leases: whose push, and of which data lease.
+        firsts: the first shard of each message; () where all begin with shard 0.
+        versions: that this shard had then.
+    """
+
+    workers: tuple[int, ...]
+    leases: tuple[int, ...]
+    firsts: tuple[int, ...]
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class SnapshotTaken(Event, kind="snapshot_taken"):
     """A server without a backup has written its whole state, between two updates, to the disk.
 
@@ -208,9 +229,11 @@ class ServerEnded(Event, kind="server_ended"):
         moved_bytes: payload that was pushed to it and pulled from it.
         peak_memory_bytes: largest resident size of its process.
         parameter_bytes, optimizer_bytes: bytes that it holds.
+        runtime_bytes: its resident size before it held any; 0 where it was not measured.
     """
 
     moved_bytes: int
     peak_memory_bytes: int
     parameter_bytes: int
     optimizer_bytes: int
+    runtime_bytes: int = 0

@@ -29,6 +29,8 @@ class Stepped(Event, kind="stepped"):
         weight: weight of the loss in the global batch's mean (examples, or tokens for `Mean` losses).
         wait_s, compute_s, exchange_s, update_s: parts of the step's time; `wait_s` is for data.
         lease: the data lease, where data is leased; else -1.
+        pulled: the version of the servers' parameters that the worker took over before it computed: one number for all
+            shards, or one for each where they differ; () where it went on with its own parameters.
     """
 
     step: int
@@ -41,6 +43,7 @@ class Stepped(Event, kind="stepped"):
     exchange_s: float
     update_s: float
     lease: int = -1
+    pulled: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -221,6 +224,7 @@ class WorkerEnded(Event, kind="worker_ended"):
         moved_bytes: bytes that it sent or wrote for others to read, and received, in the exchange.
         peak_memory_bytes: largest resident size of its process.
         parameter_bytes, optimizer_bytes: bytes that it holds itself (rank 0 alone counts a copy that all share).
+        runtime_bytes: its resident size before the model was made; 0 where it was not measured.
     """
 
     steps: int
@@ -228,3 +232,4 @@ class WorkerEnded(Event, kind="worker_ended"):
     peak_memory_bytes: int
     parameter_bytes: int
     optimizer_bytes: int
+    runtime_bytes: int = 0

@@ -25,8 +25,11 @@ class Loop(ABC):
         lease: number of the data lease of the current step; -1 where data is not leased.
         late: whether the current step's gradient came too late to count; its data comes again.
         reporter: the rank that reports a round which was not finite.
+        commits: whether the exchange combines something in every round, for all workers or for none.
         moved_bytes: payload that went to and from other processes, beside that of collectives.
     """
+
+    commits = False
 
     def __init__(self, reporter: int = 0) -> None:
         self.attempt: Callable[[Callable[[], None]], bool] = run

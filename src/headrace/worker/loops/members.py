@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,17 +34,30 @@ _VALUES = "values"
 """The name of what is no tensor, as JSON, in a state that is handed over."""
 
 
+@dataclass(frozen=True)
+class _Before:
+    """What a worker was after so many rounds; `counted` are its examples, and those of all processes of its rank."""
+
+    done: int
+    buffers: list[Tensor]
+    generators: tuple[Tensor, Any, Any]
+    counted: tuple[int, int]
+
+
 class MemberChanges:
     """Changes the members of a run between two rounds."""
 
     def __init__(self, session: WorkerSession, control: RunControl) -> None:
         assert isinstance(session.group, ViewGroup)
+        assert session.replica.elastic is not None
+        self._elastic = session.replica.elastic
         self._session = session
         self._control = control
         self._group = session.group
         self._views = session.group.views
         self._view = self._views.view.number
-        self._before: tuple[list[Tensor], Any] | None = None
+        self._told: tuple[Member, ...] = self._views.view.members
+        self._before: _Before | None = None
 
     @property
     def has_left(self) -> bool:
@@ -58,6 +71,7 @@ class MemberChanges:
             self._views.join()
             self._group.adopt()
             self._complete()
+            self._told = self._views.view.members
         self._keep()
 
     def survives(self, act: Callable[[], None]) -> bool:
@@ -73,25 +87,36 @@ class MemberChanges:
         if self._group.rank == 0:
             self._views.announce(done)
 
+    @property
+    def begun(self) -> bool:
+        """Whether the members have changed already, in something that they did together."""
+        return self._views.view.number != self._view
+
+    def notice(self) -> None:
+        """Raises a MemberLost if a member was lost before a barrier that this one has not come to either."""
+        self._views.now.check()
+
     def due(self, done: int) -> bool:
         """Tells whether members change after so many rounds; else keeps what the next round may change."""
-        if self._views.is_due(done) or self._views.view.number != self._view:
+        if self._views.is_due(done) or self.begun:
             return True
         self._keep()
         return False
 
     def change(self, spoilt: bool) -> bool:
-        """Goes on with other members; returns whether this one stays. A round that is `spoilt` leaves no trace."""
+        """Goes on with other members; returns whether this one stays.
+
+        If `spoilt`, the rounds that do not count leave no trace, and come again.
+        """
         if spoilt:
             self._bring_back()
-        before = self._views.view.members
         self._views.renew(admits=True)
         if self.has_left:
             return False
         self._group.adopt()
         self._complete()
         self._keep()
-        self._tell(before)
+        self._tell()
         return True
 
     def _warm_up(self) -> None:
@@ -111,7 +136,7 @@ class MemberChanges:
 
     def _go_on(self) -> None:
         group = self._group
-        self._session.replica.exchange.regroup()
+        self._elastic.regroup()
         if self._views.view.fresh:
             self._hand_over()
         group.barrier()
@@ -140,7 +165,7 @@ class MemberChanges:
             "early_stopping": control.stopper.state(),
         }
         text = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
-        pieces = {f"state/{piece.name}": piece.value for piece in session.replica.state()}
+        pieces = {f"state/{piece.name}": piece.value for piece in self._elastic.give()}
         module = session.replica.compute.module
         return {**dict(self._tensors()), **pieces, **extra_states(module, lambda _: True), _VALUES: text}
 
@@ -152,7 +177,7 @@ class MemberChanges:
                 restore(tensor, state[name])
             load_extra_states(session.replica.compute.module, state)
         pieces = [StatePiece.parse(name[6:], each) for name, each in state.items() if name.startswith("state/")]
-        session.replica.load(pieces, values["settings"])
+        self._elastic.take(pieces, values["settings"])
         control.stopper.load(values["early_stopping"])
         control.saved = values["saved"]
         session.progress.round = values["done"] - 1
@@ -166,22 +191,31 @@ class MemberChanges:
             yield f"buffer/{name}", buffer
 
     def _keep(self) -> None:
-        """Copies what a round may change before it is done: buffers, and the generators of random numbers."""
-        buffers = [buffer.detach().clone() for buffer in self._session.replica.compute.module.buffers()]
-        self._before = buffers, (torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False))
+        """Copies what rounds may change before they count: buffers, and the generators of random numbers."""
+        session = self._session
+        buffers = [buffer.detach().clone() for buffer in session.replica.compute.module.buffers()]
+        generators = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
+        counted = session.progress.examples, session.page.ranks[session.rank].heartbeat.examples
+        self._before = _Before(session.progress.done, buffers, generators, counted)
+        self._elastic.keep()
 
     def _bring_back(self) -> None:
         assert self._before is not None
-        buffers, (own, python, numpy) = self._before
+        before, session = self._before, self._session
+        own, python, numpy = before.generators
         with torch.no_grad():
-            for buffer, kept in zip(self._session.replica.compute.module.buffers(), buffers, strict=True):
+            for buffer, kept in zip(session.replica.compute.module.buffers(), before.buffers, strict=True):
                 restore(buffer, kept)
         torch.set_rng_state(own)
         random.setstate(python)
         np.random.set_state(numpy)
+        session.progress.round = before.done - 1
+        session.progress.examples, session.page.ranks[session.rank].heartbeat.examples = before.counted
+        self._elastic.bring_back()
 
-    def _tell(self, before: tuple[Member, ...]) -> None:
+    def _tell(self) -> None:
         group, events, members = self._group, self._session.events, self._views.view.members
+        before, self._told = self._told, members
         if group.rank == 0:
             changes = [f"without rank {rank}" for rank, _ in sorted(set(before) - set(members))]
             changes += [f"with a new rank {rank}" for rank, _ in sorted(set(members) - set(before))]

@@ -77,7 +77,7 @@ class RoundLoop(Loop):
                 progress.round += 1
                 control.ask(self.next_synchronization())
                 if self._changes:
-                    self._changes.ask(progress.done)
+                    self._changes.ask(self.next_synchronization())
                 self.began = perf_counter()
                 if self.attempt(lambda taken=shares: self._take(taken)):  # type: ignore[misc]
                     progress.waited_s = perf_counter() - self.began
@@ -87,7 +87,7 @@ class RoundLoop(Loop):
                     control.save_if_due()
                     if control.is_last():
                         return
-                if self._changes and (self.spoilt or self._changes.due(progress.done)):
+                if self._changes and (self.spoilt or self._members_change()):
                     shares.close()
                     if not self._change():
                         return
@@ -118,11 +118,22 @@ class RoundLoop(Loop):
     def _take(self, shares: Iterator[Share]) -> None:
         self._session.progress.share = self.count(next(shares))
 
-    def _change(self) -> bool:
-        """Goes on with other members, from a round that is spoilt or from the next; returns whether this one stays."""
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether the round just done counts, whatever happens to a worker later."""
+        return True
+
+    def _members_change(self) -> bool:
+        """Tells whether members change after the round just done; a loss between two synchronizations spoils it."""
         assert self._changes is not None
-        if self.spoilt:
-            self._session.progress.round -= 1
+        if self.is_synchronized:
+            return self._changes.due(self._session.progress.done)
+        self.spoilt = self._changes.begun
+        return self.spoilt
+
+    def _change(self) -> bool:
+        """Goes on with other members, after what counts; returns whether this one stays."""
+        assert self._changes is not None
         stays = self._changes.change(self.spoilt)
         self.spoilt = False
         return stays
@@ -142,6 +153,8 @@ class RoundLoop(Loop):
 
 class LockstepLoop(RoundLoop):
     """The loop of strategies in lock-step, and of workers that never synchronize."""
+
+    commits = True
 
     def __init__(self, session: WorkerSession, control: RunControl) -> None:
         # Workers that decide together report together; each of the others reports its own rounds.
@@ -209,6 +222,11 @@ class PeriodicLoop(RoundLoop):
     def __init__(self, session: WorkerSession, control: RunControl, sync: PeriodicSync) -> None:
         super().__init__(session, control, replica_leader(session.run.plan, session.rank))
         self._sync = sync
+        self._synchronized = session.progress.done
+
+    @property
+    def is_synchronized(self) -> bool:
+        return self._synchronized == self._session.progress.done
 
     def next_synchronization(self) -> int:
         return self._sync.coming(self._session.progress.done)
@@ -221,22 +239,35 @@ class PeriodicLoop(RoundLoop):
         self._sync.weigh(weight)
 
     def synchronize(self) -> float:
-        done = self._session.progress.done
-        if self._sync.coming(done) > done:
+        progress = self._session.progress
+        done = progress.done
+        if self._sync.coming(done) <= done:
+            took_s = self._run(self._sync.synchronize)
+        elif self._changes and done >= progress.rounds:
+            # Here, and not in `finish`, where rounds that a lost worker has done could not come again.
+            took_s = self._run(self._sync.end)
+        else:
             return 0.0
-        return self._run(self._sync.synchronize)
+        self._synchronized = done
+        return took_s
 
     def finish(self) -> None:
-        self._run(self._sync.end)
+        self._session.group.together(lambda: self._run(self._sync.end))
+
+    def _take(self, shares: Iterator[Share]) -> None:
+        if self._changes:
+            # Else a loss would show at the next synchronization alone, after rounds in vain.
+            self._changes.notice()
+        super()._take(shares)
 
     def _run(self, synchronize: Callable[[int], SyncResult | None]) -> float:
         began = perf_counter()
         done = self._session.progress.done
         result = synchronize(done)
         took_s = perf_counter() - began
-        if result is not None and self._session.rank == 0:
-            events = self._session.events
-            events.write(averaged_event(0, events.now(), done, replace(result, took_s=took_s)))
+        if result is not None and self._session.group.rank == 0:
+            rank, events = self._session.rank, self._session.events
+            events.write(averaged_event(rank, events.now(), done, replace(result, took_s=took_s)))
         return took_s
 
 

@@ -15,6 +15,9 @@ from headrace.errors import PeerLost, Replaced
 from headrace.shared_memory.barrier import FinishedRanks, MemberLost
 from headrace.shared_memory.control_page import ControlPage
 
+_DECIDED = 2
+"""Numbers of the page that come before those of a meeting."""
+
 _ON_THE_WAY_S = 5.0
 """How long an answer of the store may take that was given before a member's loop ended."""
 
@@ -27,7 +30,8 @@ def member_name(prefix: str, rank: int, incarnation: int) -> str:
 class StoreBarrier(ElasticBarrier):
     """Of the members of several hosts. The store decides who has come, so that all who live see the same.
 
-    `prefix` is the run's, `rank` this process's; the store is closed with the barrier.
+    Each meeting brings the first member's `stop_after` and `save_after` into every page. `prefix` is the
+    run's, `rank` this process's; the store is closed with the barrier.
     """
 
     one_memory = False
@@ -61,7 +65,7 @@ class StoreBarrier(ElasticBarrier):
             told = self._store.meet(
                 f"{self._prefix}/met/{meeting}/{turn}",
                 member_name(self._prefix, self._rank, self._incarnation),
-                numbers.numpy().tobytes(),
+                self._decided().numpy().tobytes() + numbers.numpy().tobytes(),
                 names,
                 check,
             )
@@ -73,7 +77,14 @@ class StoreBarrier(ElasticBarrier):
         for (rank, _), value in zip(members, told, strict=True):
             if value is None:
                 raise MemberLost(rank)
-        return [torch.frombuffer(bytearray(value), dtype=torch.float64) if value else numbers for value in told]
+        every = [torch.frombuffer(bytearray(value or b""), dtype=torch.float64) for value in told]
+        # They only grow, and the first member may be another one than before.
+        latest = torch.stack([each[:_DECIDED] for each in every]).max(dim=0).values
+        self._page.stop_after, self._page.save_after = map(int, latest.tolist())
+        return [each[_DECIDED:] for each in every]
+
+    def _decided(self) -> Tensor:
+        return torch.tensor([self._page.stop_after, self._page.save_after], dtype=torch.float64)
 
     def is_gone(self, member: int, incarnation: int) -> bool:
         return self._page.ranks[member].restarts > incarnation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 
@@ -10,7 +11,10 @@ from headrace.collectives.views.hosts import HostViews
 from headrace.collectives.views.mail import MemberMail
 from headrace.collectives.views.membership import Marks, MembershipThread
 from headrace.engine.torchrun.address import own_address
+from headrace.engine.torchrun.elastic_workers.leader import StorePlace, ViewLeader
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
+from headrace.engine.torchrun.key_value import copy_of
+from headrace.engine.torchrun.secret import given_secret
 from headrace.engine.torchrun.store import launched_secret, launched_store
 from headrace.policies.views import Member, MemberView
 from headrace.shared_memory.control_page import ControlPage
@@ -26,8 +30,8 @@ def join_views(
     relay: HeartbeatRelay | None,
     encrypt: bool,
     check_run: Callable[[], None],
-) -> HostViews:
-    """Returns the views of a worker; all workers call it, and one that comes back later.
+) -> tuple[HostViews, ViewLeader]:
+    """Returns the views of a worker, and what leads them; all workers call it, and one that comes back later.
 
     Args:
         prefix: of the group's keys in the store.
@@ -40,9 +44,13 @@ def join_views(
     rank, incarnation = me
     store.set(f"{prefix}/members/{rank}/{incarnation}", mail.address)
     workers = range(spec.plan.workers)
-    # One that comes back learns the others' addresses from rank 0.
-    known = [0] if incarnation else workers
-    addresses = {(each, 0): store.get(f"{prefix}/members/{each}/0").decode() for each in known}
+    if me == (0, 0):
+        store.set(f"{prefix}/leader", json.dumps([*me, mail.address]))
+    # One that comes back learns the others' addresses from the one that leads.
+    first_rank, first_process, first_address = json.loads(store.get(f"{prefix}/leader"))
+    addresses = {(first_rank, first_process): first_address}
+    if not incarnation:
+        addresses |= {(each, 0): store.get(f"{prefix}/members/{each}/0").decode() for each in workers}
     first = None if incarnation else MemberView(0, tuple((each, 0) for each in workers))
     marks = Marks(relay.own_marks, relay.take_marks) if relay else None
     membership = MembershipThread(me, mail, addresses, first, spec.timeout_s, marks, check_run)
@@ -51,7 +59,10 @@ def join_views(
         return HostMap(tuple(hosts[each] for each in ranks), address, encrypt)
 
     view = first or MemberView(-1, (me,))
-    return HostViews(membership, page, me, view, home, spec.plan.min_workers, spec.timeout_s)
+    views = HostViews(membership, page, me, view, home, spec.plan.min_workers, spec.timeout_s)
+    # Now all have set what one that comes back asks for.
+    place = StorePlace(address, launched_secret(), _tell_stranger, copy_of(store)) if relay and given_secret() else None
+    return views, ViewLeader(spec, page, views, prefix, store.address, mail.address, relay, place)
 
 
 def _tell_stranger(peer: str) -> None:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from headrace.collectives.base import ProcessGroup
-from headrace.spec.model import ModelSpec
+from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.plan import Segment
 from headrace.training.clipping import GradientClipper, StepDecision
 from headrace.training.exchange import Reduced, ReducingExchange
 from headrace.training.gradients import FlatGradients, FlatLayout, SharedGradients
-from headrace.training.optimizer import StatePiece, build_over
+from headrace.training.optimizer import StatePiece, build_over_owned
 from headrace.training.reduction import shared_traffic
 from headrace.training.update import Updater
 
@@ -72,6 +72,14 @@ def place_parameters(module: nn.Module, layout: FlatLayout, region: Tensor) -> N
         parameter.data = view
 
 
+def cut_segment(places: FlatLayout, region: Tensor, segment: Segment, specs: Mapping[str, ParameterSpec]) -> Tensor:
+    """Returns a segment's place in a region, flat."""
+    spec = specs[segment.parameter]
+    piece = places.flat(region, segment.parameter)[segment.start : segment.stop]
+    # A whole parameter keeps its shape, for optimizers that look at it.
+    return piece.view(spec.shape) if piece.numel() == spec.elements else piece
+
+
 class CentralStorageExchange(ReducingExchange):
     """Sums and updates this rank's segments of the one copy."""
 
@@ -90,22 +98,14 @@ class CentralStorageExchange(ReducingExchange):
         specs = {parameter.name: parameter for parameter in model.parameters}
         layout = copy.gradients.layout
 
-        def cut(places: FlatLayout, region: Tensor, segment: Segment) -> Tensor:
-            spec = specs[segment.parameter]
-            piece = places.flat(region, segment.parameter)[segment.start : segment.stop]
-            # A whole parameter keeps its shape, for optimizers that look at it.
-            return piece.view(spec.shape) if piece.numel() == spec.elements else piece
-
-        pieces = [nn.Parameter(cut(copy.layout, copy.parameters, segment)) for segment in segments]
+        pieces = [nn.Parameter(cut_segment(copy.layout, copy.parameters, segment, specs)) for segment in segments]
         own, *self._others = [
-            [cut(layout, region, segment) for segment in segments]
+            [cut_segment(layout, region, segment, specs) for segment in segments]
             for region in (copy.gradients.regions[group.rank], *_without(copy.gradients.regions, group.rank))
         ]
         self._sums = own
-        by_name: dict[str, list[Tensor]] = {}
-        for segment, piece in zip(segments, pieces, strict=True):
-            by_name.setdefault(segment.parameter, []).append(piece)
-        updater = new_updater(build_over(template, by_name), list(zip(segments, pieces, strict=True)), template)
+        owned = list(zip(segments, pieces, strict=True))
+        updater = new_updater(build_over_owned(template, owned), owned, template)
         self._traffic = shared_traffic(layout.nbytes, group.world)
         indices = [layout.names.index(segment.parameter) for segment in segments]
         parameter_bytes = 0 if group.rank else copy.layout.nbytes

@@ -20,10 +20,13 @@ _SPARSE_ARGUMENT = {
 
 
 def refuse_sparse_layers(module: nn.Module) -> None:
-    """Raises JobError for embeddings whose gradients are sparse."""
+    """Raises JobError for classes of one's own, derived from embeddings, whose gradients are sparse."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
-            raise JobError(f"the layer {name!r} makes sparse gradients, which are not exchanged; use sparse=False")
+            raise JobError(
+                f"the layer {name!r} is a {type(layer).__name__} with sparse gradients, and only those of nn.Embedding "
+                "and nn.EmbeddingBag themselves travel as rows; use one of these, or sparse=False"
+            )
     for name, parameter in module.named_parameters():
         if parameter.layout is not torch.strided and parameter.requires_grad:
             raise JobError(

@@ -1,0 +1,232 @@
+"""Central storage whose workers may be lost, join and leave: what a lost one held is in memory that the others see.
+
+update 7   rank 0   │ keep slice 0 ─ optimizer ─┐             ┌─ all have passed: it counts
+           rank 1   │ keep slice 1 ─ optimizer ─┴─ barrier ─ ─┤
+                                                              └─ rank 1 is lost: rank 0 goes on with all slices, as
+                                                                 they were kept, and the round comes again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.collectives.base import ProcessGroup
+from headrace.shared_memory.barrier import MemberLost
+from headrace.spec.model import ModelSpec
+from headrace.spec.plan import Segment
+from headrace.training.central_storage.exchange import cut_segment, place_parameters
+from headrace.training.central_storage.shared_state import SharedState, StateForm
+from headrace.training.clipping import GradientClipper, LossScale
+from headrace.training.elastic import ElasticState
+from headrace.training.exchange import Reduced, ReducingExchange
+from headrace.training.gradients import GradientSink, SharedGradients
+from headrace.training.optimizer import StatePiece
+from headrace.training.reduction import shared_traffic
+from headrace.training.update import Updater
+
+Cut = Callable[[int], Sequence[Segment]]
+"""From a number of workers to the segments of each."""
+NewPiecesUpdater = Callable[[Sequence[tuple[Segment, Tensor]]], Updater]
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one worker has of the storage while the members stay the same.
+
+    Attributes:
+        summed: the gradients of this worker's segments, where their sum appears; `others` are the other workers'.
+        indices: which of the trainable parameters each segment is of.
+    """
+
+    members: tuple[int, ...]
+    state: SharedState
+    gradients: SharedGradients
+    updater: Updater
+    pieces: list[nn.Parameter]
+    summed: list[Tensor]
+    others: list[list[Tensor]]
+    indices: list[int]
+
+
+class ElasticStorageExchange(ReducingExchange):
+    """Sums and updates this worker's segments of the one copy, which `cut` gives it for the number of members.
+
+    Args:
+        form: what the job's optimizer keeps.
+        new_updater: returns what moves some segments, whose places are given.
+        scale: of the loss; None for none.
+    """
+
+    def __init__(
+        self,
+        cut: Cut,
+        model: ModelSpec,
+        group: ProcessGroup,
+        module: nn.Module,
+        form: StateForm,
+        new_updater: NewPiecesUpdater,
+        clipper: GradientClipper,
+        scale: LossScale | None,
+    ) -> None:
+        self._cut = cut
+        self._model = model
+        self._group = group
+        self._module = module
+        self._form = form
+        self._new_updater = new_updater
+        self._scale = scale
+        self._scale_before: dict[str, float] = {}
+        share = self._share = self._new_share(None)
+        used, gradients = share.gradients.used, share.summed
+        super().__init__(share.updater, clipper, used, share.pieces, gradients, 0, share.indices)
+
+    def regroup(self) -> None:
+        """Goes on with the group's present members; every member calls it."""
+        share = self._new_share(self._share)
+        self._share = share
+        self.updater, self._parameters, self._indices = share.updater, share.pieces, share.indices
+        self._attach(share.gradients.used, share.summed)
+
+    def reduce(self) -> Reduced:
+        share = self._share
+        if self._scale:
+            # What is decided next changes it.
+            self._scale_before = self._scale.settings()
+        if share.summed:
+            for gradients in share.others:
+                torch._foreach_add_(share.summed, gradients)
+        self._group.moved_bytes += shared_traffic(share.gradients.layout.nbytes, self._group.world)
+        return share.summed, share.summed
+
+    def update(self, round_: int) -> None:
+        updater = self.updater
+        try:
+            self._change(lambda: updater.apply(range(len(updater.owned)), round_))
+        except MemberLost:
+            if self._scale:
+                self._scale.load(self._scale_before)
+            raise
+        # The update counts: a round that comes again has not advanced the schedule.
+        updater.skip(round_)
+
+    def publish(self) -> None:
+        """Every change has ended with a barrier."""
+
+    def swap_weights(self, averaged: bool) -> None:
+        self._follow()
+        # No worker may still read what is changed.
+        self._group.barrier()
+        if averaged != self.updater.swapped:
+            self._change(lambda: self.updater.swap_weights(averaged))
+
+    def state(self) -> tuple[StatePiece, ...]:
+        self._follow()
+        return super().state()
+
+    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
+        self._follow()
+        every = tuple(pieces)
+        self._group.barrier()
+        self._change(lambda: self.updater.load(every, settings))
+
+    def memory(self) -> tuple[int, int]:
+        share = self._share
+        if self._group.rank:
+            return 0, 0
+        parameters = share.state.layout.nbytes
+        return 2 * parameters, share.state.nbytes - 2 * parameters
+
+    @property
+    def sink(self) -> GradientSink:
+        """Where this worker's gradients go now."""
+        return self._share.gradients.sink
+
+    def _change(self, act: Callable[[], object]) -> None:
+        """Changes this worker's segments: all workers change theirs, or on each a MemberLost is raised."""
+        state = self._share.state
+        state.begin()
+        act()
+        state.place(self.updater)
+        self._group.barrier()
+        self._group.commit()
+        state.commit(self.updater.swapped)
+
+    def _follow(self) -> None:
+        """Regroups if workers were lost since: what all do together is done again by those that are left."""
+        if self._share.members != tuple(self._group.members):
+            self.regroup()
+
+    def _new_share(self, old: _Share | None) -> _Share:
+        """Makes this worker's share among the present members; the first of them takes over the state."""
+        group, rank = self._group, self._group.rank
+        every = self._cut(group.world)
+        state = SharedState(self._model, self._form, every, group)
+        gradients = SharedGradients(self._model.trainable, group)
+        own = [segment for segment in every if segment.owner == rank]
+        if rank == 0 and old:
+            state.take(old.state)
+        elif rank == 0:
+            views = state.layout.views(state.parameters)
+            for view, parameter in zip(views, self._module.parameters(), strict=True):
+                view.copy_(parameter.data)
+        group.barrier()
+        specs = {parameter.name: parameter for parameter in self._model.parameters}
+        layout = gradients.layout
+
+        def of(region: Tensor) -> list[Tensor]:
+            return [cut_segment(layout, region, segment, specs) for segment in own]
+
+        pieces = [nn.Parameter(cut_segment(state.layout, state.parameters, segment, specs)) for segment in own]
+        updater = self._updater_over(own, pieces, state, old)
+        place_parameters(self._module, state.layout, state.parameters)
+        others = [of(region) for peer, region in enumerate(gradients.regions) if peer != rank]
+        indices = [layout.names.index(segment.parameter) for segment in own]
+        members, summed = tuple(group.members), of(gradients.regions[rank])
+        return _Share(members, state, gradients, updater, pieces, summed, others, indices)
+
+    def _updater_over(
+        self, own: Sequence[Segment], pieces: Sequence[nn.Parameter], state: SharedState, old: _Share | None
+    ) -> Updater:
+        updater = self._new_updater(list(zip(own, pieces, strict=True)))
+        if old:
+            state.swapped = old.state.swapped
+            updater.load(state.pieces(), old.updater.settings())
+            updater.swapped = state.swapped
+            state.place(updater)
+        return updater
+
+
+class StorageState(ElasticState):
+    """All workers see all of the state; an update counts for all of them or for none."""
+
+    def __init__(self, exchange: ElasticStorageExchange) -> None:
+        self._exchange = exchange
+
+    def regroup(self) -> None:
+        self._exchange.regroup()
+
+    def give(self) -> tuple[StatePiece, ...]:
+        return ()
+
+    def take(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any]) -> None:
+        self._exchange.updater.load_settings(settings)
+
+
+class StorageSink:
+    """Takes a worker's gradients to where they lie now, which changes with the members."""
+
+    def __init__(self, exchange: ElasticStorageExchange) -> None:
+        self._exchange = exchange
+
+    def store(self, gradients: Sequence[Tensor | None]) -> None:
+        """See `GradientSink`."""
+        self._exchange.sink.store(gradients)
+
+    def store_nothing(self) -> None:
+        """See `GradientSink`."""
+        self._exchange.sink.store_nothing()
