@@ -70,7 +70,7 @@ LONGEST = (
 """Files of minutes, of which none must be the last."""
 
 
-FULL_HISTORIES, HISTORIES = 1000, 300
+FULL_HISTORIES, HISTORIES = 1000, 150
 """Random histories a regime: planted faults are found within 60."""
 
 

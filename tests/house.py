@@ -7,6 +7,7 @@ every rule to the package, and to planted violations.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -63,6 +64,11 @@ class Module:
     tree: ast.Module
     lines: int
     imports: tuple[Import, ...]
+
+    @functools.cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All of the tree, which is walked once for all rules."""
+        return tuple(ast.walk(self.tree))
 
 
 Modules = Mapping[str, Module]

@@ -48,7 +48,7 @@ def size(modules: Modules) -> list[str]:
 
 
 def _asked(module: Module) -> list[ast.Attribute]:
-    return [node for node in ast.walk(module.tree) if isinstance(node, ast.Attribute) and _asks(node)]
+    return [node for node in module.nodes if isinstance(node, ast.Attribute) and _asks(node)]
 
 
 def _asks(node: ast.Attribute) -> bool:

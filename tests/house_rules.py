@@ -133,7 +133,7 @@ def budgets(modules: Modules) -> list[str]:
     for module in modules.values():
         if module.lines > FILE_LINES:
             found.append(complaint(module, module.lines, f"{module.lines} lines, at most {FILE_LINES}"))
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > FUNCTION_LINES:
@@ -172,7 +172,7 @@ def pickling(modules: Modules) -> list[str]:
         ]
         found += [
             complaint(module, node.lineno, f"{node.attr} pickles")
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.Attribute) and node.attr in PICKLING_CALLS
         ]
     return found
@@ -183,7 +183,7 @@ def finals(modules: Modules) -> list[str]:
     return [
         complaint(module, node.lineno, f"{node.name} subclasses {base.name}, which is concrete")
         for module in modules.values()
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.ClassDef)
         for home, base in _bases(modules, module, node)
         if not (home.name == module.name and module.name in OPEN_TREES) and not _is_abstract(modules, home, base)
@@ -216,7 +216,7 @@ def purity(modules: Modules) -> list[str]:
 def numbered_fields(modules: Modules) -> list[str]:
     """Fields of shared memory have names, by `ctypes.Structure`; a memoryview that is cast has numbered ones."""
     shared = [module for module in modules.values() if room(module.name) in ("shared_memory", "channels")]
-    names = [(module, node) for module in shared for node in ast.walk(module.tree) if isinstance(node, ast.Attribute)]
+    names = [(module, node) for module in shared for node in module.nodes if isinstance(node, ast.Attribute)]
     told = "a cast memoryview has numbered fields"
     return [complaint(module, node.lineno, told) for module, node in names if node.attr == "cast"]
 
@@ -226,7 +226,7 @@ def asking(modules: Modules) -> list[str]:
     return [
         complaint(module, node.lineno, "hasattr guesses; declare a Protocol")
         for module in modules.values()
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Call) and words(node.func) == ["hasattr"]
     ]
 
@@ -235,7 +235,7 @@ def hiding(modules: Modules) -> list[str]:
     """Nothing catches everything and says nothing."""
     found = []
     for module in modules.values():
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ExceptHandler):
                 silent = all(
                     isinstance(inner, ast.Pass | ast.Continue | ast.Expr) and not _calls(inner) for inner in node.body
@@ -322,7 +322,7 @@ def _mentions(module: Module, package: str, wanted: set[str]) -> list[int]:
         if item.name is None and (item.target == package or (item.local == package and item.target.startswith(package)))
     }
     lines = [item.line for item in module.imports if item.target == package and item.name in wanted]
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute) and node.attr in wanted and "".join(words(node.value)) in aliases:
             lines.append(node.lineno)
     return lines

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,17 @@ from checkpoint.states import equal, small_state
 from headrace.checkpoint import CheckpointFolder
 from headrace.errors import CorruptCheckpoint
 
-__all__ = ["MUTANTS", "STEPS", "Allowed", "at_once", "complaint", "fingerprint", "history", "killed_histories"]
+__all__ = [
+    "MUTANTS",
+    "STEPS",
+    "Allowed",
+    "at_once",
+    "complaint",
+    "different",
+    "fingerprint",
+    "history",
+    "killed_histories",
+]
 
 PATH = Path("model")
 STEPS = (10, 20, 30, 40, 35, 35, 50)
@@ -118,6 +129,11 @@ def complaint(crash: Crash) -> str:
     return ""
 
 
+def different(crashes: Iterable[Crash]) -> list[Crash]:
+    """Returns one crash of all that left the same, where the same is allowed."""
+    return list({fingerprint(crash): crash for crash in crashes}.values())
+
+
 def fingerprint(crash: Crash) -> bytes:
     """Returns what tells two crashes apart."""
     listed = sorted((folder, sorted(files.items())) for folder, files in crash.tree.items())
@@ -132,6 +148,7 @@ def _allowed(crash: Crash) -> Allowed:
     return crash.mark if isinstance(crash.mark, Allowed) else NOTHING
 
 
+@functools.cache
 def _state(number: int, rank: int) -> dict[str, Tensor]:
     return small_state(1000 * number + STEPS[number], rank)
 

@@ -10,12 +10,8 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    DataCollatorForLanguageModeling,
-    DataCollatorWithPadding,
-    PreTrainedTokenizerFast,
-)
 
 import headrace as hr
 from headrace.errors import DataError, UsageError
@@ -28,7 +24,7 @@ def tokenizer(**special: str) -> Any:
     words = {f"w{number}": number for number in range(20)} | {"<pad>": 20, "<mask>": 21}
     splitting = Tokenizer(models.WordLevel(words, unk_token="w0"))
     splitting.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=splitting, **special)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=splitting, **special)
 
 
 def batches(collator: Any, rank: int = 0, shares: tuple[int, ...] = (1,), seed: int = 0, **columns: Any) -> list[Any]:
@@ -37,7 +33,7 @@ def batches(collator: Any, rank: int = 0, shares: tuple[int, ...] = (1,), seed: 
 
 
 def test_examples_are_padded_to_the_longest_of_their_share() -> None:
-    collator = DataCollatorWithPadding(tokenizer(pad_token="<pad>"))
+    collator = transformers.DataCollatorWithPadding(tokenizer(pad_token="<pad>"))
     first, last = batches(collator)
     assert type(first) is dict
     assert first["input_ids"][:2].tolist() == [[7, 7, 7, 20, 20], [8, 20, 20, 20, 20]]
@@ -49,13 +45,15 @@ def test_examples_are_padded_to_the_longest_of_their_share() -> None:
 
 
 def test_a_share_without_examples_has_the_same_columns() -> None:
-    collator = DataCollatorForLanguageModeling(tokenizer(pad_token="<pad>"), mlm=False)
+    collator = transformers.DataCollatorForLanguageModeling(tokenizer(pad_token="<pad>"), mlm=False)
     *_, last = batches(collator, 3, (1, 1, 1, 1), input_ids=[[1, 2]] * 5)
     assert {name: len(value) for name, value in last.items()} == {"input_ids": 0, "attention_mask": 0, "labels": 0}
 
 
 def test_masks_follow_from_seed_and_epoch_alone() -> None:
-    collator = DataCollatorForLanguageModeling(tokenizer(pad_token="<pad>", mask_token="<mask>"), mlm_probability=0.5)
+    collator = transformers.DataCollatorForLanguageModeling(
+        tokenizer(pad_token="<pad>", mask_token="<mask>"), mlm_probability=0.5
+    )
     state = torch.get_rng_state()
     rows = {"input_ids": [[5] * 40] * 6}
     first, again, other = batches(collator, **rows), batches(collator, **rows), batches(collator, seed=1, **rows)
@@ -83,7 +81,9 @@ def test_steps_come_before_the_collator() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["threads", "processes"])
 def test_batches_of_any_length_come_from_threads_and_processes(parallel: str) -> None:
-    collator = DataCollatorForLanguageModeling(tokenizer(pad_token="<pad>", mask_token="<mask>"), mlm_probability=0.5)
+    collator = transformers.DataCollatorForLanguageModeling(
+        tokenizer(pad_token="<pad>", mask_token="<mask>"), mlm_probability=0.5
+    )
     pipeline = hr.data.from_hugging_face(datasets.Dataset.from_dict(TOKENS), collator=collator).map(dict)
     ahead = dataclasses.replace(pipeline, reading=dataclasses.replace(pipeline.reading, parallel=parallel, count=2))
     shares = [list(hr.data.Loader(each, 0, 2, (1,), 0).rounds(0, 8)) for each in (pipeline, ahead)]
@@ -108,7 +108,7 @@ def test_what_is_no_batch(collator: Any, said: str) -> None:
 
 def test_a_tokenizer_that_cannot_pad() -> None:
     with pytest.raises(DataError, match=r"cannot make .* does not have a padding token") as error:
-        batches(DataCollatorWithPadding(tokenizer()))
+        batches(transformers.DataCollatorWithPadding(tokenizer()))
     assert "\n" not in str(error.value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ def pairs(share: Share) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=int(os.environ["HEADRACE_HISTORIES"]) // 2)
 @given(st.data(), st.integers(1, 60), st.integers(1, 12), st.integers(1, 3), st.booleans(), st.integers(0, 99))
 def test_whatever_happens(data: st.DataObject, count: int, batch: int, epochs: int, lengths: bool, seed: int) -> None:
     alone = Loader(pipeline(count, 0, lengths), seed, batch, (1,), 0)

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,7 +42,9 @@ def every(model: ModelSpec, stages: int) -> list[tuple[tuple[str, ...], ...]]:
 
 def worst(model: ModelSpec, partition: tuple[tuple[str, ...], ...], terms: Terms) -> float:
     (whole,) = costs(model, (tuple(layer.name for layer in model.layers),), terms)
-    return max(COSTS[terms.cost](stage, whole) for stage in costs(model, partition, terms))
+    stages = costs(model, partition, terms)
+    seconds, taken = np.array([stage.seconds for stage in stages]), np.array([stage.bytes for stage in stages])
+    return float(COSTS[terms.cost](seconds, taken, whole).max())
 
 
 NUMBERS = st.integers(0, 50)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import headrace as hr
-from headrace.training.central_storage import CentralCopy
+from headrace.training.central_storage.exchange import CentralCopy
 from headrace.training.gradients import UsedParameters
 from strategies.contract_models import COUNTS, MODELS
 from strategies.contract_runs import drive

@@ -72,7 +72,7 @@ def test_it_gives_the_numbers_of_eager_mode(case: str, name: str, workers: int) 
 
 
 @pytest.mark.parametrize(
-    ("name", "workers"), [pytest.param(*one, marks=[pytest.mark.full] * (one[1] != 2)) for one in WORKERS]
+    ("name", "workers"), [pytest.param(*one, marks=[pytest.mark.full] * (one[1] != 1)) for one in WORKERS]
 )
 def test_in_processes_too_and_none_is_left(name: str, workers: int) -> None:
     case = CASES["mlp"]

@@ -36,13 +36,14 @@ from headrace.machine import prefer_large_pages
 IMPORTED = ("torch._dynamo", "headrace.engine.local.process", "headrace.engine.local.fork_server_main",
             "headrace.engine.local.engine", "headrace.cli", "headrace.api.fit", "headrace.api.comparison",
             "matplotlib.figure", "matplotlib.backends.backend_svg", "sklearn.datasets", "rich.progress",
-            "datasets", "transformers.models.gpt2.modeling_gpt2", "transformers.data.data_collator")  # fmt: skip
+            "datasets", "transformers.models.gpt2.modeling_gpt2", "transformers.data.data_collator",
+            "pytest", "hypothesis")  # fmt: skip
 AT_LOAD = ("OMP_", "MKL_", "KMP_", "GOMP_", "LD_", "GLIBC_", "TORCH_", "LC_", "LANG", "PYTHON")
 """How variables begin that count when a library, or Python, begins; those below can be honoured later."""
 LATER = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "GLIBC_TUNABLES", "OMP_NUM_THREADS",
-         "TORCH_NCCL_ASYNC_ERROR_HANDLING", "OMP_WAIT_POLICY"}  # fmt: skip
-"""torchrun gives OMP_NUM_THREADS and TORCH_NCCL_ASYNC_ERROR_HANDLING to each of its ranks; how threads wait changes no
-result."""
+         "TORCH_NCCL_ASYNC_ERROR_HANDLING", "OMP_WAIT_POLICY", "PYTHONMALLOC"}  # fmt: skip
+"""torchrun gives OMP_NUM_THREADS and TORCH_NCCL_ASYNC_ERROR_HANDLING to each of its ranks; how threads wait, and where
+Python's objects are, changes no result."""
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}
 """Variables of glibc's memory, and what `mallopt` calls them (malloc.h)."""
 _BEGUN_WITH = dict(os.environ)
@@ -56,13 +57,20 @@ _MESSAGE_BYTES, _DESCRIPTORS = 1 << 18, 250
 _HIGH = 512
 
 
-def main(folder: str) -> None:
-    """Serves until standard input ends."""
+def main(folder: str, *left_out: str) -> None:
+    """Serves until standard input ends.
+
+    Args:
+        folder: for the socket.
+        left_out: packages that are not imported.
+    """
     path = [entry for entry in sys.path if entry not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     sys.path.insert(0, str(Path(__file__).parents[1]))
     importlib.import_module("torchvision_ops").declare()
     sys.path.pop(0)
     for name in IMPORTED:
+        if name.partition(".")[0] in left_out:
+            continue
         importlib.import_module(name)
     tasks = os.listdir("/proc/self/task")
     if len(tasks) > 1:
@@ -273,4 +281,4 @@ def _exit_code(error: SystemExit) -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
