@@ -34,6 +34,9 @@ from headrace.spec.embedding import RowInit, TableSpec
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan, Role
+from headrace.strategies.central_storage import CentralStorage
+from headrace.strategies.mirrored import Mirrored
+from headrace.strategies.one_device import OneDevice
 
 TABLES = (
     TableSpec("item", 40, 2, "float64", RowInit("constant", 0.0)),
@@ -205,3 +208,13 @@ def test_a_push_for_a_row_twice_or_for_none_is_refused(ids: list[int]) -> None:
     blob = encode_push(TABLES, [(torch.tensor(ids), torch.ones(2, 2).double()), none])
     with pytest.raises(ValueError, match="a push for rows that the table 'item' has not, or twice for one row"):
         decode_push(TABLES, memoryview(blob))
+
+
+def test_tables_that_fit_into_no_worker_are_refused_with_the_numbers() -> None:
+    model = ModelSpec((ParameterSpec("weight", (2,)),), tables=(TableSpec("item", 1_000_000, 64, state_width=64),))
+    enough, less = (Cluster((Host("a", 2, memory_bytes),)) for memory_bytes in (1 << 30, 1 << 29))
+    assert OneDevice().plan(model, less).workers == 1
+    for strategy in (Mirrored(2), CentralStorage(2)):
+        assert strategy.plan(model, enough).workers == 2
+        with pytest.raises(InfeasiblePlan, match=r"1,024,000,000 bytes on a .* on 2 workers, .* 536,870,912 .*'item'"):
+            strategy.plan(model, less)

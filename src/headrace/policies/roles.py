@@ -101,6 +101,7 @@ def data_parallel_plan(
     roles = worker_roles(strategy, workers, cluster, spread)
     each, once = copies
     require_memory(strategy, (each * len(roles) + once) * model.trainable_bytes, cluster)
+    _require_table_memory(strategy, roles, model, cluster)
     return Plan(
         strategy=strategy,
         options=options,
@@ -157,6 +158,23 @@ def require_memory(strategy: str, needed_bytes: int, cluster: Cluster) -> None:
             raise InfeasiblePlan(
                 f"{strategy} needs {needed:,} bytes of host memory for parameters and gradients, and {host.name} "
                 f"has {host.memory_bytes:,} left; use fewer workers, or central_storage, which keeps one copy"
+            )
+
+
+def _require_table_memory(strategy: str, roles: Sequence[Role], model: ModelSpec, cluster: Cluster) -> None:
+    """Refuses sparse tables, of which every worker may come to hold all rows, with an `InfeasiblePlan`."""
+    if not model.tables:
+        return
+    table_bytes = sum(table.bytes for table in model.tables)
+    largest = max(model.tables, key=lambda table: table.bytes)
+    for host in cluster.hosts:
+        workers = sum(role.host == host.name for role in roles)
+        if workers * table_bytes > host.memory_bytes:
+            raise InfeasiblePlan(
+                f"{strategy} needs {workers * table_bytes:,} bytes on {host.name} for the rows of sparse tables and "
+                f"their optimizer's state on {workers} workers, and it has {host.memory_bytes:,} left; the largest "
+                f"table is {largest.name!r}, {largest.rows:,} rows of {largest.width}; use parameter_server, with "
+                "servers on several hosts, or with expected_rows where only some rows are ever changed"
             )
 
 

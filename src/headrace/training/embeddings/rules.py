@@ -37,11 +37,16 @@ class RowRule(ABC):
         """Updates distinct rows in place; `gradient` is `(slots, width)`, and `rate` the learning rate."""
 
 
+def _add(values: Tensor, slots: Tensor, change: Tensor, factor: float) -> None:
+    """Adds `factor * change` to distinct rows; faster than `index_add_`, which allows a row twice."""
+    values.index_copy_(0, slots, values.index_select(0, slots).add_(change, alpha=factor))
+
+
 class SGDRows(RowRule):
     """Stochastic gradient descent."""
 
     def update(self, table: EmbeddingTable, slots: Tensor, gradient: Tensor, group: _Group, rate: float) -> None:
-        table.values.index_add_(0, slots, gradient, alpha=-rate)
+        _add(table.values, slots, gradient, -rate)
 
 
 class AdagradRows(RowRule):
@@ -71,7 +76,7 @@ class RowwiseAdagradRows(RowRule):
         total = table.state["row_sum"]
         summed = total[slots].add_(gradient.square().mean(1, keepdim=True))
         total[slots] = summed
-        table.values.index_add_(0, slots, gradient / summed.sqrt_().add_(group["eps"]), alpha=-rate)
+        _add(table.values, slots, gradient / summed.sqrt_().add_(group["eps"]), -rate)
 
 
 class LazyAdamRows(RowRule):
