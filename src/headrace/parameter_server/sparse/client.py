@@ -45,7 +45,7 @@ class RowClient:
         wanted = {server: own for server, own in enumerate(places) if len(own)}
         rows = torch.empty(len(ids), spec.width, dtype=getattr(torch, spec.dtype))
         for server, values in self._pull(number, {each: ids[own] for each, own in wanted.items()}).items():
-            rows[wanted[server]] = values
+            rows.index_copy_(0, wanted[server], values)
         return rows
 
     def pushes(self, gradients: Sequence[Rows]) -> RowPushes:
@@ -55,7 +55,7 @@ class RowClient:
         by_server: list[list[Rows]] = [[] for _ in range(self._servers)]
         for spec, (ids, gradient) in zip(self._tables, gradients, strict=True):
             for own, place in zip(by_server, split(self._placement, spec, ids, self._servers), strict=True):
-                own.append((ids[place], gradient[place]))
+                own.append((ids.index_select(0, place), gradient.index_select(0, place)))
         pushed = [(self._versions[server], encode_push(self._tables, own)) for server, own in enumerate(by_server)]
         self.moved_bytes += sum(len(blob) for _, blob in pushed)
         return pushed

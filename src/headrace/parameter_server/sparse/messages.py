@@ -51,7 +51,7 @@ def decode_rows(spec: TableSpec, count: int, blob: memoryview | bytes) -> tuple[
 
 def encode_push(tables: Sequence[TableSpec], rows: Sequence[Rows]) -> bytes:
     """Returns the blob of gradients, one for each table; those without rows are left out."""
-    parts = []
+    parts: list[bytes | memoryview] = []
     for number, (spec, (ids, gradient)) in enumerate(zip(tables, rows, strict=True)):
         if len(ids):
             parts += [_HEAD.pack(number, len(ids)), _bytes(ids.to(_index(spec))), _bytes(gradient)]
@@ -99,5 +99,5 @@ def _tensor(blob: memoryview, at: int, count: int, dtype: torch.dtype) -> tuple[
     return torch.frombuffer(bytearray(blob[at:end]), dtype=dtype), end
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
