@@ -13,8 +13,10 @@ from headrace.cli import run
 from headrace.cli.commands.recommend import seconds_of
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.prediction.recommendation.candidates import call_text, candidates, counts
+from headrace.prediction.recommendation.offers import Goal, Offer, Pruned, search
 from headrace.prediction.recommendation.page import write_page
 from headrace.prediction.recommendation.recommend import Recommendation, knee, recommend
+from headrace.prediction.simulation.scene import Assumptions
 from headrace.prediction.simulation.simulate import simulate
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import BatchProfile, ComputeProfile, ModelSpec, ParameterSpec
@@ -57,10 +59,52 @@ def test_the_winner_is_no_slower_than_any_candidate_that_may_win() -> None:
     able = [offer for offer in best.offers if offer.candidate.as_one_device and not offer.refused]
     assert best.winner.seconds == min(offer.seconds for offer in able)
     assert [offer.seconds for offer in best.offers] == sorted(offer.seconds for offer in best.offers)
-    assert len(best.offers) + sum(number for *_, number in best.misfits) == best.tried
+    assert len(best.offers) + len(best.bounded) + sum(number for *_, number in best.misfits) == best.tried
     # What it says is what a simulation says.
     alone = simulate(model(10, layers=True), hosts(8), best.winner.candidate.strategy, global_batch_size=64)
     assert best.winner.seconds == pytest.approx(1_000_000 / alone.examples_per_s, rel=0.02)
+
+
+VARIED = Assumptions(spread=0.3, slow_share=0.2, slow_factor=3.0)
+
+
+def best_of(found: list[object]) -> dict[tuple[str, int, bool, bool], tuple[float, float]]:
+    """The least time and the least money of each family on each number of devices."""
+    best: dict[tuple[str, int, bool, bool], tuple[float, float]] = {}
+    for each in found:
+        if isinstance(each, Offer):
+            own = each.candidate
+            key = (own.family, own.devices, own.as_one_device, bool(each.refused))
+            seconds, money = best.get(key, (each.seconds, each.money))
+            best[key] = (min(seconds, each.seconds), min(money, each.money))
+    return best
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", [hosts(8), hosts(8, megabits=100), gpus(2, 4), gpus(4, 2, gigabytes_per_s=0.1)])
+@pytest.mark.parametrize("assumed", [Assumptions(), VARIED])
+def test_what_is_only_bounded_is_not_the_best_of_anything(cluster: Cluster, assumed: Assumptions) -> None:
+    known, goal = model(20, layers=True), Goal(1_000_000, 64)
+    tried = list(candidates(known, cluster, goal.global_batch_size))
+    bounded = search(tried, known, cluster, goal, assumed)
+    simulated = search(tried, known, cluster, goal, assumed, bounds=False)
+    skipped = [each for each in bounded if isinstance(each, Pruned)]
+    assert len(skipped) > len(tried) / 10
+    taken = {each.candidate.text: each.seconds for each in simulated if isinstance(each, Offer)}
+    for each in skipped:
+        assert each.least_s <= taken[each.candidate.text], each.candidate.text
+        assert taken[each.better] <= taken[each.candidate.text]
+    few, every = best_of(bounded), best_of(simulated)
+    for (family, devices, as_one_device, refused), (seconds, money) in every.items():
+        # Another one that is the same to the ranking, or better in it, is there.
+        ahead = [
+            few[key]
+            for same in {True, as_one_device}
+            for able in {False, refused}
+            if (key := (family, devices, same, able)) in few
+        ]
+        assert min(each[0] for each in ahead) <= seconds
+        assert min(each[1] for each in ahead) <= money
 
 
 def test_other_updates_win_only_where_they_are_asked_for() -> None:
@@ -178,11 +222,14 @@ def test_the_command_line(tmp_path: Path, capsys: Capture) -> None:
     assert run([*command, "--global-batch-size", "64", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["distribute"] is True
+    assert len(document["offers"]) + len(document["bounded"]) <= document["candidates"]
+    assert all(each["least_seconds"] > 0 for each in document["bounded"])
     assert document["offers"][0]["seconds"] <= document["winner"]["seconds"]
     assert run([*command, "--global-batch-size", "64", "--deadline", "2h"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("recommended  ")
     assert "\nheadrace train job.py --strategy " in out
+    assert f"{len(document['bounded'])} were bounded, not simulated" in " ".join(out.split())
     assert max(len(line) for line in out.splitlines() if not line.startswith("headrace train")) <= 80
     assert run([*command, "--set", "a=1"]) == 2
     assert "--set is for a job's file" in capsys.readouterr().err

@@ -169,7 +169,10 @@ def _sentences(found: Recommendation) -> Iterator[str]:
 
     winner = found.winner
     prediction = winner.prediction
-    yield f"{found.tried} candidates were simulated, and {len(found.offers)} fit."
+    fit = len(found.offers) + len(found.bounded)
+    yield f"Of {found.tried} candidates {fit} fit; {len(found.offers)} of these were simulated."
+    if found.bounded:
+        yield f"{len(found.bounded)} were bounded, not simulated: their bound is no better than one of their family."
     yield f"It takes {duration(winner.seconds)} for {found.goal.examples:,} examples,"
     yield f"and {duration(winner.slow_s)} where the network attains {SLOWER_NETWORK:g} of its rate."
     if not found.distribute:
@@ -229,6 +232,15 @@ def _plain(found: Recommendation, job: str) -> dict[str, Any]:
         "notes": list(found.notes),
         "examples": found.goal.examples,
         "offers": [_offer_plain(found, offer) for offer in found.offers],
+        "bounded": [
+            {
+                "strategy": each.candidate.text,
+                "devices": each.candidate.devices,
+                "least_seconds": each.least_s,
+                "better": each.better,
+            }
+            for each in found.bounded
+        ],
         "misfits": [{"family": family, "why": why, "candidates": number} for family, why, number in found.misfits],
     }
 

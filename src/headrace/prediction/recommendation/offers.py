@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from headrace.errors import HeadraceError, UsageError
+from headrace.prediction.recommendation.bounds import least_step_s
 from headrace.prediction.recommendation.candidates import Candidate
 from headrace.prediction.simulation.behaviour import behave
+from headrace.prediction.simulation.failures import reliability
 from headrace.prediction.simulation.memory import device_bytes, require_fit
 from headrace.prediction.simulation.scene import Assumptions, Scene
 from headrace.prediction.simulation.simulate import Prediction, predicted, scene_of
-from headrace.spec.cluster import Cluster
+from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec
 from headrace.strategies import Hybrid, Pipeline
 
@@ -68,26 +71,139 @@ class Misfit:
     why: str
 
 
+@dataclass(frozen=True)
+class Pruned:
+    """A candidate that fits, and was not simulated: it cannot be better than another one of its family.
+
+    Attributes:
+        least_s: that it takes to the goal at least.
+        better: the other one, of the same family on as many devices.
+    """
+
+    candidate: Candidate
+    least_s: float
+    better: str
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A candidate that fits, before it is simulated; `least_s` to the goal and `least_money` at least."""
+
+    candidate: Candidate
+    scene: Scene
+    replicas: int
+    needed: int
+    least_s: float
+    least_money: float
+
+
+def search(
+    tried: Iterable[Candidate],
+    model: ModelSpec,
+    cluster: Cluster,
+    goal: Goal,
+    assumptions: Assumptions,
+    *,
+    bounds: bool = True,
+) -> list[Offer | Misfit | Pruned]:
+    """Evaluates candidates, and returns what they bring, in their order.
+
+    Of one family on as many devices the one with the least bound is simulated first. One whose bound is no better than
+    what another one takes is not simulated: it is neither the winner nor the best of its family on so many devices.
+    Without `bounds` all are simulated.
+    """
+    memo: dict[Any, Any] = {}
+    found: dict[int, Offer | Misfit | Pruned] = {}
+    groups: dict[tuple[str, int], list[tuple[int, _Prepared]]] = {}
+    for place, candidate in enumerate(tried):
+        prepared = _prepare(candidate, model, cluster, goal, assumptions, memo)
+        if isinstance(prepared, Misfit):
+            found[place] = prepared
+        else:
+            groups.setdefault((candidate.family, candidate.devices), []).append((place, prepared))
+    for group in groups.values():
+        known: list[Offer] = []
+        for place, prepared in sorted(group, key=lambda each: each[1].least_s):
+            better = _better(prepared, known, model) if bounds else None
+            if better is not None:
+                found[place] = Pruned(prepared.candidate, prepared.least_s, better.text)
+                continue
+            offer = found[place] = _simulate(prepared, model, goal)
+            if isinstance(offer, Offer):
+                known.append(offer)
+    return [found[place] for place in sorted(found)]
+
+
+def _better(prepared: _Prepared, known: Sequence[Offer], model: ModelSpec) -> Offer | None:
+    """Returns an offer that is at least as good in all that the ranking looks at; None if there is none."""
+    refused: str | None = None
+    for offer in known:
+        if offer.seconds > prepared.least_s or offer.money > prepared.least_money:
+            continue
+        if prepared.candidate.as_one_device and not offer.candidate.as_one_device:
+            continue
+        if offer.refused:
+            # It is behind all that headrace can run.
+            refused = _refused(prepared.candidate, model, prepared.scene) if refused is None else refused
+            if not refused:
+                continue
+        return offer
+    return None
+
+
 def evaluate(
     candidate: Candidate, model: ModelSpec, cluster: Cluster, goal: Goal, assumptions: Assumptions
 ) -> Offer | Misfit:
     """Simulates a candidate."""
+    prepared = _prepare(candidate, model, cluster, goal, assumptions, {})
+    return prepared if isinstance(prepared, Misfit) else _simulate(prepared, model, goal)
+
+
+def _prepare(
+    candidate: Candidate,
+    model: ModelSpec,
+    cluster: Cluster,
+    goal: Goal,
+    assumptions: Assumptions,
+    memo: dict[Any, Any],
+) -> _Prepared | Misfit:
     staged = isinstance(candidate.strategy, Pipeline | Hybrid)
     # A staleness bound lets some workers be ahead: it takes some rounds until they wait.
     steps = _STAGED_STEPS if staged else max(4, min(12, _ACTIONS // candidate.devices))
     try:
         scene, replicas = scene_of(
-            model, cluster, candidate.strategy, goal.global_batch_size, replace(assumptions, steps=steps)
+            model, cluster, candidate.strategy, goal.global_batch_size, replace(assumptions, steps=steps), memo
         )
         scene, needed = _accumulating(candidate, replace(scene, drawn=False))
-        prediction = predicted(candidate.strategy, scene, behave(candidate.strategy, scene), replicas, needed)
+        step_s = least_step_s(candidate.strategy, scene)
     except UsageError as error:
         return Misfit(candidate, str(error))
+    hosts = _used(scene)
+    failing = reliability(hosts, assumptions.checkpoint_s, assumptions.restart_s)
+    seconds = goal.examples / scene.examples * step_s / (failing.useful if failing else 1.0)
+    return _Prepared(candidate, scene, replicas, needed, seconds, _money(hosts, seconds))
+
+
+def _simulate(prepared: _Prepared, model: ModelSpec, goal: Goal) -> Offer | Misfit:
+    candidate, scene = prepared.candidate, prepared.scene
+    try:
+        timeline = behave(candidate.strategy, scene)
+    except UsageError as error:
+        return Misfit(candidate, str(error))
+    prediction = predicted(candidate.strategy, scene, timeline, prepared.replicas, prepared.needed)
     seconds = goal.examples / prediction.useful_examples_per_s
-    used = {host.name: host for host in (*scene.hosts, *scene.servers)}
-    money = seconds / 3600 * sum(host.price_per_hour for host in used.values())
+    hosts = _used(scene)
     refused = _refused(candidate, model, scene)
-    return Offer(candidate, scene.accumulate, prediction, seconds, money, len(used), refused, seconds)
+    money = _money(hosts, seconds)
+    return Offer(candidate, scene.accumulate, prediction, seconds, money, len(hosts), refused, seconds)
+
+
+def _used(scene: Scene) -> list[Host]:
+    return list({host.name: host for host in (*scene.hosts, *scene.servers)}.values())
+
+
+def _money(hosts: Sequence[Host], seconds: float) -> float:
+    return seconds / 3600 * sum(host.price_per_hour for host in hosts)
 
 
 def with_band(offer: Offer, model: ModelSpec, cluster: Cluster, goal: Goal, assumptions: Assumptions) -> Offer:

@@ -86,4 +86,6 @@ def _table(found: Recommendation) -> str:
         rows.append(table_row(html_text(offer.text), cells))
     rest = len(found.offers) - len(rows)
     more = f'<p class="quiet">and {rest} more</p>' if rest > 0 else ""
+    if found.bounded:
+        more += f'<p class="quiet">{len(found.bounded)} bounded, not simulated</p>'
     return f"<section>\n<h2>Candidates</h2>\n{scrolled_table(heads, rows, 'strategy')}{more}\n</section>"

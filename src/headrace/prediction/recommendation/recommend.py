@@ -11,7 +11,7 @@ from headrace.errors import InfeasiblePlan, UsageError
 from headrace.prediction.cloud import cluster_of
 from headrace.prediction.profiling.origin import require_usable
 from headrace.prediction.recommendation.candidates import candidates
-from headrace.prediction.recommendation.offers import Goal, Misfit, Offer, evaluate, main_reasons, with_band
+from headrace.prediction.recommendation.offers import Goal, Misfit, Offer, Pruned, main_reasons, search, with_band
 from headrace.prediction.simulation.scene import Assumptions
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -29,12 +29,14 @@ class Recommendation:
     """What to take.
 
     Attributes:
-        offers: everything that fits, the best first; those that headrace cannot run behind the others.
+        offers: what fits and was simulated, the best first; what headrace cannot run is behind the others.
         best: of each family, in the order of rank.
         misfits: family, reason and number of candidates that do not fit.
         knee: devices from which on more bring less than half of what they would at best, in the winner's family.
         alone: one device, if the model fits there.
         tried: number of candidates.
+        bounded: those that fit, and that were not simulated: even their bound is no better than another one of their
+            family on as many devices.
         by_money: whether the cheapest is ranked first, else the quickest.
         deadline_s: within which the goal is to be reached; None for none.
         notes: what was not tried, and why.
@@ -51,6 +53,7 @@ class Recommendation:
     by_money: bool = False
     deadline_s: float | None = None
     notes: tuple[str, ...] = ()
+    bounded: tuple[Pruned, ...] = ()
 
     @property
     def speed_up(self) -> float | None:
@@ -99,7 +102,7 @@ def recommend(
     assumptions: Assumptions | None = None,
     force: bool = False,
 ) -> Recommendation:
-    """Simulates every strategy that fits, and ranks them. No process is started.
+    """Simulates every strategy that fits and may win, and ranks them. No process is started.
 
     Args:
         model: a profile, or a file of one, or one that a person has written.
@@ -124,9 +127,7 @@ def recommend(
     goal = _goal(model, global_batch_size, examples)
     priced = _priced(cluster, by_money, deadline_s)
     by_money = by_money or (deadline_s is not None and priced)
-    results = [
-        evaluate(each, model, cluster, goal, assumed) for each in candidates(model, cluster, goal.global_batch_size)
-    ]
+    results = search(candidates(model, cluster, goal.global_batch_size), model, cluster, goal, assumed)
     misfits = [each for each in results if isinstance(each, Misfit)]
     ranked = _ranked([each for each in results if isinstance(each, Offer)], by_money, deadline_s)
     winner = _winner(ranked, misfits, any_updates)
@@ -146,6 +147,7 @@ def recommend(
         by_money=by_money,
         deadline_s=deadline_s,
         notes=(*differ, *(() if model.layers else (_NO_LAYERS,))),
+        bounded=tuple(each for each in results if isinstance(each, Pruned)),
     )
 
 

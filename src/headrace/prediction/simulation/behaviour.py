@@ -184,11 +184,12 @@ def _(strategy: Hybrid, scene: Scene) -> Timeline:
 
 def pipeline_stages(strategy: Pipeline, scene: Scene, replicas: int) -> tuple[tuple[StageCost, ...], PipelineTerms]:
     """Returns what the stages of a pipeline need."""
-    terms = _pipeline_terms(strategy, scene, replicas)
+    terms = pipeline_terms(strategy, scene, replicas)
     return stages_of(scene, terms, replicas)[1], terms
 
 
-def _pipeline_terms(strategy: Pipeline, scene: Scene, replicas: int) -> PipelineTerms:
+def pipeline_terms(strategy: Pipeline, scene: Scene, replicas: int) -> PipelineTerms:
+    """Returns how each of so many replicas makes micro-batches of its share."""
     schedule = strategy.schedule_of(scene.workers // replicas)
     require_enough(scene.examples, replicas, schedule.micro_batches)
     count = schedule.micro_batches
@@ -197,7 +198,7 @@ def _pipeline_terms(strategy: Pipeline, scene: Scene, replicas: int) -> Pipeline
 
 
 def _pipelined(strategy: Pipeline, scene: Scene, replicas: int, every: int = 1) -> Timeline:
-    terms = _pipeline_terms(strategy, scene, replicas)
+    terms = pipeline_terms(strategy, scene, replicas)
     stages, needed, note = stages_of(scene, terms, replicas)
     timeline = staged(scene, terms, replicas, stages, needed, every)
     return replace(timeline, notes=(*timeline.notes, note) if note else timeline.notes)

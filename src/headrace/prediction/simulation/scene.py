@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,6 +100,7 @@ class Scene:
         examples: of a global batch.
         accumulate: micro-batches that a worker makes of its share, one after the other, so that their activations fit.
         drawn: whether the passes of a pipeline's first steps are kept, to draw them.
+        memo: what was computed before for the same model and cluster; scenes of one search have one.
     """
 
     model: ModelSpec
@@ -109,6 +111,7 @@ class Scene:
     assumptions: Assumptions
     accumulate: int = 1
     drawn: bool = True
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def workers(self) -> int:
@@ -146,14 +149,16 @@ class Scene:
             UsageError: neither a profile nor the device's FLOP/s say.
         """
         # Of what else a host has a step does not depend, and there are thousands of them.
-        key = (host.speed, host.cores, host.device_flops, self.crowds.get(host.name), examples)
-        if key not in self._known:
-            self._known[key] = self._step(host, examples)
-        return self._known[key]
+        key = self.step_key(host, examples)
+        if key not in self.memo:
+            self.memo[key] = self._step(host, examples)
+        known: DeviceStep = self.memo[key]
+        return known
 
-    @cached_property
-    def _known(self) -> dict[tuple[float | None, ...], DeviceStep]:
-        return {}
+    def step_key(self, host: Host, examples: int) -> tuple[object, ...]:
+        """Returns what a step depends on, of one model and one cluster."""
+        crowd = self.crowds.get(host.name)
+        return ("step", host.speed, host.cores, host.device_flops, crowd, examples, self.accumulate)
 
     def _step(self, host: Host, examples: int) -> DeviceStep:
         if examples == 0:

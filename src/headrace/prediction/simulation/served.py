@@ -21,7 +21,7 @@ import numpy as np
 from headrace.parameter_server.core.events import ApplyStep, Pull, Push, Refuse, Reply
 from headrace.parameter_server.core.leases import Ask, Commit, Grant, LeaseTable, Return
 from headrace.parameter_server.core.shard import Shard
-from headrace.policies.staleness import Admission, Combination
+from headrace.policies.staleness import Admission, Bounded, Combination, EveryPush
 from headrace.prediction.simulation.scene import DeviceStep, Scene, Seconds
 from headrace.prediction.simulation.timeline import Timeline
 
@@ -162,6 +162,35 @@ class ServedRun:
             for way, more in zip(ways, extra, strict=True)
         ]
         self._moved = count * (pushed + pulled)
+
+    def least_s(self) -> float:
+        """Returns a time before which the simulation cannot end.
+
+        That is the time of the steps and their own messages alone, and that of each line's messages alone.
+        """
+        terms, workers = self._terms, len(self._lease)
+        leases = self._leases_each * (workers - terms.spare)
+        in_s, out_s = np.array(self._holds).T
+        there_s, back_s = np.array(self._delay_s).T
+        own = np.array(self._compute_s) + np.array(self._update_s)[:, None]
+        quickest = float(own.min())
+        if not terms.overlap:
+            own += (in_s + there_s + self._add_s + out_s + back_s)[:, None]
+        lock_step = isinstance(terms.policies[0], Bounded) and terms.policies[0].bound == 0
+        if terms.fixed:
+            steps_s = float(own.max(axis=0).sum() if lock_step else own.sum(axis=1).max())
+        else:
+            # Whichever worker is free gets the next lease; the quickest of all could have done them all.
+            steps_s = leases * float(own.min()) / workers
+        # With overlap no worker waits for its last message.
+        carried = leases - workers * terms.overlap
+        updates = leases if isinstance(terms.policies[1], EveryPush) else 0
+        core_s = carried * self._add_s + max(0, updates - workers * terms.overlap) * self._step_s
+        lines_s = [carried * float(in_s.min()), core_s, carried * float(out_s.min())]
+        if lock_step and terms.fixed:
+            # No worker begins a round before the server has all of the one before.
+            lines_s.append(self._leases_each * (workers * float(in_s.min()) + float(out_s.min()) + quickest))
+        return max(steps_s, *lines_s)
 
     def run(self) -> Timeline:
         """Simulates all leases."""

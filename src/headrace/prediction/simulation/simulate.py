@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -152,9 +153,17 @@ def counted(strategy: Strategy, cluster: Cluster) -> Strategy:
 
 
 def scene_of(
-    model: ModelSpec, cluster: Cluster, strategy: Strategy, examples: int | None, assumptions: Assumptions
+    model: ModelSpec,
+    cluster: Cluster,
+    strategy: Strategy,
+    examples: int | None,
+    assumptions: Assumptions,
+    memo: dict[Any, Any] | None = None,
 ) -> tuple[Scene, int]:
-    """Returns the scene of a strategy with a number of workers, and how many replicas there are."""
+    """Returns the scene of a strategy with a number of workers, and how many replicas there are.
+
+    `memo` is that of other scenes of the same model and cluster.
+    """
     counts = strategy.processes()
     among = replace(cluster, hosts=cluster.hosts[:1]) if counts.one_host and cluster.ranks is None else cluster
     hosts, servers = place(among, counts.workers, counts.servers)
@@ -172,7 +181,8 @@ def scene_of(
             f"a global batch of {examples} examples leaves some of {replicas} replicas without one; give a "
             f"global_batch_size of at least {replicas}"
         )
-    return Scene(model, cluster, hosts, servers, examples, assumptions), replicas
+    known = {} if memo is None else memo
+    return Scene(model, cluster, hosts, servers, examples, assumptions, memo=known), replicas
 
 
 def predicted(strategy: Strategy, scene: Scene, timeline: Timeline, replicas: int, needed: int) -> Prediction:

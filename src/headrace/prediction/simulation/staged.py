@@ -19,6 +19,7 @@ from headrace.prediction.simulation.network import Way
 from headrace.prediction.simulation.scene import Scene
 from headrace.prediction.simulation.sweep import StageTimes, Swept, busy_seconds, program, sweep
 from headrace.prediction.simulation.timeline import Passes, Timeline, of_rounds
+from headrace.spec.cluster import Host
 from headrace.spec.model import LayerSpec, ModelSpec
 from headrace.spec.plan import StageCost
 
@@ -47,19 +48,33 @@ def stages_of(scene: Scene, terms: PipelineTerms, replicas: int) -> tuple[list[S
     schedule = terms.schedule
     micro = max(1, scene.examples // replicas // schedule.micro_batches)
     ranks = [scene.hosts[rank] for rank in range(schedule.ranks)]
-    step = scene.step(ranks[0], micro)
+    placed = [ranks[rank] for rank in schedule.placement()]
+    ways = tuple(scene.network.between(one, other) for one, other in pairwise(placed))
+    rates = scene.cluster.bandwidths([(one.name, other.name) for one, other in pairwise(placed)])
+    partition = terms.partition if isinstance(terms.partition, str) else tuple(map(str, terms.partition))
+    of_terms = (schedule, terms.recompute, partition, terms.cost, terms.limit_bytes)
+    key = (*of_terms, ways, rates, scene.assumptions.input_gradient_share, scene.step_key(ranks[0], micro))
+    if key not in scene.memo:
+        scene.memo[key] = _stages(scene, terms, ranks[0], micro, ways, rates)
+    known: tuple[list[StageTimes], tuple[StageCost, ...], str] = scene.memo[key]
+    return known
+
+
+def _stages(
+    scene: Scene, terms: PipelineTerms, host: Host, micro: int, ways: Sequence[Way], rates: Sequence[float]
+) -> tuple[list[StageTimes], tuple[StageCost, ...], str]:
+    schedule, step = terms.schedule, scene.step(host, micro)
     layers, note = step.layers, ""
     if not layers:
         layers = _equal_layers(scene.model, schedule.stages(), step.forward_s, step.backward_s, scene, micro)
         note = "the model's layers are not known: its stages are taken to be equal, and to send nothing"
     model = replace(scene.model, layers=layers, parameters=scene.model.parameters if step.layers else ())
-    hosts = [ranks[rank].name for rank in schedule.placement()]
     partition_terms = Terms(
         terms.cost,
         held=held_by_stage(schedule),
         limit_bytes=terms.limit_bytes,
         again=terms.recompute,
-        link_bytes_per_s=(np.inf, *scene.cluster.bandwidths(list(pairwise(hosts)))),
+        link_bytes_per_s=(np.inf, *rates),
     )
     if isinstance(terms.partition, str):
         partition = split(model, schedule.stages(), partition_terms)
@@ -72,11 +87,7 @@ def stages_of(scene: Scene, terms: PipelineTerms, replicas: int) -> tuple[list[S
         forward = sum(layer.forward_s for layer in own)
         backward = sum(layer.backward_s for layer in own)
         after = stage + 1 < len(partition)
-        way = (
-            scene.network.between(ranks[schedule.rank_of(stage)], ranks[schedule.rank_of(stage + 1)])
-            if after
-            else Way()
-        )
+        way = ways[stage] if after else Way()
         shares = scene.assumptions.input_gradient_share
         times.append(
             StageTimes(
@@ -115,8 +126,8 @@ def staged(
     factors = scene.variation(rounds, replicas * ranks).reshape(rounds, replicas, ranks)
     steps = [scene.step(scene.hosts[rank], max(1, scene.examples // replicas)) for rank in range(ranks)]
     update_s = [step.optimizer_s / ranks + step.fixed_s for step in steps]
-    sizes = _gradient_bytes(scene.model, schedule, needed)
-    ways = [_between_replicas(scene, rank, ranks, replicas) for rank in range(ranks)]
+    sizes = gradient_bytes(scene.model, schedule, needed)
+    ways = [between_replicas(scene, rank, ranks, replicas) for rank in range(ranks)]
     free = np.zeros((ranks, replicas))
     shape = (rounds, replicas, ranks)
     ended, compute, exchange = np.zeros(shape), np.zeros(shape), np.zeros(shape)
@@ -148,7 +159,7 @@ def staged(
     return replace(timeline, passes=tuple(passes), moved_bytes=moved + crossed)
 
 
-def _gradient_bytes(model: ModelSpec, schedule: PipelineSchedule, needed: Sequence[StageCost]) -> list[float]:
+def gradient_bytes(model: ModelSpec, schedule: PipelineSchedule, needed: Sequence[StageCost]) -> list[float]:
     """Returns the bytes of the gradients of each rank: in proportion to its parameters, or equal ones."""
     own = [0.0] * schedule.ranks
     for stage, cost in enumerate(needed):
@@ -157,7 +168,7 @@ def _gradient_bytes(model: ModelSpec, schedule: PipelineSchedule, needed: Sequen
     return [model.trainable_bytes * (size / whole if whole else 1 / schedule.ranks) for size in own]
 
 
-def _between_replicas(scene: Scene, rank: int, ranks: int, replicas: int) -> Way:
+def between_replicas(scene: Scene, rank: int, ranks: int, replicas: int) -> Way:
     """Returns the all-reduce of one rank's gradients over all replicas."""
     hosts = [scene.hosts[replica * ranks + rank] for replica in range(replicas)]
     first = [host.name for host in scene.hosts[:ranks]]
