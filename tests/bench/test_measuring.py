@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-import torchvision_ops
-from headrace.bench import networks, settings, storage
+from headrace.bench import library, networks, settings, storage
 from headrace.bench.figures import Figure, Gap, MachineFigures
 from headrace.bench.measuring import measure
 from headrace.bench.settings import QUICK, Setting, disturbance, repeat
@@ -145,13 +144,15 @@ def test_a_torchvision_that_is_not_there_or_does_not_load_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchvision.models", None)
-    assert "pip install 'headrace[bench]'" in tiny(tmp_path, "networks").gaps[0].why
+    monkeypatch.setattr(library.torch, "__version__", "2.13.0+cpu")
+    why = "needs torchvision: pip install --no-deps 'torchvision==0.28.*' pillow"
+    assert tiny(tmp_path, "networks").gaps[0].why == why
 
     def broken(name: str) -> None:
         raise RuntimeError("operator torchvision::nms does not exist")
 
-    monkeypatch.setattr(networks.importlib, "import_module", broken)
-    assert "does not load beside this torch: operator" in tiny(tmp_path, "networks").gaps[0].why
+    monkeypatch.setattr(library.importlib, "import_module", broken)
+    assert "does not load beside torch 2.13.0+cpu: operator" in tiny(tmp_path, "networks").gaps[0].why
 
 
 def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +163,7 @@ def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_networks_are_torchvision_s() -> None:
-    torchvision_ops.declare()
+    library.declare_operators()
     pytest.importorskip("torchvision", exc_type=ImportError, reason="torchvision is not installed")
     from torchvision import models
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.bench.figures import Figure, Gap, figure, missing
+from headrace.bench.library import Unusable, import_models
 from headrace.bench.settings import (
     GPU,
     NO_GPU,
@@ -53,21 +53,15 @@ NETWORKS: Mapping[str, Callable[[Any], nn.Module]] = {
 }
 """torchvision's, by name; those that compute least come first."""
 
-_NO_TORCHVISION = "needs torchvision: pip install 'headrace[bench]'"
-
 
 def networks(effort: Effort, ends: float) -> Iterator[Figure | Gap]:
     """Measures both; after `ends`, by the monotonic clock, no other number is begun."""
     settings = _settings(effort)
     columns = [each.name for each in settings]
     try:
-        models = importlib.import_module("torchvision.models")
-    except ImportError:
-        yield from (gap for part in ("inference", "training") for gap in missing(part, columns, _NO_TORCHVISION))
-        return
-    except (RuntimeError, OSError) as error:
-        why = f"torchvision does not load beside this torch: {error}; install a build for {torch.__version__}"
-        yield from (gap for part in ("inference", "training") for gap in missing(part, columns, why))
+        models = import_models()
+    except Unusable as error:
+        yield from (gap for part in ("inference", "training") for gap in missing(part, columns, str(error)))
         return
     for name, make in list(NETWORKS.items())[: effort.networks]:
         for setting in settings:
