@@ -146,7 +146,9 @@ def test_a_torchvision_that_is_not_there_or_does_not_load_is_said(
     monkeypatch.setitem(sys.modules, "torchvision.models", None)
     monkeypatch.setattr(library.torch, "__version__", "2.13.0+cpu")
     why = "needs torchvision: pip install --no-deps 'torchvision==0.28.*' pillow"
-    assert tiny(tmp_path, "networks").gaps[0].why == why
+    with monkeypatch.context() as absent:
+        absent.setattr(library.importlib.util, "find_spec", lambda name: None)
+        assert tiny(tmp_path, "networks").gaps[0].why == why
 
     def broken(name: str) -> None:
         raise RuntimeError("operator torchvision::nms does not exist")
