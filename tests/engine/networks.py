@@ -80,3 +80,19 @@ def cut_link(host: int) -> None:
     """Takes the link of a host down, from a process on any host."""
     network = os.environ["NETWORK_NAMESPACE"].rpartition("/")[2].rpartition("-")[0]
     subprocess.run(["ip", "-n", f"{network}-{host}", "link", "set", "eth0", "down"], check=True)
+
+
+def part(host: int, other: int) -> None:
+    """Loses every packet between two hosts, silently, from a process on any host."""
+    network = os.environ["NETWORK_NAMESPACE"].rpartition("/")[2].rpartition("-")[0]
+    for source, target in ((host, other), (other, host)):
+        # The address of no network card.
+        way = f"neigh replace 10.97.0.{target + 1} lladdr 02:00:00:00:00:ff dev eth0 nud permanent"
+        subprocess.run(["ip", "-n", f"{network}-{source}", *way.split()], check=True)
+
+
+def join_again(network: str, host: int, other: int) -> None:
+    """Lets packets between two hosts through again."""
+    for source, target in ((host, other), (other, host)):
+        way = f"neigh del 10.97.0.{target + 1} dev eth0"
+        subprocess.run(["ip", "-n", f"{network}-{source}", *way.split()], check=True)

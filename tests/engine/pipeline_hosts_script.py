@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 
 import headrace as hr
-from engine.networks import go_there
+from engine.networks import go_there, part
 from engine.ranks import errors_said, say
 from headrace.spec.events import WorkerEnded
 from strategies.hosts_models import BEGUN, CASES, MICRO_BATCH, job, sent_bytes, watched
@@ -44,6 +44,7 @@ DEEDS: dict[str, Callable[[], None]] = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "leave": leave,
+    "part": lambda: part(1, 2),
 }
 
 

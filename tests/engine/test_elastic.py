@@ -21,7 +21,7 @@ from headrace.engine.local.engine import LocalEngine
 from headrace.engine.local.scaling import ask_for_workers
 from headrace.errors import PeerLost, UsageError
 from headrace.parameter_server.server.server import Server
-from headrace.spec.events import Evaluated, Event, Lost, ServerStarted, Stepped, WorkerEnded, WorkerStarted
+from headrace.spec.events import BackupReady, Evaluated, Event, Lost, ServerStarted, Stepped, WorkerEnded, WorkerStarted
 from headrace.spec.plan import Plan
 from headrace.strategies.context import ServerContext
 
@@ -103,12 +103,16 @@ class Hand:
 
     Args:
         deeds: by step: rank and signal.
-        after: steps count from when this rank has started.
+        after: steps count from when this rank has started,
+        backups: and so many backups can follow their servers.
         done: the file to make after the last deed.
     """
 
-    def __init__(self, deeds: dict[int, tuple[int, int]], after: int = 0, done: Path | None = None) -> None:
+    def __init__(
+        self, deeds: dict[int, tuple[int, int]], after: int = 0, done: Path | None = None, backups: int = 0
+    ) -> None:
         self._after = after
+        self._backups = backups
         self._done = done
         self.lost: list[Lost] = []
         self._deeds = dict(deeds)
@@ -120,7 +124,9 @@ class Hand:
             self.pids[event.rank] = event.pid
         elif isinstance(event, Lost):
             self.lost.append(event)
-        elif isinstance(event, Stepped) and self._after in self.pids:
+        elif isinstance(event, BackupReady):
+            self._backups -= 1
+        elif isinstance(event, Stepped) and self._after in self.pids and self._backups <= 0:
             self._steps += 1
             # Another rank may step before the one that is meant has started; then its turn is a step later.
             due = [step for step, (rank, _) in self._deeds.items() if step <= self._steps and rank in self.pids]
@@ -177,7 +183,7 @@ def test_a_killed_server_with_a_backup_is_followed_by_it(
 ) -> None:
     strategy, done = make(backups=1), tmp_path / "done"
     servers = getattr(strategy, "servers")  # noqa: B009  (of both kinds)
-    hand = Hand({60: (3, signal.SIGKILL)}, after=3 + servers, done=done)
+    hand = Hand({30: (3, signal.SIGKILL)}, done=done, backups=servers)
     job = counting_job(25, model=functools.partial(Counter, done))
     check_counts(hr.fit(job, strategy, engine=engine, on_event=hand), 25)
     assert [lost.lost for lost in hand.lost] == [3]
@@ -185,10 +191,11 @@ def test_a_killed_server_with_a_backup_is_followed_by_it(
 
 
 @pytest.mark.parametrize("victim", [0, 2, 3], ids=["worker", "server", "backup"])
-def test_who_is_frozen_is_ended_and_replaced(engine: LocalEngine, victim: int) -> None:
-    hand = Hand({60: (victim, signal.SIGSTOP)}, after=3)
-    strategy = hr.ParameterServer(2, backups=1)
-    check_counts(hr.fit(counting_job(40), strategy, engine=engine, on_event=hand, timeout_s=3.0), 40)
+def test_who_is_frozen_is_ended_and_replaced(engine: LocalEngine, victim: int, tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    hand = Hand({60: (victim, signal.SIGSTOP)}, done=done, backups=1)
+    strategy, job = hr.ParameterServer(2, backups=1), counting_job(40, model=functools.partial(Counter, done))
+    check_counts(hr.fit(job, strategy, engine=engine, on_event=hand, timeout_s=3.0), 40)
     assert [lost.lost for lost in hand.lost] == [victim]
     assert "no sign of life" in hand.lost[0].cause
 

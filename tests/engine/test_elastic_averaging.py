@@ -32,7 +32,7 @@ def test_killed_workers_are_replaced_and_no_example_is_lost_or_doubled(
 
 
 def test_a_killed_server_with_a_backup_is_followed_by_it(engine: LocalEngine, tmp_path: Path) -> None:
-    hand = Hand({60: (3, signal.SIGKILL)}, after=4, done=tmp_path / "done")
+    hand = Hand({30: (3, signal.SIGKILL)}, backups=1, done=tmp_path / "done")
     job = counting_job(EPOCHS, model=partial(Counter, tmp_path / "done"))
     check_counts(hr.fit(job, Counted(3, wait=0.2, backups=1), engine=engine, on_event=hand), EPOCHS)
     assert [lost.lost for lost in hand.lost] == [3]

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 import headrace as hr
-from engine.networks import MASTER, Start, at, network, starts
+from engine.networks import MASTER, Start, at, join_again, network, starts
 from engine.ranks import TESTS, Ended, launcher, run_ranks
 from engine.victims import NOTICED_S
 from headrace.engine.local.fork_server import ForkServer
@@ -27,8 +27,8 @@ SCRIPT = TESTS / "engine" / "pipeline_hosts_script.py"
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[str]:
-    """Two of them; the name of their network."""
-    with network(2) as name:
+    """Three of them; the name of their network."""
+    with network(3) as name:
         yield name
 
 
@@ -150,6 +150,24 @@ def test_a_stage_that_is_lost_is_named(start: Start, deed: str, victim: int, cod
         assert said["message"].startswith(f"rank {victim} (stage {victim} of 3) on host-{victim % 2} was lost: ")
         assert said["at"] - ended.one(victim, "deed")["at"] < NOTICED_S
     assert any(reason in said["message"] for said in heard), heard
+
+
+@pytest.mark.parametrize("strategy", ["pipeline(micro_batches=2)", "mirrored"])
+def test_two_hosts_that_do_not_reach_each_other_are_named(hosts: str, start: Start, strategy: str) -> None:
+    try:
+        # Rank 0 sees both of them, and the others' signs of life come by it.
+        ended = start("part", "0", strategy, on=(0, 1, 2))
+    finally:
+        join_again(hosts, 1, 2)
+    assert ended.codes[0] == 4, ended.logs
+    heard = [ended.one(rank, "error") for rank in (1, 2)]
+    for said in heard:
+        assert said["at"] - ended.one(0, "deed")["at"] < NOTICED_S + 5
+    # The first that notices it may have told the other.
+    named = [said["message"] for said in heard if said["error"] == "PeersApart"]
+    assert named, heard
+    assert all("rank 1" in message and "rank 2" in message for message in named)
+    assert all("live and do not reach each other" in message for message in named)
 
 
 def test_a_stage_that_leaves_early_is_named(start: Start) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import headrace as hr
-from engine.test_elastic import BATCH, EXAMPLES, Counter, check_counts, counting_job, every_strategy
+from engine.test_elastic import BATCH, EXAMPLES, HURRIED, Counter, check_counts, counting_job, every_strategy
 from headrace.checkpoint.storage import Storage
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import PeerLost
@@ -41,23 +41,28 @@ def lasting_job() -> hr.Job:
 
 
 class Killer:
-    """Kills a rank when each server has taken some snapshots of what workers have trained since the last checkpoint."""
+    """Kills a rank when each server has taken some snapshots of what workers have trained since the last checkpoint.
+
+    Not before steps are slow: then the next checkpoint, which makes these snapshots useless, is seconds away, however
+    late this process hears of them.
+    """
 
     def __init__(self, victim: int, servers: Sequence[int], snapshots: int = 4) -> None:
         self._victim = victim
         self._wanted = dict.fromkeys(servers, snapshots)
         self._left = dict(self._wanted)
         self._pids: dict[int, int] = {}
-        self._steps = 0
+        self._is_slow = False
         self.done = False
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, ServerStarted | WorkerStarted):
             self._pids[event.rank] = event.pid
-        self._steps += isinstance(event, Stepped)
+        if isinstance(event, Stepped):
+            self._is_slow |= event.step > (HURRIED + 1) * EXAMPLES // BATCH
         if isinstance(event, Saved):
             self._left = dict(self._wanted)
-        if isinstance(event, SnapshotTaken) and self._steps >= 6:
+        if isinstance(event, SnapshotTaken) and self._is_slow:
             self._left[event.rank] -= 1
             if max(self._left.values()) <= 0 and not self.done:
                 self.done = True

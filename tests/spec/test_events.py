@@ -48,6 +48,7 @@ EVENTS = {
     "notice": st.builds(event.Notice, *STAMP, st.text()),
     "failed": st.builds(event.Failed, *STAMP, COUNT, WORD, st.text()),
     "worker_ended": st.builds(event.WorkerEnded, *STAMP, COUNT, COUNT, COUNT, COUNT, COUNT),
+    "backup_ready": st.builds(event.BackupReady, *STAMP, COUNT),
     "server_started": st.builds(event.ServerStarted, *STAMP, WORD, COUNT, COUNT, COUNT),
     "served": st.builds(
         event.ServerStats,

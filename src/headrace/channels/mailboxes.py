@@ -13,6 +13,7 @@ from headrace.channels.mailbox import Inbox, Outbox, Receiver, Sender, head_byte
 from headrace.channels.remote_mailbox import RemoteReceiver, RemoteSender
 from headrace.collectives.base import HostMap, ProcessGroup, gather_texts
 from headrace.shared_memory.segment import SharedSegment
+from headrace.transport.one_way import Limits
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ class Mailboxes:
                 own_addresses[index] = [os.getpid(), heads[index].descriptor]
             elif not near[index] and route.target == own:
                 check = _check(group, route.source)
-                receiver = RemoteReceiver(self._context, route.slots, check, home.address, home.encrypt)
+                limits = Limits(route.slots, kernel_silent_s=home.silent_s)
+                receiver = RemoteReceiver(self._context, limits, check, home.address, home.encrypt)
                 self.inboxes[index] = remote[index] = receiver
                 own_addresses[index] = [receiver.address, receiver.key.decode()]
         addresses = [json.loads(text) for text in gather_texts(group, json.dumps(own_addresses))]
@@ -96,7 +98,8 @@ class Mailboxes:
             if route.source == own and not near[index]:
                 where, key = addresses[route.target][str(index)]
                 check = _check(group, route.target)
-                sender = RemoteSender(self._context, route.slots, check, where, key.encode())
+                limits = Limits(route.slots, kernel_silent_s=home.silent_s)
+                sender = RemoteSender(self._context, limits, check, where, key.encode())
                 self.outboxes[index] = remote[index] = sender
             elif route.source == own:
                 self.outboxes[index] = Sender(heads[index].tensor(), _check(group, route.target))

@@ -26,10 +26,10 @@ class RemoteSender(Outbox):
     """The end that sends."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], slots: int, check: Check, address: str, key: bytes
+        self, context: zmq.Context[zmq.Socket[bytes]], limits: Limits, check: Check, address: str, key: bytes
     ) -> None:
         self.moved_bytes = 0
-        self._end = PushEnd(context, Limits(slots), check, address, key)
+        self._end = PushEnd(context, limits, check, address, key)
 
     def meet(self) -> None:
         """Waits until the connection is established."""
@@ -53,10 +53,10 @@ class RemoteReceiver(Inbox):
     """The end that receives, at `address`, from the one that knows `key`."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], slots: int, check: Check, host: str, encrypt: bool
+        self, context: zmq.Context[zmq.Socket[bytes]], limits: Limits, check: Check, host: str, encrypt: bool
     ) -> None:
         self.moved_bytes = 0
-        self._end = PullEnd(context, Limits(slots), check, host, encrypt)
+        self._end = PullEnd(context, limits, check, host, encrypt)
         self.address, self.key = self._end.address, self._end.key
 
     def meet(self) -> None:

@@ -20,12 +20,14 @@ _Result = TypeVar("_Result")
 class HostMap:
     """The host of each rank of a group, by name, and the address at which the others reach this rank's host.
 
-    `encrypt` is whether this rank's connections from other hosts are encrypted.
+    `encrypt` is whether this rank's connections from other hosts are encrypted. Where another host's kernel has not
+    answered for `silent_s`, a connection to it has ended; 0 for as long as that system waits.
     """
 
     hosts: tuple[str, ...]
     address: str
     encrypt: bool = True
+    silent_s: float = 0.0
 
 
 class Collective(ABC):

@@ -26,6 +26,8 @@ Check = Callable[[Callable[[], bool], str], None]
 
 SLICE_MS = 50
 _MEET_S = 30.0
+_PROBES = 3
+"""A silent connection is probed in the last two thirds of the time after which it ends."""
 _HELLO = b""
 _TOKEN = b"token "
 """How a key begins that does not encrypt, and that only the one who sends may know."""
@@ -51,11 +53,14 @@ class Limits:
         silent_ms: without a sign of life for so long the connection ends; 0 where only the engine watches whether the
             other process lives: one that a debugger stops is not gone.
         part_bytes: length of a part of a message.
+        kernel_silent_s: where the other end's kernel has not answered for so long, in whole seconds and at least 3, the
+            connection ends, also if its process is stopped and its messages are not read; 0 for the system's hours.
     """
 
     slots: int
     silent_ms: int = 0
     part_bytes: int = PART_BYTES
+    kernel_silent_s: float = 0.0
 
 
 class _End(ABC):
@@ -77,6 +82,11 @@ class _End(ABC):
         self.socket.sndhwm = self.socket.rcvhwm = limits.slots
         self.socket.heartbeat_ivl, self.socket.heartbeat_timeout = limits.silent_ms // 3, limits.silent_ms
         self.socket.maxmsgsize = limits.part_bytes + _ADDED_BYTES
+        if limits.kernel_silent_s:
+            # TCP's own, because signs of life of ZeroMQ are not read while as many messages wait as may.
+            third = max(1, round(limits.kernel_silent_s / _PROBES))
+            self.socket.tcp_keepalive, self.socket.tcp_keepalive_cnt = 1, _PROBES - 1
+            self.socket.tcp_keepalive_idle = self.socket.tcp_keepalive_intvl = third
         self.events = ConnectionEvents(self.socket, events)
         self._check = check
         self._poll = zmq.Poller()

@@ -24,7 +24,7 @@ from headrace.engine.local.fork_server import ForkServer, describe_end
 from headrace.engine.local.scaling import ListedWorker, ScaleRequests
 from headrace.errors import PeerLost, UsageError, WorkerFailed
 from headrace.machine import is_full
-from headrace.spec.events import LAUNCHER, Failed, Lost, Notice, decode
+from headrace.spec.events import LAUNCHER, BackupReady, Failed, Lost, Notice, decode
 from headrace.spec.plan import outlives_workers
 from headrace.worker.run_spec import RunSpec, events_path, log_path
 
@@ -125,6 +125,7 @@ class Monitor:
         self._progress(RunProgress.read(self._page))
         for rank in self._failover.look():
             self._replaceable[rank].in_vain = 0
+            self._events.write(BackupReady(LAUNCHER, self._events.now(), rank))
         for rank in self._running:
             self._check_frozen(rank)
         self._scale_requests.look(self._change_workers, self._states)

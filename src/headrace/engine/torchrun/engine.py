@@ -292,9 +292,10 @@ class LaunchedGroup:
         if self.incarnation:
             # The others' connections are to its predecessor, and it needs none; but they have gathered their addresses.
             gather("")
-            home = HostMap((self.hosts[self.rank],), address, self._encrypt)
+            home = HostMap((self.hosts[self.rank],), address, self._encrypt, self._timeout_s)
             return MultiHostGroup(watch, 0, home, lambda text: [text], [self.rank])
-        return MultiHostGroup(watch, self.rank, HostMap(tuple(self.hosts), address, self._encrypt), gather)
+        home = HostMap(tuple(self.hosts), address, self._encrypt, self._timeout_s)
+        return MultiHostGroup(watch, self.rank, home, gather)
 
     def _check(self) -> None:
         """Checks the other ranks' heartbeats, because no monitor watches them."""

@@ -13,7 +13,7 @@ from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.errors import PeerLost
 from headrace.parameter_server.replication.failover import FailoverController, replaceable_ranks
 from headrace.shared_memory.control_page import ControlPage
-from headrace.spec.events import LAUNCHER, Lost, Notice
+from headrace.spec.events import LAUNCHER, BackupReady, Lost, Notice
 from headrace.spec.plan import Plan, outlives_workers
 from headrace.worker.events import EventWriter
 from headrace.worker.run_spec import RunSpec
@@ -122,7 +122,10 @@ class LaunchedFailover:
 
     def _look_at_servers(self) -> None:
         page = self._page
-        self._controller.look()
+        if ready := self._controller.look():
+            with self._events() as events:
+                for backup in ready:
+                    events.write(BackupReady(LAUNCHER, events.now(), backup))
         suspects = self._take_suspects()
         for rank, probe in list(self._servers.items()):
             silent_s = probe.silent_s(page.ranks[rank].heartbeat.count)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from headrace.spec.events.run import (
     LAUNCHER,
+    BackupReady,
     Event,
     Failed,
     Lost,
@@ -41,6 +42,7 @@ from headrace.spec.events.worker import (
 
 __all__ = [
     "LAUNCHER",
+    "BackupReady",
     "Evaluated",
     "Event",
     "Failed",

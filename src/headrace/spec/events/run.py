@@ -131,6 +131,13 @@ class Lost(Event, kind="lost"):
 
 
 @dataclass(frozen=True)
+class BackupReady(Event, kind="backup_ready"):
+    """By the launcher: the backup with rank `backup` holds all that its server does, and can follow it."""
+
+    backup: int
+
+
+@dataclass(frozen=True)
 class RunEnded(Event, kind="run_ended"):
     """The last event, by the launcher; the status is "ok", "failed" or "interrupted"."""
 

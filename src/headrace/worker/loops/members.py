@@ -219,5 +219,6 @@ class MemberChanges:
         if group.rank == 0:
             changes = [f"without rank {rank}" for rank, _ in sorted(set(before) - set(members))]
             changes += [f"with a new rank {rank}" for rank, _ in sorted(set(members) - set(before))]
-            text = f"round {self._session.progress.done} begins with {group.world} workers: {', '.join(changes)}"
+            there = f"{group.world} worker{'s' * (group.world > 1)}"
+            text = f"round {self._session.progress.done} begins with {there}: {', '.join(changes)}"
             events.write(Notice(self._session.rank, events.now(), text))

@@ -56,7 +56,7 @@ def join_views(
     membership = MembershipThread(me, mail, addresses, first, spec.timeout_s, marks, check_run)
 
     def home(ranks: Sequence[int]) -> HostMap:
-        return HostMap(tuple(hosts[each] for each in ranks), address, encrypt)
+        return HostMap(tuple(hosts[each] for each in ranks), address, encrypt, spec.timeout_s)
 
     view = first or MemberView(-1, (me,))
     views = HostViews(membership, page, me, view, home, spec.plan.min_workers, spec.timeout_s)
