@@ -119,6 +119,27 @@ def test_rank_0_is_killed_and_comes_back_to_the_rank_that_leads_instead(start: S
     assert ["leads from now on, because rank 0 was lost" in log for log in ended.logs] == [False, True, False]
 
 
+@pytest.mark.parametrize(
+    ("deed", "strategy", "on"),
+    [
+        ("leaders", "mirrored", (0, 1, 2, 2)),
+        pytest.param("leaders", "averaging", (0, 1, 2, 2), marks=pytest.mark.full),
+        pytest.param("both", "mirrored", (0, 1, 2, 2), marks=pytest.mark.full),
+        ("both", "central_storage", (0, 0, 0, 0)),
+        pytest.param("both", "mirrored", (0, 0, 0, 0), marks=pytest.mark.full),
+    ],
+)
+def test_the_second_one_that_leads_is_killed_too(start: Start, deed: str, strategy: str, on: tuple[int, ...]) -> None:
+    ended = start("counts", deed, "0", "1", strategy, on=on)
+    assert [ended.codes[rank] for rank in (0, 1)] == [-9, -9], ended.logs
+    check_counts(ended, (2, 3))
+    said = "\n".join(line for rank in (2, 3) for line in ended.one(rank, "said")["said"])
+    # Of four workers three are a majority, and then two of three.
+    assert "begins with 2 workers: without rank 1" in said
+    if deed == "leaders":
+        assert [f"rank {rank} on host-{on[rank]} leads from now on" in said for rank in (1, 2)] == [True, True]
+
+
 def test_a_worker_leaves_between_two_rounds_when_it_is_asked_to(start: Start) -> None:
     ended = start("counts", "ask", "0", "1", on=(0, 1, 2))
     check_counts(ended, (0, 1))

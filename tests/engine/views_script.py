@@ -7,6 +7,7 @@ parameters count how often each example was used, "bits" for one in which every 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 
 import headrace as hr
+from engine.conftest import until
 from engine.elastic_loops import ROUND, job, plant
 from engine.networks import cut_link, go_there
 from engine.ranks import errors_said, say, total
@@ -45,6 +47,8 @@ DEEDS: dict[str, Callable[[hr.Worker], object]] = {
     "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     # Between two rounds.
     "leave": lambda _: os._exit(0),
+    "leaders": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "both": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "return": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "succeed": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
@@ -77,11 +81,21 @@ def come_back() -> None:
         say(ended=os.waitstatus_to_exitcode(status))
 
 
+def end_second_leader() -> None:
+    """Ends the one that leads instead of rank 0: at once, or when it serves the store that others would look for."""
+    file = Path("run/leader.json")
+    assert DEED == "both" or until(lambda: file.exists() and json.loads(file.read_text())["rank"] == 1, 20)
+    say(struck=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def train(worker: hr.Worker) -> None:
     for batch in worker.batches():
         if worker.rank == VICTIM and worker.round == ROUND and not worker._session.is_replacement:
             say(struck=True)
             DEEDS.get(DEED, DEEDS["none"])(worker)
+        if DEED in ("leaders", "both") and worker.rank == 1 and worker.round == ROUND + 2:
+            end_second_leader()
         if DEED in GOES_BACK and worker.round > ROUND and worker.world < 3:
             # So that one that comes back finds the others at work.
             time.sleep(0.2)
