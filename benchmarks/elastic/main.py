@@ -135,14 +135,16 @@ def storms(every_s: float, seconds: float) -> Figures:
     return {**stormy, "calm_examples_per_live_worker_s": calm["examples_per_live_worker_s"], "ratio": ratio}
 
 
-def overhead(rounds: int, seconds: float) -> Figures:
+def overhead(rounds: int, seconds: float, make: Callable[..., hr.Strategy] = hr.Mirrored) -> Figures:
     """Returns the rate of elastic workers without any fault, over that of plain ones."""
     ratios = []
     with LocalEngine() as engine:
-        for _ in range(rounds):
-            plain = throughput("cnn", hr.Mirrored(2), 2, seconds, engine)
-            elastic = throughput("cnn", hr.Mirrored(2, min_workers=1), 2, seconds, engine)
-            ratios.append(elastic / plain)
+        for number in range(rounds):
+            rates = {}
+            # Each is the first in every other round.
+            for least in (None, 1) if number % 2 else (1, None):
+                rates[least] = throughput("cnn", make(2, min_workers=least), 2, seconds, engine)
+            ratios.append(rates[1] / rates[None])
     return {"rounds": rounds, "ratio_median": statistics.median(ratios), "ratio_least": min(ratios)}
 
 
@@ -214,6 +216,8 @@ def main() -> None:
     measurements: dict[str, Callable[[], Figures]] = {
         "kills": lambda: kills(given.kills),
         "overhead": lambda: overhead(given.rounds, given.seconds),
+        "overhead-storage": lambda: overhead(given.rounds, given.seconds, hr.CentralStorage),
+        "overhead-averaging": lambda: overhead(given.rounds, given.seconds, partial(hr.LocalSGD, period=8)),
         "hosts": lambda: hosts_overhead(given.rounds),
         "torchrun": lambda: torchrun(given.kills),
         "storm": lambda: storms(given.every_s, 60 * given.minutes),

@@ -105,7 +105,7 @@ def test_a_worker_that_dies_while_all_evaluate_and_save(tmp_path: Path, monkeypa
 
 def test_fewer_than_min_workers_end_the_run(engine: LocalEngine) -> None:
     hand = Hand({30: (1, signal.SIGKILL)})
-    with pytest.raises(PeerLost, match="1 of the workers are left, and min_workers=2"):
+    with pytest.raises(PeerLost, match="1 of the workers is left, and min_workers=2"):
         hr.fit(counting_job(10**6), hr.Mirrored(2, min_workers=2), engine=engine, on_event=hand)
 
 
@@ -122,7 +122,7 @@ def test_min_workers_that_do_not_come_back_in_time_end_the_run(tmp_path: Path, m
     monkeypatch.setenv(MARK, str(os.getpid()))
     monkeypatch.setenv(f"{MARK}_FOLDER", str(tmp_path))
     monkeypatch.setenv("HEADRACE_START_TIMEOUT_S", "1")
-    message = "min_workers=2, and 1 workers have come within 1 s: rank 0; missing: rank 1"
+    message = "min_workers=2, and 1 worker has come within 1 s: rank 0; missing: rank 1"
     strategy = hr.Mirrored(2, min_workers=2, max_workers=2)
     job = counting_job(10**6, model=slow_to_come_back)
     with LocalEngine() as fresh, pytest.raises(WorkerFailed, match=message):
@@ -152,15 +152,23 @@ def test_numbers_of_workers_that_do_not_fit_are_refused(given: dict[str, object]
 
 
 def test_too_few_workers_of_the_machine_are_refused(engine: LocalEngine) -> None:
-    with pytest.raises(InfeasiblePlan, match="mirrored has 1 workers, and min_workers=2"):
+    with pytest.raises(InfeasiblePlan, match="mirrored has 1 worker, fewer than min_workers=2; give workers=2"):
         hr.fit(counting_job(1), hr.Mirrored(min_workers=2), engine=engine)
 
 
-def test_a_launcher_does_not_let_more_workers_join() -> None:
+@pytest.mark.parametrize(
+    ("least", "most", "message"),
+    [
+        (1, 3, "max_workers=3, and the launcher has started 2 processes"),
+        (3, None, "mirrored has 2 workers, fewer than min_workers=3; let the launcher start 3, or a lower min_workers"),
+        (1, 1, "mirrored has 2 workers, more than max_workers=1; let the launcher start 1, or leave it out"),
+    ],
+)
+def test_numbers_that_contradict_the_launcher_are_refused(least: int, most: int | None, message: str) -> None:
     model = ModelSpec((ParameterSpec("weight", (4,)),))
     hosts = tuple(Host(f"host-{rank}", 2, 1 << 30, ranks=(rank,)) for rank in range(2))
-    with pytest.raises(InfeasiblePlan, match="max_workers=3, and the launcher has started 2 processes"):
-        hr.Mirrored(min_workers=1, max_workers=3).plan(model, Cluster(hosts, ranks=2))
+    with pytest.raises(InfeasiblePlan, match=message):
+        hr.Mirrored(min_workers=least, max_workers=most).plan(model, Cluster(hosts, ranks=2))
 
 
 def test_a_hybrid_refuses_workers_that_come_and_go() -> None:

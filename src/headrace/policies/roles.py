@@ -132,11 +132,14 @@ def elastic_plan(plan: Plan, min_workers: int | None, max_workers: int | None, c
             "adds none; leave out max_workers, or start more"
         )
     workers = plan.workers
-    if not min_workers <= workers <= (max_workers or workers):
+    there = f"{plan.strategy} has {workers} worker{'s' * (workers > 1)}"
+    how = "give workers=" if cluster.ranks is None else "let the launcher start "
+    if workers < min_workers:
         raise InfeasiblePlan(
-            f"{plan.strategy} has {workers} workers, and min_workers={min_workers}, max_workers={max_workers}; give "
-            "workers between them"
+            f"{there}, fewer than min_workers={min_workers}; {how}{min_workers}, or a lower min_workers"
         )
+    if max_workers and workers > max_workers:
+        raise InfeasiblePlan(f"{there}, more than max_workers={max_workers}; {how}{max_workers}, or leave it out")
     return replace(plan, elastic=True, min_workers=min_workers, max_workers=max_workers or 0)
 
 

@@ -213,5 +213,5 @@ class HostViews(Views):
         left = len(self.view.members)
         lost = [rank for rank, _ in before.members if rank not in dict(self.view.members)]
         host = self._home(lost[:1]).hosts[0] if lost else ""
-        cause = f"{left} of the workers are left, and min_workers={self._at_least}"
+        cause = f"{left} of the workers {'is' if left == 1 else 'are'} left, and min_workers={self._at_least}"
         raise PeerLost(lost[0] if lost else self.me[0], host, cause)

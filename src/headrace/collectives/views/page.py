@@ -154,7 +154,8 @@ class PageViews(Views):
         come = sorted({*self._meeting.members, *(rank for rank, change in enumerate(changes) if change > 0)})
         missing = sorted(self._seen - set(come))
         return RunFailed(
-            f"min_workers={self._at_least}, and {len(come)} workers have come within {self._start_timeout_s:g} s: rank "
+            f"min_workers={self._at_least}, and {len(come)} worker{'s have' if len(come) > 1 else ' has'} come within "
+            f"{self._start_timeout_s:g} s: rank "
             f"{', '.join(map(str, come))}; missing: rank {', '.join(map(str, missing))}. What these print says why; "
             "HEADRACE_START_TIMEOUT_S waits longer"
         )

@@ -182,7 +182,8 @@ class Monitor:
             return
         left, least = len(self._running.intersection(self._workers)), self._spec.plan.min_workers
         if left < least and not self._is_over():
-            raise self._lost(rank, f"{cause}; {left} of the workers are left, and min_workers={least}")
+            are = "is" if left == 1 else "are"
+            raise self._lost(rank, f"{cause}; {left} of the workers {are} left, and min_workers={least}")
         if not left:
             raise self._lost(rank, f"{cause}, the last of the workers")
 
