@@ -125,6 +125,12 @@ def _not_all(store: StoreClient, world: int) -> RunFailed:
     """Returns the error of a start to which some have not come."""
     come = [rank for rank in range(world) if store.add(_began(rank), 0)]
     missing = sorted(set(range(world)) - set(come))
+    store.set(f"headrace/missed/{os.environ['RANK']}", "read")
+    if int(os.environ["RANK"]) == 0:
+        # The store ends with rank 0, and those who have come read from it who has not.
+        with suppress(TimeoutError):
+            for rank in come:
+                store.get(f"headrace/missed/{rank}")
     return RunFailed(
         f"{len(come)} of {world} processes have come within {start_timeout_s():g} s: rank {_listed(come)}; missing: "
         f"rank {_listed(missing)}. What these print says why; {START_TIMEOUT} waits longer"
