@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,7 +131,7 @@ def test_money_and_deadline() -> None:
 
 def test_what_headrace_cannot_run_does_not_win() -> None:
     best = found(gpus(4, 2))
-    assert best.winner.hosts == 1
+    assert len(best.winner.hosts) == 1
     refused = [offer for offer in best.offers if offer.refused]
     assert any(offer.seconds < best.winner.seconds for offer in refused)
     assert "headrace cannot run it here: mirrored exchanges between hosts" in " ".join(map(best.why_not, refused))
@@ -222,14 +223,72 @@ def test_the_command_line(tmp_path: Path, capsys: Capture) -> None:
     assert run([*command, "--global-batch-size", "64", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["distribute"] is True
+    launched = f"headrace launch --cluster {tmp_path / 'cluster.toml'} --workers 4 job.py --strategy "
+    assert document["command"].startswith(launched)
     assert len(document["offers"]) + len(document["bounded"]) <= document["candidates"]
     assert all(each["least_seconds"] > 0 for each in document["bounded"])
     assert document["offers"][0]["seconds"] <= document["winner"]["seconds"]
     assert run([*command, "--global-batch-size", "64", "--deadline", "2h"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("recommended  ")
-    assert "\nheadrace train job.py --strategy " in out
+    assert "\nheadrace train job.py --strategy one_device\n" in out
     assert f"{len(document['bounded'])} were bounded, not simulated" in " ".join(out.split())
     assert max(len(line) for line in out.splitlines() if not line.startswith("headrace train")) <= 80
     assert run([*command, "--set", "a=1"]) == 2
     assert "--set is for a job's file" in capsys.readouterr().err
+
+
+def test_the_command_of_rented_machines_names_them_and_that_of_some_hosts_too(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # A batch of 3 leaves one host idle.
+    model(1, layers=True).save(tmp_path / "model.json")
+    Path("cluster.toml").write_text(hosts(4).toml())
+    asked = ["recommend", "model.json", "--cluster", "cluster.toml", "--global-batch-size", "3", "--json"]
+    assert run([*asked, "--examples", "3000"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    names = document["winner"]["hosts"]
+    words = shlex.split(document["command"])
+    assert 1 < len(names) < 4
+    assert words[: words.index("job.py")] == [
+        *("headrace", "launch", "--cluster", "cluster.toml", "--hosts", ",".join(names)),
+        *("--workers", str(len(names))),
+    ]
+    assert words[-2:] == ["--strategy", document["winner"]["strategy"]]
+
+
+JOB = """
+import torch
+from torch import nn
+
+import headrace as hr
+
+
+def job(width: int = 4, note: str = "") -> hr.Job:
+    torch.manual_seed(0)
+    return hr.Job(
+        model=lambda: nn.Sequential(nn.Linear(width, 256), nn.ReLU(), nn.Linear(256, 2)),
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        data=hr.data.from_arrays(torch.randn(64, width), torch.zeros(64, dtype=torch.int64)),
+        global_batch_size=16,
+        epochs=1,
+    )
+"""
+
+
+@pytest.mark.slow
+def test_the_command_runs_as_it_stands(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.py").write_text(JOB)
+    Path("here.toml").write_text(Cluster((Host("here", 2, 8_000_000_000),)).toml())
+    settings = ["--set", "width=6", "--set", "note='a b'"]
+    assert run(["recommend", "job.py", "--cluster", "here.toml", "--any-updates", *settings, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    words = shlex.split(document["command"])
+    assert words[0] == "headrace"
+    assert words[-4:] == settings
+    assert run([*words[1:], "--json"]) == 0
+    trained = json.loads(capsys.readouterr().out)
+    assert trained["status"] == "ok"

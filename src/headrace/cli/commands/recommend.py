@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +28,7 @@ from headrace.report.format import duration, short
 if TYPE_CHECKING:
     from headrace.prediction.recommendation.offers import Offer
     from headrace.prediction.recommendation.recommend import Recommendation
+    from headrace.spec.cluster import Cluster
     from headrace.spec.model import ModelSpec
 
 _EXAMPLES = """
@@ -94,7 +96,7 @@ def recommend(
     """
     with answering(as_json) as answer:
         limit_s = None if deadline is None else seconds_of(deadline)
-        job = str(model) if model.suffix == ".py" else "job.py"
+        job = model if model.suffix == ".py" else Path("job.py")
         # Lazily: they import torch.
         from headrace.prediction.cloud import cluster_of
 
@@ -115,14 +117,15 @@ def recommend(
             assumptions=assumptions_of(assume or ()),
             force=force,
         )
-        lines = list(_lines(found, job))
+        command = _command(found, job, machines, cluster, settings or ())
+        lines = list(_lines(found, command))
         if out is not None:
             try:
                 write_page(out, found, [line.strip() for line in _sentences(found)])
             except OSError as error:
                 raise UnfitMachine(f"the page {out} cannot be written: {error.strerror}") from error
             lines.append(f"page: {out}")
-        answer.give(_plain(found, job), "\n".join(lines))
+        answer.give(_plain(found, command), "\n".join(lines))
 
 
 def seconds_of(text: str) -> float:
@@ -186,9 +189,31 @@ def _sentences(found: Recommendation) -> Iterator[str]:
         yield f"Nothing meets the deadline: this is {duration(winner.seconds - found.deadline_s)} too late."
 
 
-def _lines(found: Recommendation, job: str) -> Iterator[str]:
+def _command(found: Recommendation, job: Path, machines: Cluster, file: Path, settings: Sequence[str]) -> str:
+    """Returns what runs the winner: on one host `headrace train`, on several `headrace launch`.
+
+    A file of the cluster has the hosts' addresses. Of machines that are not rented yet the names stand there.
+    """
     winner = found.winner
-    hosts = f"{winner.hosts} host{'s' * (winner.hosts > 1)}"
+    trained = [str(job), "--strategy", winner.text, *(word for each in settings for word in ("--set", each))]
+    if len(winner.hosts) == 1:
+        return _words("headrace", "train", *trained)
+    known = ["--cluster", str(file)] if file.exists() else []
+    if not known or len(winner.hosts) < len(machines.hosts):
+        known += ["--hosts", ",".join(winner.hosts)]
+    processes = winner.candidate.devices + winner.prediction.servers
+    return _words("headrace", "launch", *known, "--workers", str(processes), *trained)
+
+
+def _words(*words: str) -> str:
+    """Returns a line that a shell splits into these words; in double quotes what has none of its own to protect."""
+    simple = {word: f'"{word}"' for word in words if shlex.quote(word) != word and not set(word) & set('"$`\\!')}
+    return " ".join(simple.get(word, shlex.quote(word)) for word in words)
+
+
+def _lines(found: Recommendation, command: str) -> Iterator[str]:
+    winner = found.winner
+    hosts = f"{len(winner.hosts)} host{'s' * (len(winner.hosts) > 1)}"
     rows = [
         ("recommended", winner.text),
         ("on", f"{winner.candidate.devices} device{'s' * (winner.candidate.devices > 1)} of {hosts}"),
@@ -199,7 +224,7 @@ def _lines(found: Recommendation, job: str) -> Iterator[str]:
         yield from _wrapped(value, f"{name:<13}", " " * 13)
     yield from _wrapped(" ".join(_sentences(found)), "", "")
     yield ""
-    yield f"headrace train {job} --strategy {_quoted(winner.text)}"
+    yield command
     if winner.accumulate > 1:
         yield f"with Options(accumulate={winner.accumulate}) in the job, so that the activations fit"
     yield ""
@@ -213,18 +238,14 @@ def _lines(found: Recommendation, job: str) -> Iterator[str]:
         yield from _wrapped(f"{family}, {number} candidates: {why}", "  ", "      ")
 
 
-def _quoted(text: str) -> str:
-    return f'"{text}"' if "(" in text else text
-
-
 def _wrapped(text: str, first: str, later: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
 
 
-def _plain(found: Recommendation, job: str) -> dict[str, Any]:
+def _plain(found: Recommendation, command: str) -> dict[str, Any]:
     return {
         "winner": _offer_plain(found, found.winner),
-        "command": f"headrace train {job} --strategy {_quoted(found.winner.text)}",
+        "command": command,
         "distribute": found.distribute,
         "speed_up": found.speed_up,
         "knee": found.knee,
@@ -249,7 +270,7 @@ def _offer_plain(found: Recommendation, offer: Offer) -> dict[str, Any]:
     return {
         "strategy": offer.text,
         "devices": offer.candidate.devices,
-        "hosts": offer.hosts,
+        "hosts": list(offer.hosts),
         "seconds": offer.seconds,
         "slow_seconds": offer.slow_s,
         "money": offer.money,

@@ -44,6 +44,7 @@ class Offer:
         accumulate: micro-batches of a worker's share, so that its activations fit (`Options.accumulate`).
         seconds: to the goal, after what failures cost.
         money: of all hosts that it uses, whole; 0 without prices.
+        hosts: that it uses, by name, those of workers first.
         refused: why headrace cannot run it on this cluster today; "" if it can.
         slow_s: the same time with a slower network; `seconds` where it was not asked for.
     """
@@ -53,7 +54,7 @@ class Offer:
     prediction: Prediction
     seconds: float
     money: float
-    hosts: int
+    hosts: tuple[str, ...]
     refused: str = ""
     slow_s: float = 0.0
 
@@ -195,7 +196,8 @@ def _simulate(prepared: _Prepared, model: ModelSpec, goal: Goal) -> Offer | Misf
     hosts = _used(scene)
     refused = _refused(candidate, model, scene)
     money = _money(hosts, seconds)
-    return Offer(candidate, scene.accumulate, prediction, seconds, money, len(hosts), refused, seconds)
+    names = tuple(host.name for host in hosts)
+    return Offer(candidate, scene.accumulate, prediction, seconds, money, names, refused, seconds)
 
 
 def _used(scene: Scene) -> list[Host]:

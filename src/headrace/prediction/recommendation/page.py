@@ -75,7 +75,7 @@ def _table(found: Recommendation) -> str:
         prediction = offer.prediction
         cells = (
             str(offer.candidate.devices),
-            str(offer.hosts),
+            str(len(offer.hosts)),
             duration(offer.seconds),
             short(offer.money),
             html_text(prediction.bottleneck),
