@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -196,6 +197,24 @@ def test_a_model_without_a_batch_needs_one() -> None:
     with pytest.raises(UsageError, match="give global_batch_size"):
         recommend(known, quick)
     assert recommend(known, quick, global_batch_size=10).winner.text == "one_device"
+
+
+def test_a_model_that_fits_nowhere_is_told_the_smallest_cluster_that_would_do() -> None:
+    large = model(8_000, layers=True)
+    with pytest.raises(InfeasiblePlan, match=r"too few; .*; the smallest cluster that would do") as told:
+        recommend(large, hosts(1), global_batch_size=64)
+    said = re.search(r"has (\d+) hosts like h0, with ([a-z_]+)\(", str(told.value))
+    assert said
+    enough = int(said[1])
+    assert enough > 2
+    assert said[2] in {offer.candidate.family for offer in recommend(large, hosts(enough), global_batch_size=64).offers}
+    with pytest.raises(InfeasiblePlan, match=f"has {enough} hosts like h0"):
+        recommend(large, hosts(enough - 1), global_batch_size=64)
+
+
+def test_a_model_that_no_number_of_hosts_divides() -> None:
+    with pytest.raises(InfeasiblePlan, match="not even 256 hosts like h0 would do"):
+        recommend(model(20_000), gpus(3), global_batch_size=8)
 
 
 def test_times_of_a_deadline() -> None:

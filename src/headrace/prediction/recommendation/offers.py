@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.errors import HeadraceError, UsageError
+from headrace.errors import HeadraceError, InfeasiblePlan, UsageError
 from headrace.prediction.recommendation.bounds import least_step_s
 from headrace.prediction.recommendation.candidates import Candidate
 from headrace.prediction.simulation.behaviour import behave
@@ -66,10 +66,11 @@ class Offer:
 
 @dataclass(frozen=True)
 class Misfit:
-    """A candidate that does not fit, and why."""
+    """A candidate that does not fit, and why; `short` if devices or their memory do not suffice."""
 
     candidate: Candidate
     why: str
+    short: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,12 @@ def evaluate(
     return prepared if isinstance(prepared, Misfit) else _simulate(prepared, model, goal)
 
 
+def fits(candidate: Candidate, model: ModelSpec, cluster: Cluster, goal: Goal, assumptions: Assumptions) -> bool:
+    """Whether a candidate fits and headrace can run it there; it is not simulated."""
+    prepared = _prepare(candidate, model, cluster, goal, assumptions, {})
+    return not isinstance(prepared, Misfit) and not _refused(candidate, model, prepared.scene)
+
+
 def _prepare(
     candidate: Candidate,
     model: ModelSpec,
@@ -178,7 +185,7 @@ def _prepare(
         scene, needed = _accumulating(candidate, replace(scene, drawn=False))
         step_s = least_step_s(candidate.strategy, scene)
     except UsageError as error:
-        return Misfit(candidate, str(error))
+        return Misfit(candidate, str(error), isinstance(error, InfeasiblePlan))
     hosts = _used(scene)
     failing = reliability(hosts, assumptions.checkpoint_s, assumptions.restart_s)
     seconds = goal.examples / scene.examples * step_s / (failing.useful if failing else 1.0)

@@ -12,6 +12,7 @@ from headrace.prediction.cloud import cluster_of
 from headrace.prediction.profiling.origin import require_usable
 from headrace.prediction.recommendation.candidates import candidates
 from headrace.prediction.recommendation.offers import Goal, Misfit, Offer, Pruned, main_reasons, search, with_band
+from headrace.prediction.recommendation.smallest import what_would_do
 from headrace.prediction.simulation.scene import Assumptions
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -118,7 +119,7 @@ def recommend(
 
     Raises:
         UsageError: something that is needed is missing, or impossible.
-        InfeasiblePlan: the model fits nowhere, with what is short.
+        InfeasiblePlan: the model fits nowhere, with what is short, and the smallest cluster that would do.
     """
     model = model if isinstance(model, ModelSpec) else ModelSpec.load(model)
     cluster = cluster_of(cluster)
@@ -130,7 +131,9 @@ def recommend(
     results = search(candidates(model, cluster, goal.global_batch_size), model, cluster, goal, assumed)
     misfits = [each for each in results if isinstance(each, Misfit)]
     ranked = _ranked([each for each in results if isinstance(each, Offer)], by_money, deadline_s)
-    winner = _winner(ranked, misfits, any_updates)
+    if not ranked:
+        raise _nothing_fits(misfits, what_would_do(misfits, model, cluster, goal, assumed))
+    winner = _winner(ranked, any_updates)
     firsts = {offer.candidate.family: offer for offer in reversed(ranked)}
     best = [offer for offer in ranked if firsts[offer.candidate.family] is offer]
     named = {id(offer): offer for offer in (winner, *best)}
@@ -195,17 +198,19 @@ def _ranked(offers: Sequence[Offer], by_money: bool, deadline_s: float | None) -
     return sorted(offers, key=key)
 
 
-def _winner(ranked: Sequence[Offer], misfits: Sequence[Misfit], any_updates: bool) -> Offer:
+def _nothing_fits(misfits: Sequence[Misfit], remedy: str) -> InfeasiblePlan:
+    closest = misfits[-1]
+    return InfeasiblePlan(
+        f"none of {len(misfits)} candidates fits on this cluster; the largest, {closest.candidate.text}: "
+        f"{closest.why}" + (f"; {remedy}" if remedy else "")
+    )
+
+
+def _winner(ranked: Sequence[Offer], any_updates: bool) -> Offer:
     able = [offer for offer in ranked if not offer.refused]
     same = [offer for offer in able if any_updates or offer.candidate.as_one_device]
-    if not same and ranked:
-        raise InfeasiblePlan(f"headrace can run none of the {len(ranked)} candidates that fit: {ranked[0].refused}")
     if not same:
-        closest = misfits[-1]
-        raise InfeasiblePlan(
-            f"none of {len(misfits)} candidates fits on this cluster; the largest, {closest.candidate.text}: "
-            f"{closest.why}"
-        )
+        raise InfeasiblePlan(f"headrace can run none of the {len(ranked)} candidates that fit: {ranked[0].refused}")
     winner = same[0]
     alone = next((offer for offer in same if isinstance(offer.candidate.strategy, OneDevice)), None)
     little = alone is not None and alone.seconds < _WORTH * winner.seconds
