@@ -124,15 +124,14 @@ def recommend(
     model = model if isinstance(model, ModelSpec) else ModelSpec.load(model)
     cluster = cluster_of(cluster)
     differ = require_usable(model, cluster, force)
-    assumed = assumptions or Assumptions()
-    goal = _goal(model, global_batch_size, examples)
+    goal, assumed = _goal(model, global_batch_size, examples), assumptions or Assumptions()
     priced = _priced(cluster, by_money, deadline_s)
     by_money = by_money or (deadline_s is not None and priced)
     results = search(candidates(model, cluster, goal.global_batch_size), model, cluster, goal, assumed)
     misfits = [each for each in results if isinstance(each, Misfit)]
-    ranked = _ranked([each for each in results if isinstance(each, Offer)], by_money, deadline_s)
-    if not ranked:
+    if len(misfits) == len(results):
         raise _nothing_fits(misfits, what_would_do(misfits, model, cluster, goal, assumed))
+    ranked = _ranked([each for each in results if isinstance(each, Offer)], by_money, deadline_s)
     winner = _winner(ranked, any_updates)
     firsts = {offer.candidate.family: offer for offer in reversed(ranked)}
     best = [offer for offer in ranked if firsts[offer.candidate.family] is offer]
