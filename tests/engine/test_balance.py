@@ -55,10 +55,11 @@ def test_a_slow_worker_gets_less_and_nothing_else_changes(
 def test_equal_workers_keep_equal_shares(engine: LocalEngine, tmp_path: Path) -> None:
     class Even(nn.Linear):
         def forward(self, inputs: Tensor) -> Tensor:
-            time.sleep(0.01 * self.training)
+            # So long that what else the machine does is little beside it.
+            time.sleep(0.05 * self.training)
             return super().forward(inputs)
 
-    job = make_job(model=lambda: Even(4, 1), global_batch_size=16, epochs=10)
+    job = make_job(model=lambda: Even(4, 1), global_batch_size=16, epochs=6)
     hr.fit(job, hr.Mirrored(2, balance="speed"), engine=engine, run_dir=tmp_path / "run")
     assert summarize(tmp_path / "run").balance is None
 

@@ -4,6 +4,7 @@ import array
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -41,9 +42,14 @@ def main(folder: str, program: str) -> None:
     # A pipe that only this one still held open would never end for who reads it.
     for each in descriptors:
         os.close(each)
+    # A signal that comes just before the system call does not interrupt it; what it writes here does.
+    woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(waker)
     for each in _PASSED_ON:
         signal.signal(each, lambda number, _: _pass_on(pid, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, waiting)
+    while server not in select.select([server, woken], [], [])[0]:
+        os.read(woken, 64)
     answer = server.recv(4096)
     status = json.loads(answer)["status"] if answer else _REFUSED
     if status < 0:
