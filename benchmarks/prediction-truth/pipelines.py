@@ -11,7 +11,8 @@ from headrace.prediction.simulation.scene import Assumptions
 from headrace.prediction.simulation.simulate import simulate
 from headrace.prediction.simulation.sweep import StageTimes, bubble_rate
 from headrace.spec.cluster import Cluster, Host
-from headrace.spec.model import LayerSpec, ModelSpec
+from headrace.spec.compute import LayerSpec
+from headrace.spec.model import ModelSpec
 from headrace.strategies import Pipeline
 
 _ZERO_BUBBLE = {"1F1B": "1f1b", "ZB-H1": "zb_h1", "ZB-H2": "zb_h2"}

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.spec.model import BatchProfile, ComputeProfile, LayerSpec, ModelSpec, ParameterSpec
+from headrace.spec.compute import BatchProfile, ComputeProfile, LayerSpec
+from headrace.spec.model import ModelSpec, ParameterSpec
 
 PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parent / "published.json").read_text(encoding="utf-8"))
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 import headrace as hr
 from headrace.models import mlp
-from headrace.spec.model import BatchProfile, ComputeProfile, ModelSpec, ParameterSpec
+from headrace.spec.compute import BatchProfile, ComputeProfile
+from headrace.spec.model import ModelSpec, ParameterSpec
 
 FOLDER = Path(__file__).resolve().parent
 SGD = functools.partial(torch.optim.SGD, lr=0.01)

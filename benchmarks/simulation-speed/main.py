@@ -54,7 +54,8 @@ CASES: dict[str, Callable[[], str]] = {"asynchronous": asynchronous, "hybrid": h
 
 
 def _model():  # type: ignore[no-untyped-def]
-    from headrace.spec.model import BatchProfile, ComputeProfile, LayerSpec, ModelSpec, ParameterSpec
+    from headrace.spec.compute import BatchProfile, ComputeProfile, LayerSpec
+    from headrace.spec.model import ModelSpec, ParameterSpec
 
     layers = tuple(LayerSpec(f"l{place}", (f"p{place}",), 4_000_000, 1e-3, 2e-3, 10**6, 10**6) for place in range(64))
     batch = BatchProfile(32, 0.064, 0.128, 64 * 10**6, layers)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import headrace as hr
 from headrace.errors import DataError, InfeasiblePlan, NonFiniteLoss, UsageError
 from headrace.spec.cluster import Host
+from headrace.spec.compute import BatchProfile, ComputeProfile
 from headrace.spec.events import PushesApplied, Stepped, decode, encode
-from headrace.spec.model import BatchProfile, ComputeProfile, ModelSpec, ParameterSpec
+from headrace.spec.model import ModelSpec, ParameterSpec
 
 EXAMPLES, BATCH = 192, 32
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)

@@ -15,7 +15,8 @@ from headrace.cli import run
 from headrace.prediction.calibration import Constants
 from headrace.prediction.simulation.simulate import simulate
 from headrace.spec.cluster import Cluster, Host
-from headrace.spec.model import BatchProfile, ComputeProfile, LayerSpec, ModelSpec, ParameterSpec
+from headrace.spec.compute import BatchProfile, ComputeProfile, LayerSpec
+from headrace.spec.model import ModelSpec, ParameterSpec
 
 Capture = pytest.CaptureFixture[str]
 
@@ -33,6 +34,7 @@ MODEL = ModelSpec(
         spread=0.03,
         device="cpu",
         threads=2,
+        accumulate_s=0.002,
     ),
     layers=LAYERS,
     flops_per_example=1e6,
@@ -66,7 +68,8 @@ def test_what_it_says(asked: dict[str, Any], job_file: Path, capsys: Capture) ->
         "      64     5.00 ms     10.0 ms     20.0 ms          3200         64.0 kB",
         "",
         "A step of 64 examples: forward 5.00 ms, backward 10.0 ms, the update 4.00 ms,",
-        "everything else 1.00 ms; its time deviates by 3.0 %.",
+        "everything else 1.00 ms; its time deviates by 3.0 %. Each micro-batch after the",
+        "first takes 2.00 ms more, to add its gradients.",
         "Forward computes 1 MFLOP an example, here 12.8 GFLOP/s.",
         "",
         "2 slowest of 2 layers                forward  backward    part        parameters",

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import run
-from headrace.spec.model import BatchProfile, ComputeProfile, ModelSpec, ParameterSpec
+from headrace.spec.compute import BatchProfile, ComputeProfile
+from headrace.spec.model import ModelSpec, ParameterSpec
 
 JOB = """
 import torch, headrace as hr

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.pipeline.partition import COSTS, Terms, costs, read, split
 from headrace.spec.cluster import Cluster, Host, Link
-from headrace.spec.model import LayerSpec, ModelSpec, ParameterSpec
+from headrace.spec.compute import LayerSpec
+from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.strategies import Pipeline
 
 NAMES = "abcdefghij"

@@ -12,7 +12,8 @@ from headrace.prediction.calibration import Constants, calibrate
 from headrace.prediction.simulation.simulate import simulate
 from headrace.report.model.predicted import PredictedRun
 from headrace.spec.cluster import Cluster, Host
-from headrace.spec.model import BatchProfile, ComputeProfile, ModelSpec, ParameterSpec
+from headrace.spec.compute import BatchProfile, ComputeProfile
+from headrace.spec.model import ModelSpec, ParameterSpec
 
 COMPUTE = ComputeProfile(
     (BatchProfile(16, 0.01, 0.02), BatchProfile(64, 0.03, 0.06)), 0.005, 0.001, 0.02, device="cpu", threads=4

@@ -14,7 +14,8 @@ from headrace.prediction.cloud import cloud_cluster, cloud_machines, cluster_of
 from headrace.prediction.profiling.origin import origin_here, require_usable
 from headrace.prediction.simulation.simulate import simulate
 from headrace.spec.cluster import Cluster, Host
-from headrace.spec.model import BatchProfile, ComputeProfile, ModelSpec, ParameterSpec
+from headrace.spec.compute import BatchProfile, ComputeProfile
+from headrace.spec.model import ModelSpec, ParameterSpec
 
 ROOT = Path(__file__).parents[2]
 HERE = origin_here("cpu")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import UsageError
-from headrace.spec.model import BatchProfile, ComputeProfile, ModelSpec
+from headrace.spec.compute import BatchProfile, ComputeProfile
+from headrace.spec.model import ModelSpec
 
 RATE = """
 name = "resnet50"

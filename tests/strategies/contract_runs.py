@@ -27,9 +27,10 @@ from headrace.engine.base import Engine
 from headrace.pipeline.stage import TracedModel
 from headrace.pipeline.trace.tracing import trace
 from headrace.spec.cluster import Cluster, Host
+from headrace.spec.compute import LayerSpec
 from headrace.spec.events import Stepped
 from headrace.spec.job import Share
-from headrace.spec.model import LayerSpec, ModelSpec, ParameterSpec, ProfileRequest
+from headrace.spec.model import ModelSpec, ParameterSpec, ProfileRequest
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, WorkerContext

@@ -30,8 +30,9 @@ from headrace.errors import DataError, HeadraceError, InfeasiblePlan, UsageError
 from headrace.machine import detect
 from headrace.pipeline.profile import MeasuredLayers, measure
 from headrace.spec.cluster import Cluster
+from headrace.spec.compute import LayerSpec
 from headrace.spec.job import Job
-from headrace.spec.model import LayerSpec, ModelSpec, ProfileRequest
+from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import Checkpoints
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan

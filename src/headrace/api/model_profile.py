@@ -28,11 +28,12 @@ from headrace.pipeline.runner import out_of_memory
 from headrace.policies.measurement import doubts
 from headrace.policies.roles import threads_per_worker
 from headrace.prediction.profiling.origin import digest_of, origin_here
-from headrace.prediction.profiling.passes import BatchPasses, measure_passes
+from headrace.prediction.profiling.passes import BatchPasses, accumulation_s, measure_passes
 from headrace.report.model.training import WARM_UP_STEPS
+from headrace.spec.compute import BatchProfile, ComputeProfile, LayerSpec
 from headrace.spec.events import Stepped, WorkerEnded
 from headrace.spec.job import Job
-from headrace.spec.model import BatchProfile, ComputeProfile, LayerSpec, ModelSpec
+from headrace.spec.model import ModelSpec
 from headrace.spec.options import require_count
 from headrace.strategies import OneDevice, Strategy, Unconnected
 from headrace.training.optimizer import build
@@ -196,7 +197,7 @@ def _measured_sizes(
     crowd = measuring.crowd
     return ComputeProfile(
         tuple(batches), step.update_s, step.rest_s, step.spread, measuring.device, measuring.threads,
-        crowd, measuring.crowding(own, passes) if crowd > 1 else 1.0,
+        crowd, measuring.crowding(own, passes) if crowd > 1 else 1.0, measuring.accumulate_s(),
     ), passes  # fmt: skip
 
 
@@ -315,6 +316,10 @@ class _Measuring:
             checkpoints=False,
             check=False,
         )
+
+    def accumulate_s(self) -> float:
+        """Measures how long it takes to add gradients of all parameters to those of an earlier micro-batch."""
+        return accumulation_s(self._module, self.threads)
 
     def layers(self, size: int) -> tuple[LayerSpec, ...]:
         """Measures the layers, () where the model cannot be cut between them."""

@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
-from headrace.spec.model import LayerSpec, ModelSpec
+from headrace.spec.compute import LayerSpec
+from headrace.spec.model import ModelSpec
 from headrace.spec.plan import StageCost
 
 Partition = tuple[tuple[str, ...], ...]

@@ -34,8 +34,9 @@ from headrace.pipeline.layer_cost import LayerTiming, between, clock, kept_bytes
 from headrace.pipeline.runner import out_of_memory
 from headrace.pipeline.stage import OUTPUT, Stage, TracedModel, at_once, cut
 from headrace.pipeline.trace.tracing import trace, unchanged
+from headrace.spec.compute import LayerSpec
 from headrace.spec.job import Job
-from headrace.spec.model import LayerSpec, ProfileRequest
+from headrace.spec.model import ProfileRequest
 from headrace.training.whole_model import Objective, select_target
 from headrace.trees import map_tensors, nbytes
 

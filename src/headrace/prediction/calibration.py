@@ -57,7 +57,8 @@ class Constants:
             for batch in model.compute.batches
         )
         old = model.compute
-        times = replace(old, batches=batches, optimizer_s=old.optimizer_s * factor, fixed_s=old.fixed_s * factor)
+        names = ("optimizer_s", "fixed_s", "accumulate_s")
+        times = replace(old, batches=batches, **{name: getattr(old, name) * factor for name in names})
         return replace(model, compute=times, layers=batches[-1].layers)
 
     def cluster(self, cluster: Cluster) -> Cluster:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import UnknownName, UsageError
+from headrace.spec.compute import BatchProfile, ComputeProfile, LayerSpec
 from headrace.spec.embedding import TableSpec
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.tables import check_keys, number, read_json, read_toml, tables, text, whole
@@ -71,142 +71,6 @@ class ParameterSpec:
         """Returns what each of `devices` devices holds of it: everything, if it is not cut."""
         shape = tuple(length // devices if dim == self.cut else length for dim, length in enumerate(self.shape))
         return replace(self, shape=shape, cut=None)
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """One layer of a model that is cut into stages, as it was measured on a micro-batch.
-
-    Attributes:
-        parameters: names of those that it uses; several layers use a tied one.
-        saved_bytes: what autograd keeps for this layer's backward and for no layer before it.
-        crossing_bytes: of all values that are alive behind it: what crosses a cut there.
-        joined: whether no cut may follow it.
-    """
-
-    name: str
-    parameters: tuple[str, ...]
-    parameter_bytes: int
-    forward_s: float
-    backward_s: float
-    saved_bytes: int
-    crossing_bytes: int
-    joined: bool = False
-
-
-@dataclass(frozen=True)
-class BatchProfile:
-    """What a batch of so many examples takes on one device.
-
-    Attributes:
-        saved_bytes: what autograd keeps for backward at most.
-        layers: the same by layer; () where the model was measured as a whole.
-        workspace_bytes: that a training process has held besides its runtime, parameters, gradients, the optimizer's
-            state and `saved_bytes`: temporary results, and memory that the allocator keeps.
-    """
-
-    examples: int
-    forward_s: float
-    backward_s: float
-    saved_bytes: int = 0
-    layers: tuple[LayerSpec, ...] = ()
-    workspace_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        _check_figures(self, f"the profile of {self.examples} examples")
-        for layer in self.layers:
-            _check_figures(layer, f"layer {layer.name} of the profile of {self.examples} examples")
-        if self.examples < 1 or self.forward_s + self.backward_s <= 0:
-            raise UsageError(
-                f"the profile of {self.examples} examples takes {self.forward_s + self.backward_s:g} s; it needs at "
-                "least one example, and a time above 0"
-            )
-
-
-@dataclass(frozen=True)
-class ComputeProfile:
-    """What a training step of a model takes on one device, measured, or as a person has written it.
-
-    Attributes:
-        batches: at least one; their sizes ascend.
-        optimizer_s: for one update of all parameters.
-        fixed_s: of a step, whatever the batch: launches, bookkeeping.
-        spread: standard deviation of a step's time, over its mean.
-        device: that it was measured on, as text.
-        crowd, crowding: so many workers of the host that train side by side, and share its caches and its memory, each
-            take so many times as long as one alone.
-    """
-
-    batches: tuple[BatchProfile, ...]
-    optimizer_s: float = 0.0
-    fixed_s: float = 0.0
-    spread: float = 0.0
-    device: str = ""
-    threads: int = 0
-    crowd: int = 1
-    crowding: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_figures(self, "the profile")
-        sizes = [batch.examples for batch in self.batches]
-        if not sizes or sizes != sorted(set(sizes)):
-            raise UsageError(f"a profile needs batches of ascending sizes, got {sizes}")
-
-    def at(self, examples: int) -> BatchProfile:
-        """Returns what a batch of another size takes: on the line through the two measured ones next to it.
-
-        A profile of one batch is in proportion to the examples; so are batches below the smallest, where the line would
-        go below.
-        """
-        if examples not in self._known:
-            self._known[examples] = self._between(examples)
-        return self._known[examples]
-
-    @cached_property
-    def _known(self) -> dict[int, BatchProfile]:
-        """Batches by size: those that were measured, and those that were asked for, which a search does often."""
-        return {batch.examples: batch for batch in self.batches}
-
-    def _between(self, examples: int) -> BatchProfile:
-        low, high = self._next_to(examples)
-        scale = examples / low.examples if low is high else (examples - low.examples) / (high.examples - low.examples)
-
-        def between(one: float, other: float) -> float:
-            if low is high:
-                return one * scale
-            return max(one + (other - one) * scale, one * min(1.0, examples / low.examples))
-
-        layers = tuple(
-            replace(
-                one,
-                forward_s=between(one.forward_s, other.forward_s),
-                backward_s=between(one.backward_s, other.backward_s),
-                saved_bytes=round(between(one.saved_bytes, other.saved_bytes)),
-                crossing_bytes=round(between(one.crossing_bytes, other.crossing_bytes)),
-            )
-            for one, other in zip(low.layers, high.layers, strict=False)
-        )
-        return BatchProfile(
-            examples,
-            between(low.forward_s, high.forward_s),
-            between(low.backward_s, high.backward_s),
-            round(between(low.saved_bytes, high.saved_bytes)),
-            layers,
-            round(between(low.workspace_bytes, high.workspace_bytes)),
-        )
-
-    def among(self, workers: int) -> float:
-        """Returns how many times as long each of so many workers of one host takes as one alone."""
-        if self.crowd < 2:
-            return 1.0
-        return 1 + (self.crowding - 1) * (min(workers, self.crowd) - 1) / (self.crowd - 1)
-
-    def _next_to(self, examples: int) -> tuple[BatchProfile, BatchProfile]:
-        if len(self.batches) == 1:
-            return self.batches[0], self.batches[0]
-        above = next((place for place, each in enumerate(self.batches) if each.examples > examples), len(self.batches))
-        place = min(max(above, 1), len(self.batches) - 1)
-        return self.batches[place - 1], self.batches[place]
 
 
 @dataclass(frozen=True)
@@ -285,17 +149,10 @@ class ProfileRequest:
     threads: int = 0
 
 
-def _check_figures(value: BatchProfile | ComputeProfile | LayerSpec, where: str) -> None:
-    for each in fields(value):
-        figure = getattr(value, each.name)
-        if isinstance(figure, int | float) and not (math.isfinite(figure) and figure >= 0):
-            raise UsageError(f"{each.name} of {where} must be a number of at least 0, got {figure!r}")
-
-
 _STEP = ("batch_size", "examples_per_s", "forward_ms", "backward_ms", "activation_mb")
 _LAYER = ("name", "parameters", "parameter_mb", "forward_ms", "backward_ms", "crossing_mb", "activation_mb")
 _SIZES = ("parameters", "parameter_mb")
-_FIXED = ("optimizer_ms", "fixed_ms", "spread", "device")
+_FIXED = ("optimizer_ms", "fixed_ms", "accumulate_ms", "spread", "device")
 _MODEL = ("name", "dtype", "copies", "flops_per_example", *_SIZES, *_STEP, *_FIXED, "measured", "layers")
 # Far above what there is: 100 trillion parameters, or 1 EFLOP for an example.
 _MOST_PARAMETERS, _MOST_FLOPS = 1e14, 1e18
@@ -342,7 +199,9 @@ def _elements(item: Mapping[str, Any], where: str, dtype: str) -> int:
 
 
 def _compute(document: Mapping[str, Any], named: list[ParameterSpec]) -> ComputeProfile | None:
-    optimizer_s, fixed_s = (number(document, key, "", 0.0) / 1e3 for key in ("optimizer_ms", "fixed_ms"))
+    optimizer_s, fixed_s, accumulate_s = (
+        number(document, key, "", 0.0) / 1e3 for key in ("optimizer_ms", "fixed_ms", "accumulate_ms")
+    )
     measured: list[tuple[Mapping[str, Any], str]] = [
         (item, f"measured[{place}]") for place, item in enumerate(tables(document, "measured"))
     ]
@@ -368,7 +227,7 @@ def _compute(document: Mapping[str, Any], named: list[ParameterSpec]) -> Compute
         return None
     batches.sort(key=lambda batch: batch.examples)
     spread, device = number(document, "spread", "", 0.0, most=10.0), text(document, "device", "", "")
-    return ComputeProfile(tuple(batches), optimizer_s, fixed_s, spread, device)
+    return ComputeProfile(tuple(batches), optimizer_s, fixed_s, spread, device, accumulate_s=accumulate_s)
 
 
 def _times(item: Mapping[str, Any], where: str, size: int, besides_s: float) -> tuple[float, float]:

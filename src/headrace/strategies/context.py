@@ -20,7 +20,8 @@ from headrace.parameter_server.client.exchange import ReplicaGroup
 from headrace.parameter_server.planning import ServerProcess
 from headrace.parameter_server.replication.failover import ServerDirectory
 from headrace.spec.cluster import Cluster
-from headrace.spec.model import LayerSpec, ModelSpec, ProfileRequest
+from headrace.spec.compute import LayerSpec
+from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import Options
 from headrace.spec.plan import Segment
 from headrace.training.batch_norm import synchronise_batch_norm

@@ -26,7 +26,8 @@ from headrace.pipeline.staged import StagedReplica
 from headrace.policies.roles import require_cpu, require_memory, worker_and_server_roles, worker_roles
 from headrace.policies.sharding import everywhere
 from headrace.spec.cluster import Cluster, Host
-from headrace.spec.model import LayerSpec, ModelSpec, ProfileRequest
+from headrace.spec.compute import LayerSpec
+from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import Options
 from headrace.spec.plan import EVERY_WORKER, Plan, ProcessCounts, Role
 from headrace.strategies.context import ModelProbe, ServerContext, WorkerContext

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from headrace.prediction.profiling.passes import BatchPasses, measure_passes
+from headrace.prediction.profiling.passes import BatchPasses, accumulation_s, measure_passes
 from headrace.training.whole_model import Objective
 
 
@@ -52,6 +52,14 @@ def test_forward_and_backward_are_told_apart() -> None:
     found = passes(Slow(4, 2))
     assert 0.02 <= found.forward_s < 0.1
     assert found.backward_s < 0.01
+
+
+def test_adding_gradients_takes_longer_for_more_parameters() -> None:
+    small, large = (nn.Linear(width, width) for width in (4, 1024))
+    assert 0 < accumulation_s(small, 1) < accumulation_s(large, 1) < 0.1
+    frozen = nn.Linear(1024, 1024).requires_grad_(False)
+    assert accumulation_s(frozen, 1) < accumulation_s(large, 1)
+    assert large.weight.grad is None
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -21,7 +21,8 @@ from headrace.prediction.recommendation.recommend import Recommendation, knee, r
 from headrace.prediction.simulation.scene import Assumptions
 from headrace.prediction.simulation.simulate import simulate
 from headrace.spec.cluster import Cluster, Host
-from headrace.spec.model import BatchProfile, ComputeProfile, ModelSpec, ParameterSpec
+from headrace.spec.compute import BatchProfile, ComputeProfile
+from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.strategies import resolve
 from prediction.simulation.scenes import gpus, model
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from headrace.prediction.simulation.scene import Assumptions
 from headrace.spec.cluster import Cluster, Host
-from headrace.spec.model import BatchProfile, ComputeProfile, LayerSpec, ModelSpec, ParameterSpec
+from headrace.spec.compute import BatchProfile, ComputeProfile, LayerSpec
+from headrace.spec.model import ModelSpec, ParameterSpec
 
 
 def model(megabytes: int = 100, *, spread: float = 0.0, layers: bool = False) -> ModelSpec:

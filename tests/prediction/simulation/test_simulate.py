@@ -11,7 +11,7 @@ import pytest
 
 import headrace as hr
 from headrace.errors import InfeasiblePlan, UsageError
-from headrace.prediction.simulation.scene import Assumptions
+from headrace.prediction.simulation.scene import Assumptions, Scene
 from headrace.prediction.simulation.simulate import Prediction, simulate
 from headrace.report.model.summary import summarize
 from headrace.spec.cluster import Cluster, Host
@@ -60,6 +60,17 @@ def test_a_pipelines_crossings_move_there_and_back() -> None:
     # 3 cuts of 4 stages, 4 micro-batches, 4 MB each; each is sent and received, in both directions.
     prediction = run(hr.Pipeline(stages=4, micro_batches=4), model=model(layers=True))
     assert prediction.moved_bytes == pytest.approx(2 * 2 * 3 * 4 * 4e6 / 4)
+
+
+def test_gradients_of_all_micro_batches_but_the_first_are_added() -> None:
+    found = model(layers=True)
+    assert found.compute
+    adding = replace(found, compute=replace(found.compute, accumulate_s=0.008))
+    # Equal stages add a quarter each, for 3 of 4 micro-batches.
+    longer_s = [run(hr.Pipeline(stages=4, micro_batches=4), model=each).step_s for each in (found, adding)]
+    assert longer_s[1] - longer_s[0] == pytest.approx((4 + 3) * 0.008 / 4 * 3 / 4)
+    scene = Scene(adding, gpus(1), gpus(1).hosts, (), 8, Assumptions(), accumulate=4)
+    assert scene.step(scene.hosts[0], 8).backward_s == pytest.approx(0.020 + 3 * 0.008)
 
 
 def test_hosts_of_processors_have_the_runtimes_buckets_and_packets_with_headers() -> None:

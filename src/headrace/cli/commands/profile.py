@@ -19,7 +19,8 @@ from headrace.spec.plain import to_plain
 
 if TYPE_CHECKING:
     from headrace.prediction.calibration import Calibration
-    from headrace.spec.model import BatchProfile, LayerSpec, ModelSpec
+    from headrace.spec.compute import BatchProfile, LayerSpec
+    from headrace.spec.model import ModelSpec
 
 _EXAMPLES = """
   headrace profile job.py
@@ -132,7 +133,8 @@ def _lines(name: str, model: ModelSpec) -> Iterator[str]:
     yield from _wrapped(
         f"A step of {own.examples} examples: forward {duration(own.forward_s)}, backward {duration(own.backward_s)}, "
         f"the update {duration(compute.optimizer_s)}, everything else {duration(compute.fixed_s)}; its time deviates "
-        f"by {percent(compute.spread)}."
+        f"by {percent(compute.spread)}. Each micro-batch after the first takes {duration(compute.accumulate_s)} more, "
+        "to add its gradients."
     )
     if model.flops_per_example:
         rate = own.examples * model.flops_per_example / own.forward_s

@@ -21,6 +21,7 @@ from headrace.training.whole_model import Objective, call, has_reentrant_checkpo
 
 _LEAST, _MOST = 5, 200
 """Repetitions that count."""
+_ADDITIONS = 11
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,21 @@ def measure_passes(
             times.append(run.timed())
     forward_s, backward_s = typical(times)
     return BatchPasses(forward_s, backward_s, saved, flops, operations)
+
+
+def accumulation_s(module: nn.Module, threads: int | None = None) -> float:
+    """Returns the seconds in which gradients of all parameters are added to those of an earlier micro-batch."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    sums, added = ([torch.ones_like(each, requires_grad=False) for each in trained] for _ in range(2))
+    device = next((each.device for each in trained), torch.device("cpu"))
+    sweeps = []
+    with limited_threads(threads):
+        for _ in range(_ADDITIONS):
+            began = clock(device)
+            for one, other in zip(sums, added, strict=True):
+                one.add_(other)
+            sweeps.append([between(began, clock(device))])
+    return typical(sweeps)[0]
 
 
 class _Run:

@@ -18,7 +18,8 @@ from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.policies.roles import split, threads_per_worker
 from headrace.prediction.simulation.network import ALGORITHMS, Network
 from headrace.spec.cluster import Cluster, Host
-from headrace.spec.model import BatchProfile, LayerSpec, ModelSpec
+from headrace.spec.compute import BatchProfile, LayerSpec
+from headrace.spec.model import ModelSpec
 
 Seconds = NDArray[np.float64]
 
@@ -87,6 +88,7 @@ class DeviceStep:
     backward_s: float
     optimizer_s: float
     fixed_s: float
+    accumulate_s: float = 0.0
     layers: tuple[LayerSpec, ...] = ()
 
 
@@ -175,8 +177,11 @@ class Scene:
             replace(each, forward_s=each.forward_s * computing, backward_s=each.backward_s * computing)
             for each in batch.layers
         )
-        times = batch.forward_s * computing, batch.backward_s * computing
-        return DeviceStep(*times, profile.optimizer_s * slower, profile.fixed_s * slower, layers)
+        forward_s, backward_s = batch.forward_s * computing, batch.backward_s * computing
+        update_s, fixed_s, adding_s = (
+            slower * each for each in (profile.optimizer_s, profile.fixed_s, profile.accumulate_s)
+        )
+        return DeviceStep(forward_s, backward_s + (pieces - 1) * adding_s, update_s, fixed_s, adding_s, layers)
 
     def _crowding(self, host: Host) -> float:
         """Returns how many times slower a CPU worker is that has fewer threads than the profile had, and neighbours."""

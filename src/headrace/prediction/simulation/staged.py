@@ -20,7 +20,8 @@ from headrace.prediction.simulation.scene import Scene
 from headrace.prediction.simulation.sweep import StageTimes, Swept, busy_seconds, program, sweep
 from headrace.prediction.simulation.timeline import Passes, Timeline, of_rounds
 from headrace.spec.cluster import Host
-from headrace.spec.model import LayerSpec, ModelSpec
+from headrace.spec.compute import LayerSpec
+from headrace.spec.model import ModelSpec
 from headrace.spec.plan import StageCost
 
 _DRAWN = 2
@@ -81,6 +82,8 @@ def _stages(
     else:
         partition = read(layers, terms.partition, schedule.stages())
     named = {layer.name: layer for layer in layers}
+    # The gradients of all micro-batches but the first are added to what is there.
+    adding_s = step.accumulate_s * (1 - 1 / schedule.micro_batches) / max(1, model.trainable_bytes)
     times = []
     for stage, names in enumerate(partition):
         own = [named[name] for name in names]
@@ -93,7 +96,7 @@ def _stages(
             StageTimes(
                 forward,
                 backward * shares + forward * terms.recompute,
-                backward * (1 - shares),
+                backward * (1 - shares) + adding_s * sum(layer.parameter_bytes for layer in own),
                 way.seconds(own[-1].crossing_bytes) if after else 0.0,
                 own[-1].crossing_bytes if way.moved else 0,
             )
