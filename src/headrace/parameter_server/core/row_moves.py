@@ -1,0 +1,262 @@
+"""One server's part in moving rows to another server while workers push: a state machine without rows and sockets.
+
+    worker that moves    source                       target
+    claim ─────────────► from now on it alone moves ► likewise, at all servers
+    freeze ────────────► holds what is asked of them
+             ◄────────── rows, and which leases they have
+    install ────────────────────────────────────────► keeps them aside
+    release ───────────► they are gone: the new map
+    map ────────────────────────────────────────────► they are here
+
+A lease's gradient counts once for each row, and a push of the lease may come to the source before the move and to the
+target after it, or the other way round. So moved rows know by which leases they differ from the rest of their server:
+those that they have `besides`, and those that they `lack`. A push names the map by which it was divided, so that the
+target knows whether moved rows could be part of it.
+
+The release is the moment of the move. If the worker is lost before it, the source goes on as if nothing had been asked;
+what the target keeps aside never becomes part of a map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from headrace.parameter_server.core.leases import intervals_of, numbers_in
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RowRange:
+    """The rows [start, stop) of a table."""
+
+    table: int
+    start: int
+    stop: int
+
+    def without(self, other: RowRange) -> list[RowRange]:
+        """Returns what is left of it without another one."""
+        if self.table != other.table or other.stop <= self.start or self.stop <= other.start:
+            return [self]
+        left = RowRange(self.table, self.start, other.start), RowRange(self.table, other.stop, self.stop)
+        return [each for each in left if each.start < each.stop]
+
+    def within(self, other: RowRange) -> RowRange | None:
+        """Returns the rows that both have."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        return RowRange(self.table, start, stop) if self.table == other.table and start < stop else None
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Rows that were moved to a server, by the move `since`."""
+
+    rows: RowRange
+    server: int
+    since: int
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """Where moved rows are, in the order of the rows; all others are where their placement says.
+
+    `version` is the number of the last move. There is one order of moves: of two maps, the later one has all moves of
+    the earlier one.
+    """
+
+    version: int = 0
+    placed: tuple[Placed, ...] = ()
+
+    def after(self, move: Move) -> RowMap:
+        """Returns the map after a move."""
+        kept = list(self.placed)
+        for rows in move.rows:
+            kept = [replace(each, rows=left) for each in kept for left in each.rows.without(rows)]
+        kept += [Placed(rows, move.target, move.number) for rows in move.rows]
+        return RowMap(move.number, tuple(sorted(kept, key=lambda each: each.rows)))
+
+    def of(self, server: int) -> tuple[Placed, ...]:
+        """Returns what was moved to a server and is still there."""
+        return tuple(each for each in self.placed if each.server == server)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Ranges of rows that leave a server for another one; no two moves have one number, also of those given up."""
+
+    number: int
+    rows: tuple[RowRange, ...]
+    source: int
+    target: int
+
+
+@dataclass(slots=True)
+class MovedRows:
+    """Rows that were moved to this server, and the leases by which they differ from its other rows."""
+
+    rows: RowRange
+    since: int
+    besides: set[int] = field(default_factory=set)
+    lack: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class MovingRows:
+    """Rows on their way, and the leases that they have, as intervals."""
+
+    rows: RowRange
+    done: tuple[tuple[int, ...], ...]
+
+
+class RowMoves:
+    """The moves of one server's rows; `server` is its number.
+
+    `map` is the latest that it knows: it has all moves from this server. `seen` is the greatest number of a move, or of
+    a claim. `leaving` is the move that is under way from here, for the worker `mover`; None for none.
+    """
+
+    def __init__(self, server: int) -> None:
+        self.map = RowMap()
+        self.seen = 0
+        self.leaving: Move | None = None
+        self.mover = -1
+        self._server = server
+        self._here: list[MovedRows] = []
+        self._aside: dict[int, tuple[MovingRows, ...]] = {}
+
+    # ----- the move
+
+    def claim(self, number: int) -> bool:
+        """Lets a worker move rows by this number and by those after it, and no other by earlier ones.
+
+        Returns False if another one has claimed it. A worker claims at all servers before it moves anything, so that
+        each of them knows all moves that have been, and there is one order of moves.
+        """
+        if number <= self.seen:
+            return False
+        self.leaving, self.seen = None, number
+        return True
+
+    def freeze(self, move: Move, mover: int, done: Iterable[int]) -> tuple[MovingRows, ...]:
+        """Begins a move from here, for a worker; `done` are the leases of this server.
+
+        The rows must not change until `release` or `give_up`. Raises ValueError if it cannot be done.
+        """
+        if self.leaving is not None or move.source != self._server or move.number < self.seen:
+            raise ValueError(
+                f"move {move.number} from server {move.source} at server {self._server}, after {self.seen}"
+            )
+        self.leaving, self.mover, self.seen = move, mover, move.number
+        base, moving = set(done), []
+        for rows in move.rows:
+            left = [rows]
+            for each in self._here:
+                if part := rows.within(each.rows):
+                    moving.append(MovingRows(part, intervals_of((base | each.besides) - each.lack)))
+                    left = [piece for whole in left for piece in whole.without(part)]
+            moving += [MovingRows(part, intervals_of(base)) for part in left]
+        return tuple(moving)
+
+    def install(self, number: int, moving: Sequence[MovingRows]) -> None:
+        """Keeps what leases rows have that may come here; raises ValueError for a move that is over."""
+        if number < self.seen or number <= self.map.version:
+            raise ValueError(f"move {number} at server {self._server}, which has seen move {self.seen}")
+        self.seen = number
+        self._aside = {number: tuple(moving)}
+
+    def release(self, number: int) -> RowMap:
+        """Ends a move from here; returns the new map. Raises ValueError if it was given up."""
+        if self.leaving is None or self.leaving.number != number:
+            raise ValueError(f"move {number} is not under way at server {self._server}")
+        move, self.leaving = self.leaving, None
+        self._remove(move.rows)
+        self.map = self.map.after(move)
+        return self.map
+
+    def give_up(self) -> None:
+        """Ends a move from here that will not be; the rows stay."""
+        self.leaving = None
+
+    def adopt(self, map_: RowMap, done: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Takes over a later map; `done` are the leases of this server.
+
+        Returns the numbers of the moves whose rows are here from now on, and of those that are not to come.
+        """
+        if map_.version <= self.map.version:
+            return [], []
+        came: list[int] = []
+        base = set(done)
+        mine = {(placed.since, placed.rows) for placed in map_.of(self._server)}
+        for number, moving in list(self._aside.items()):
+            if any(since == number for since, _ in mine):
+                came.append(number)
+                for each in moving:
+                    own = numbers_in(each.done)
+                    self._here.append(MovedRows(each.rows, number, own - base, base - own))
+        gone = [number for number in self._aside if number <= map_.version and number not in came]
+        for number in (*came, *gone):
+            del self._aside[number]
+        self.map = map_
+        self.seen = max(self.seen, map_.version)
+        return came, gone
+
+    # ----- pushes
+
+    def push(
+        self, lease: int, version: int, was_done: bool, is_done: bool
+    ) -> tuple[list[RowRange], list[RowRange] | None]:
+        """Counts a push of a lease, divided by the map `version`, of which the shard's machine knew before and after.
+
+        Returns the ranges whose rows must not be updated, and the only ones whose rows may be; None for all others.
+        """
+        if was_done:
+            owed = [each for each in self._here if lease in each.lack and version >= each.since]
+            for each in owed:
+                each.lack.discard(lease)
+            return [], [each.rows for each in owed]
+        skipped: list[RowRange] = []
+        for each in self._here if is_done else ():
+            if lease in each.besides:
+                each.besides.discard(lease)
+                skipped.append(each.rows)
+            elif version < each.since:
+                each.lack.add(lease)
+        return skipped, None
+
+    def later_than(self, version: int) -> list[RowRange]:
+        """Returns the rows that came here after a map: a push that was divided by it has the rest of them follow.
+
+        It may have gradients for them, if they had been here before, or none, if it sent those to another server.
+        """
+        return [each.rows for each in self._here if each.since > version]
+
+    def rest(self, lease: int, rows: Sequence[RowRange]) -> list[RowRange]:
+        """Counts the rest of a push, whose rows were moved here while it was under way; returns what to update.
+
+        `rows` are the ranges of moved rows here that the rest has gradients for; the push itself has come before.
+        """
+        found = [each for each in self._here if each.rows in rows and lease in each.lack]
+        for each in found:
+            each.lack.discard(lease)
+        return [each.rows for each in found]
+
+    @property
+    def here(self) -> list[RowRange]:
+        """The rows that were moved here."""
+        return [each.rows for each in self._here]
+
+    def settle(self) -> None:
+        """Forgets leases: all of them are done everywhere."""
+        for each in self._here:
+            each.besides.clear()
+            each.lack.clear()
+        self._aside = {
+            number: tuple(replace(each, done=()) for each in moving) for number, moving in self._aside.items()
+        }
+
+    def _remove(self, gone: Iterable[RowRange]) -> None:
+        for rows in gone:
+            self._here = [
+                MovedRows(left, each.since, set(each.besides), set(each.lack))
+                for each in self._here
+                for left in each.rows.without(rows)
+            ]

@@ -1,0 +1,282 @@
+"""Workers that push leases, one that moves rows meanwhile, and servers: random histories, with deaths at any message.
+
+Messages between a worker and a server arrive in the order in which they were sent; all else may happen in any order.
+A row is the list of the leases that it was updated with.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.parameter_server.core.row_moves import Move, RowMap, RowMoves, RowRange
+
+ROWS, SERVERS = 12, 3
+Ask = tuple[int, str, Any]
+Program = Generator[list[Ask], list[Any], None]
+
+
+def owner(map_: RowMap, row: int) -> int:
+    for placed in map_.placed:
+        if placed.rows.start <= row < placed.rows.stop:
+            return placed.server
+    return row * SERVERS // ROWS
+
+
+@dataclass
+class Node:
+    """A server: its rows, and the leases that its shard's machine knows as done."""
+
+    number: int
+    moves: RowMoves
+    rows: dict[int, list[int]] = field(default_factory=dict)
+    aside: dict[int, dict[int, list[int]]] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+    held: list[tuple[int, str, Any]] = field(default_factory=list)
+
+    def leaves(self, row: int) -> bool:
+        move = self.moves.leaving
+        return move is not None and any(each.start <= row < each.stop for each in move.rows)
+
+    def handle(self, worker: int, kind: str, what: Any) -> Any:
+        """Returns the answer; None while it is held."""
+        try:
+            return self.moved(worker, kind, what) if kind not in ("push", "rest") else self.pushed(worker, kind, what)
+        except ValueError:
+            assert kind in ("freeze", "install", "release")
+            return "refused"
+
+    def pushed(self, worker: int, kind: str, what: Any) -> Any:
+        lease, version, rows = what
+        assert version <= self.moves.map.version
+        if any(map(self.leaves, rows)):
+            self.held.append((worker, kind, what))
+            return None
+        later = self.moves.later_than(version) if kind == "push" else []
+        own = [row for row in rows if owner(self.moves.map, row) == self.number]
+        here = [row for row in own if not any(each.start <= row < each.stop for each in later)]
+        for row in self.counted(kind, lease, version, here):
+            self.rows.setdefault(row, []).append(lease)
+        return [row for row in rows if row not in here], self.moves.map
+
+    def moved(self, worker: int, kind: str, what: Any) -> Any:
+        moves = self.moves
+        if kind == "claim":
+            return moves.claim(what), moves.map
+        if kind == "freeze":
+            moving = moves.freeze(what, worker, self.done)
+            return moving, {row: leases[:] for row, leases in self.rows.items() if self.leaves(row)}
+        if kind == "install":
+            number, moving, rows = what
+            moves.install(number, moving)
+            self.aside = {number: rows}
+        elif kind == "release":
+            move = moves.leaving
+            map_ = moves.release(what)
+            for row in [row for row in self.rows if move and any(e.start <= row < e.stop for e in move.rows)]:
+                del self.rows[row]
+            return map_
+        elif kind == "stay" and moves.leaving and moves.leaving.number == what:
+            moves.give_up()
+        elif kind == "map":
+            came, gone = moves.adopt(what, self.done)
+            for number in came:
+                self.rows.update(self.aside.pop(number))
+            for number in gone:
+                del self.aside[number]
+        return moves.map, moves.seen
+
+    def counted(self, kind: str, lease: int, version: int, rows: list[int]) -> list[int]:
+        def within(ranges: list[RowRange]) -> list[int]:
+            return [row for row in rows if any(each.start <= row < each.stop for each in ranges)]
+
+        if kind == "rest":
+            named = [each for each in self.moves.here if within([each])]
+            assert sorted(within(named)) == sorted(rows)
+            return within(self.moves.rest(lease, named))
+        was = lease in self.done
+        self.done.add(lease)
+        skipped, only = self.moves.push(lease, version, was, True)
+        return [row for row in rows if row not in within(skipped)] if only is None else within(only)
+
+
+class Moving:
+    """A run of so many leases; `machine` makes the state machine of a server."""
+
+    def __init__(self, seed: int, machine: Callable[[int], RowMoves] = RowMoves, leases: int = 30) -> None:
+        self.chance = random.Random(seed)
+        self.nodes = [Node(number, machine(number)) for number in range(SERVERS)]
+        self.touched = [sorted(self.chance.sample(range(ROWS), self.chance.randint(1, 6))) for _ in range(leases)]
+        self.free = list(range(leases))
+        self.committed: set[int] = set()
+        self.deaths, self.moved, self.begun = self.chance.choice((0, 2, 12)), 0, 0
+        self.workers: dict[int, _Worker] = {}
+        for _ in range(self.chance.randint(1, 4)):
+            self.workers[self.begun] = _Worker(self, self.begun)
+            self.begun += 1
+
+    def run(self) -> list[str]:
+        """Runs to the end; returns what is wrong then."""
+        for _ in range(20_000):
+            if len(self.committed) == len(self.touched) and not self.moving:
+                return self.wrong()
+            self.turn()
+        return ["it does not end"]
+
+    @property
+    def moving(self) -> bool:
+        return any(node.moves.leaving for node in self.nodes)
+
+    def turn(self) -> None:
+        if self.deaths and self.chance.random() < 0.03:
+            self.deaths -= 1
+            self.chance.choice([each for each in self.workers.values() if not each.dead]).die()
+            self.workers[self.begun] = _Worker(self, self.begun)
+            self.begun += 1
+        worker = self.workers[self.chance.choice(list(self.workers))]
+        ready = [number for number, queue in worker.queues.items() if queue]
+        if ready:
+            number = self.chance.choice(ready)
+            worker.deliver(self.nodes[number])
+        elif worker.dead:
+            del self.workers[worker.number]
+        elif not worker.waits:
+            worker.go([])
+
+    def answered(self, worker: int, number: int, answer: Any) -> None:
+        if worker in self.workers and not self.workers[worker].dead:
+            self.workers[worker].take(number, answer)
+
+    def release_held(self, node: Node) -> None:
+        held, node.held = node.held, []
+        for worker, kind, what in held:
+            answer = node.handle(worker, kind, what)
+            if answer is not None:
+                self.answered(worker, node.number, answer)
+
+    def wrong(self) -> list[str]:
+        map_ = max((node.moves.map for node in self.nodes), key=lambda each: each.version)
+        found = []
+        for row in range(ROWS):
+            own = self.nodes[owner(map_, row)]
+            if map_.version > own.moves.map.version and any(row in rows for rows in own.aside.values()):
+                # Its mover was lost before it could say so; what asks for the row next does.
+                for number in own.moves.adopt(map_, own.done)[0]:
+                    own.rows.update(own.aside.pop(number))
+            should = sorted(lease for lease, rows in enumerate(self.touched) if row in rows)
+            if sorted(own.rows.get(row, [])) != should:
+                found.append(f"row {row}: {sorted(own.rows.get(row, []))} for {should}")
+        return found
+
+
+class _Worker:
+    """A worker: trains, and moves rows now and then."""
+
+    def __init__(self, world: Moving, number: int) -> None:
+        self.world, self.number, self.lease, self.dead = world, number, -1, False
+        self.queues: dict[int, deque[tuple[str, Any]]] = {number: deque() for number in range(SERVERS)}
+        self.waits: set[int] = set()
+        self.answers: dict[int, Any] = {}
+        self.asked: list[int] = []
+        self.map = RowMap()
+        self.program = self.work()
+
+    def die(self) -> None:
+        self.dead = True
+        # It is given out again while messages of the lost worker are still on their way.
+        self.world.free += [self.lease] if self.lease >= 0 else []
+        for queue in self.queues.values():
+            for _ in range(self.world.chance.randint(0, len(queue))):
+                queue.pop()
+            queue.append(("lost", None))
+
+    def deliver(self, node: Node) -> None:
+        kind, what = self.queues[node.number].popleft()
+        if kind == "lost":
+            node.held = [each for each in node.held if each[0] != self.number]
+            if node.moves.leaving and node.moves.mover == self.number:
+                node.moves.give_up()
+                self.world.release_held(node)
+            return
+        answer = node.handle(self.number, kind, what)
+        if answer is not None:
+            self.world.answered(self.number, node.number, answer)
+        if node.held and not node.moves.leaving:
+            self.world.release_held(node)
+
+    def take(self, number: int, answer: Any) -> None:
+        self.waits.discard(number)
+        self.answers[number] = answer
+        if not self.waits:
+            self.go([self.answers[each] for each in self.asked])
+
+    def go(self, answers: list[Any]) -> None:
+        try:
+            asks = self.program.send(answers if self.asked else None)  # type: ignore[arg-type]
+        except StopIteration:
+            self.program, self.asked = self.work(), []
+            return
+        self.asked = [number for number, _, _ in asks]
+        self.waits, self.answers = set(self.asked), {}
+        for number, kind, what in asks:
+            self.queues[number].append((kind, what))
+
+    def work(self) -> Program:
+        world = self.world
+        if world.chance.random() < 0.3:
+            yield from self.move()
+        elif world.free:
+            self.lease = world.free.pop(world.chance.randrange(len(world.free)))
+            yield from self.push(self.lease)
+            world.committed.add(self.lease)
+            self.lease = -1
+
+    def push(self, lease: int) -> Program:
+        rows, version = self.world.touched[lease], self.map.version
+        by_server = [[row for row in rows if owner(self.map, row) == number] for number in range(SERVERS)]
+        answers = yield [(number, "push", (lease, version, own)) for number, own in enumerate(by_server)]
+        while True:
+            left = [row for rows, _ in answers for row in rows]
+            newest = max((map_ for _, map_ in answers), key=lambda each: each.version)
+            yield from self.adopt(newest)
+            if not left:
+                return
+            asks = [(number, [row for row in left if owner(self.map, row) == number]) for number in range(SERVERS)]
+            answers = yield [(number, "rest", (lease, self.map.version, own)) for number, own in asks if own]
+
+    def adopt(self, map_: RowMap) -> Program:
+        if map_.version > self.map.version:
+            self.map = map_
+            yield [(number, "map", map_) for number in range(SERVERS)]
+
+    def move(self) -> Program:
+        known = yield [(number, "ask", None) for number in range(SERVERS)]
+        own_number = max(seen for _, seen in known) + 1
+        claimed = yield [(number, "claim", own_number) for number in range(SERVERS)]
+        yield from self.adopt(max((map_ for _, map_ in claimed), key=lambda each: each.version))
+        if not all(mine for mine, _ in claimed):
+            return
+        chance = self.world.chance
+        source, target = chance.sample(range(SERVERS), 2)
+        own = [row for row in range(ROWS) if owner(self.map, row) == source]
+        if not own:
+            return
+        chosen = sorted(chance.sample(own, chance.randint(1, min(4, len(own)))))
+        rows = tuple(RowRange(0, row, row + 1) for row in chosen)
+        if chosen == list(range(chosen[0], chosen[-1] + 1)):
+            rows = (RowRange(0, chosen[0], chosen[-1] + 1),)
+        move = Move(own_number, rows, source, target)
+        (frozen,) = yield [(source, "freeze", move)]
+        if frozen == "refused":
+            return
+        (installed,) = yield [(target, "install", (move.number, *frozen))]
+        if installed == "refused":
+            yield [(source, "stay", move.number)]
+            return
+        (map_,) = yield [(source, "release", move.number)]
+        if map_ != "refused":
+            yield from self.adopt(map_)
+            self.world.moved += 1

@@ -1,0 +1,95 @@
+"""Rows that are moved while workers push: each lease counts once for each of its rows, whoever dies when."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.parameter_server.core import row_moves as module
+from headrace.parameter_server.core.row_moves import Move, MovingRows, Placed, RowMap, RowMoves, RowRange
+from parameter_server.moving import Moving
+from parameter_server.worlds import mutated
+
+
+def wrong(histories: int, machine: type[RowMoves] = RowMoves) -> list[str]:
+    """Returns what is wrong with the first of so many histories that fails."""
+    for seed in range(histories):
+        try:
+            if found := Moving(seed, machine).run():
+                return found
+        except (AssertionError, LookupError) as error:
+            return [repr(error)]
+    return []
+
+
+def test_no_lease_is_lost_or_counted_twice_for_a_row(request: pytest.FixtureRequest) -> None:
+    worlds = [Moving(seed) for seed in range(10_000 if request.config.getoption("--full") else 200)]
+    assert [found for world in worlds if (found := world.run())] == []
+    # With those that lost workers had begun.
+    assert sum(world.moved for world in worlds) > 1_000
+
+
+PLANTED = {
+    "what the target has not is forgotten": ("own - base, base - own)", "own - base, set())"),
+    "what the source had is forgotten": ("own - base, base - own)", "set(), base - own)"),
+    "both count": ("                skipped.append(each.rows)\n", ""),
+    "an old push covers what came later": ("elif version < each.since:", "elif False:"),
+    "an old push is the moved rows' one": ("lease in each.lack and version >= each.since", "lease in each.lack"),
+    "a rest counts twice": ("        for each in found:\n            each.lack.discard(lease)\n", ""),
+    "any rest counts": ("each.rows in rows and lease in each.lack", "each.rows in rows"),
+    "a split forgets": ("set(each.besides), set(each.lack))", "set(), set())"),
+    "moved twice as if once": ("(base | each.besides) - each.lack", "base"),
+    "two move at once": (
+        "self.leaving, self.seen = None, number\n        return",
+        "self.seen = number\n        return",
+    ),
+    "another one's release": ("self.leaving is None or self.leaving.number != number", "self.leaving is None"),
+    "rows stay where they were": ("        self._remove(move.rows)\n", ""),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_histories_find_a_planted_bug(bug: str) -> None:
+    assert wrong(400, mutated(module, "RowMoves", *PLANTED[bug]))
+
+
+def test_a_map_has_the_last_move_of_each_row() -> None:
+    first = RowMap().after(Move(1, (RowRange(0, 2, 8),), 0, 1))
+    second = first.after(Move(2, (RowRange(0, 4, 6), RowRange(1, 0, 1)), 1, 2))
+    assert second == RowMap(
+        2,
+        (
+            Placed(RowRange(0, 2, 4), 1, 1),
+            Placed(RowRange(0, 4, 6), 2, 2),
+            Placed(RowRange(0, 6, 8), 1, 1),
+            Placed(RowRange(1, 0, 1), 2, 2),
+        ),
+    )
+    assert second.of(2) == (second.placed[1], second.placed[3])
+
+
+def test_a_move_that_is_over_is_refused() -> None:
+    rows = (RowRange(0, 0, 1),)
+    source, target = RowMoves(0), RowMoves(1)
+    assert source.claim(3)
+    assert not source.claim(3)
+    source.freeze(Move(3, rows, 0, 1), 7, [])
+    assert source.claim(4)
+    with pytest.raises(ValueError, match="move 3 is not under way at server 0"):
+        source.release(3)
+    with pytest.raises(ValueError, match="move 3 from server 0 at server 0, after 4"):
+        source.freeze(Move(3, rows, 0, 1), 7, [])
+    target.claim(4)
+    with pytest.raises(ValueError, match="move 3 at server 1, which has seen move 4"):
+        target.install(3, [])
+
+
+def test_what_was_kept_aside_for_a_move_that_never_was_does_not_come() -> None:
+    source, target = RowMoves(0), RowMoves(1)
+    rows = RowRange(0, 0, 1)
+    moving = source.freeze(Move(1, (rows,), 0, 1), 7, [5])
+    assert moving == (MovingRows(rows, ((5, 6),)),)
+    target.install(1, moving)
+    source.give_up()
+    later = source.map.after(Move(2, (RowRange(0, 3, 4),), 0, 1))
+    assert target.adopt(later, []) == ([], [1])
+    assert target.here == []
