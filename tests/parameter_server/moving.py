@@ -94,7 +94,7 @@ class Node:
             return [row for row in rows if any(each.start <= row < each.stop for each in ranges)]
 
         if kind == "rest":
-            named = [each for each in self.moves.here if within([each])]
+            named = [each.rows for each in self.moves.here if within([each.rows])]
             assert sorted(within(named)) == sorted(rows)
             return within(self.moves.rest(lease, named))
         was = lease in self.done

@@ -111,7 +111,8 @@ class RowMoves:
     """The moves of one server's rows; `server` is its number.
 
     `map` is the latest that it knows: it has all moves from this server. `seen` is the greatest number of a move, or of
-    a claim. `leaving` is the move that is under way from here, for the worker `mover`; None for none.
+    a claim. `leaving` is the move that is under way from here, for the worker `mover`; None for none. `here` are the
+    rows that were moved here.
     """
 
     def __init__(self, server: int) -> None:
@@ -120,7 +121,7 @@ class RowMoves:
         self.leaving: Move | None = None
         self.mover = -1
         self._server = server
-        self._here: list[MovedRows] = []
+        self.here: list[MovedRows] = []
         self._aside: dict[int, tuple[MovingRows, ...]] = {}
 
     # ----- the move
@@ -149,7 +150,7 @@ class RowMoves:
         base, moving = set(done), []
         for rows in move.rows:
             left = [rows]
-            for each in self._here:
+            for each in self.here:
                 if part := rows.within(each.rows):
                     moving.append(MovingRows(part, intervals_of((base | each.besides) - each.lack)))
                     left = [piece for whole in left for piece in whole.without(part)]
@@ -191,7 +192,7 @@ class RowMoves:
                 came.append(number)
                 for each in moving:
                     own = numbers_in(each.done)
-                    self._here.append(MovedRows(each.rows, number, own - base, base - own))
+                    self.here.append(MovedRows(each.rows, number, own - base, base - own))
         gone = [number for number in self._aside if number <= map_.version and number not in came]
         for number in (*came, *gone):
             del self._aside[number]
@@ -209,12 +210,12 @@ class RowMoves:
         Returns the ranges whose rows must not be updated, and the only ones whose rows may be; None for all others.
         """
         if was_done:
-            owed = [each for each in self._here if lease in each.lack and version >= each.since]
+            owed = [each for each in self.here if lease in each.lack and version >= each.since]
             for each in owed:
                 each.lack.discard(lease)
             return [], [each.rows for each in owed]
         skipped: list[RowRange] = []
-        for each in self._here if is_done else ():
+        for each in self.here if is_done else ():
             if lease in each.besides:
                 each.besides.discard(lease)
                 skipped.append(each.rows)
@@ -227,26 +228,21 @@ class RowMoves:
 
         It may have gradients for them, if they had been here before, or none, if it sent those to another server.
         """
-        return [each.rows for each in self._here if each.since > version]
+        return [each.rows for each in self.here if each.since > version]
 
     def rest(self, lease: int, rows: Sequence[RowRange]) -> list[RowRange]:
         """Counts the rest of a push, whose rows were moved here while it was under way; returns what to update.
 
         `rows` are the ranges of moved rows here that the rest has gradients for; the push itself has come before.
         """
-        found = [each for each in self._here if each.rows in rows and lease in each.lack]
+        found = [each for each in self.here if each.rows in rows and lease in each.lack]
         for each in found:
             each.lack.discard(lease)
         return [each.rows for each in found]
 
-    @property
-    def here(self) -> list[RowRange]:
-        """The rows that were moved here."""
-        return [each.rows for each in self._here]
-
     def settle(self) -> None:
         """Forgets leases: all of them are done everywhere."""
-        for each in self._here:
+        for each in self.here:
             each.besides.clear()
             each.lack.clear()
         self._aside = {
@@ -255,8 +251,8 @@ class RowMoves:
 
     def _remove(self, gone: Iterable[RowRange]) -> None:
         for rows in gone:
-            self._here = [
+            self.here = [
                 MovedRows(left, each.since, set(each.besides), set(each.lack))
-                for each in self._here
+                for each in self.here
                 for left in each.rows.without(rows)
             ]
