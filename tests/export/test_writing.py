@@ -14,11 +14,13 @@ from torch import Tensor, nn
 import headrace as hr
 from headrace.errors import DataError, JobError, UsageError
 from headrace.export import programs, signature
+from headrace.export.choice import choose
 from headrace.export.signature import Signature
 from headrace.export.writing import write_model
 from headrace.models import char_lstm
 
 FACTS = Signature(name="a", inputs=(), outputs=())
+PT2 = choose(formats=("pt2",))
 
 
 def job_of(model: nn.Module, data: object, **more: object) -> hr.Job:
@@ -86,7 +88,7 @@ def test_a_file_that_computes_something_else_is_refused(
 
     monkeypatch.setattr(programs, "TorchRunner", Wrong)
     with pytest.raises(JobError, match=r"model\.pt2 computes something else .* 0\.0\d+ of the largest value"):
-        write_model(*classifier, tmp_path / "m", FACTS, ("pt2",))
+        write_model(*classifier, tmp_path / "m", FACTS, PT2)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -95,7 +97,7 @@ def test_a_model_that_returns_nan_is_refused(classifier: tuple[hr.Job, nn.Module
     with torch.no_grad():
         model[1].bias.fill_(torch.nan)
     with pytest.raises(JobError, match="returns output with NaN"):
-        write_model(job, model, tmp_path / "m", FACTS, ("pt2",))
+        write_model(job, model, tmp_path / "m", FACTS, PT2)
 
 
 def test_a_model_that_looks_at_values_is_refused_with_the_remedy(tmp_path: Path) -> None:
@@ -105,7 +107,7 @@ def test_a_model_that_looks_at_values_is_refused_with_the_remedy(tmp_path: Path)
 
     model = Looks(2, 2)
     with pytest.raises(JobError, match=r"cannot be exported: .*torch\.where"):
-        write_model(job_of(model, (torch.rand(4, 2), torch.rand(4))), model, tmp_path / "m", FACTS, ("pt2",))
+        write_model(job_of(model, (torch.rand(4, 2), torch.rand(4))), model, tmp_path / "m", FACTS, PT2)
 
 
 def test_a_folder_is_not_written_over_and_formats_are_named(
@@ -115,7 +117,7 @@ def test_a_folder_is_not_written_over_and_formats_are_named(
     with pytest.raises(UsageError, match="exists already"):
         write_model(*classifier, tmp_path, FACTS)
     with pytest.raises(UsageError, match="--formats takes pt2, onnx, got tflite"):
-        write_model(*classifier, tmp_path / "m", FACTS, ("tflite",))
+        choose(formats=("tflite",))
 
 
 class TestForgedFolders:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from headrace.api.resume import find
 from headrace.api.run import load_model
 from headrace.checkpoint import Checkpoint, CheckpointFolder
 from headrace.errors import CheckpointMismatch, UsageError
+from headrace.export.choice import DEFAULT, ExportChoice
 from headrace.export.signature import Signature
 from headrace.export.writing import write_model
 from headrace.modules import parameters_and_buffers
@@ -39,13 +39,14 @@ def export_run(
     job: Job,
     run_dir: Path,
     folder: Path,
-    formats: Sequence[str] = ("pt2", "onnx"),
+    choice: ExportChoice = DEFAULT,
     step: int | None = None,
 ) -> Signature:
     """Writes the trained model of a run's directory into a folder; see `Run.export`.
 
     Args:
         job: of the run.
+        choice: what is written.
         step: of the checkpoint to take; None for the model at the run's end, or the newest checkpoint of a run that has
             not come to its end.
 
@@ -76,7 +77,7 @@ def export_run(
         step=checkpoint.step if checkpoint else None,
         metrics=dict(at[-1].metrics) if at else {},
     )
-    return write_model(job, module.eval(), folder, facts, formats)
+    return write_model(job, module.eval(), folder, facts, choice)
 
 
 def _started(log: EventLog, run_dir: Path) -> RunStarted:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from headrace.checkpoint import forms
 from headrace.errors import RunFailed, UnfitMachine, UsageError
+from headrace.export.choice import choose
 from headrace.export.signature import Signature
 from headrace.export.writing import write_model
 from headrace.modules import copy_module, is_dense, restore
@@ -260,23 +261,35 @@ class Run:
             raise UnfitMachine(f"cannot save the model to {path}: {error.strerror or error}") from error
         return path
 
-    def export(self, path: Path | str, formats: Sequence[str] = ("pt2", "onnx")) -> Signature:
+    def export(
+        self,
+        path: Path | str,
+        formats: Sequence[str] | None = None,
+        *,
+        target: str = "server",
+        labels: Sequence[str] = (),
+        onnxruntime_web: Path | str | None = None,
+    ) -> Signature:
         """Writes the trained model as files that run without headrace, after each was run beside it.
 
         Args:
-            path: of the folder, which is made: `model.pt2` (torch.export), `model.onnx`, a sample, and
-                `signature.json`, which says what goes in and comes out.
-            formats: "pt2", "onnx".
+            path: of the folder, which is made: the model's files, a sample, and `signature.json`, which says what goes
+                in and comes out.
+            formats: "pt2" (torch.export), "onnx"; None for those of the target.
+            target: "server", or "browser": also a page that runs the model, for any static web server.
+            labels: names of the classes in the order of the outputs; for a model of texts, of its tokens.
+            onnxruntime_web: for the page, an archive or a folder of that package; None to let npm fetch it.
 
         Returns:
             The signature, with the largest difference of each file from the trained model.
 
         Raises:
-            UsageError: the folder exists already; an unknown format.
+            UsageError: the folder exists already; an unknown format or target.
             JobError: the model cannot be exported, or a file computes something else.
             RunFailed: no model was saved.
             UnfitMachine: a library is missing, or the folder cannot be written.
         """
+        choice = choose(target, formats, labels, onnxruntime_web)
         facts = Signature(
             name=self.run_dir.resolve().name if self._keeper is None else "model",
             inputs=(),
@@ -285,7 +298,7 @@ class Run:
             strategy=self.plan.strategy,
             metrics=self.metrics,
         )
-        return write_model(self.job, self.model, Path(path), facts, formats)
+        return write_model(self.job, self.model, Path(path), facts, choice)
 
     def report(self, path: Path | str | None = None) -> Path:
         """Writes the page of this run; returns where."""

@@ -21,7 +21,6 @@ from headrace.export.predictor import Predictor
 from headrace.export.recurrent import whole_recurrent_layers
 from headrace.export.signature import TensorForm
 
-TORCH, ONNX = "model.pt2", "model.onnx"
 BATCH, TIME = "batch", "time"
 _ONE_FILE_BYTES = 2 << 30
 """A larger ONNX model needs a second file for its weights."""

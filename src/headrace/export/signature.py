@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,23 @@ MOST_BYTES = 1 << 20
 """Longest signature that is read."""
 
 _CHUNK = 1 << 20
+_MOST_CHANNELS = 4
 
 
 @dataclass(frozen=True)
 class TensorForm:
-    """One input or output: its name, its type ("float32"), and its shape, -1 where any length will do."""
+    """One input or output: its name, its type ("float32"), and its shape, -1 where any length will do.
+
+    Attributes:
+        low, high: of an input, the smallest and the largest value in the examples that the files were checked with;
+            for each channel of an image `(batch, channels, height, width)`, for the whole of others.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
 
     def fits(self, tensor: Tensor) -> bool:
         """Whether a tensor has this type and shape."""
@@ -169,6 +177,18 @@ def form_of(name: str, tensor: Tensor, free: tuple[int, ...] = (0,)) -> TensorFo
     """Returns the form of a tensor whose dimensions `free` may have any length."""
     shape = tuple(-1 if dim in free else length for dim, length in enumerate(tensor.shape))
     return TensorForm(name, str(tensor.dtype).removeprefix("torch."), shape)
+
+
+def values_of(forms: Sequence[TensorForm], batches: Sequence[Mapping[str, Tensor]]) -> tuple[TensorForm, ...]:
+    """Returns the inputs' forms with the range of their values in some batches."""
+    found = []
+    for form in forms:
+        tensors = [batch[form.name] for batch in batches]
+        image = len(form.shape) == 4 and form.shape[1] <= _MOST_CHANNELS
+        rows = [tensor.transpose(0, 1).flatten(1) if image else tensor.reshape(1, -1) for tensor in tensors]
+        low, high = (torch.stack([pick(row.double(), dim=1) for row in rows]) for pick in (torch.amin, torch.amax))
+        found.append(replace(form, low=tuple(low.amin(0).tolist()), high=tuple(high.amax(0).tolist())))
+    return tuple(found)
 
 
 def dtype_of(form: TensorForm) -> torch.dtype:

@@ -10,20 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from headrace.data.loading.loader import Loader
 from headrace.data.loading.torch_data import as_pipeline
 from headrace.errors import DataError, JobError, UnfitMachine, UsageError
 from headrace.export import programs, signature
+from headrace.export.browser.folder import write_page
+from headrace.export.browser.runtime import find_runtime
+from headrace.export.choice import DEFAULT, FORMATS, ExportChoice
 from headrace.export.predictor import Predictor, inputs_of, keeps_cache, predictor_of, run
-from headrace.export.programs import ONNX, TORCH, ProgramRunner
-from headrace.export.signature import Artefact, Signature, form_of
+from headrace.export.programs import ProgramRunner
+from headrace.export.signature import Artefact, Signature, form_of, values_of
 from headrace.machine import versions
 from headrace.spec.job import Job
 
-FORMATS = {"pt2": TORCH, "onnx": ONNX}
 SAMPLE = "sample.safetensors"
 """Inputs and outputs of a few examples, as "input/NAME" and "output/NAME"."""
 
@@ -37,7 +39,7 @@ def write_model(
     model: nn.Module,
     folder: Path,
     facts: Signature,
-    formats: Sequence[str] = ("pt2", "onnx"),
+    choice: ExportChoice = DEFAULT,
 ) -> Signature:
     """Writes a model's folder, whole or not at all; returns its signature.
 
@@ -45,14 +47,15 @@ def write_model(
         job: whose data gives the examples, the evaluation set where there is one.
         model: trained.
         facts: what is known of the training; inputs, outputs and files are filled in here.
-        formats: "pt2", "onnx".
+        choice: what is written.
 
     Raises:
-        UsageError: the folder exists already, and is not empty; an unknown format.
+        UsageError: the folder exists already, and is not empty.
         JobError: the model cannot be exported, or a file computes something else.
         UnfitMachine: a library is missing, or the folder cannot be written.
     """
-    _check(folder, formats)
+    _check(folder, choice)
+    web = find_runtime(choice.onnxruntime_web) if choice.target == "browser" else None
     batches = _batches(job)
     cached = keeps_cache(model)
     predictor, sample = predictor_of(job, model, batches[0])
@@ -60,15 +63,19 @@ def write_model(
     if min(map(len, few.values())) < 2:
         raise DataError("an export needs two examples at least, and the data has one")
     expected = run(predictor, few)
+    _check_labels(choice.labels, expected)
     traced = programs.trace(predictor, few)
     inputs = tuple(form_of(name, tensor, traced.free) for name, tensor in few.items())
+    inputs = values_of(inputs, [inputs_of(job, model, batch).tensors for batch in batches])
     outputs = tuple(form_of(name, tensor, _free_of(tensor, few, traced.free)) for name, tensor in expected.items())
-    facts = replace(facts, inputs=inputs, outputs=outputs, versions=versions(), notes=_notes(traced, cached))
+    made_by = {**versions(), **({} if web is None else {"onnxruntime-web": web.version})}
+    facts = replace(facts, inputs=inputs, outputs=outputs, labels=choice.labels or facts.labels, versions=made_by)
+    facts = replace(facts, notes=_notes(traced, cached))
     try:
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as aside:
             place = Path(aside) / "model"
             place.mkdir()
-            for each in formats:
+            for each in choice.formats:
                 path = place / FORMATS[each]
                 if each == "onnx":
                     programs.save_onnx(traced, path, inputs, outputs)
@@ -76,8 +83,10 @@ def write_model(
                     programs.save_torch(traced, path)
             tensors = {f"input/{name}": tensor.contiguous() for name, tensor in few.items()}
             tensors |= {f"output/{name}": tensor.contiguous() for name, tensor in expected.items()}
-            save_file(tensors, place / SAMPLE)
-            facts = replace(facts, files=_look(place, formats, facts, predictor, job, batches))
+            (place / SAMPLE).write_bytes(save(tensors))
+            if web is not None:
+                write_page(place, web)
+            facts = replace(facts, files=_look(place, choice.formats, facts, predictor, job, batches))
             signature.write(place, facts)
             if folder.exists():
                 folder.rmdir()
@@ -153,12 +162,18 @@ def _notes(traced: programs.Traced, cached: bool) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _check(folder: Path, formats: Sequence[str]) -> None:
-    unknown = [each for each in formats if each not in FORMATS]
-    if unknown or not formats:
-        raise UsageError(f"--formats takes {', '.join(FORMATS)}, got {', '.join(unknown) or 'none'}")
+def _check(folder: Path, choice: ExportChoice) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists already; name another folder, or delete it")
-    if "onnx" in formats:
+    if "onnx" in choice.formats:
         programs.require("onnx", "onnxscript", "onnxruntime")
     folder.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _check_labels(labels: Sequence[str], outputs: Mapping[str, Tensor]) -> None:
+    lasts = {tensor.shape[-1] for tensor in outputs.values() if tensor.dim() > 1}
+    if labels and lasts and len(labels) not in lasts:
+        raise UsageError(
+            f"there are {len(labels)} labels, and the model's outputs have {' and '.join(map(str, sorted(lasts)))} "
+            "classes; give one label for each class"
+        )

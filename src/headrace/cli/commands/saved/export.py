@@ -2,26 +2,57 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headrace.cli.jobfile import check_file, load_job
-from headrace.cli.options import JsonOption, SettingsOption, help_option
+from headrace.cli.options import JsonOption, SettingsOption, help_option, option
 from headrace.cli.output import answering
 from headrace.errors import UsageError
+from headrace.export.choice import choose, read_labels
 from headrace.report.format import byte_count
 from headrace.spec.plain import to_plain
 
 if TYPE_CHECKING:
     from headrace.export.signature import Signature
+    from headrace.spec.job import Job
 
 _EXAMPLES = """
   headrace export runs/a -o model
   headrace export runs/a -o model --step 120
   headrace export runs/a -o model --formats onnx --json | jq .files
+  headrace export runs/a -o page --target browser --labels classes.txt
 """
+
+
+class Target(StrEnum):
+    """What an export is for."""
+
+    SERVER = "server"
+    BROWSER = "browser"
+
+
+_TargetOption = Annotated[
+    Target, typer.Option("--target", help="What will run it. For a browser, a page that any web server can serve.")
+]
+_FormatsOption = Annotated[
+    str | None, option("--formats", metavar="NAME,NAME", help="pt2 (torch.export), onnx. Default: those of the target.")
+]
+_LabelsOption = Annotated[
+    Path | None,
+    option("--labels", metavar="FILE", help="Names of the classes or of a text's tokens: one a line, or a JSON list."),
+]
+_WebOption = Annotated[
+    Path | None,
+    option(
+        "--onnxruntime-web",
+        metavar="PATH",
+        help="For a browser: the archive that `npm pack` wrote, or the package's folder. Default: npm fetches it.",
+    ),
+]
 
 
 def export(
@@ -30,9 +61,10 @@ def export(
         Path,
         typer.Option("--output", "-o", metavar="FOLDER", show_default=False, help="Which is made; it must not exist."),
     ],
-    formats: Annotated[
-        str, typer.Option("--formats", metavar="NAME,NAME", help="pt2 (torch.export), onnx.")
-    ] = "pt2,onnx",
+    target: _TargetOption = Target.SERVER,
+    formats: _FormatsOption = None,
+    labels: _LabelsOption = None,
+    onnxruntime_web: _WebOption = None,
     step: Annotated[
         int | None,
         typer.Option(
@@ -54,23 +86,37 @@ def export(
     """Write the trained model of a run as files that run without headrace.
 
     Each file is run on 100 examples beside the trained model, and the largest difference is shown. The folder holds
-    model.pt2, model.onnx, sample.safetensors, and signature.json, which says what goes in and comes out.
+    model.pt2, model.onnx, sample.safetensors, and signature.json, which says what goes in and comes out; for a browser
+    also a page with onnxruntime-web.
     """
     with answering(as_json) as answer:
-        # Lazily: they import torch.
-        from headrace.api.exporting import export_run, source_of
+        # Lazily: it imports torch.
+        from headrace.api.exporting import export_run
 
-        source = source_of(run)
-        path = job_file or (Path(source.path) if source else None)
-        if path is None:
-            raise UsageError(
-                f"the job of {run} comes from a program, not from a file: name a file that defines it by --job, or "
-                "call run.export(...) in the program"
-            )
-        check_file(path, "job file")
-        job = load_job(path, settings or (source.settings if source and not job_file else ()))
-        signature = export_run(job, run, folder, tuple(filter(None, formats.split(","))), step)
+        choice = choose(
+            target,
+            None if formats is None else tuple(filter(None, formats.split(","))),
+            () if labels is None else read_labels(labels),
+            onnxruntime_web,
+        )
+        job = _job_of(run, job_file, settings)
+        signature = export_run(job, run, folder, choice, step)
         answer.give({"folder": str(folder), **to_plain(signature)}, "\n".join(_lines(folder, signature)))
+
+
+def _job_of(run: Path, job_file: Path | None, settings: list[str] | None) -> Job:
+    # Lazily: it imports torch.
+    from headrace.api.exporting import source_of
+
+    source = source_of(run)
+    path = job_file or (Path(source.path) if source else None)
+    if path is None:
+        raise UsageError(
+            f"the job of {run} comes from a program, not from a file: name a file that defines it by --job, or "
+            "call run.export(...) in the program"
+        )
+    check_file(path, "job file")
+    return load_job(path, settings or (source.settings if source and not job_file else ()))
 
 
 def _lines(folder: Path, signature: Signature) -> list[str]:
@@ -82,5 +128,7 @@ def _lines(folder: Path, signature: Signature) -> list[str]:
         lines.append(f"  {word:8}{told}")
     for name, file in signature.files.items():
         same = "" if file.difference is None else f"   differs by at most {file.difference:.1e} from the trained model"
-        lines.append(f"  {name:20}{byte_count(file.bytes):>10}{same}")
+        lines.append(f"  {name:28}{byte_count(file.bytes):>10}{same}")
+    if "index.html" in signature.files:
+        lines.append(f"to see it: python -m http.server --bind 127.0.0.1 --directory {folder}")
     return lines + [f"note: {note}" for note in signature.notes]

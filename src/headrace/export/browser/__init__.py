@@ -1,0 +1,1 @@
+"""The trained model as a page: a folder that any static web server can serve."""

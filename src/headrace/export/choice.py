@@ -1,0 +1,74 @@
+"""What a user wants of an export: for what it is, in which formats, how precise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.errors import UsageError
+
+FORMATS = {"pt2": "model.pt2", "onnx": "model.onnx"}
+"""The file of each format."""
+TARGETS = {"server": ("pt2", "onnx"), "browser": ("onnx",)}
+"""The formats of each target."""
+
+
+@dataclass(frozen=True)
+class ExportChoice:
+    """What is written; see `Run.export`."""
+
+    target: str = "server"
+    formats: tuple[str, ...] = ("pt2", "onnx")
+    labels: tuple[str, ...] = ()
+    onnxruntime_web: Path | None = None
+
+
+DEFAULT = ExportChoice()
+"""For a server, by torch.export and by ONNX."""
+
+
+def choose(
+    target: str = "server",
+    formats: Sequence[str] | None = None,
+    labels: Sequence[str] = (),
+    onnxruntime_web: Path | str | None = None,
+) -> ExportChoice:
+    """Checks what a user asks for, and adds the formats of the target.
+
+    Raises:
+        UsageError: there is no such target or format, or they do not go together.
+    """
+    if target not in TARGETS:
+        raise UsageError(f"--target takes {', '.join(TARGETS)}, got {target}")
+    taken = TARGETS[target] if formats is None else tuple(formats)
+    unknown = [each for each in taken if each not in FORMATS]
+    if unknown or not taken:
+        raise UsageError(f"--formats takes {', '.join(FORMATS)}, got {', '.join(unknown) or 'none'}")
+    if target == "browser" and taken != ("onnx",):
+        raise UsageError(f"--target browser takes the format onnx alone, got {', '.join(taken)}")
+    if onnxruntime_web is not None and target != "browser":
+        raise UsageError("--onnxruntime-web goes with --target browser")
+    if len(set(labels)) != len(labels):
+        twice = next(label for index, label in enumerate(labels) if label in labels[:index])
+        raise UsageError(f"the labels name {twice!r} twice; one name a class, in the order of the model's outputs")
+    web = None if onnxruntime_web is None else Path(onnxruntime_web)
+    return ExportChoice(target, taken, tuple(labels), web)
+
+
+def read_labels(path: Path) -> tuple[str, ...]:
+    """Returns the names of a file: one a line, or a JSON list, which may also name the end of a line.
+
+    Raises:
+        UsageError: it cannot be read, or is no such list.
+    """
+    import json
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read as labels: {error}; write one a line, or a JSON list") from error
+    if not found or not all(isinstance(label, str) for label in found):
+        raise UsageError(f"{path} holds no labels; write one a line, or a JSON list of texts")
+    return tuple(found)
