@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         Unconnected,
     )
     from headrace.training.embeddings.optimizers import LazyAdam, RowwiseAdagrad
+    from headrace.training.embeddings.vocabulary.limit import limit_rows
     from headrace.worker.worker import Worker
 
 __all__ = [
@@ -94,6 +95,7 @@ __all__ = [
     "data",
     "fit",
     "launch",
+    "limit_rows",
     "metrics",
     "profile",
     "recommend",
@@ -127,6 +129,7 @@ _MODULES = {
     "spec.model": ("ModelSpec",),
     "spec.options": ("Checkpoints", "EarlyStopping", "Options"),
     "training.embeddings.optimizers": ("LazyAdam", "RowwiseAdagrad"),
+    "training.embeddings.vocabulary.limit": ("limit_rows",),
     "worker.worker": ("Worker",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

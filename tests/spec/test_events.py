@@ -14,6 +14,7 @@ COUNTS = st.dictionaries(WORD, COUNT, max_size=3)
 STAMP = (st.integers(LAUNCHER, 1000), SECONDS)
 
 SHARD = st.builds(event.ShardStats, WORD, *(COUNT,) * 4, SECONDS, *(COUNT,) * 2)
+TABLE = st.builds(event.TableStats, WORD, *(COUNT,) * 3)
 PASS = st.builds(event.StagePass, COUNT, COUNT, st.booleans(), SECONDS, SECONDS, SECONDS)
 STAGE = st.builds(event.InputStageStats, WORD, SECONDS, SECONDS)
 EVENTS = {
@@ -61,6 +62,7 @@ EVENTS = {
         st.lists(STAGE, max_size=3).map(tuple),
     ),
     "pushes": st.builds(event.PushesApplied, *STAMP, *(st.lists(COUNT, max_size=3).map(tuple),) * 4),
+    "rows": st.builds(event.RowsHeld, *STAMP, COUNT, st.lists(TABLE, max_size=2).map(tuple)),
     "snapshot_taken": st.builds(event.SnapshotTaken, *STAMP, COUNT, SECONDS),
     "server_ended": st.builds(event.ServerEnded, *STAMP, COUNT, COUNT, COUNT, COUNT),
     "run_ended": st.builds(event.RunEnded, *STAMP, WORD),

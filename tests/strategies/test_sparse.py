@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import headrace as hr
-from headrace.errors import UsageError
+from headrace.errors import JobError, UsageError
+from headrace.report.views.table import run_rows
 from headrace.spec.events import Event, ServerStarted, Stepped
 from headrace.training.embeddings.generator import first_rows
 from headrace.training.embeddings.layer import sparse_layers
@@ -144,6 +146,57 @@ def test_a_checkpoint_goes_on_under_other_strategies_and_numbers_of_servers(tmp_
     torch.testing.assert_close(weights(run), one_device("adam", 3)[0], rtol=1e-9, atol=1e-9)
 
 
+class OpenVocabulary(nn.Module):
+    """Words by their hashes; of 300 different ones, 60 rows are held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word = hr.limit_rows(nn.EmbeddingBag(1 << 50, 3, sparse=True, mode="sum", padding_idx=0), 60, "count")
+        nn.init.normal_(self.word.weight, std=0.2)
+        self.tower = nn.Linear(3, 1)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.tower(self.word(x))
+        return output.squeeze(1)
+
+
+def words_job(epochs: int = 2) -> hr.Job:
+    one = job(OPTIMIZERS["adam"], epochs)
+    (x, y) = one.data  # type: ignore[misc]
+    x = hr.data.string_ids([[f"word {word}" for word in words] for words in x.tolist()], 1 << 50)
+    return dataclasses.replace(one, model=OpenVocabulary, data=(x, y), eval_data=(x, y))
+
+
+def words_of(run: hr.Run) -> dict[int, list[float]]:
+    (block,) = run.model.word.source.blocks()  # type: ignore[union-attr,operator]
+    return dict(zip(block.ids.tolist(), block.values.tolist(), strict=True))
+
+
+@pytest.mark.slow
+def test_an_open_vocabulary_holds_its_limit_and_the_same_rows_everywhere(tmp_path: Path) -> None:
+    runs = {"one": hr.fit(words_job(), hr.OneDevice(), device="cpu", engine=THREADS())}
+    runs["mirrored"] = hr.fit(words_job(), hr.Mirrored(2), device="cpu", engine=THREADS())
+    server = hr.ParameterServer(workers=2, staleness_bound=0)
+    # Halfway from a checkpoint, which has the uses of the rows.
+    hr.fit(words_job(1), server, device="cpu", engine=THREADS(), run_dir=tmp_path)
+    runs["server"] = hr.fit(words_job(), server, device="cpu", engine=THREADS(), run_dir=tmp_path, resume=True)
+    expected = words_of(runs["one"])
+    assert 0 < len(expected) <= 60
+    for run in runs.values():
+        found = words_of(run)
+        assert found.keys() == expected.keys()
+        assert all(found[word] == pytest.approx(row, rel=1e-9, abs=1e-9) for word, row in expected.items())
+        (held,) = run.summary.cost.rows
+        assert (held.name, held.held, held.most) == ("word", len(expected), 60)
+        assert held.evicted > 100
+    several = hr.fit(words_job(), hr.ParameterServer(workers=2, servers=2), device="cpu", engine=THREADS())
+    (held,) = several.summary.cost.rows
+    assert held.held <= held.most == 60
+    assert len(words_of(several)) == held.held
+    assert re.fullmatch(r"word \d+ of 60, \d+ evicted", dict(run_rows(several.summary))["rows held"])
+
+
 class Commuting(nn.Module):
     """With the loss `product`, no gradient depends on the weights, and the order of pushes changes nothing."""
 
@@ -217,6 +270,18 @@ REFUSED: dict[str, tuple[hr.Strategy, hr.Job, type[Exception], str]] = {
     "slices": (hr.TensorParallel(2), job(OPTIMIZERS["sgd"]), UsageError, "tensor_parallel does not train the sparse"),
     "averages": (hr.LocalSGD(2), job(OPTIMIZERS["sgd"]), UsageError, "does not train the sparse embedding 'item'"),
     "dense adam": (hr.OneDevice(), job(torch.optim.Adam), UsageError, "Adam changes all rows of the table 'item'"),
+    "too few rows": (
+        hr.ParameterServer(workers=2, servers=2),
+        dataclasses.replace(words_job(), global_batch_size=96),
+        UsageError,
+        r"one update changes \d+ rows of the table 'word', and 30 may be held here; raise max_rows",
+    ),
+    "limited and dense": (
+        hr.OneDevice(),
+        dataclasses.replace(words_job(), model=lambda: hr.limit_rows(nn.Embedding(9, 1), 5)),
+        JobError,
+        "the embedding '' has limited rows and is not sparse; make it with sparse=True",
+    ),
     "clipping": (
         hr.OneDevice(),
         job(OPTIMIZERS["sgd"], clip_norm=1.0),

@@ -20,6 +20,7 @@ from headrace.data.sources.ray import from_ray
 from headrace.data.sources.records import from_array_record, from_files, from_text, from_tfrecord
 from headrace.data.sources.tables import from_csv, from_parquet
 from headrace.data.sources.webdataset import from_webdataset
+from headrace.data.strings import string_ids
 from headrace.data.transforms import DecodeImage, ParseExample
 
 Pipeline = InputPipeline
@@ -56,4 +57,5 @@ __all__ = [
     "interleave",
     "local",
     "mix",
+    "string_ids",
 ]

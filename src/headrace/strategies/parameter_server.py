@@ -16,7 +16,7 @@ of its own as soon as it arrives (asynchronous); in between, every gradient is a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.parameter_server.client.data_leases import ServerDataLeases
@@ -36,7 +36,7 @@ from headrace.parameter_server.server.optimizer import Remedies, RoundClock, Sha
 from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.sparse.client import RowClient, WorkerRows
 from headrace.parameter_server.sparse.placement import ROW_PLACEMENTS
-from headrace.parameter_server.sparse.planning import require_rows
+from headrace.parameter_server.sparse.planning import part_of, require_rows
 from headrace.parameter_server.sparse.tables import ServedTables
 from headrace.policies.staleness import Admission, Bounded, Combination, EveryPush, FirstPushes, Unbounded
 from headrace.spec.cluster import Cluster
@@ -189,7 +189,8 @@ class ParameterServer(ServedStrategy):
         tables = None
         if model.tables:
             rounds, divide = (context.rounds_per_epoch, context.first), self.remedies.divide
-            tables = ServedTables(model, context.optimizer, context.options, rounds, full, divide)
+            own = replace(model, tables=tuple(part_of(table, len(plan.servers)) for table in model.tables))
+            tables = ServedTables(own, context.optimizer, context.options, rounds, full, divide)
         optimizer = ShardOptimizer(layout, context.optimizer, model.parameters, clock, full, self.remedies, tables)
         # Workers with a bounded staleness each compute the same number of rounds.
         fixed = self.staleness_bound is not None and not self.backup_workers

@@ -18,13 +18,13 @@ from headrace.errors import HeadraceError, PeerLost
 from headrace.machine import peak_resident_bytes, resident_bytes
 from headrace.modules import is_dense, parameters_and_buffers, stateful_modules
 from headrace.shared_memory.control_page import ControlPage
-from headrace.spec.events import Failed, Notice, WorkerEnded, WorkerStarted
+from headrace.spec.events import Failed, Notice, RowsHeld, WorkerEnded, WorkerStarted
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Role
 from headrace.tracebacks import user_traceback
 from headrace.training.batch_norm import averaged_buffers
 from headrace.training.compute import Compute
-from headrace.training.embeddings.layer import sparse_layers
+from headrace.training.embeddings.layer import local_stats, sparse_layers
 from headrace.training.embeddings.saving import rows_of_layers
 from headrace.training.synchronization import DataLeases, PeriodicSync
 from headrace.worker.control import RunControl
@@ -91,6 +91,8 @@ def work(
             _wait_for_all(session)
             _finish(session, control, loop)
             group.together(lambda: leave_model(run, rank, group, compute))
+        if tables := local_stats(compute.module) if rank == 0 else ():
+            events.write(RowsHeld(rank, events.now(), rank, tables))
         events.write(_ended(session, loop.moved_bytes + session.devices.moved_bytes, runtime_bytes))
         if stays:
             group.together(loop.end)

@@ -18,7 +18,7 @@ from headrace.parameter_server.replication.transport import ReplicatedTransport
 from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.server.snapshots import Snapshots, SnapshotSet, read
 from headrace.shared_memory.control_page import ControlPage
-from headrace.spec.events import Failed, Notice, ServerEnded, ServerStarted, ServerStats, SnapshotTaken
+from headrace.spec.events import Failed, Notice, RowsHeld, ServerEnded, ServerStarted, ServerStats, SnapshotTaken
 from headrace.spec.plan import Plan
 from headrace.strategies.context import ServerContext
 from headrace.strategies.strategy import ServedStrategy
@@ -125,6 +125,10 @@ class _Snapshotting:
 def _tell(server: Server, rank: int, events: EventWriter, plan: Plan) -> None:
     """Writes a server's counts, and the pushes that it has applied."""
     events.write(_by_rank(server.counters.event(rank, events.now()), plan))
+    tables = server.counters.tables()
+    # A backup that follows has the same rows.
+    if tables and (not server.replicated or server.replicated.leads):
+        events.write(RowsHeld(rank, events.now(), server_of(plan, rank), tables))
     applied = server.counters.order(rank, events.now())
     if applied is not None:
         events.write(applied)

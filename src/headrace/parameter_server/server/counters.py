@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import mul
 
 from headrace.parameter_server.wire import ShardLayout
-from headrace.spec.events import PushesApplied, ServerStats, ShardStats
+from headrace.spec.events import PushesApplied, ServerStats, ShardStats, TableStats
 
 
 class ServerCounters:
@@ -30,6 +30,7 @@ class ServerCounters:
         self._turns, self._queued, self._longest = 0, 0, 0
         # Of the rows of tables, which are of any number.
         self.rows: ShardStats | None = None
+        self.tables: Callable[[], tuple[TableStats, ...]] = tuple
         self._order: list[tuple[int, int, int, int]] = []
 
     def queued(self, count: int) -> None:

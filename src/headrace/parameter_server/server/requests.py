@@ -20,6 +20,7 @@ from headrace.parameter_server.core.events import Reason
 from headrace.parameter_server.core.shard import Shard, ShardState
 from headrace.parameter_server.server.coordinator import Member
 from headrace.parameter_server.server.counters import ServerCounters
+from headrace.parameter_server.server.failure import StepFailed
 from headrace.parameter_server.server.optimizer import ShardOptimizer
 from headrace.parameter_server.sparse.requests import RowRequests, as_tensor
 from headrace.parameter_server.wire import MOST_WEIGHT, Kind, Message, ShardLayout, decode, encode, like
@@ -28,14 +29,6 @@ from headrace.transport.base import ServerTransport
 
 _Actions = list[tuple[int, list[events.Action]]]
 """What shards want done."""
-
-
-class StepFailed(Exception):
-    """The job's optimizer has raised `error`, which is no worker's fault."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 @dataclass

@@ -22,8 +22,9 @@ from headrace.parameter_server.replication.log import OWN
 from headrace.parameter_server.replication.transport import ReplicatedTransport
 from headrace.parameter_server.server.coordinator import Coordinator, Grace, Member, Membership
 from headrace.parameter_server.server.counters import ServerCounters
+from headrace.parameter_server.server.failure import StepFailed
 from headrace.parameter_server.server.optimizer import ShardOptimizer
-from headrace.parameter_server.server.requests import Requests, StepFailed
+from headrace.parameter_server.server.requests import Requests
 from headrace.parameter_server.server.snapshots import ServerState, pack, unpack
 from headrace.parameter_server.sparse.requests import RowRequests
 from headrace.parameter_server.wire import Kind, Message, ShardLayout, decode, encode

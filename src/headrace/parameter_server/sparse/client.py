@@ -79,7 +79,8 @@ class RowClient:
         spec = self._tables[number]
         for server, place in enumerate(split(self._placement, spec, block.ids, self._servers)):
             state = {key: value[place] for key, value in block.state.items()}
-            own = RowBlock(block.ids[place], block.values[place], state, block.steps)
+            uses = None if block.uses is None else block.uses[place]
+            own = RowBlock(block.ids[place], block.values[place], state, block.steps, uses)
             blob = pack({piece.name: piece.value for piece in to_pieces(spec.name, 0, own)})
             self._client.ask(server, Message(Kind.LOAD_ROWS, number), blob)
 

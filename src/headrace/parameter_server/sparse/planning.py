@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from headrace.errors import InfeasiblePlan
 from headrace.spec.cluster import Cluster
@@ -30,5 +31,12 @@ def require_rows(
             )
 
 
+def part_of(table: TableSpec, servers: int) -> TableSpec:
+    """Returns what one of several servers holds of a table: its part of the rows that may be held."""
+    if table.limit is None:
+        return table
+    return replace(table, limit=replace(table.limit, rows=max(1, table.limit.rows // servers)))
+
+
 def _bytes(table: TableSpec, expected_rows: int | None) -> int:
-    return table.bytes if expected_rows is None else table.bytes * min(expected_rows, table.rows) // table.rows
+    return table.bytes if expected_rows is None else table.bytes_of(min(expected_rows, table.most_rows))

@@ -18,6 +18,7 @@ from headrace.parameter_server.core import events
 from headrace.parameter_server.core.shard import Shard
 from headrace.parameter_server.server.coordinator import Member
 from headrace.parameter_server.server.counters import ServerCounters
+from headrace.parameter_server.server.failure import StepFailed
 from headrace.parameter_server.sparse.messages import Rows, decode_pull, decode_push, encode_rows
 from headrace.parameter_server.sparse.tables import ServedTables
 from headrace.parameter_server.wire import Kind, Message, encode
@@ -49,6 +50,7 @@ class RowRequests:
         self.open: dict[int, OpenPush] = {}
         self._counters = counters
         counters.rows = ShardStats(f"rows of {', '.join(spec.name for spec in tables.specs)}", 0, 0, 0, 0, 0.0, 0, 0)
+        counters.tables = lambda: tuple(table.stats() for table in tables.tables)
         self._transport = transport
         self._tables = tables
 
@@ -94,7 +96,7 @@ class RowRequests:
             raise ValueError(f"there is no table {number}, only {len(self._tables.tables)}")
         table = self._tables.tables[number]
         # Of equal length, so that the first one says how long all are.
-        every = chunks(len(table), table.nbytes // max(1, len(table)))
+        every = chunks(len(table), table.row_bytes)
         stop = next((stop for first, stop in every if first == start), start)
         return pack({piece.name: piece.value for piece in to_pieces(table.spec.name, start, table.block(start, stop))})
 
@@ -134,7 +136,10 @@ class RowRequests:
 
     def _step(self, step: events.ApplyStep) -> None:
         began = perf_counter()
-        self._apply(step)
+        try:
+            self._apply(step)
+        except Exception as error:
+            raise StepFailed(error) from error
         worker = step.workers[0] if len(step.workers) == 1 else -1
         self._counters.stepped_rows(worker, step.staleness, perf_counter() - began)
 

@@ -98,6 +98,8 @@ class ServedTables:
             block = table.block(0, len(table))
             tensors |= {f"table/{number}/ids": block.ids, f"table/{number}/values": block.values}
             tensors |= {f"table/{number}/state/{key}": value for key, value in block.state.items()}
+            if block.uses is not None:
+                tensors[f"table/{number}/uses"] = block.uses
         steps = tuple(table.steps for table in self.tables)
         return TablesState(self._round, self._done, steps, json.dumps(self.settings())), tensors
 
@@ -110,9 +112,10 @@ class ServedTables:
         for number, table in enumerate(self.tables):
             front = f"table/{number}/state/"
             own = {name.removeprefix(front): value for name, value in tensors.items() if name.startswith(front)}
-            table.load(
-                RowBlock(tensors[f"table/{number}/ids"], tensors[f"table/{number}/values"], own, state.steps[number])
-            )
+            ids, values, uses = (tensors.get(f"table/{number}/{name}") for name in ("ids", "values", "uses"))
+            if ids is None or values is None:
+                raise KeyError(f"the rows of table {number}")
+            table.load(RowBlock(ids, values, own, state.steps[number], uses))
         self._round, self._done = state.round, state.done
 
     def _advance(self, done: int) -> None:

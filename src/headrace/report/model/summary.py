@@ -29,12 +29,14 @@ from headrace.spec.events import (
     Failed,
     NonFinite,
     Notice,
+    RowsHeld,
     RunEnded,
     RunStarted,
     Saved,
     ServerEnded,
     ServerStarted,
     Stepped,
+    TableStats,
     WorkerEnded,
     WorkerStarted,
 )
@@ -84,6 +86,7 @@ class Cost:
     `moved_bytes_per_step` counts bytes sent, or written for others to read, and received, by all workers together.
     `peak_memory_bytes` is of the largest process, and known as soon as one process has ended. `training_bytes` is the
     part of a worker's peak, the largest of all, that came after its runtime was there; None where not measured.
+    `rows` are those of the sparse embeddings, of all servers together.
     """
 
     moved_bytes_per_step: float | None
@@ -91,6 +94,7 @@ class Cost:
     parameter_bytes: int | None
     optimizer_bytes: int | None
     training_bytes: int | None = None
+    rows: tuple[TableStats, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -251,7 +255,7 @@ def _cost(last: Attempt) -> Cost:
     steps = len({step.step for steps in last.steps.values() for step in steps})
     # A sum over some of the processes would look like a cheaper run.
     if len(workers) < last.started.workers or len(servers) < len(set(of_kind(ServerStarted, last.events))):
-        return Cost(None, peak, None, None)
+        return Cost(None, peak, None, None, rows=_rows(last))
     return Cost(
         # What servers have moved is what workers have.
         moved_bytes_per_step=sum(event.moved_bytes for event in workers) / steps if steps else None,
@@ -261,6 +265,19 @@ def _cost(last: Attempt) -> Cost:
         training_bytes=max(
             (event.peak_memory_bytes - event.runtime_bytes for event in workers if event.runtime_bytes), default=None
         ),
+        rows=_rows(last),
+    )
+
+
+def _rows(last: Attempt) -> tuple[TableStats, ...]:
+    """Returns the sums over the servers, each as it spoke last."""
+    by_table: dict[str, list[TableStats]] = {}
+    for held in {event.server: event for event in of_kind(RowsHeld, last.events)}.values():
+        for table in held.tables:
+            by_table.setdefault(table.name, []).append(table)
+    return tuple(
+        TableStats(name, *(sum(getattr(part, key) for part in parts) for key in ("held", "most", "evicted")))
+        for name, parts in by_table.items()
     )
 
 

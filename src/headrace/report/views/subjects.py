@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -24,7 +24,7 @@ from headrace.report.model.inputs import Bottleneck, InputSummary, blocked_s, bu
 from headrace.report.model.pipeline import PipelineStep
 from headrace.report.model.summary import Summary
 from headrace.report.model.training import STEP_PARTS, AveragingSummary, BalanceSummary, StepTimes
-from headrace.spec.events import InputStageStats, InputStats
+from headrace.spec.events import InputStageStats, InputStats, TableStats
 
 
 def step_text(times: StepTimes) -> str:
@@ -217,6 +217,14 @@ BALANCE: tuple[Field[BalanceSummary], ...] = (
     Field(_balance_text, label="shares"),
     *json_fields("splits", "last"),
 )
+
+
+def rows_text(tables: Sequence[TableStats]) -> str:
+    """Returns how many rows of each sparse embedding are held, and how many were dropped."""
+    return "; ".join(
+        f"{each.name} {each.held:,}" + (f" of {each.most:,}, {each.evicted:,} evicted" if each.most else "")
+        for each in tables
+    )
 
 
 def averaging_line(averaging: AveragingSummary) -> str:

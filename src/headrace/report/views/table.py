@@ -38,6 +38,7 @@ from headrace.report.views.subjects import (
     averaging_line,
     predicted_figures,
     predicted_rows,
+    rows_text,
     step_text,
 )
 from headrace.spec.plain import to_plain
@@ -282,6 +283,8 @@ _COST: tuple[Field[Summary], ...] = (
     *json_fields("cost.training_bytes", "cost.parameter_bytes", "cost.optimizer_bytes"),
     Field(partial(_held_text, "parameter_bytes"), label="parameters"),
     Field(partial(_held_text, "optimizer_bytes"), label="optimizer state"),
+    *json_fields("cost.rows"),
+    Field(lambda summary: summary.cost.rows or None, rows_text, label="rows held"),
     Field(attrgetter("saves"), _saves_text, key="saves", label="checkpoints"),
     *json_fields("non_finite"),
     Field(_non_finite_text, label="not finite"),

@@ -199,6 +199,35 @@ class ServerStats(Event, kind="served"):
 
 
 @dataclass(frozen=True)
+class TableStats:
+    """The rows of one sparse embedding.
+
+    Attributes:
+        name: of the layer.
+        held: rows that are held now, each with a gradient so far.
+        most: rows that may be held, of which each of several servers has a part; 0 without a limit.
+        evicted: rows dropped since the process started, because there would have been more.
+    """
+
+    name: str
+    held: int
+    most: int
+    evicted: int
+
+
+@dataclass(frozen=True)
+class RowsHeld(Event, kind="rows"):
+    """The rows of all sparse embeddings: by each server with its counts, else by rank 0 at its end.
+
+    Attributes:
+        server: whose rows these are; its backup, once it has taken over, says them for it.
+    """
+
+    server: int
+    tables: tuple[TableStats, ...]
+
+
+@dataclass(frozen=True)
 class PushesApplied(Event, kind="pushes"):
     """By a server whose every push is a step: those that it has applied since the last such event, in order.
 

@@ -24,6 +24,7 @@ from headrace.spec.model import ModelSpec
 from headrace.training.embeddings.layer import BagOptions, LocalRows, SparseEmbedding, sparse_layers
 from headrace.training.embeddings.table import EmbeddingTable, RowBlock
 from headrace.training.embeddings.updater import RowUpdater
+from headrace.training.embeddings.vocabulary.limit import limit_of
 
 _LAYERS = (nn.Embedding, nn.EmbeddingBag)
 _aten = torch.ops.aten
@@ -153,6 +154,9 @@ def with_tables(module: nn.Module, seed: int, found: dict[int, RowInit | str] | 
         JobError: a layer has an option, an initialiser or a second user that its rows alone cannot have.
     """
     layers = {name: each for name, each in module.named_modules() if type(each) in _LAYERS and each.sparse}
+    for name, each in module.named_modules():
+        if limit_of(each) is not None and name not in layers:
+            raise JobError(f"the embedding {name!r} has limited rows and is not sparse; make it with sparse=True")
     users: dict[int, list[str]] = {}
     for name, part in module.named_modules():
         for key, parameter in part._parameters.items():
@@ -194,9 +198,15 @@ def _made(name: str, layer: _Layer, seed: int, found: dict[int, RowInit | str]) 
         )
     rows, width = weight.shape
     padding = -1 if layer.padding_idx is None else int(layer.padding_idx)
-    spec = TableSpec(name, rows, width, dtype, init, seed, padding, weight.requires_grad)
+    limit = limit_of(layer)
+    spec = TableSpec(name, rows, width, dtype, init, seed, padding, weight.requires_grad, limit=limit)
     table = EmbeddingTable(spec)
     if not weight.is_meta:
+        if limit is not None and rows > limit.rows:
+            raise JobError(
+                f"the sparse embedding {name!r} comes with {rows:,} rows of its own, and max_rows is {limit.rows:,}; "
+                "give the job a function that builds the model, or raise max_rows"
+            )
         table.load(RowBlock(torch.arange(rows), weight.detach().cpu(), {}))
     bag = BagOptions(layer.mode, bool(layer.include_last_offset)) if isinstance(layer, nn.EmbeddingBag) else None
     replacement = SparseEmbedding(spec, LocalRows(table), bag)

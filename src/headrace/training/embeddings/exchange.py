@@ -105,7 +105,7 @@ class TablesExchange(Exchange):
 
     def _pieces(self) -> Iterator[StatePiece]:
         for table in self._tables:
-            for number, (start, stop) in enumerate(chunks(len(table), table.nbytes // max(1, len(table)))):
+            for number, (start, stop) in enumerate(chunks(len(table), table.row_bytes)):
                 yield from to_pieces(table.spec.name, number, table.block(start, stop))
 
     def _summed(self, ids: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from headrace.errors import DataError, JobError
 from headrace.spec.embedding import TableSpec
+from headrace.spec.events import TableStats
 from headrace.training.embeddings.table import EmbeddingTable, RowBlock
 from headrace.training.embeddings.updater import combine
 
@@ -133,6 +134,12 @@ class SparseEmbedding(nn.Module):
                 f"the sparse embedding {self.spec.name!r} has {self.spec.rows:,} rows, and the batch has the index "
                 f"{low if low < 0 else high:,}; make the table larger, or map such indices to one that it has"
             )
+
+
+def local_stats(module: nn.Module) -> tuple[TableStats, ...]:
+    """Returns how many rows a model's sparse embeddings hold in this process; () where their rows are elsewhere."""
+    sources = [layer.source for layer in sparse_layers(module)]
+    return tuple(source.table.stats() for source in sources if isinstance(source, LocalRows))
 
 
 def sparse_layers(module: nn.Module) -> Iterator[SparseEmbedding]:

@@ -10,6 +10,7 @@ from headrace.training.embeddings.table import RowBlock
 from headrace.training.optimizer import StatePiece
 
 _IDS, _VALUES, _STEPS, _STATE = "headrace.row_ids", "headrace.row_values", "headrace.row_steps", "headrace.row_state."
+_USES = "headrace.row_uses"
 
 CHUNK_BYTES = 4 << 20
 """Rows are copied and sent in blocks of about this size."""
@@ -28,6 +29,8 @@ def to_pieces(table: str, number: int, block: RowBlock) -> list[StatePiece]:
         StatePiece(table, _VALUES, number, block.values),
         StatePiece(table, _STEPS, number, torch.tensor(block.steps)),
     ]
+    if block.uses is not None:
+        pieces.append(StatePiece(table, _USES, number, block.uses))
     return pieces + [StatePiece(table, f"{_STATE}{key}", number, value) for key, value in block.state.items()]
 
 
@@ -50,4 +53,5 @@ def blocks_of(pieces: Iterable[StatePiece], table: str) -> Iterator[RowBlock]:
     for own in found.values():
         state = {key.removeprefix(_STATE): piece.value for key, piece in own.items() if key.startswith(_STATE)}
         steps = int(own[_STEPS].value) if _STEPS in own else 0
-        yield RowBlock(own[_IDS].value, own[_VALUES].value, state, steps)
+        uses = own[_USES].value if _USES in own else None
+        yield RowBlock(own[_IDS].value, own[_VALUES].value, state, steps, uses)
