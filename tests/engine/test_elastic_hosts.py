@@ -34,6 +34,7 @@ def check_counts(ended: Ended, survivors: tuple[int, ...]) -> None:
     """Checks that each of them has a model that was trained on every example once an epoch."""
     assert [ended.codes[rank] for rank in survivors] == [0] * len(survivors), ended.logs
     assert [ended.one(rank, "off")["off"] < 1e-9 for rank in survivors] == [True] * len(survivors)
+    assert [ended.one(rank, "summary")["summary"] for rank in survivors] == ["ok"] * len(survivors)
 
 
 @pytest.mark.parametrize(
@@ -167,5 +168,5 @@ def test_an_error_of_the_user_ends_all(start: Start) -> None:
 
 def test_fewer_than_min_workers_end_the_run(start: Start) -> None:
     ended = start("counts", "kill", "2", "3", on=(0, 1, 2))
-    assert ended.codes == {0: 4, 1: 4, 2: -9}
+    assert ended.codes == {0: 4, 1: 4, 2: -9}, (ended.said, ended.logs)
     assert "2 of the workers are left, and min_workers=3" in ended.one(0, "error")["message"]

@@ -20,7 +20,7 @@ from engine import victims
 from engine.conftest import below, fork_servers, new_fork_server, until
 from engine.victims import NOTICED_S, faulty, long_job, make_job, planted_at
 from headrace.engine.local.engine import LocalEngine
-from headrace.errors import ForkServerLost, PeerLost, RunFailed, WorkerFailed
+from headrace.errors import ForkServerLost, PeerLost, RunFailed, UnfitMachine, WorkerFailed
 from headrace.spec.events import Event
 
 pytestmark = pytest.mark.slow
@@ -201,3 +201,12 @@ def test_a_fork_server_that_is_stopped_while_a_worker_dies() -> None:
         with pytest.raises(RunFailed):
             hr.fit(long_job(), PAIR, engine=engine, on_event=stop, timeout_s=TIMEOUT_S)
         assert until(lambda: below(fork_server) == [], 30)
+
+
+def test_a_trained_model_that_cannot_be_saved_names_the_rank_and_the_place(tmp_path: Path) -> None:
+    # As a full disk does it: the file cannot take its place.
+    (tmp_path / "model.safetensors" / "kept").mkdir(parents=True)
+    said = rf"rank 0 on .* cannot save the trained model, 20 bytes, in {tmp_path}: .*directory.*; make room there"
+    with pytest.raises(UnfitMachine, match=said):
+        hr.fit(make_job(), run_dir=tmp_path, engine=hr.ThreadEngine())
+    assert not list(tmp_path.glob("model.safetensors.part-*"))

@@ -20,7 +20,7 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.engine.base import LEFT, TERMINATED, Engine, RunProgress
 from headrace.engine.torchrun.engine import LaunchedEngine, LaunchedGroup
 from headrace.engine.torchrun.store import first_failed
-from headrace.errors import ForkServerLost, HeadraceError, PeerLost, UsageError
+from headrace.errors import ForkServerLost, HeadraceError, LeftBehind, PeerLost, UsageError
 from headrace.machine import can_paint, versions
 from headrace.parameter_server.server.snapshots import SnapshotSet
 from headrace.policies.roles import split
@@ -118,10 +118,19 @@ def _begin_and_end(spec: RunSpec, info: JobInfo) -> Iterator[_LauncherEvents]:
     try:
         events.writer.write(_started(spec, info))
         yield events
+    except LeftBehind:
+        # The others go on, and one of them writes how the run ends.
+        events.status = LEFT
+        raise
     finally:
-        status = "interrupted" if events.status == TERMINATED else events.status
-        events.writer.write(RunEnded(LAUNCHER, events.writer.now(), status))
+        _write_end(events.writer, events.status)
         events.writer.close()
+
+
+def _write_end(writer: EventWriter, status: str) -> None:
+    """Writes the run's last event; not where this process leaves the run to the others."""
+    if status != LEFT:
+        writer.write(RunEnded(LAUNCHER, writer.now(), "interrupted" if status == TERMINATED else status))
 
 
 def _resume_point(plain: Mapping[str, Any]) -> ResumePoint:
@@ -208,14 +217,11 @@ class _Successor:
     def __enter__(self) -> _Successor:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         if not self._group.leads:
             return
         with closing(EventWriter(self._spec.run_dir, LAUNCHER, self._spec.started)) as events:
-            status = "interrupted" if self.status == TERMINATED else self.status
-            # One that has left as it was asked to leaves the run to the others.
-            if status != LEFT:
-                events.write(RunEnded(LAUNCHER, events.now(), status))
+            _write_end(events, LEFT if isinstance(error, LeftBehind) else self.status)
         if self._shown:
             self.follow(None)
             self._shown[1].close()

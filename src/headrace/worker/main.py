@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from headrace.checkpoint import CheckpointFolder
 from headrace.checkpoint.forms import encode, extra_states, pack, unpack
 from headrace.collectives.base import ProcessGroup
-from headrace.errors import HeadraceError, PeerLost
+from headrace.errors import HeadraceError, PeerLost, UnfitMachine
 from headrace.machine import peak_resident_bytes, resident_bytes
 from headrace.modules import is_dense, parameters_and_buffers, stateful_modules
 from headrace.shared_memory.control_page import ControlPage
@@ -262,6 +262,7 @@ def _sum_of_bytes(content: bytes, group: ProcessGroup) -> dict[str, Tensor]:
 
 
 def _save(module: nn.Module, saved: Mapping[str, Tensor], extra: Mapping[str, Tensor], run: RunSpec, rank: int) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     # A tensor may have several names in the module's state, and has one in a checkpoint.
@@ -273,5 +274,15 @@ def _save(module: nn.Module, saved: Mapping[str, Tensor], extra: Mapping[str, Te
     dense = {name: tensor.contiguous() for name, tensor in encode({**tensors, **extra}).items()}
     # A name of its own, because several hosts may have one file system.
     part = run.run_dir / f"model.safetensors.part-{rank}"
-    save_file(dense, part)
-    part.rename(run.run_dir / "model.safetensors")
+    try:
+        save_file(dense, part)
+        part.rename(run.run_dir / "model.safetensors")
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            part.unlink()
+        size = sum(tensor.nbytes for tensor in dense.values())
+        again = "resume=True (--resume) goes on from the last checkpoint" if run.checkpoints else "train again"
+        raise UnfitMachine(
+            f"rank {rank} on {run.plan.role(rank).host} cannot save the trained model, {size:,} bytes, in "
+            f"{run.run_dir}: {error}; make room there, then {again}"
+        ) from None

@@ -189,9 +189,10 @@ class HostViews(Views):
             sleep(_LOOK_EVERY_S)
         return problem
 
-    def close(self) -> None:
+    def close(self, after: Member | None = None) -> None:
+        """Releases memory and connections; where `after` is given, when that member has done so or is lost."""
         # First, because a connection that ends before looks like a loss.
-        self._membership.close(self.in_order)
+        self._membership.close(self.in_order, after)
         self.now.abandoned = not self.in_order
         self.now.close()
 

@@ -215,9 +215,14 @@ class MembershipThread:
                     return [texts[member] for member in view.members]
                 self._changed.wait(_SLICE_S)
 
-    def close(self, in_order: bool) -> None:
-        """Ends the thread and its connections; the others do not take this for a loss if it is `in_order`."""
+    def close(self, in_order: bool, after: Member | None = None) -> None:
+        """Ends the thread and its connections; the others do not take this for a loss if it is `in_order`.
+
+        Where `after` is given, it first waits until that member has closed, or is lost.
+        """
         with self._changed:
+            while after and after not in self._left | self.suspects and not (self._failure or self._why):
+                self._changed.wait(_SLICE_S)
             self._closing = True
             self._say_marks()
             if in_order:

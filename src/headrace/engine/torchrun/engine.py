@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from time import monotonic
@@ -26,7 +26,7 @@ from headrace.collectives.views.hosts import HostViews
 from headrace.engine.base import LEFT, Engine, LivenessProbe, RunProgress, followed, orderly_interrupts
 from headrace.engine.schedulers.alive import show_alive
 from headrace.engine.torchrun.address import own_address, start_timeout_s
-from headrace.engine.torchrun.elastic_workers.barrier import group_by_store, member_name
+from headrace.engine.torchrun.elastic_workers.barrier import await_others, group_by_store, member_name
 from headrace.engine.torchrun.elastic_workers.leader import ViewLeader
 from headrace.engine.torchrun.elastic_workers.leader_file import STORE
 from headrace.engine.torchrun.elastic_workers.views import join_views
@@ -46,8 +46,6 @@ from headrace.worker.run_spec import RunSpec
 from headrace.worker.server import serve
 
 _BEAT_EVERY_S = 0.25
-_SLICE_S = 0.01
-
 _BROKEN_S = 2.0
 """How long a process may be silent when some connection has broken."""
 
@@ -105,9 +103,12 @@ class LaunchedGroup:
             raise
 
     @property
-    def leads(self) -> str:
-        """The address of this rank's store, if it has taken the place of rank 0, which was lost; else ""."""
-        return self._leader.store_address if self._leader else ""
+    def leads(self) -> bool:
+        """Whether this rank has taken the place of rank 0, which was lost."""
+        if self._remaining is None:
+            return self._leader is not None and self._leader.leads
+        # Also where rank 0 was lost at the very end.
+        return self._remaining[0] == (self.rank, self.incarnation) != (0, 0)
 
     def leave(self) -> None:
         """Lets this worker leave the others between two rounds, where any of them may be lost."""
@@ -188,7 +189,13 @@ class LaunchedGroup:
         finally:
             self._remaining = list(views.view.members)
             self._leader.close()
-            views.close()
+            if not views.in_order:
+                self._close_views()
+
+    def _close_views(self, after: Member | None = None) -> None:
+        if self._views:
+            self._views.close(after)
+            self._views = None
 
     def _check_failed(self) -> None:
         if self.page.abort:
@@ -210,6 +217,7 @@ class LaunchedGroup:
     def close(self) -> None:
         """Leaves the group."""
         self._over.set()
+        self._close_views()
         if self._relay:
             self._relay.close()
         if self._elastic:
@@ -222,9 +230,17 @@ class LaunchedGroup:
         self.page.abort = self.page.abort or 1 + (error.rank if isinstance(error, PeerLost) else self.rank)
 
     def agree(self, text: str) -> str:
-        """Returns rank 0's text, on every rank that is left; its own, if rank 0 was lost and the run went on."""
+        """Returns rank 0's text, on every rank that is left.
+
+        If rank 0 was lost and the run went on: its own, when the rank that leads has written all.
+        """
         ranks = range(self.world) if self._remaining is None else [rank for rank, _ in self._remaining]
-        if len(ranks) == 1 or (self._remaining is not None and (0, 0) not in self._remaining):
+        if self._remaining is not None and (0, 0) not in self._remaining:
+            if self._remaining[0] != (self.rank, self.incarnation):
+                # That one closes when it has written the run's last event.
+                self._close_views(after=self._remaining[0])
+            return text
+        if len(ranks) == 1:
             return text
         self._agreed += 1
         agreed = self._say(f"agreed/{self._agreed}", text, 0)
@@ -232,18 +248,14 @@ class LaunchedGroup:
         if self._relay is None and self._remaining is None:
             self.host.barrier()
         else:
-            self._await_readers(f"{self._prefix}/read/{self._agreed}", ranks)
+            awaited = ranks if (self.rank, self.incarnation) == (0, 0) else ()
+            key = f"{self._prefix}/read/{self._agreed}"
+            await_others(launched_store(), key, self.rank, awaited, self._is_lost, self._check)
         return agreed
 
-    def _await_readers(self, key: str, ranks: Sequence[int]) -> None:
-        """Waits on rank 0 until all others have come here that are not lost."""
-        store = launched_store()
-        store.add(f"{key}/{self.rank}", 1)
-        for rank in [rank for rank in ranks if rank and (self.rank, self.incarnation) == (0, 0)]:
-            record = self.page.ranks[rank]
-            while not (store.add(f"{key}/{rank}", 0) or (record.restarts and not record.heartbeat.pid)):
-                self._check()
-                self._over.wait(_SLICE_S)
+    def _is_lost(self, rank: int) -> bool:
+        record = self.page.ranks[rank]
+        return bool(self._views and self._views.is_gone(rank)) or (record.restarts > 0 and not record.heartbeat.pid)
 
     def agree_on_host(self, text: str) -> str:
         """Returns the text of this host's first rank, on every rank of the host; each calls it once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from time import monotonic
+from time import monotonic, sleep
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from headrace.shared_memory.control_page import ControlPage
 _DECIDED = 2
 """Numbers of the page that come before those of a meeting."""
 
+_LOOK_EVERY_S = 0.01
 _ON_THE_WAY_S = 5.0
 """How long an answer of the store may take that was given before a member's loop ended."""
 
@@ -25,6 +26,22 @@ _ON_THE_WAY_S = 5.0
 def member_name(prefix: str, rank: int, incarnation: int) -> str:
     """Returns what a process is called where workers meet that may be lost."""
     return f"{prefix}/{rank}/{incarnation}"
+
+
+def await_others(
+    store: StoreClient,
+    key: str,
+    own: int,
+    ranks: Sequence[int],
+    is_lost: Callable[[int], bool],
+    check: Callable[[], None],
+) -> None:
+    """Says that rank `own` has come to a place in the store, and waits for those of `ranks` that are not lost."""
+    store.add(f"{key}/{own}", 1)
+    for rank in ranks:
+        while not (store.add(f"{key}/{rank}", 0) or is_lost(rank)):
+            check()
+            sleep(_LOOK_EVERY_S)
 
 
 class StoreBarrier(ElasticBarrier):

@@ -57,7 +57,7 @@ class ViewLeader:
         relay: tells this member's marks to the others.
 
     Attributes:
-        store_address: of the store that this member serves since it has taken rank 0's place; "" before.
+        leads: whether this member has taken the place of rank 0, which was lost.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ViewLeader:
         relay: HeartbeatRelay | None,
         place: StorePlace | None,
     ) -> None:
-        self.store_address = ""
+        self.leads, self._store_address = False, ""
         self._spec, self._page, self._views, self._prefix = spec, page, views, prefix
         self._own, self._relay, self._place = own, relay, place
         self._first_store, self._beat = first_store, 0
@@ -116,16 +116,29 @@ class ViewLeader:
         while not self._over.wait(_LOOK_EVERY_S):
             if not self._is_first() or self._views.view.number < 0:
                 continue
-            if self._place and self._relay and not self._server and self._views.me != (0, 0):
-                self._succeed(self._place, self._relay)
-            address = self.store_address or self._first_store
+            if not self.leads and self._views.me != (0, 0):
+                self._succeed()
+            address = self._store_address or self._first_store
             if self._place and monotonic() - told > _TELL_EVERY_S:
                 told, self._beat = monotonic(), self._beat + 1
                 tell_leader(self._spec.run_dir, address, rank, self._beat)
             if self._requests:
                 self._requests.look(self._change, self._states)
 
-    def _succeed(self, place: StorePlace, relay: HeartbeatRelay) -> None:
+    def _succeed(self) -> None:
+        """Takes rank 0's place."""
+        rank, does = self._views.me[0], "it shows the run"
+        if self._place and self._relay:
+            self._serve(self._place, self._relay)
+            does += ", and lets others join"
+        with closing(EventWriter(self._spec.run_dir, LAUNCHER, self._spec.started)) as events:
+            text = f"rank {rank} on {self._spec.plan.role(rank).host} leads from now on: {does}"
+            events.write(Notice(LAUNCHER, events.now(), text))
+        if self._store_address:
+            tell_leader(self._spec.run_dir, self._store_address, rank)
+        self.leads = True
+
+    def _serve(self, place: StorePlace, relay: HeartbeatRelay) -> None:
         """Serves a store, from what the first one held, and decides about those that are lost or come back."""
         rank, incarnation = self._views.me
         host = f"[{place.address}]" if ":" in place.address else place.address
@@ -150,12 +163,7 @@ class ViewLeader:
             workers,
         )
         self._following.decide_by(controller.look, often=False)
-        with closing(EventWriter(self._spec.run_dir, LAUNCHER, self._spec.started)) as events:
-            where = f"rank {rank} on {self._spec.plan.role(rank).host}"
-            text = f"{where} leads from now on: it shows the run, and lets others join"
-            events.write(Notice(LAUNCHER, events.now(), text))
-        tell_leader(self._spec.run_dir, self._server.address, rank)
-        self.store_address = self._server.address
+        self._store_address = self._server.address
 
     def _admit(self, store: StoreClient, rank: int, incarnation: int) -> bool:
         return admit(store, self._prefix, rank, incarnation, monotonic() - self._spec.started)
