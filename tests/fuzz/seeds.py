@@ -19,8 +19,8 @@ from headrace.parameter_server.replication import log
 from headrace.parameter_server.replication.log import LogEntry, LogPayload
 from headrace.parameter_server.server import snapshots as snapshot
 from headrace.parameter_server.server.coordinator import AskedState, CoordinatorState, MembershipState
-from headrace.parameter_server.server.optimizer import ShardOptimizerState
 from headrace.parameter_server.server.snapshots import ServerState
+from headrace.parameter_server.server.updater import ShardOptimizerState
 from headrace.parameter_server.wire import Kind, Message, encode
 from headrace.transport import frames as pieces
 from headrace.transport.base import ReceivedMessage

@@ -263,3 +263,30 @@ GOSSIPS: Mapping[str, Any] = {
     "hypercube": partial(gossip, near=cube),
     "random": partial(gossip, near=pairs, period=2),
 }
+
+
+def sandblaster(job: hr.Job, workers: int) -> Outcome:
+    """One device's L-BFGS, that sums loss and gradient over 8 portions a worker in the order of a binary tree."""
+    model, parts = copy.deepcopy(job.model), 8 * workers
+    assert isinstance(model, nn.Module)
+    loader = Loader(as_pipeline(job.data)[0], job.seed, job.global_batch_size, (1,), 0)
+    optimizer, losses = job.optimizer(list(model.named_parameters())), []
+
+    def evaluate(round_: int) -> Tensor:
+        portions = [share for part in range(parts) if (share := loader.portion(round_, part, parts)).examples]
+        own: list[tuple[Tensor, ...]] = []
+        for share in portions:
+            assert job.loss is not None
+            loss = job.loss(model(share.batch[0]), share.batch[1]) * share.examples
+            own.append((loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))))
+        while len(own) > 1:
+            pairs = [own[index : index + 2] for index in range(0, len(own), 2)]
+            own = [tuple(map(torch.add, *pair)) if len(pair) == 2 else pair[0] for pair in pairs]
+        count = sum(share.examples for share in portions)
+        for parameter, gradient in zip(model.parameters(), own[0][1:], strict=True):
+            parameter.grad = gradient / count
+        return own[0][0] / count
+
+    for round_ in range((job.epochs or 0) * loader.rounds_per_epoch):
+        losses.append(optimizer.step(partial(evaluate, round_)).item())
+    return Outcome(model.state_dict(), losses, evaluated(job, model))

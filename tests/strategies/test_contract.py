@@ -39,6 +39,8 @@ from strategies.contract_models import (
 )
 from strategies.contract_runs import CLUSTER, GIGABYTE, MODEL, Outcome, by_hand, carried, distance, train
 
+LBFGS = partial(torch.optim.LBFGS, max_iter=3, max_eval=12, history_size=10, line_search_fn="strong_wolfe")
+
 ROWS = {
     "central_storage": Row(hr.CentralStorage),
     # One worker that waits: the order of several ones' pushes is that of the machine.
@@ -59,6 +61,7 @@ ROWS = {
     # In lock-step, see test_parameter_server.py.
     "parameter_server": Row(partial(hr.ParameterServer, staleness_bound=0), servers=1),
     "pipeline": Row(partial(hr.Pipeline, micro_batches=1), many=(2, 3), replicas=lambda workers: 1, whole=False),
+    "sandblaster": Row(hr.Sandblaster, references.sandblaster, servers=1, optimizer=LBFGS),
     "tensor_parallel": Row(hr.TensorParallel, workers=(2,), many=(2, 3), replicas=lambda workers: 1, refuses=MATRICES),
     "unconnected": Row(hr.Unconnected, references.unconnected),
 }
@@ -295,7 +298,7 @@ def test_two_hosts_are_refused(name: str, workers: int) -> None:
 
 
 def fail(name: str, workers: int, folder: Path, engine: Engine) -> WorkerFailed:
-    job = MODELS["mlp"].job(8)
+    job = ROWS[name].takes(MODELS["mlp"].job(8))
     with pytest.raises(WorkerFailed) as failed:
         hr.launch(
             explode_in_the_second_round, job, ROWS[name].make(workers), device="cpu", run_dir=folder, engine=engine
@@ -334,7 +337,7 @@ def which(name: str) -> str:
 def test_threads_leave_nothing_behind(name: str, tmp_path: Path) -> None:
     workers = max(ROWS[name].workers)
     before = belongings()
-    train(MODELS[which(name)].job(COUNTS["tiny"]), ROWS[name].make(workers))
+    train(ROWS[name].takes(MODELS[which(name)].job(COUNTS["tiny"])), ROWS[name].make(workers))
     fail(name, workers, tmp_path, hr.ThreadEngine())
     assert left_since(before) == {}
 
@@ -345,6 +348,6 @@ def test_processes_leave_nothing_behind(name: str, tmp_path: Path) -> None:
     workers = max(ROWS[name].workers)
     before = belongings()
     with LocalEngine() as engine:
-        train(MODELS[which(name)].job(COUNTS["tiny"]), ROWS[name].make(workers), engine)
+        train(ROWS[name].takes(MODELS[which(name)].job(COUNTS["tiny"])), ROWS[name].make(workers), engine)
         fail(name, workers, tmp_path, engine)
     assert left_since(before) == {}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headrace.api.probes.finding import drawn, names_of, without_compilers
 from headrace.api.probes.layers import modes_text
@@ -23,7 +23,7 @@ from headrace.spec.options import Options
 from headrace.tasks import Task
 from headrace.training.embeddings.building import tables_of
 from headrace.training.embeddings.updater import RowUpdater, check_tables
-from headrace.training.optimizer import build, is_elementwise, state_copies
+from headrace.training.optimizer import build, is_elementwise, require_lbfgs, state_copies
 from headrace.training.update import make, plain
 from headrace.training.whole_model import call, cut, select_target
 from headrace.worker.session import make_module, objective_of
@@ -52,8 +52,10 @@ class JobInfo:
     told: frozenset[str] = frozenset()
 
 
-def inspect_job(job: Job) -> JobInfo:
+def inspect_job(job: Job, closures: bool = False) -> JobInfo:
     """Builds the job's model and runs it on two examples, with loss and metrics.
+
+    `closures` is that of the strategy.
 
     Raises:
         JobError: the model cannot be built or run, or its optimizer not be made.
@@ -78,14 +80,22 @@ def inspect_job(job: Job) -> JobInfo:
         if not any(parameter.requires_grad for _, parameter in named):
             raise JobError("the model has no parameter to train: all are frozen, or there is none")
         _check_precision(job.options, module)
-        sliceable = _guarded("the optimizer cannot be made", lambda: is_elementwise(job.optimizer, named))
+        sliceable, kept = _guarded("the optimizer cannot be made", lambda: _try_optimizer(job, named, closures))
         _try_schedule(job, module)
-        kept = state_copies(job.optimizer, named) + (job.options.ema_decay is not None)
     # Each parameter, its gradient, and its optimizer state.
     spec = replace(describe(module, sliceable), copies=2 + kept)
     spec = tables_of(module, lambda model: RowUpdater(job.optimizer, model, job.options), spec)
     check_tables(spec, job.options)
     return JobInfo(job, module, spec, weighed, len(pipeline), notices)
+
+
+def _try_optimizer(job: Job, named: Sequence[tuple[str, Tensor]], closures: bool) -> tuple[bool, int]:
+    """Returns whether the optimizer treats every element alone, and how many tensors of a parameter's size are kept."""
+    if closures:
+        require_lbfgs(job.optimizer, named)
+        return True, 0
+    sliceable = is_elementwise(job.optimizer, named)
+    return sliceable, state_copies(job.optimizer, named) + (job.options.ema_decay is not None)
 
 
 def _try(job: Job, module: nn.Module, data: object, what: str) -> tuple[bool, tuple[str, ...]]:

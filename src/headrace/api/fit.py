@@ -262,7 +262,7 @@ def _planned(
         cluster = cluster.with_links_of(known)
     if isinstance(job, Job) and chosen.sparse_names():
         job = replace(job, model=made_sparse(job.model, chosen.sparse_names()))
-    info = replace(inspect_job(job), told=arguments.told)
+    info = replace(inspect_job(job, chosen.closures), told=arguments.told)
     job = info.job
     check_options(job.options, cluster.device)
     chosen.check(job.options)

@@ -13,11 +13,12 @@ from torch import Tensor
 from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.client.session import ServerConnection
 from headrace.parameter_server.core.leases import LeaseTable
+from headrace.parameter_server.core.portions import PortionTable
 from headrace.parameter_server.core.shard import Shard
 from headrace.parameter_server.planning import ServerProcess
 from headrace.parameter_server.replication.transport import ReplicatedTransport
-from headrace.parameter_server.server.optimizer import ShardOptimizer
 from headrace.parameter_server.server.server import Server
+from headrace.parameter_server.server.updater import ShardUpdater
 from headrace.parameter_server.wire import Kind, Message, ShardLayout
 from headrace.policies.staleness import Admission, Combination
 from headrace.spec.plan import Plan, Role
@@ -39,9 +40,9 @@ def build_server(
     plan: Plan,
     rank: int,
     layout: ShardLayout,
-    optimizer: ShardOptimizer,
+    optimizer: ShardUpdater,
     policies: tuple[Admission, Combination],
-    leases: tuple[LeaseTable, int, int, int],
+    leases: tuple[LeaseTable | PortionTable, int, int, int],
     transport: str,
     process: ServerProcess,
     *,

@@ -107,18 +107,22 @@ def plan_with_servers(
     sharding: str | None = None,
     placement: str = "greedy",
     copies: int = 3,
+    server_copies: int = 1,
     spare_workers: int = 0,
     elastic: bool = False,
 ) -> Plan:
     """Assigns workers, servers and backups to processes, and shards to servers.
 
-    A worker needs the model's size `copies` times: its parameters, what autograd makes, what is being sent. A backup
-    needs what its server does, and is filled from a copy. The gradients of `spare_workers` are not needed in a round.
+    A worker needs the model's size `copies` times: its parameters, what autograd makes, what is being sent; all servers
+    together `server_copies` times. A backup needs what its server does, and is filled from a copy. The gradients of
+    `spare_workers` are not needed in a round.
     Raises InfeasiblePlan with the numbers.
     """
     roles = worker_and_server_roles(strategy, workers, servers, cluster, backups)
     count = sum(role.kind == "worker" for role in roles)
-    require_memory(strategy, (copies * count + 1 + 2 * backups) * model.trainable_bytes, cluster)
+    require_memory(
+        strategy, (copies * count + server_copies * (1 + backups) + backups) * model.trainable_bytes, cluster
+    )
     ranks = [role.rank for role in roles if role.kind == "server"]
     segments = assign_shards(model, ranks, sharding, placement, "tcp" if len(cluster.hosts) > 1 else transport)
     if spare_workers >= count:

@@ -209,6 +209,7 @@ class Kind(IntEnum):
     PUSH_ROWS = 22
     ROWS = 23
     LOAD_ROWS = 24
+    VECTORS = 25
     FOLLOW = 32
     HELD = 33
 
@@ -238,7 +239,9 @@ class Message(NamedTuple):
             to ask for them. Of JOIN, worker, incarnation, session. Of LOST, which only the server's own process says,
             worker and incarnation of the process that may follow. Of OPEN, the requests that are not answered yet. Of
             ERROR with `flag`, worker and incarnation of the process that has replaced this one. Of PUSH_ROWS, the
-            version of the rows. ROWS and LOAD_ROWS are about the table `first`, ROWS from the row `lease` on.
+            version of the rows. ROWS and LOAD_ROWS are about the table `first`, ROWS from the row `lease` on. Of a
+            COMMIT or ASK, and behind the others of a GRANT, a report, as `numbers_of` returns it. Of VECTORS, see
+            `VectorRequests`.
         steps: how many gradients a push is the sum of; each has that share.
         number: counted by the client, from 1; an answer repeats it. 0 if the message is not remembered.
     """
@@ -259,6 +262,16 @@ class Message(NamedTuple):
         if self.kind not in (Kind.PUSH, Kind.PUSH_PULL) or not self.weight or not self.flag:
             return []
         return [shard for shard, version in enumerate(self.numbers, self.first) if version >= 0]
+
+
+def numbers_of(floats: Sequence[float]) -> tuple[int, ...]:
+    """Returns floating-point numbers as whole ones, which a message can carry; see `floats_in`."""
+    return struct.unpack(f"<{len(floats)}q", struct.pack(f"<{len(floats)}d", *floats))
+
+
+def floats_in(numbers: Sequence[int]) -> tuple[float, ...]:
+    """Returns the floating-point numbers that `numbers_of` was given, bit for bit."""
+    return struct.unpack(f"<{len(numbers)}d", struct.pack(f"<{len(numbers)}q", *numbers))
 
 
 def encode(message: Message) -> bytes:

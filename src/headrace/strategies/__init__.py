@@ -18,6 +18,7 @@ from headrace.strategies.one_device import OneDevice
 from headrace.strategies.parameter_averaging import EASGD, DiLoCo, LocalSGD, ParameterAveraging
 from headrace.strategies.parameter_server import ParameterServer
 from headrace.strategies.pipeline import Pipeline
+from headrace.strategies.sandblaster import Sandblaster
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.strategies.tensor_parallel import TensorParallel
 from headrace.strategies.unconnected import Unconnected
@@ -39,6 +40,7 @@ __all__ = [
     "ParameterAveraging",
     "ParameterServer",
     "Pipeline",
+    "Sandblaster",
     "Strategy",
     "TensorParallel",
     "Unconnected",
@@ -57,6 +59,7 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
     "parameter_averaging": ParameterAveraging,
     "parameter_server": ParameterServer,
     "pipeline": Pipeline,
+    "sandblaster": Sandblaster,
     "tensor_parallel": TensorParallel,
     "unconnected": Unconnected,
 }

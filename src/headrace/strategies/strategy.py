@@ -32,6 +32,9 @@ class Strategy(ABC):
         one_model: whether all workers train one model, so that there is one state to save.
         one_host: whether all workers must be on one host.
         sparse_tables: whether it trains embeddings with `sparse=True`, of which only rows travel.
+        closures: whether it trains with `torch.optim.LBFGS`, which evaluates the loss several times a step, and with no
+            other optimizer.
+        snapshots: whether servers' snapshots that are taken at different moments can be used together.
     """
 
     name: ClassVar[str]
@@ -40,6 +43,8 @@ class Strategy(ABC):
     one_model: ClassVar[bool] = True
     one_host: ClassVar[bool] = False
     sparse_tables: ClassVar[bool] = False
+    closures: ClassVar[bool] = False
+    snapshots: ClassVar[bool] = True
 
     def sparse_names(self) -> tuple[str, ...]:
         """Returns patterns of the names of embeddings that are sparse though the model does not say so."""

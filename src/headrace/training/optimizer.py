@@ -91,7 +91,22 @@ def build_over_owned(template: torch.optim.Optimizer, owned: Iterable[tuple[Segm
 def is_elementwise(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> bool:
     """Tells whether the optimizer treats every element alone; refuses one whose `step()` needs an argument (LBFGS)."""
     template = build(factory, [(name, _ghost(tensor)) for name, tensor in named])
+    if isinstance(template, torch.optim.LBFGS):
+        raise UsageError(
+            "LBFGS.step() evaluates the loss several times, in a closure, and only one strategy does that; use "
+            "hr.Sandblaster(workers=2) (--strategy sandblaster), or another optimizer"
+        )
     return all(_treats_elements_alone(template, name) for name in _tried(template))
+
+
+def require_lbfgs(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises UsageError unless the optimizer is L-BFGS."""
+    made = build(factory, [(name, _ghost(tensor)) for name, tensor in named])
+    if not isinstance(made, torch.optim.LBFGS):
+        raise UsageError(
+            f"the strategy is L-BFGS, and the job's optimizer is {type(made).__name__}; use optimizer="
+            "functools.partial(torch.optim.LBFGS, line_search_fn='strong_wolfe'), or another strategy"
+        )
 
 
 def state_copies(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> int:

@@ -123,11 +123,13 @@ class DataLeases(ABC):
     Attributes:
         moved_bytes: payload sent to and received from the servers.
         late: whether the gradient of the last lease came too late to count; its data is leased again.
+        records: whether the loss of the current lease is one that the run reports.
         sync_result: result of the average at the end of the last lease, if there was one; its reader clears it.
     """
 
     moved_bytes: int
     late: bool
+    records: bool = True
     sync_result: SyncResult | None = None
 
     @abstractmethod
@@ -146,10 +148,11 @@ class DataLeases(ABC):
         """Waits for the answer to `ask`; at a sync point, also until all that this worker pushed has been applied."""
 
     @abstractmethod
-    def weigh(self, weight: float, share: float) -> None:
+    def weigh(self, weight: float, share: float, loss: Tensor | None = None) -> None:
         """Notes, before a push, the gradient's weight in the mean of its round, and its share of the round's examples.
 
-        The weight is the number of examples, or what else the loss counts by; 0 if there is no gradient.
+        The weight is the number of examples, or what else the loss counts by; 0 if there is no gradient. The loss is
+        the mean over the data, None if there is none.
         """
 
     @abstractmethod

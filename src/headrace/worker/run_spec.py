@@ -119,5 +119,5 @@ class RunSpec:
     @property
     def snapshots_every_s(self) -> float | None:
         """Seconds between two snapshots of a server; None for no snapshots, as with backups, which replace them."""
-        snapshots = needs_snapshots(self.plan) and self.checkpoints
+        snapshots = self.strategy.snapshots and needs_snapshots(self.plan) and self.checkpoints
         return snapshots.snapshots_every_s if snapshots else None

@@ -130,13 +130,15 @@ class Worker:
         finite = loss is None or math.isfinite(loss)
         if loss is not None and not finite:
             self._nonfinite.tell(self.rank, loss)
-        self._loop.weigh(computed.weight)
+        self._loop.weigh(computed)
         if not self._loop.attempt(lambda: self._synchronize(finite, began)):
             return None
         if self._loop.late:
             # The data counts when it is leased again.
             computed, finite = Computed(None, 0.0), False
             self._progress.share = Share(None, 0, 0, self._progress.share.epoch)
+        elif not self._loop.records:
+            computed, finite = Computed(None, 0.0), False
         loss = loss if finite else None
         self._record(computed, loss)
         self._loop.advance()

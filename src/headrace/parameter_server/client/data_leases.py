@@ -6,9 +6,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+from torch import Tensor
+
 from headrace.collectives.base import ProcessGroup
 from headrace.parameter_server.client.client import Client
-from headrace.parameter_server.wire import Kind, Message
+from headrace.parameter_server.wire import Kind, Message, floats_in, numbers_of
 from headrace.training.synchronization import DataLeases, Lease, SyncPoint
 
 _POLL_S = 0.005
@@ -54,6 +56,7 @@ class ServerDataLeases(DataLeases):
         late: whether its push was refused because it came too late, so that it is given out again.
         left: rounds of the lease that are still to be computed.
         span: rounds of a lease, except the last before a sync point.
+        report: numbers that came with the lease, or go back with it; see `PortionTable`.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class ServerDataLeases(DataLeases):
         self.lease = -1
         self.late = False
         self.weight, self.share = 0.0, 0.0
+        self.report: tuple[float, ...] = ()
         self.left, self.span = 0, 1
         self.synced_round = 0
         self.client, self.leads = client, leads
@@ -91,13 +95,13 @@ class ServerDataLeases(DataLeases):
 
     def ask(self, leaves: bool = False) -> None:
         if not leaves:
-            self._tell(Message(Kind.ASK, flag=self.late, lease=self.lease))
-            self.lease, self.late = -1, False
+            self._tell(Message(Kind.ASK, flag=self.late, lease=self.lease, numbers=numbers_of(self.report)))
+            self.lease, self.late, self.report = -1, False, ()
             return
         if self._background:
             self._background.renew()
         if self.lease >= 0:
-            self._tell(Message(Kind.COMMIT, flag=self.late, lease=self.lease))
+            self._tell(Message(Kind.COMMIT, flag=self.late, lease=self.lease, numbers=numbers_of(self.report)))
         for server in self._servers:
             self.client.ask(server, Message(Kind.LEAVE))
 
@@ -117,10 +121,10 @@ class ServerDataLeases(DataLeases):
         if self._background:
             self._background.resume()
         self.lease = answer.lease
-        self.left = min(self.span, until - round_)
+        self.left, self.report = min(self.span, until - round_), floats_in(members)
         return Lease(round_, which, self._parts, self.left, answer.lease)
 
-    def weigh(self, weight: float, share: float) -> None:
+    def weigh(self, weight: float, share: float, loss: Tensor | None = None) -> None:
         self.weight, self.share = weight, share
         self.left -= 1
 

@@ -50,10 +50,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Every shard has the push of a lease; only its holder can commit it (-1 for any worker)."""
+    """Every shard has the push of a lease; only its holder can commit it (-1 for any worker).
+
+    `report` is what the holder says of it, for a `PortionTable`.
+    """
 
     lease: int
     worker: int = -1
+    report: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +97,16 @@ Event = Ask | Commit | Return | WorkerLost | Halt | Advance
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A worker gets a lease: part `part` of round `round`, with the number `round * leases a round + part`."""
+    """A worker gets a lease: part `part` of round `round`, with the number `round * leases a round + part`.
+
+    `report` is what a `PortionTable` says of it.
+    """
 
     worker: int
     lease: int
     round: int
     part: int
+    report: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

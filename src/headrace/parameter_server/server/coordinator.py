@@ -21,7 +21,8 @@ from headrace.parameter_server.core.leases import (
     Return,
     WorkerLost,
 )
-from headrace.parameter_server.wire import Kind, Message, encode
+from headrace.parameter_server.core.portions import PortionTable, PortionTableState
+from headrace.parameter_server.wire import Kind, Message, encode, floats_in, numbers_of
 from headrace.transport.base import ReceivedMessage
 
 
@@ -159,15 +160,18 @@ class AskedState:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorState:
-    """The state of a coordinator, as JSON values."""
+    """The state of a coordinator, as JSON values; it has leases or portions."""
 
     stretch: tuple[int, ...]
-    leases: LeaseTableState
+    leases: LeaseTableState | None
     asked: tuple[AskedState, ...]
+    portions: PortionTableState | None = None
 
     def detached(self) -> CoordinatorState:
         """Returns the state without workers."""
-        return CoordinatorState(self.stretch, self.leases.detached(), ())
+        leases = self.leases and self.leases.detached()
+        portions = self.portions and self.portions.detached()
+        return CoordinatorState(self.stretch, leases, (), portions)
 
 
 @dataclass
@@ -187,7 +191,7 @@ class Coordinator:
     """
 
     def __init__(
-        self, leases: LeaseTable, first: int, until: int, span: int, send: Callable[[int, bytes], None]
+        self, leases: LeaseTable | PortionTable, first: int, until: int, span: int, send: Callable[[int, bytes], None]
     ) -> None:
         self._leases = leases
         self._send = send
@@ -207,7 +211,8 @@ class Coordinator:
                 self._stretch = (done, fence, until, span)
             self._tell(self._leases.handle(Advance(fence, ahead, alone)))
         elif message.lease >= 0:
-            self._tell(self._leases.handle((Return if message.flag else Commit)(message.lease, worker)))
+            commit = Commit(message.lease, worker, floats_in(message.numbers))
+            self._tell(self._leases.handle(Return(message.lease, worker) if message.flag else commit))
 
     def ask(self, member: Member, message: Message) -> None:
         """Handles a request for data, which also says what became of the lease before."""
@@ -235,13 +240,21 @@ class Coordinator:
         """Returns the state."""
         every = self._asked.items()
         asked = (AskedState(worker, each.member.session, each.number, each.answer.hex()) for worker, each in every)
-        return CoordinatorState(self._stretch, self._leases.state(), tuple(asked))
+        state = self._leases.state()
+        if isinstance(state, PortionTableState):
+            return CoordinatorState(self._stretch, None, tuple(asked), state)
+        return CoordinatorState(self._stretch, state, tuple(asked))
 
     def load(self, state: CoordinatorState, members: Mapping[int, Member]) -> None:
         """Takes over a saved state, with the members by session; raises ValueError if the state is not consistent."""
         done, fence, until, span = state.stretch
         self._stretch = (done, fence, until, span)
-        self._leases.load(state.leases)
+        if isinstance(self._leases, LeaseTable) and state.leases is not None:
+            self._leases.load(state.leases)
+        elif isinstance(self._leases, PortionTable) and state.portions is not None:
+            self._leases.load(state.portions)
+        else:
+            raise ValueError(f"the state is of no {type(self._leases).__name__}")
         self._asked = {
             each.worker: _Asked(members[each.session], each.number, bytes.fromhex(each.answer)) for each in state.asked
         }
@@ -252,7 +265,7 @@ class Coordinator:
             if asked is None:
                 continue
             if isinstance(answer, Grant):
-                numbers = (*self._stretch, answer.round, answer.part)
+                numbers = (*self._stretch, answer.round, answer.part, *numbers_of(answer.report))
                 message = Message(Kind.GRANT, lease=answer.lease, numbers=numbers, number=asked.number)
             else:
                 # A worker that was lost unnoticed may have been replaced by now.

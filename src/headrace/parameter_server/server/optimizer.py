@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from headrace.checkpoint.forms import pack, unpack
 from headrace.machine import give_back
-from headrace.parameter_server.sparse.tables import ServedTables, TablesState
+from headrace.parameter_server.server.updater import ShardOptimizerState, ShardUpdater
+from headrace.parameter_server.sparse.tables import ServedTables
 from headrace.parameter_server.wire import ShardLayout, like
 from headrace.spec.model import ParameterSpec
 from headrace.spec.options import Options
@@ -54,18 +55,7 @@ class RoundClock:
     first: int = 0
 
 
-@dataclass(frozen=True)
-class ShardOptimizerState:
-    """The state besides tensors, as JSON values; `done` rounds by shard, `settings` as JSON text."""
-
-    round: int
-    done: tuple[float, ...]
-    settings: str
-    shows_average: bool
-    tables: TablesState | None = None
-
-
-class ShardOptimizer:
+class ShardOptimizer(ShardUpdater):
     """Updates the parameters of one server's shards, which are numbered from 0.
 
     `factory` makes the job's optimizer from named parameters, `parameters` are those of the whole model, in order. If
@@ -95,7 +85,6 @@ class ShardOptimizer:
         self._sent: dict[tuple[int, int], Tensor] = {}
 
     def bind(self, tensors: Sequence[Tensor]) -> None:
-        """Makes these tensors, one for each shard, the parameters."""
         self._parameters = [nn.Parameter(tensor) for tensor in tensors]
         by_name: dict[str, list[Tensor]] = {}
         owned: list[tuple[Segment, Tensor]] = []
@@ -113,12 +102,9 @@ class ShardOptimizer:
         share: float,
         staleness: int,
         steps: int = 1,
+        lease: int = -1,
+        weight: float = 0.0,
     ) -> None:
-        """Applies one step to `shards`, also those without a gradient; `gradients` may be overwritten.
-
-        The step is `worker`'s, or for -1 the mean of a round. It is the sum of as many gradients as `steps` says, each
-        of which stands for `share` of a round, and is `staleness` updates behind.
-        """
         if self._sent:
             gradients = [(shard, self._compensated(shard, gradient, worker)) for shard, gradient in gradients]
         factor = 1.0 if self._full else share
@@ -142,20 +128,17 @@ class ShardOptimizer:
         self._advance(int(min(self._done) + _EXACTLY))
 
     def settle(self, done: int) -> None:
-        """Sets the number of rounds done, with those whose gradients were refused."""
         self._done = [float(done)] * len(self._done)
         self._advance(done)
         if self.tables is not None:
             self.tables.settle(done)
 
     def sent(self, worker: int, shards: Sequence[int]) -> None:
-        """Records that a worker has received these shards' present parameters."""
         if self._remedies.compensation:
             for shard in shards:
                 self._sent[worker, shard] = self._parameters[shard].detach().clone()
 
     def state(self, shard: int | None = None) -> bytes:
-        """Returns a shard's state as safetensors, or the rest as JSON; raises ValueError if there is no such shard."""
         if shard is None:
             own = {} if self.tables is None else {"tables": self.tables.settings()}
             return json.dumps({**self._updater.settings(), **own}).encode()
@@ -163,10 +146,6 @@ class ShardOptimizer:
         return pack({piece.name: piece.value for piece in self._updater.state(shard)})
 
     def load(self, state: bytes, shard: int | None = None) -> None:
-        """Loads a shard's state, with its parameters if it has them.
-
-        Without a shard, drops all state, and loads the rest if given. Raises ValueError if this is no state.
-        """
         try:
             if shard is None:
                 settings = json.loads(state) if state else None
@@ -181,7 +160,6 @@ class ShardOptimizer:
         self._updater.load(pieces, index=shard)
 
     def all_state(self) -> tuple[ShardOptimizerState, dict[str, Tensor]]:
-        """Returns the whole state except the parameters."""
         tensors = {f"sent/{worker}/{shard}": tensor for (worker, shard), tensor in self._sent.items()}
         for shard in range(len(self._layout)):
             tensors |= {f"state/{shard}/{piece.name}": piece.value for piece in self._updater.state(shard)}
@@ -193,7 +171,6 @@ class ShardOptimizer:
         return state, tensors | rows
 
     def load_all(self, state: ShardOptimizerState, tensors: Mapping[str, Tensor]) -> None:
-        """Takes over an optimizer's whole state; raises ValueError if it is of other shards, or not consistent."""
         if len(state.done) != len(self._layout):
             raise ValueError(f"the state is of {len(state.done)} shards, and {len(self._layout)} are here")
         self.load(state.settings.encode())
@@ -219,11 +196,9 @@ class ShardOptimizer:
         self._updater.swapped = state.shows_average
 
     def swap_weights(self, averaged: bool) -> None:
-        """Exchanges the parameters and their moving averages."""
         self._updater.swap_weights(averaged)
 
     def memory(self) -> tuple[int, int]:
-        """Returns the bytes of parameters, and of the optimizer's state."""
         values, state = self.tables.memory() if self.tables is not None else (0, 0)
         return sum(self._layout.slots.lengths) + values, self._updater.state_bytes() + state
 

@@ -21,7 +21,7 @@ from headrace.parameter_server.core.shard import Shard, ShardState
 from headrace.parameter_server.server.coordinator import Member
 from headrace.parameter_server.server.counters import ServerCounters
 from headrace.parameter_server.server.failure import StepFailed
-from headrace.parameter_server.server.optimizer import ShardOptimizer
+from headrace.parameter_server.server.updater import ShardUpdater
 from headrace.parameter_server.sparse.requests import RowRequests, as_tensor
 from headrace.parameter_server.wire import MOST_WEIGHT, Kind, Message, ShardLayout, decode, encode, like
 from headrace.training.clipping import all_finite
@@ -75,7 +75,7 @@ class Requests:
         self,
         transport: ServerTransport,
         layout: ShardLayout,
-        optimizer: ShardOptimizer,
+        optimizer: ShardUpdater,
         machines: Sequence[Shard],
         counters: ServerCounters,
         measures: bool = False,
@@ -254,7 +254,7 @@ class Requests:
         for (worker, share, staleness), shards in alone.items():
             request = self._open[worker, shards[0]]
             present = [(shard, request.gradients[shard]) for shard in shards if shard in request.gradients]
-            self._step(shards, present, worker, share, staleness, request.message.steps)
+            self._step(shards, present, worker, share, staleness, request.message)
         for shard, result in results:
             self._tell(shard, result)
 
@@ -272,7 +272,8 @@ class Requests:
             for request in requests:
                 request.apart += float(torch.linalg.vector_norm(request.gradients[shard] - mean)) ** 2
         steps = max(request.message.steps for request in requests)
-        self._step([shard], [] if mean is None else [(shard, mean)], -1, step.share, step.staleness, steps)
+        mean_push = Message(Kind.PUSH, steps=steps)
+        self._step([shard], [] if mean is None else [(shard, mean)], -1, step.share, step.staleness, mean_push)
 
     def _step(
         self,
@@ -281,17 +282,17 @@ class Requests:
         worker: int,
         share: float,
         staleness: int,
-        steps: int = 1,
+        push: Message,
     ) -> None:
         began = perf_counter()
         with self._transport.writing(shards):
             try:
-                self._optimizer.apply(gradients, shards, worker, share, staleness, steps)
+                self._optimizer.apply(gradients, shards, worker, share, staleness, push.steps, push.lease, push.weight)
             except Exception as error:
                 raise StepFailed(error) from error
             for shard in shards:
                 self._transport.set_version(shard, self._machines[shard].version)
-        self._counters.stepped(shards, worker, staleness, perf_counter() - began)
+        self._counters.stepped(shards, worker, 0 if self._optimizer.sums else staleness, perf_counter() - began)
 
     def _tell(self, shard: int, action: events.Ack | events.Refuse | events.Reply) -> None:
         """Records a shard's answer, and sends the request's answer when it is complete."""

@@ -35,8 +35,8 @@ from headrace.errors import CorruptCheckpoint
 from headrace.parameter_server.core.leases import intervals_of, numbers_in
 from headrace.parameter_server.core.shard import ShardState
 from headrace.parameter_server.server.coordinator import CoordinatorState, MembershipState
-from headrace.parameter_server.server.optimizer import ShardOptimizerState
 from headrace.parameter_server.server.requests import RequestState
+from headrace.parameter_server.server.updater import ShardOptimizerState
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 
@@ -276,7 +276,7 @@ def read(folder: Path, name: str) -> memoryview:
 def _around(book: tuple[str, ServerState], others: list[list[tuple[str, ServerState]]]) -> SnapshotSet | None:
     """Returns the newest set with this snapshot of the first server, if there is one."""
     coordinator = book[1].coordinator
-    if coordinator is None:
+    if coordinator is None or coordinator.leases is None:
         return None
     committed = coordinator.leases.committed()
     chosen = []

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from headrace.spec.job import Share
+from headrace.training.compute import Computed
 
 
 def run(act: Callable[[], None]) -> bool:
@@ -24,6 +25,7 @@ class Loop(ABC):
         spoilt: whether a member was lost during the current round, so that it was not done, and comes again.
         lease: number of the data lease of the current step; -1 where data is not leased.
         late: whether the current step's gradient came too late to count; its data comes again.
+        records: whether the current step's loss is one that the run reports.
         reporter: the rank that reports a round which was not finite.
         commits: whether the exchange combines something in every round, for all workers or for none.
         moved_bytes: payload that went to and from other processes, beside that of collectives.
@@ -36,6 +38,7 @@ class Loop(ABC):
         self.spoilt = False
         self.lease = -1
         self.late = False
+        self.records = True
         self.reporter = reporter
         self.moved_bytes = 0
 
@@ -63,8 +66,8 @@ class Loop(ABC):
     def require_sync_point(self, what: str) -> None:  # noqa: B027  (workers in lockstep always are at one)
         """Raises UsageError where this worker is at no sync point; `what` needs one, "calls worker.evaluate()"."""
 
-    def weigh(self, weight: float) -> None:  # noqa: B027  (lockstep weights are known from the share)
-        """Takes the weight of the current step's loss, before the exchange synchronizes."""
+    def weigh(self, computed: Computed) -> None:  # noqa: B027  (lockstep weights are known from the share)
+        """Takes the current step's loss and its weight, before the exchange synchronizes."""
 
     def synchronize(self) -> float:
         """Synchronizes after the update where that is due; returns the seconds that it took."""

@@ -11,6 +11,7 @@ from typing import Any
 from headrace.errors import UsageError
 from headrace.spec.job import Share
 from headrace.spec.plan import replica_leader
+from headrace.training.compute import Computed
 from headrace.training.synchronization import DataLeases, Lease, SyncPoint
 from headrace.worker.control import RunControl
 from headrace.worker.loops.base import Loop
@@ -83,15 +84,15 @@ class LeasedLoop(Loop):
                 "or worker.epoch_ended: evaluate and break there, on every worker; steps=... makes a job shorter"
             )
 
-    def weigh(self, weight: float) -> None:
-        share = self._session.progress.share
+    def weigh(self, computed: Computed) -> None:
+        share, weight = self._session.progress.share, computed.weight
         if share.examples:
             # Where all weights are zero, one device also makes a step, with zero gradients.
             weight = max(weight, sys.float_info.min)
-        self._leases.weigh(weight, share.examples / share.of if share.of else 0.0)
+        self._leases.weigh(weight, share.examples / share.of if share.of else 0.0, computed.loss)
 
     def synchronize(self) -> float:
-        self.late = self._leases.late
+        self.late, self.records = self._leases.late, self._leases.records
         return 0.0
 
     def advance(self) -> None:

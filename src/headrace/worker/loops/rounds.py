@@ -17,6 +17,7 @@ from headrace.spec.events import ParametersAveraged
 from headrace.spec.job import Share
 from headrace.spec.plan import replica_leader
 from headrace.training.buffers import BufferSync, copy_first_buffers
+from headrace.training.compute import Computed
 from headrace.training.synchronization import PeriodicSync, SyncResult
 from headrace.worker.balance import ShareBalancer
 from headrace.worker.control import RunControl
@@ -176,7 +177,7 @@ class LockstepLoop(RoundLoop):
         session = self._session
         return count_examples(share, session.loader.drops, session.group, session.replica.compute.counts)
 
-    def weigh(self, weight: float) -> None:
+    def weigh(self, computed: Computed) -> None:
         if self._balancer:
             self._balancer.note(self.began)
 
@@ -235,8 +236,8 @@ class PeriodicLoop(RoundLoop):
         share = self._session.progress.share
         return Share(batch, share.examples, share.examples, share.epoch)
 
-    def weigh(self, weight: float) -> None:
-        self._sync.weigh(weight)
+    def weigh(self, computed: Computed) -> None:
+        self._sync.weigh(computed.weight)
 
     def synchronize(self) -> float:
         progress = self._session.progress

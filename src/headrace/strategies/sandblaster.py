@@ -1,0 +1,205 @@
+"""Sandblaster L-BFGS: one large batch at a time, in portions that workers ask for; the solver's vectors are on servers.
+
+    compute                    synchronize                                 update
+    one portion of the batch   push its gradient; one worker steers the    on the servers: search direction,
+    after the other, on        solver, which sees numbers alone            history and line search
+    demand
+
+    worker 0   ░p0░ ░p2░ ░p3░ ░p5░ steers ░p0░ ░p2░
+    worker 1   ░p1░ ░░p4░░         ─┐     ░p1░ ░p3░
+    servers    ─sum of gradients──▓▓▓▓▓▓──sum of gra...     x ← x + t d
+
+A portion that a slow worker has is computed by a fast one, too, and the first gradient counts.
+
+Dean et al., "Large scale distributed deep networks", 2012, section 4.3 and algorithm 2 (appendix).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from headrace.errors import UsageError
+from headrace.parameter_server.client.data_leases import ServerDataLeases
+from headrace.parameter_server.connecting import brings_parameters, build_server, connect
+from headrace.parameter_server.core.portions import PortionTable
+from headrace.parameter_server.lbfgs.client import PortionExchange, PortionLeases
+from headrace.parameter_server.lbfgs.solver import SolverOptions
+from headrace.parameter_server.lbfgs.store import VectorStore
+from headrace.parameter_server.planning import (
+    check_served,
+    check_server_options,
+    layout_of,
+    places_of,
+    plan_with_servers,
+)
+from headrace.parameter_server.replication.failover import server_of
+from headrace.parameter_server.server.server import Server
+from headrace.policies.staleness import Admission, Combination, EveryPush, Unbounded
+from headrace.spec.cluster import Cluster
+from headrace.spec.model import ModelSpec
+from headrace.spec.options import Options
+from headrace.spec.plan import Plan
+from headrace.strategies.checks import check_count, refuse_synced_buffers
+from headrace.strategies.context import ModelProbe, ServerContext, WorkerContext
+from headrace.strategies.strategy import ServedStrategy, describe_options
+from headrace.training.exchange import Replica
+from headrace.training.optimizer import build
+
+_PORTIONS = 8
+"""Portions of a batch for each worker: a worker that is 4 times slower than the others delays them little."""
+
+_WORKING_COPIES = 12
+"""What a server has besides the history: parameters, direction, gradients of a line search, and sums of them."""
+
+
+@dataclass(frozen=True)
+class Sandblaster(ServedStrategy):
+    """L-BFGS over large batches, whose vectors are on servers.
+
+    The job's optimizer is `torch.optim.LBFGS`, and says all but `history`. One round is one call of its `step`: up to
+    `max_iter` iterations and `max_eval` evaluations over one global batch, with a line search if `line_search_fn` is
+    "strong_wolfe". With `max_iter=1`, give `max_eval=25`: torch's own default leaves one evaluation. The loss that is
+    reported is that at the round's begin; examples count once for every evaluation.
+
+    Attributes:
+        workers: how many compute; None for the launcher's processes but `servers`, or the machine's accelerators.
+        servers: how many hold a part of every vector.
+        history: pairs of the last steps and changes of the gradient; fewer if the optimizer's `history_size` is less.
+        portions: of a global batch, handed out one by one; None for 8 a worker. The result depends on their number,
+            by rounding, and not on who computes them.
+        backups: of each server: with 1, the run continues without loss when a server fails.
+        sharding, placement: as of `ParameterServer`.
+        transport: "shared_memory" within a host, or "tcp", also there; between hosts TCP, encrypted.
+    """
+
+    workers: int | None = None
+    servers: int = 1
+    history: int = 10
+    portions: int | None = None
+    backups: int = 0
+    sharding: str | None = None
+    placement: str = "greedy"
+    transport: str = "shared_memory"
+
+    name = "sandblaster"
+    equals_one_device = False
+    lock_step = False
+    closures = True
+    snapshots = False
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "portions"):
+            check_count(name, getattr(self, name))
+        for name in ("servers", "history"):
+            if getattr(self, name) is None:
+                raise UsageError(f"{name} must be a whole number of at least 1, got None")
+            check_count(name, getattr(self, name))
+        check_server_options(self.servers, self.backups, self.transport, self.sharding, self.placement)
+
+    def check(self, options: Options) -> None:
+        check_served(options)
+        refuse_synced_buffers(self.name, options)
+        known = Options()
+        for name in ("clip_norm", "clip_value", "schedule", "warmup", "ema_decay"):
+            if getattr(options, name) != getattr(known, name):
+                raise UsageError(
+                    f"{name}={getattr(options, name)!r:.60} changes steps or gradients, and L-BFGS chooses its steps "
+                    f"by gradients as they are; leave out {name}, or use another strategy"
+                )
+        if options.on_nonfinite != "raise":
+            raise UsageError(
+                f"on_nonfinite={options.on_nonfinite!r} leaves out a gradient, and a sum over all portions but one is "
+                "no gradient of the batch; use on_nonfinite='raise'"
+            )
+
+    def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
+        for name, module in probe.module.named_modules():
+            reason = _impure(module)
+            if reason:
+                raise UsageError(
+                    f"{name or 'the model'} ({type(module).__name__}) {reason}, so that the loss is not a function of "
+                    "the parameters alone, which a line search needs; leave it out, or use another strategy and "
+                    "optimizer"
+                )
+        return model
+
+    def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
+        return plan_with_servers(
+            self.name,
+            describe_options(self),
+            model,
+            cluster,
+            workers=self.workers,
+            servers=self.servers,
+            backups=self.backups,
+            transport=self.transport,
+            sharding=self.sharding,
+            placement=self.placement,
+            server_copies=_WORKING_COPIES + 2 * self.history,
+            elastic=True,
+        )
+
+    def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
+        servers, model, replica_group = context.servers, context.model, context.agreement()
+        layouts = [layout_of(plan, model, server) for server in servers.ranks]
+        places = [places_of(layout, context.module) for layout in layouts]
+        client = connect(
+            servers.addresses(),
+            layouts,
+            places,
+            (servers.worker, servers.incarnation),
+            context.group.check,
+            [plan.roles[server] for server in servers.ranks],
+            context.closing,
+            find=servers.find,
+            suspect=servers.suspect,
+        )
+        portions, leads = self._portions(plan), brings_parameters(client, servers.worker)
+        base = ServerDataLeases(client, replica_group.group, leads, portions)
+        leases = PortionLeases(base, self._options(context), portions)
+        exchange = PortionExchange(leases, layouts, model, context.group, replica_group)
+        exchange.load_values(places)
+        return Replica(context.whole_model(exchange.buffer, local_shares=portions), exchange, leases)
+
+    def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
+        rank, workers = server_of(plan, rank), plan.replicas
+        layout, portions = layout_of(plan, context.model, rank), self._portions(plan)
+        table = PortionTable(portions, context.until, context.first, workers=range(workers))
+        leases, store = (table, context.first, context.until, 1), VectorStore(layout, portions)
+        return build_server(plan, rank, layout, store, self.policies(workers), leases, self.transport, context.process)
+
+    def policies(self, workers: int) -> tuple[Admission, Combination]:
+        """Returns which workers may proceed, and which pushes make a step: each is summed as it comes."""
+        return Unbounded(), EveryPush()
+
+    def _portions(self, plan: Plan) -> int:
+        return self.portions or _PORTIONS * plan.workers
+
+    def _options(self, context: WorkerContext) -> SolverOptions:
+        (group,) = build(context.optimizer, context.module.named_parameters()).param_groups
+        return SolverOptions(
+            float(group["lr"]),
+            group["max_iter"],
+            group["max_eval"],
+            group["tolerance_grad"],
+            group["tolerance_change"],
+            min(self.history, group["history_size"]),
+            group["line_search_fn"] is not None,
+        )
+
+
+def _impure(module: nn.Module) -> str:
+    """Says why a layer's output depends on more than its input and the parameters; "" if it does not."""
+    if not module.training:
+        return ""
+    if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+        return f"draws random numbers (p={module.p:g})"
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0:
+        return f"draws random numbers (dropout={module.dropout:g})"
+    if isinstance(module, nn.RReLU):
+        return "draws random numbers"
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return "normalises by the statistics of a portion"
+    return ""
