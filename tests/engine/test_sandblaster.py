@@ -17,8 +17,6 @@ from engine.conftest import below, fork_servers, until
 from engine.test_elastic import Hand
 from headrace.engine.local.engine import LocalEngine
 from headrace.spec.events import Evaluated, Stepped
-from strategies.contract_runs import distance
-from strategies.references import sandblaster
 
 pytestmark = pytest.mark.slow
 
@@ -63,8 +61,8 @@ def parameters(run: hr.Run) -> list[Tensor]:
 
 
 @functools.cache
-def undisturbed() -> tuple[list[Tensor], list[float]]:
-    run = hr.fit(job(), hr.Sandblaster(1, portions=24), engine=hr.ThreadEngine())
+def undisturbed(epochs: int = 6) -> tuple[list[Tensor], list[float]]:
+    run = hr.fit(job(epochs=epochs), hr.Sandblaster(1, portions=24), engine=hr.ThreadEngine())
     return parameters(run), losses(run)
 
 
@@ -90,7 +88,8 @@ def test_who_is_killed_leaves_no_trace(
     assert sorted(lost.lost for lost in hand.lost) == sorted(victims.values())
     tensors, evaluated = undisturbed()
     assert all(map(torch.equal, parameters(run), tensors))
-    assert losses(run) == evaluated
+    # Each worker evaluates a share, and there were more of them.
+    assert losses(run) == pytest.approx(evaluated, rel=1e-12)
     assert [below(server) for server in fork_servers()] == [[]] * len(fork_servers())
 
 
@@ -114,9 +113,9 @@ def slow_on_one(awaited: float, worker: hr.Worker) -> None:
 def test_portions_of_a_slow_worker_are_computed_by_the_others(engine: LocalEngine) -> None:
     plain = dataclasses.replace(job(epochs=2), eval_data=None)
     run = hr.launch(functools.partial(slow_on_one, 0.5), plain, hr.Sandblaster(2, portions=24), engine=engine)
-    assert distance(run.model.state_dict(), sandblaster(plain, 3).tensors) <= 1e-9
+    assert all(map(torch.equal, parameters(run), undisturbed(epochs=2)[0]))
     by_rank = {rank: [e for e in run.events if isinstance(e, Stepped) and e.rank == rank] for rank in (0, 1)}
     assert len(by_rank[1]) < 0.2 * len(by_rank[0])
-    assert any(event.lease >= 0 for event in by_rank[1]), "it has computed something"
+    assert by_rank[1], "it was never given a portion"
     rounds = [event for own in by_rank.values() for event in own if event.loss is not None]
     assert {step: sum(e.weight for e in rounds if e.step == step) for step in (0, 1)} == dict.fromkeys((0, 1), EXAMPLES)
