@@ -61,7 +61,7 @@ class Sandblaster(ServedStrategy):
     The job's optimizer is `torch.optim.LBFGS`, and says all but `history`. One round is one call of its `step`: up to
     `max_iter` iterations and `max_eval` evaluations over one global batch, with a line search if `line_search_fn` is
     "strong_wolfe". With `max_iter=1`, give `max_eval=25`: torch's own default leaves one evaluation. The loss that is
-    reported is that at the round's begin; examples count once for every evaluation.
+    reported is that at the round's begin, and examples count once a round.
 
     Attributes:
         workers: how many compute; None for the launcher's processes but `servers`, or the machine's accelerators.

@@ -123,7 +123,7 @@ class DataLeases(ABC):
     Attributes:
         moved_bytes: payload sent to and received from the servers.
         late: whether the gradient of the last lease came too late to count; its data is leased again.
-        records: whether the loss of the current lease is one that the run reports.
+        records: whether loss and examples of the current lease count; a line search may visit the same ones again.
         sync_result: result of the average at the end of the last lease, if there was one; its reader clears it.
     """
 

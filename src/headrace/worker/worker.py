@@ -133,12 +133,10 @@ class Worker:
         self._loop.weigh(computed)
         if not self._loop.attempt(lambda: self._synchronize(finite, began)):
             return None
-        if self._loop.late:
-            # The data counts when it is leased again.
+        if self._loop.late or not self._loop.records:
+            # The data counts when it is leased again, or has counted before.
             computed, finite = Computed(None, 0.0), False
             self._progress.share = Share(None, 0, 0, self._progress.share.epoch)
-        elif not self._loop.records:
-            computed, finite = Computed(None, 0.0), False
         loss = loss if finite else None
         self._record(computed, loss)
         self._loop.advance()

@@ -73,7 +73,7 @@ class PortionLeases(DataLeases):
                 if serial != self._serial:
                     self._serial = serial
                     self.base.client.pull()
-                # Losses of a line search are those of points that the model may never be at.
+                # A line search evaluates the same examples at points that the model may never be at.
                 self.records = not report[0]
                 return answer
             results = list(zip(report[::2], report[1::2], strict=True))

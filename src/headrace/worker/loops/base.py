@@ -25,7 +25,7 @@ class Loop(ABC):
         spoilt: whether a member was lost during the current round, so that it was not done, and comes again.
         lease: number of the data lease of the current step; -1 where data is not leased.
         late: whether the current step's gradient came too late to count; its data comes again.
-        records: whether the current step's loss is one that the run reports.
+        records: whether the current step's loss and examples count.
         reporter: the rank that reports a round which was not finite.
         commits: whether the exchange combines something in every round, for all workers or for none.
         moved_bytes: payload that went to and from other processes, beside that of collectives.
