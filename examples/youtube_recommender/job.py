@@ -109,14 +109,14 @@ def impressions_of(watches: Watches, held_out: bool, most: int = PER_USER) -> Te
 
 
 def job(
-    data: str = "movielens", epochs: int = 4, batch: int = 256, lr: float = 0.002, width: int = 64, seed: int = 0
+    data: str = "movielens", epochs: int = 8, batch: int = 256, lr: float = 0.002, width: int = 64, seed: int = 0
 ) -> hr.Job:
     watches = DATA[data]()
     return job_on(watches, epochs, batch, lr, width, seed)
 
 
 def job_on(
-    watches: Watches, epochs: int = 4, batch: int = 256, lr: float = 0.002, width: int = 64, seed: int = 0
+    watches: Watches, epochs: int = 8, batch: int = 256, lr: float = 0.002, width: int = 64, seed: int = 0
 ) -> hr.Job:
     make = Examples(watches)
     train, test = (hr.data.from_arrays(impressions_of(watches, each)) for each in (False, True))

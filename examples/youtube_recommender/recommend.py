@@ -87,7 +87,7 @@ def per_user_loss(score: Callable[[np.ndarray], np.ndarray], watches: Watches) -
     return wrong / every
 
 
-def measure(watches: Watches, strategy: str, seed: int, epochs: tuple[int, int] = (4, 3)) -> dict[str, float]:
+def measure(watches: Watches, strategy: str, seed: int, epochs: tuple[int, int] = (8, 3)) -> dict[str, float]:
     """Trains both models under a strategy; returns the three figures."""
     candidates = hr.fit(job.job_on(watches, epochs[0], seed=seed), strategy).model.eval()
     ranker = hr.fit(ranking.job_on(watches, epochs[1], seed=seed), strategy).model.eval()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headrace.errors import InfeasiblePlan
 from headrace.parameter_server.core.events import Join, Leave, Settle
+from headrace.parameter_server.core.row_moves import Move, RowMap, RowRange
 from headrace.parameter_server.core.shard import Shard
 from headrace.parameter_server.server.coordinator import Member
 from headrace.parameter_server.server.counters import ServerCounters
@@ -23,7 +24,7 @@ from headrace.parameter_server.sparse.messages import (
     encode_push,
     encode_rows,
 )
-from headrace.parameter_server.sparse.placement import ROW_PLACEMENTS, split
+from headrace.parameter_server.sparse.placement import ROW_PLACEMENTS, RowPlaces
 from headrace.parameter_server.sparse.planning import require_rows
 from headrace.parameter_server.sparse.requests import RowRequests
 from headrace.parameter_server.sparse.tables import ServedTables
@@ -49,13 +50,44 @@ MODEL = ModelSpec((ParameterSpec("weight", (2,)),), tables=TABLES)
 @pytest.mark.parametrize("servers", [1, 3, 4])
 def test_every_row_has_one_server_and_the_servers_about_as_many(name: str, servers: int) -> None:
     ids = torch.arange(0, 1 << 33, (1 << 33) // 12_000)
-    places = split(ROW_PLACEMENTS[name], TABLES[1], ids, servers)
+    every = RowPlaces(ROW_PLACEMENTS[name], TABLES, servers)
+    places = every.split(1, ids)
     assert sorted(torch.cat(places).tolist()) == list(range(len(ids)))
     assert max(map(len, places)) < 1.1 * len(ids) / servers
     some = torch.tensor([5, 700, 9_000])
     owners = [server for row in some for server, place in enumerate(places) if row in place]
-    alone = split(ROW_PLACEMENTS[name], TABLES[1], ids[some], servers)
+    alone = every.split(1, ids[some])
     assert owners == [server for row in range(3) for server, place in enumerate(alone) if row in place]
+
+
+def test_moved_rows_are_where_the_map_says() -> None:
+    places = RowPlaces(ROW_PLACEMENTS["range"], TABLES, 4)
+    ids = torch.arange(40)
+    assert places.owners(0, ids).tolist() == [row // 10 for row in range(40)]
+    map_ = RowMap().after(Move(1, (RowRange(0, 5, 15),), 0, 3)).after(Move(2, (RowRange(0, 7, 8),), 3, 0))
+    assert places.adopt(map_)
+    assert not places.adopt(RowMap(1))
+    owners = [3 if 5 <= row < 15 and row != 7 else row // 10 for row in range(40)]
+    assert places.owners(0, ids).tolist() == owners
+    assert places.since(0, ids).tolist() == [2 if row == 7 else int(5 <= row < 15) for row in range(40)]
+    assert places.owners(1, torch.tensor([7])).tolist() == [0]
+    for server in range(4):
+        own = places.owned(server, RowRange(0, 0, 40))
+        assert [row for each in own for row in range(each.start, each.stop)] == [
+            row for row in range(40) if owners[row] == server
+        ]
+    assert places.has(3, RowRange(0, 8, 15))
+    assert not places.has(3, RowRange(0, 6, 9))
+
+
+def test_with_a_hash_single_rows_are_moved() -> None:
+    places = RowPlaces(ROW_PLACEMENTS["hash"], TABLES, 4)
+    owner = int(places.owners(0, torch.tensor([11]))[0])
+    assert places.has(owner, RowRange(0, 11, 12))
+    assert places.owned(owner, RowRange(0, 0, 40)) == []
+    places.adopt(RowMap().after(Move(1, (RowRange(0, 11, 12),), owner, (owner + 1) % 4)))
+    assert places.has((owner + 1) % 4, RowRange(0, 11, 12))
+    assert not places.has(owner, RowRange(0, 11, 12))
 
 
 def test_messages_bring_what_was_sent() -> None:

@@ -61,6 +61,10 @@ EVENTS = {
         *(*STAMP, WORD, COUNT, SECONDS, SECONDS, *(COUNT,) * 5),
         st.lists(STAGE, max_size=3).map(tuple),
     ),
+    "rows_asked": st.builds(
+        event.RowsAsked, *STAMP, COUNT, st.lists(st.builds(event.HotRow, WORD, COUNT, COUNT), max_size=2).map(tuple)
+    ),
+    "rows_moved": st.builds(event.RowsMoved, *STAMP, COUNT, WORD, *(COUNT,) * 4, SECONDS),
     "pushes": st.builds(event.PushesApplied, *STAMP, *(st.lists(COUNT, max_size=3).map(tuple),) * 4),
     "rows": st.builds(event.RowsHeld, *STAMP, COUNT, st.lists(TABLE, max_size=2).map(tuple)),
     "snapshot_taken": st.builds(event.SnapshotTaken, *STAMP, COUNT, SECONDS),

@@ -210,6 +210,7 @@ class Kind(IntEnum):
     ROWS = 23
     LOAD_ROWS = 24
     VECTORS = 25
+    MOVE_ROWS = 26
     FOLLOW = 32
     HELD = 33
 
@@ -219,6 +220,7 @@ class Kind(IntEnum):
     DONE = 67
     ERROR = 68
     OPEN = 69
+    MOVED = 70
     FILL = 96
     MEMORY = 97
     ENTRY = 98
@@ -239,9 +241,10 @@ class Message(NamedTuple):
             to ask for them. Of JOIN, worker, incarnation, session. Of LOST, which only the server's own process says,
             worker and incarnation of the process that may follow. Of OPEN, the requests that are not answered yet. Of
             ERROR with `flag`, worker and incarnation of the process that has replaced this one. Of PUSH_ROWS, the
-            version of the rows. ROWS and LOAD_ROWS are about the table `first`, ROWS from the row `lease` on. Of a
-            COMMIT or ASK, and behind the others of a GRANT, a report, as `numbers_of` returns it. Of VECTORS, see
-            `VectorRequests`.
+            version of the rows and that of the map by which they were divided, and a third one for the rest of a push;
+            MOVED answers it instead of ANSWER where the server has a later map. ROWS and LOAD_ROWS are about the table
+            `first`, ROWS from the row `lease` on. Of a COMMIT or ASK, and behind the others of a GRANT, a report, as
+            `numbers_of` returns it. Of VECTORS, see `VectorRequests`.
         steps: how many gradients a push is the sum of; each has that share.
         number: counted by the client, from 1; an answer repeats it. 0 if the message is not remembered.
     """

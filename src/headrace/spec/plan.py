@@ -103,6 +103,7 @@ class Plan:
         min_workers: with so many workers, that exchange gradients in every round, the run goes on where others are
             lost; 0 where it ends with the first that is lost.
         max_workers: to so many it may grow, by replacements of lost workers, too; 0 where lost ones are not replaced.
+        moves_rows: whether rows of tables move between servers, so that snapshots of different moments do not fit.
     """
 
     strategy: str
@@ -117,6 +118,7 @@ class Plan:
     balances: bool = False
     min_workers: int = 0
     max_workers: int = 0
+    moves_rows: bool = False
 
     @property
     def workers(self) -> int:
@@ -201,7 +203,7 @@ def outlives_workers(plan: Plan) -> bool:
 
 def needs_snapshots(plan: Plan) -> bool:
     """Whether there are processes whose state no other process holds, while workers go on without them."""
-    return bool(plan.servers) and not plan.backups
+    return bool(plan.servers) and not plan.backups and not plan.moves_rows
 
 
 def name_of(plan: Plan, rank: int) -> str:

@@ -35,8 +35,9 @@ from headrace.parameter_server.replication.failover import server_of
 from headrace.parameter_server.server.optimizer import Remedies, RoundClock, ShardOptimizer
 from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.sparse.client import RowClient, WorkerRows
-from headrace.parameter_server.sparse.placement import ROW_PLACEMENTS
+from headrace.parameter_server.sparse.placement import ROW_PLACEMENTS, RowPlaces
 from headrace.parameter_server.sparse.planning import part_of, require_rows
+from headrace.parameter_server.sparse.rebalancing import RowMover
 from headrace.parameter_server.sparse.tables import ServedTables
 from headrace.policies.staleness import Admission, Bounded, Combination, EveryPush, FirstPushes, Unbounded
 from headrace.spec.cluster import Cluster
@@ -48,6 +49,8 @@ from headrace.strategies.context import ServerContext, WorkerContext
 from headrace.strategies.strategy import ServedStrategy, describe_options
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.exchange import Replica
+
+_REBALANCE = ":rebalance"
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,9 @@ class ParameterServer(ServedStrategy):
         push_codec, pull_codec: how gradients and parameters travel: "plain", "bf16", or "int8" with error feedback.
         remedies: for stale gradients; none by default.
         sparse: names of embeddings that are trained as with `sparse=True`; "*.item" for those that end so.
-        row_placement: which server has a row of a sparse embedding: by "hash" of its index, or by "range".
+        row_placement: which server has a row of a sparse embedding: by "hash" of its index, or by "range". With
+            "hash:rebalance" or "range:rebalance", rows that are asked for most move to servers that are asked for less,
+            while training goes on.
         expected_rows: how many rows of each sparse embedding are ever changed at most; None for all. The servers must
             have memory for them.
     """
@@ -107,8 +112,9 @@ class ParameterServer(ServedStrategy):
         check_server_options(
             self.servers, self.backups, self.transport, self.sharding, self.placement, self.scale, codecs
         )
-        if self.row_placement not in ROW_PLACEMENTS:
-            raise UnknownName("row_placement", self.row_placement, ROW_PLACEMENTS)
+        known = [*ROW_PLACEMENTS, *(f"{name}{_REBALANCE}" for name in ROW_PLACEMENTS)]
+        if self.row_placement not in known:
+            raise UnknownName("row_placement", self.row_placement, known)
         check_count("expected_rows", self.expected_rows)
         names = [self.sparse] if isinstance(self.sparse, str) else list(self.sparse)
         object.__setattr__(self, "sparse", names)
@@ -143,6 +149,7 @@ class ParameterServer(ServedStrategy):
         )
         if model.tables:
             self._check_tables(model, plan, cluster)
+            plan = replace(plan, moves_rows=self._rebalances)
         if self.backup_workers and self.servers > 1:
             raise InfeasiblePlan(
                 f"backup_workers={self.backup_workers} drops what comes late, and each of {self.servers} servers would "
@@ -175,8 +182,9 @@ class ParameterServer(ServedStrategy):
         leases = ServerDataLeases(client, replica_group.group, leads, len(plan.shares), rests=rests)
         rows = None
         if model.tables:
-            moved = RowClient(client, model.tables, ROW_PLACEMENTS[self.row_placement])
-            rows = WorkerRows(moved, tuple(sparse_layers(context.module)))
+            moved = RowClient(client, self._places(plan, model), self._rebalances)
+            mover = RowMover(moved, len(plan.shares)) if self._rebalances else None
+            rows = WorkerRows(moved, tuple(sparse_layers(context.module)), mover)
         exchange = ParameterServerExchange(leases, layouts, model, context.group, replica_group, rows)
         exchange.load_values(places)
         return Replica(context.whole_model(exchange.buffer, local_shares=len(plan.shares)), exchange, leases)
@@ -191,6 +199,8 @@ class ParameterServer(ServedStrategy):
             rounds, divide = (context.rounds_per_epoch, context.first), self.remedies.divide
             own = replace(model, tables=tuple(part_of(table, len(plan.servers)) for table in model.tables))
             tables = ServedTables(own, context.optimizer, context.options, rounds, full, divide)
+            if self._rebalances:
+                tables.moving = plan.servers.index(rank), self._places(plan, model)
         optimizer = ShardOptimizer(layout, context.optimizer, model.parameters, clock, full, self.remedies, tables)
         # Workers with a bounded staleness each compute the same number of rounds.
         fixed = self.staleness_bound is not None and not self.backup_workers
@@ -199,6 +209,17 @@ class ParameterServer(ServedStrategy):
         policies = self.policies(workers)
         return build_server(plan, rank, layout, optimizer, policies, leases, self.transport, context.process)
 
+    @property
+    def _rebalances(self) -> bool:
+        return self.row_placement.endswith(_REBALANCE)
+
+    @property
+    def _base_placement(self) -> str:
+        return self.row_placement.removesuffix(_REBALANCE)
+
+    def _places(self, plan: Plan, model: ModelSpec) -> RowPlaces:
+        return RowPlaces(ROW_PLACEMENTS[self._base_placement], model.tables, len(plan.servers))
+
     def _check_tables(self, model: ModelSpec, plan: Plan, cluster: Cluster) -> None:
         """Refuses what rows do not have, and tables that the servers have no memory for."""
         first = model.tables[0].name
@@ -206,6 +227,13 @@ class ParameterServer(ServedStrategy):
             raise InfeasiblePlan(
                 f"backup_workers={self.backup_workers} drops what comes late, and the rows of the sparse embedding "
                 f"{first!r} are pushed by themselves; use backup_workers=0"
+            )
+        if self._rebalances and (self.backups or self.staleness_bound == 0):
+            own = f"backups={self.backups}" if self.backups else "staleness_bound=0"
+            raise InfeasiblePlan(
+                f"row_placement={self.row_placement!r} moves rows of the sparse embedding {first!r} while workers "
+                f"push, and with {own} they cannot; use backups=0 and staleness_bound=None, or "
+                f"row_placement={self._base_placement!r}"
             )
         if self.remedies.compensation or self.remedies.asynchronous_workers:
             raise InfeasiblePlan(

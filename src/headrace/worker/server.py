@@ -132,6 +132,9 @@ def _tell(server: Server, rank: int, events: EventWriter, plan: Plan) -> None:
     applied = server.counters.order(rank, events.now())
     if applied is not None:
         events.write(applied)
+    for make in server.counters.events:
+        events.write(make(rank, events.now()))
+    server.counters.events.clear()
 
 
 def _by_rank(served: ServerStats, plan: Plan) -> ServerStats:

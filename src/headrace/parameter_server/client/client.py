@@ -85,7 +85,7 @@ class Client:
         steps: int = 1,
         versions: Sequence[Sequence[int]] | None = None,
         patience_s: float = math.inf,
-        rows: Sequence[tuple[int, bytes]] = (),
+        rows: Sequence[tuple[tuple[int, ...], bytes]] = (),
     ) -> Reason | None:
         """Sends gradients to all servers, and waits until they are applied; returns why they do not count, or None.
 
@@ -110,8 +110,8 @@ class Client:
                     # All workers push in the same order, so that no two wait for each other.
                     server.make_room(pull)
                     server.push(server.buckets[index], gradients[number], head, own)
-        for server, (version, blob) in zip(self.servers, rows, strict=bool(rows)):
-            server.push_rows(head, version, blob)
+        for server, (numbers, blob) in zip(self.servers, rows, strict=bool(rows)):
+            server.push_rows(head, numbers, blob)
         reason = self._finish(self.servers, pull, patience_s)
         if pull:
             self.pulled()
@@ -200,6 +200,7 @@ class _Server:
         self.versions = [-1] * len(self.layout)
         self._connection = connection
         self.apart, self._told, self._pending = 0.0, 0, 0
+        self.moved = False
         self._reason: Reason | None = None
         self._leases: deque[Message] = deque()
 
@@ -218,9 +219,9 @@ class _Server:
         self.session.ask(head._replace(first=shards.start, numbers=tuple(numbers)), present)
         self._pending += 1
 
-    def push_rows(self, head: Message, version: int, blob: bytes) -> None:
-        """Sends gradients of tables, computed with rows of a version; `finish` waits for the answer, too."""
-        self.session.ask(head._replace(kind=Kind.PUSH_ROWS, numbers=(version,)), (), blob)
+    def push_rows(self, head: Message, numbers: tuple[int, ...], blob: bytes) -> None:
+        """Sends gradients of tables, with the numbers of PUSH_ROWS; `finish` waits for the answer, too."""
+        self.session.ask(head._replace(kind=Kind.PUSH_ROWS, numbers=numbers), (), blob)
         self._pending += 1
 
     def request(self, shards: range) -> None:
@@ -247,10 +248,11 @@ class _Server:
     def _await_answer(self, pulls: bool, until: float = math.inf) -> None:
         # Without a deadline, because the answer depends on other workers.
         message, _ = self._next(until=until)
-        if message.kind != Kind.ANSWER:
+        if message.kind not in (Kind.ANSWER, Kind.MOVED):
             raise ServerRefused(f"the server answered {message.kind.name} to a push or pull")
         self._pending -= 1
         self.apart += message.weight
+        self.moved |= message.kind == Kind.MOVED
         if message.flag:
             self._reason = _graver(self._reason, Reason(message.flag))
         if pulls:

@@ -284,7 +284,7 @@ class ParameterServerExchange(ServedExchange):
             self.client.pull()
         self._pulled = False
         if self.rows is not None:
-            self.rows.begin()
+            self.rows.begin(self.leases.lease)
         self.pulled = alike(self.client.versions)
 
     def synchronize(self, finite: bool = True) -> StepDecision:
@@ -301,6 +301,8 @@ class ParameterServerExchange(ServedExchange):
         pushes = self.rows.pushes(of_rows) if self.rows is not None else ()
         weight, share = leases.weight, leases.share
         reason = self.client.push(gradients, leases.lease, weight, share, known, pull=True, rows=pushes)
+        if self.rows is not None and known and weight and reason in (None, Reason.DUPLICATE):
+            self.rows.finish(leases.lease, weight, share)
         self._pulled = True
         # The lease is done when all ranks of the replica have pushed.
         leases.late = self.replica_group.any(reason == Reason.LATE)

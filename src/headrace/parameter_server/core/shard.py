@@ -92,6 +92,19 @@ class Shard:
         self._among = -1
         self._awaited: set[int] | None = None
 
+    def has(self, lease: int) -> bool:
+        """Returns whether a lease is done here since the last `Settle`."""
+        return lease in self._done
+
+    @property
+    def done(self) -> frozenset[int]:
+        """The leases that are done here since the last `Settle`."""
+        return frozenset(self._done)
+
+    def knows(self, worker: int, incarnation: int) -> bool:
+        """Returns whether a worker is a member, in this incarnation."""
+        return self._incarnations.get(worker) == incarnation
+
     def handle(self, event: Event) -> list[Action]:
         """Returns the actions to carry out, in order."""
         if isinstance(event, Push):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from operator import mul
 
 from headrace.parameter_server.wire import ShardLayout
-from headrace.spec.events import PushesApplied, ServerStats, ShardStats, TableStats
+from headrace.spec.events import Event, PushesApplied, ServerStats, ShardStats, TableStats
 
 
 class ServerCounters:
@@ -32,6 +32,8 @@ class ServerCounters:
         self.rows: ShardStats | None = None
         self.tables: Callable[[], tuple[TableStats, ...]] = tuple
         self._order: list[tuple[int, int, int, int]] = []
+        # More events, to be made from the server's rank and the time, and taken away when they are written.
+        self.events: list[Callable[[int, float], Event]] = []
 
     def queued(self, count: int) -> None:
         """Counts the messages that were received together."""

@@ -36,7 +36,7 @@ from headrace.transport.base import ReceivedMessage, ServerTransport
 _WAIT_S = 0.1
 
 _PUSHES = (Kind.PUSH, Kind.PULL, Kind.PUSH_PULL, Kind.PUSH_ROWS)
-_ROWS = (Kind.PULL_ROWS, Kind.ROWS, Kind.LOAD_ROWS)
+_ROWS = (Kind.PULL_ROWS, Kind.ROWS, Kind.LOAD_ROWS, Kind.MOVE_ROWS)
 _LEASED = (Kind.COMMIT, Kind.HALT, Kind.ADVANCE)
 
 

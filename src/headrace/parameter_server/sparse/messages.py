@@ -16,6 +16,7 @@ from headrace.spec.embedding import TableSpec
 
 _HEAD = struct.Struct("<QQ")
 _VERSION = struct.Struct("<q")
+_MOVED = -1
 
 Rows = tuple[Tensor, Tensor]
 """Distinct ids, and a gradient for each."""
@@ -38,6 +39,17 @@ def decode_pull(tables: Sequence[TableSpec], blob: memoryview) -> tuple[int, Ten
 def encode_rows(version: int, rows: Tensor) -> bytes:
     """Returns the blob that answers a pull."""
     return _VERSION.pack(version) + _bytes(rows)
+
+
+def encode_moved(map_: bytes) -> bytes:
+    """Returns the blob that answers a pull of rows of which some are on another server: the map that says so."""
+    return _VERSION.pack(_MOVED) + map_
+
+
+def moved_to(blob: memoryview | bytes) -> bytes | None:
+    """Returns the map in the answer to a pull; None if the answer has the rows."""
+    (version,) = _VERSION.unpack_from(blob)
+    return bytes(blob[_VERSION.size :]) if version == _MOVED else None
 
 
 def decode_rows(spec: TableSpec, count: int, blob: memoryview | bytes) -> tuple[int, Tensor]:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from headrace.parameter_server.core.row_moves import RowMap, RowRange
 from headrace.spec.embedding import TableSpec
 
 
 class RowPlacement(ABC):
     """Places the rows of tables on servers, from the row alone, so that all workers find it without asking."""
+
+    def range_of(self, table: TableSpec, server: int, servers: int) -> tuple[int, int] | None:
+        """Returns the rows [start, stop) that a server has, and no other; None if they are not one range."""
+        return None
 
     @abstractmethod
     def owners(self, table: TableSpec, ids: Tensor, servers: int) -> Tensor:
@@ -24,6 +29,9 @@ class RangePlacement(RowPlacement):
 
     def owners(self, table: TableSpec, ids: Tensor, servers: int) -> Tensor:
         return ids * servers // table.rows
+
+    def range_of(self, table: TableSpec, server: int, servers: int) -> tuple[int, int] | None:
+        return -(-server * table.rows // servers), -(-(server + 1) * table.rows // servers)
 
 
 class HashPlacement(RowPlacement):
@@ -40,9 +48,76 @@ class HashPlacement(RowPlacement):
 ROW_PLACEMENTS: Mapping[str, RowPlacement] = {"hash": HashPlacement(), "range": RangePlacement()}
 
 
-def split(placement: RowPlacement, table: TableSpec, ids: Tensor, servers: int) -> list[Tensor]:
-    """Returns, by server, where in `ids` its rows are."""
-    if servers == 1:
-        return [torch.arange(len(ids))]
-    owners = placement.owners(table, ids, servers)
-    return [(owners == server).nonzero().view(-1) for server in range(servers)]
+class RowPlaces:
+    """Which server has a row: as its placement says, or where it was moved to since.
+
+    Args:
+        tables: of the model; tables are named by their number here.
+        map: of the moves so far; `adopt` takes over a later one.
+    """
+
+    def __init__(self, placement: RowPlacement, tables: Sequence[TableSpec], servers: int) -> None:
+        self.placement, self.tables, self.servers = placement, tables, servers
+        self.map = RowMap()
+        self._moved: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+
+    def adopt(self, map_: RowMap) -> bool:
+        """Takes over a map, if it is later than the one that is here; returns whether it is."""
+        if map_.version <= self.map.version:
+            return False
+        self.map, self._moved = map_, {}
+        for number in {placed.rows.table for placed in map_.placed}:
+            own = [placed for placed in map_.placed if placed.rows.table == number]
+            columns = zip(*((each.rows.start, each.rows.stop, each.server, each.since) for each in own), strict=True)
+            starts, stops, servers, since = (torch.tensor(column) for column in columns)
+            self._moved[number] = starts, stops, servers, since
+        return True
+
+    def owners(self, number: int, ids: Tensor) -> Tensor:
+        """Returns the index of each row's server."""
+        owners = self.placement.owners(self.tables[number], ids, self.servers)
+        at, moved = self._moved_at(number, ids)
+        if at is not None:
+            owners[moved] = self._moved[number][2][at[moved]]
+        return owners
+
+    def since(self, number: int, ids: Tensor) -> Tensor:
+        """Returns the number of the move by which each row came to its server; 0 for rows that were never moved."""
+        since = torch.zeros(len(ids), dtype=torch.int64)
+        at, moved = self._moved_at(number, ids)
+        if at is not None:
+            since[moved] = self._moved[number][3][at[moved]]
+        return since
+
+    def split(self, number: int, ids: Tensor) -> list[Tensor]:
+        """Returns, by server, where in `ids` its rows are."""
+        if self.servers == 1:
+            return [torch.arange(len(ids))]
+        owners = self.owners(number, ids)
+        return [(owners == server).nonzero().view(-1) for server in range(self.servers)]
+
+    def has(self, server: int, rows: RowRange) -> bool:
+        """Tells whether a server has all rows of a range."""
+        return self.owned(server, rows) == [rows]
+
+    def owned(self, server: int, rows: RowRange) -> list[RowRange]:
+        """Returns the parts of a range that a server has; with a hash, a single row or none."""
+        spec = self.tables[rows.table]
+        if rows.stop - rows.start == 1:
+            return [rows] if int(self.owners(rows.table, torch.tensor([rows.start]))[0]) == server else []
+        whole = self.placement.range_of(spec, server, self.servers)
+        base = None if whole is None else rows.within(RowRange(rows.table, *whole))
+        parts = [] if base is None else [base]
+        for placed in self.map.placed:
+            parts = [left for each in parts for left in each.without(placed.rows)]
+        own = [placed.rows.within(rows) for placed in self.map.of(server)]
+        return sorted([*parts, *(each for each in own if each is not None)])
+
+    def _moved_at(self, number: int, ids: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Returns for each row the last moved range that begins before it, and whether the row is in that range."""
+        if number not in self._moved:
+            return None, torch.empty(0, dtype=torch.bool)
+        starts, stops, _, _ = self._moved[number]
+        at = torch.searchsorted(starts, ids, right=True) - 1
+        moved = (at >= 0) & (ids < stops[at.clamp(min=0)])
+        return at, moved

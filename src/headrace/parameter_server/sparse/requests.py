@@ -19,7 +19,8 @@ from headrace.parameter_server.core.shard import Shard
 from headrace.parameter_server.server.coordinator import Member
 from headrace.parameter_server.server.counters import ServerCounters
 from headrace.parameter_server.server.failure import StepFailed
-from headrace.parameter_server.sparse.messages import Rows, decode_pull, decode_push, encode_rows
+from headrace.parameter_server.sparse.messages import Rows, decode_pull, decode_push, encode_moved, encode_rows
+from headrace.parameter_server.sparse.moves import ServedMoves, to_json
 from headrace.parameter_server.sparse.tables import ServedTables
 from headrace.parameter_server.wire import Kind, Message, encode
 from headrace.spec.events import ShardStats
@@ -53,20 +54,56 @@ class RowRequests:
         counters.tables = lambda: tuple(table.stats() for table in tables.tables)
         self._transport = transport
         self._tables = tables
+        self._held: dict[int, Member] = {}
+        self.moves: ServedMoves | None = None
+        if tables.moving is not None:
+            self.moves = ServedMoves(*tables.moving, tables, machine, counters)
+            self.moves.resume = self._resume
 
     def take(self, member: Member, message: Message, blob: memoryview) -> None:
         """Handles a push; raises ValueError if it is none."""
-        if member.observes or len(message.numbers) != 1 or member.worker in self.open:
+        # Version, and where rows move the map's; a third number marks the rest of a push.
+        parts = (1,) if self.moves is None else (2, 3)
+        if member.observes or len(message.numbers) not in parts or member.worker in self.open:
             raise ValueError(f"worker {member.worker} may not push rows now")
-        (version,) = message.numbers
         self.add(member.worker, member.peer, message, bytes(blob))
         self._counters.moved_rows(pushes=1, pushed_bytes=len(blob))
-        gradients = [gradient for _, gradient in self.open[member.worker].rows.values()]
+        if self.moves is not None and self.moves.waits(self.open[member.worker].rows):
+            self._held[member.worker] = member
+        else:
+            self._handle(member)
+
+    def _handle(self, member: Member) -> None:
+        request = self.open[member.worker]
+        message = request.message
+        gradients = [gradient for _, gradient in request.rows.values()]
         finite = bool(message.flag) and (self._transport.trusts_clients or all_finite(gradients))
+        knows = self.machine.knows(member.worker, member.incarnation)
+        if len(message.numbers) == 3:
+            if self.moves is not None and knows:
+                self._add_rest(message, self.moves.rest(message.lease, request.rows), finite)
+            self._answer(self.open.pop(member.worker), 0)
+            return
         push = events.Push(
-            member.worker, member.incarnation, message.lease, version, message.weight, message.share, finite
+            member.worker, member.incarnation, message.lease, message.numbers[0], message.weight, message.share, finite
         )
+        if self.moves is not None and knows:
+            was_done, version = self.machine.has(message.lease), message.numbers[1]
+            request.rows, owed = self.moves.count(message.lease, version, request.rows, was_done)
+            self._add_rest(message, owed, finite)
         self._carry_out(self.machine.handle(push))
+
+    def _add_rest(self, message: Message, rows: Mapping[int, Rows], finite: bool) -> None:
+        """Updates rows by a push whose other rows were updated before."""
+        if finite and message.weight:
+            self._tables.add(rows, message.share)
+
+    def _resume(self) -> None:
+        """Handles the pushes that waited for a move."""
+        held, self._held = self._held, {}
+        for worker, member in held.items():
+            if worker in self.open:
+                self._handle(member)
 
     def add(self, worker: int, peer: int, message: Message, blob: bytes) -> None:
         """Keeps a push that the machine knows, or is about to."""
@@ -77,6 +114,10 @@ class RowRequests:
         """Handles a message about rows other than a push, and returns the answer's blob; ValueError if it is wrong."""
         if message.kind == Kind.PULL_ROWS:
             return self._pull(blob)
+        if message.kind == Kind.MOVE_ROWS:
+            if self.moves is None or member.observes:
+                raise ValueError("rows do not move on this server")
+            return self.moves.answer(member.worker, message, blob)
         if message.kind == Kind.ROWS:
             return self._block(message.first, message.lease)
         if message.number != member.done:
@@ -86,6 +127,10 @@ class RowRequests:
 
     def _pull(self, blob: memoryview) -> bytes:
         number, ids = decode_pull(self._tables.specs, blob)
+        if self.moves is not None:
+            if not self.moves.has(number, ids):
+                return encode_moved(to_json(self.moves.map))
+            self.moves.traffic.count(number, ids)
         answer = encode_rows(self.machine.version, self._tables.tables[number].read(ids))
         self._counters.moved_rows(pulls=1, pushed_bytes=len(blob), pulled_bytes=len(answer))
         return answer
@@ -117,10 +162,16 @@ class RowRequests:
     def broadcast(self, event: events.Event) -> None:
         """Lets the machine handle an event."""
         self._carry_out(self.machine.handle(event))
+        if self.moves is not None:
+            if isinstance(event, events.Settle):
+                self.moves.machine.settle()
+            elif isinstance(event, events.Join | events.Leave):
+                self.moves.lost(event.worker)
 
     def drop(self, worker: int) -> None:
         """Drops a worker's open push."""
         self.open.pop(worker, None)
+        self._held.pop(worker, None)
 
     def _carry_out(self, actions: Sequence[events.Action]) -> None:
         for action in actions:
@@ -160,7 +211,9 @@ class RowRequests:
 
     def _answer(self, request: OpenPush, reason: int) -> None:
         asked = request.message
-        message = Message(Kind.ANSWER, 0, reason, asked.lease, number=asked.number)
+        later = self.moves is not None and self.moves.map.version > asked.numbers[1]
+        kind = Kind.MOVED if later else Kind.ANSWER
+        message = Message(kind, 0, reason, asked.lease, number=asked.number)
         self._transport.send(request.peer, encode(message))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.parameter_server.sparse.messages import Rows
+from headrace.parameter_server.sparse.placement import RowPlaces
 from headrace.spec.embedding import TableSpec
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
@@ -39,6 +40,8 @@ class ServedTables:
         rounds: per epoch, and the first round.
         full: whether a step is applied with the whole learning rate, not with its share of it.
         divide: whether the learning rate is divided by the staleness.
+
+    `moving` is the server's index and where rows are, if they may move to other servers.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class ServedTables:
         self.tables = [self._updater.table(spec) for spec in model.tables]
         self._round, self._done = rounds[1], float(rounds[1])
         self._full, self._divide = full, divide
+        self.moving: tuple[int, RowPlaces] | None = None
 
     def apply(self, rows: Mapping[int, Rows], share: float, staleness: int, steps: int = 1) -> None:
         """Applies one step, of which `rows` are the gradients by table; the numbers are those of a `ShardOptimizer`."""
@@ -67,6 +71,15 @@ class ServedTables:
                 self._updater.apply(table, ids, gradient, self._round, factor)
         self._done += share * steps
         self._advance(int(self._done + _EXACTLY))
+
+    def add(self, rows: Mapping[int, Rows], share: float) -> None:
+        """Updates more rows by a step that was applied before."""
+        for number, (ids, gradient) in rows.items():
+            table = self.tables[number]
+            if table.spec.trainable and len(ids):
+                # It is the same step of the table.
+                table.steps -= 1
+                self._updater.apply(table, ids, gradient, self._round, 1.0 if self._full else share)
 
     def settle(self, done: int) -> None:
         """Sets the number of rounds done, with those whose gradients were refused."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.report.format import byte_count, duration, fixed
 from headrace.report.model.events import Attempt, of_kind
+from headrace.report.model.row_moves import RowMoveSummary, row_moves_of
 from headrace.report.model.training import STEPPED_PARTS, TrainingClock, step_began_s
 from headrace.spec.events import ServerStarted, ServerStats, ShardStats, Stepped
 from headrace.spec.plan import Plan
@@ -151,7 +152,7 @@ class ServerSummary:
     """All servers of a run. Work that a later attempt repeated counts twice: it was moved and applied twice.
 
     `staleness` is by worker (`ROUNDS` where the mean of a round was applied); `refused` counts shards' pushes by
-    reason.
+    reason; `row_moves` is None where rows of tables do not move.
     """
 
     by_rank: Mapping[int, ServerWork]
@@ -159,6 +160,7 @@ class ServerSummary:
     over_time: tuple[StalenessPoint, ...]
     refused: Mapping[str, int]
     waiting: Mapping[int, Waiting]
+    row_moves: RowMoveSummary | None = None
 
     @property
     def staleness_of_all(self) -> Staleness | None:
@@ -209,6 +211,7 @@ def servers_of(attempts: Sequence[Attempt], clock: TrainingClock) -> ServerSumma
         over_time=staleness_over_time(attempts, clock),
         refused=dict(sorted(refused.items())),
         waiting=_waiting(attempts, spoken),
+        row_moves=row_moves_of(attempts),
     )
 
 

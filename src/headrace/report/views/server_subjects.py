@@ -17,6 +17,7 @@ from headrace.report.format import (
     json_mapping,
     percent,
     plural,
+    short,
     to_cells,
     to_json,
 )
@@ -94,6 +95,34 @@ def _refused_text(servers: ServerSummary) -> str:
     return f"{percent(servers.refused_share)} ({reasons})" if reasons else "none"
 
 
+def _row_load_text(servers: ServerSummary) -> str | None:
+    rows = servers.row_moves
+    if rows is None:
+        return None
+    first, last = (to_mean(list(each.values())) for each in (rows.first, rows.asked))
+    loads = ", ".join(f"rank {rank} {short(load)}" for rank, load in rows.asked.items())
+    return f"{loads} pulled at the last look; most: {fixed(last[0])} × the mean (at the first look {fixed(first[0])})"
+
+
+def _hot_rows_text(servers: ServerSummary) -> str | None:
+    rows = servers.row_moves
+    if rows is None or not rows.hottest:
+        return None
+    return ", ".join(f"{row.table} {row.row} ({percent(rows.share(row))})" for row in rows.hottest)
+
+
+def _row_moves_text(servers: ServerSummary) -> str | None:
+    rows = servers.row_moves
+    if rows is None:
+        return None
+    if not rows.moves:
+        return "none"
+    pauses = rows.pauses_s
+    most = pauses[-(-len(pauses) * 99 // 100) - 1]
+    waited = f"pushes waited {duration(pauses[len(pauses) // 2])}, 99 % at most {duration(most)}"
+    return f"{rows.moves} of {short(rows.rows)} rows, {byte_count(rows.bytes)}; {waited}"
+
+
 SERVER: tuple[Field[ServerWork], ...] = json_fields(
     *("busy_s", "seconds", "queue_mean", "queue_longest", "shards", "busy_share", "moved_bytes", "apply_s")
 )
@@ -104,6 +133,9 @@ SERVERS: tuple[Field[ServerSummary], ...] = (
     Field(_traffic_text, label="traffic"),
     Field(_updates_text, label="updates"),
     Field(_refused_text, label="refused pushes"),
+    Field(_row_load_text, label="row load"),
+    Field(_hot_rows_text, label="hot rows"),
+    Field(_row_moves_text, label="row moves"),
     Field(lambda servers: _staleness_text(servers.staleness_of_all), label="staleness"),
     Field(lambda servers: to_json(STALENESS, servers.staleness_of_all), key="staleness"),
     *(Field(partial(_staleness_cell, each), head=f"staleness\n{each.head}") for each in STALENESS if each.head),
@@ -119,7 +151,7 @@ SERVERS: tuple[Field[ServerSummary], ...] = (
     Field(attrgetter("busy_share"), percent, key="busy_share", head="servers\nbusy"),
     Field(attrgetter("queue_longest"), key="queue_longest", head="longest\nqueue"),
     json_mapping(SERVER, "by_rank", key="by_rank"),
-    *json_fields("waiting"),
+    *json_fields("waiting", "row_moves"),
     *(Field(partial(_total, f"{name}_bytes"), byte_count, head=name) for name in ("pushed", "pulled")),
 )
 

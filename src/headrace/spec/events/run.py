@@ -246,6 +246,51 @@ class PushesApplied(Event, kind="pushes"):
 
 
 @dataclass(frozen=True)
+class HotRow:
+    """A row of a table, and how often it was asked for."""
+
+    table: str
+    row: int
+    pulls: int
+
+
+@dataclass(frozen=True)
+class RowsAsked(Event, kind="rows_asked"):
+    """By a server whose rows may move: what it was asked for since the last such event.
+
+    Attributes:
+        rows: how many rows were pulled; a row counts once a pull.
+        hottest: the rows that were pulled most, of a window of the last pulls.
+    """
+
+    rows: int
+    hottest: tuple[HotRow, ...]
+
+
+@dataclass(frozen=True)
+class RowsMoved(Event, kind="rows_moved"):
+    """By the server that rows of a table have left while workers pushed.
+
+    Attributes:
+        number: of the move, in the order of all moves of the run.
+        table: the layer's name.
+        ranges: how many ranges of rows.
+        rows: how many rows travelled; those that were never changed do not.
+        bytes: of these rows with their optimizer's state.
+        to: the rank of the server that has them now.
+        pause_s: for how long pushes of these rows waited.
+    """
+
+    number: int
+    table: str
+    ranges: int
+    rows: int
+    bytes: int
+    to: int
+    pause_s: float
+
+
+@dataclass(frozen=True)
 class SnapshotTaken(Event, kind="snapshot_taken"):
     """A server without a backup has written its whole state, between two updates, to the disk.
 

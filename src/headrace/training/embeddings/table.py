@@ -149,12 +149,12 @@ class EmbeddingTable:
         may_go[kept] = False
         others = may_go.nonzero().view(-1)
         self._drop(others[least_used(self.uses[others], self._ids[others], count, self.spec.limit.evict)])
+        self.evicted += count
 
     def _drop(self, slots: Tensor) -> None:
         """Drops the rows in some slots, ascending; the last rows take these slots."""
         index = self._reserved()
         index.drop(self._ids[slots])
-        self.evicted += len(slots)
         self._count -= len(slots)
         behind = torch.ones(len(slots), dtype=torch.bool)
         behind[slots[slots >= self._count] - self._count] = False
@@ -162,7 +162,8 @@ class EmbeddingTable:
         moved = self._ids[movers]
         index.drop(moved)
         index.put(moved, holes)
-        for tensor in (self._ids, self.uses, self.values, *self.state.values()):
+        uses = [] if self.spec.limit is None else [self.uses]
+        for tensor in (self._ids, *uses, self.values, *self.state.values()):
             tensor[holes] = tensor[movers]
 
     def block(self, start: int, stop: int) -> RowBlock:
@@ -175,6 +176,28 @@ class EmbeddingTable:
         state = {key: tensor[start:stop].clone() for key, tensor in self.state.items()}
         uses = None if self.spec.limit is None else self.uses[start:stop].clone()
         return RowBlock(self._ids[start:stop].clone(), self.values[start:stop].clone(), state, self.steps, uses)
+
+    def held(self, start: int, stop: int) -> int:
+        """Returns how many rows of [start, stop) have been changed."""
+        return len(self._slots_within(start, stop))
+
+    def within(self, start: int, stop: int, remove: bool = False) -> RowBlock:
+        """Returns copies of the changed rows whose ids are in [start, stop); with `remove`, drops them here."""
+        if not self._count:
+            return self.block(0, 0)
+        slots = self._slots_within(start, stop)
+        state = {key: tensor[slots] for key, tensor in self.state.items()}
+        uses = None if self.spec.limit is None else self.uses[slots]
+        block = RowBlock(self._ids[slots], self.values[slots], state, self.steps, uses)
+        if remove:
+            self._drop(slots)
+        return block
+
+    def _slots_within(self, start: int, stop: int) -> Tensor:
+        if not self._count:
+            return torch.empty(0, dtype=torch.int64)
+        ids = self._ids[: self._count]
+        return ((ids >= start) & (ids < stop)).nonzero().view(-1)
 
     def load(self, block: RowBlock) -> None:
         """Takes over rows; state and uses that the block lacks begin anew.
@@ -225,7 +248,7 @@ class EmbeddingTable:
         self._drop(others[gone[gone < len(others)]])
         kept = torch.ones(len(block.ids), dtype=torch.bool)
         kept[gone[gone >= len(others)] - len(others)] = False
-        self.evicted += int((~kept).sum())
+        self.evicted += len(gone)
         state = {key: value[kept] for key, value in block.state.items()}
         return RowBlock(block.ids[kept], block.values[kept], state, block.steps), uses[kept]
 
