@@ -101,6 +101,23 @@ def processor_times(root: Path = _ROOT) -> ProcessorTimes | None:
     return ProcessorTimes(busy, stolen, busy + stolen + idle + disk, cores)
 
 
+def own_processor_s(root: Path = _ROOT) -> float:
+    """Returns the seconds of processor time that this process and all that it has started took, ended ones too."""
+    parents: dict[int, int] = {}
+    took: dict[int, float] = {}
+    for folder in (root / "proc").glob("[0-9]*"):
+        # After the name, which may contain anything but is in brackets.
+        words = " ".join(_lines(folder / "stat")).rpartition(")")[2].split()
+        if len(words) > 14:
+            parents[int(folder.name)] = int(words[1])
+            took[int(folder.name)] = sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
+    own, added = {os.getpid()}, {os.getpid()}
+    while added:
+        added = {each for each, parent in parents.items() if parent in added} - own
+        own |= added
+    return sum(took.get(each, 0.0) for each in own)
+
+
 def load_average(root: Path = _ROOT) -> float | None:
     """Returns how many processes ran or waited to run in the last minute, on average; None if unknown."""
     words = _words(root / "proc/loadavg")

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer, models
 from torch import nn
 
 import headrace as hr
-import torchvision_ops
 from headrace.api.checks import inspect_job
+from headrace.bench.library import declare_operators
 from headrace.errors import DataError, JobError, UsageError
 
-torchvision_ops.declare()
+declare_operators()
 
 import transformers  # noqa: E402  (once torchvision can be imported)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from headrace.bench.advice import JobFacts, answer, gpu_gains
-from headrace.bench.figures import Figure, Gap, MachineFigures, figure
+from headrace.bench.figures import Figure, Gap, MachineFigures, OtherWork, figure
 from headrace.bench.page import write_page
 from headrace.bench.text import lines
 from headrace.errors import UsageError
+from headrace.spec.plain import to_plain
 
 PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "hardware" / "cnn-benchmarks.json"
 
@@ -47,20 +49,27 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     file = tmp_path / "here.json"
     file.write_text(json.dumps(HERE.plain()))
     assert MachineFigures.load(file) == HERE
-    for text in ("[]", "{", '{"name": "a", "figures": [{"part": 1}]}'):
+    nan = HERE.plain() | {"figures": [{**to_plain(HERE.figures[0]), "value": math.nan}]}
+    for text in ("[]", "{", '{"name": "a", "figures": [{"part": 1}]}', json.dumps(nan)):
         file.write_text(text)
         with pytest.raises(UsageError, match=r"here\.json cannot be read as figures of a machine"):
             MachineFigures.load(file)
 
 
 def test_tables_fit_and_say_what_is_missing() -> None:
-    shown = list(lines(replace(HERE, disturbed="Not idle."), "The answer.", MachineFigures.load(PUBLISHED)))
+    busy = replace(HERE, others=(OtherWork("matrix", 100.0, 21.0, 2.0), OtherWork("training", 10.0, 0.1, 0.0)))
+    shown = list(lines(busy, "The answer.", MachineFigures.load(PUBLISHED)))
     assert max(map(len, shown)) <= 80
     text = "\n".join(shown)
     assert re.search(r"float32, 256 x 256 GFLOP/s +90\.6~ +171$", text, re.MULTILINE)
     assert re.search(r"AlexNet ms +500 +400$", text, re.MULTILINE)
     assert text.count("GPU: no CUDA device here") == 2
-    assert "Not idle." in text
+    assert "other programs at most 23 % of the processors' time (Matrix product)" in " ".join(shown)
+    assert (
+        "Not idle: others had more than 5.0 % of the processors' time. Matrix product: other programs 21 %, the "
+        in (" ".join(shown))
+    )
+    assert "Not idle" not in "\n".join(lines(replace(busy, others=busy.others[1:]), ""))
     assert "Beside: jcjohnson/cnn-benchmarks" in text
     assert text.endswith("The answer.")
 

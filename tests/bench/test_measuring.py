@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import subprocess
 import sys
 import time
 import types
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +16,30 @@ import pytest
 import torch
 from torch import nn
 
-from headrace.bench import library, networks, settings, storage
-from headrace.bench.figures import Figure, Gap, MachineFigures
+from headrace.bench import library, measuring, networks, saving, settings, storage
+from headrace.bench.figures import Figure, Gap, MachineFigures, OtherWork
 from headrace.bench.measuring import measure
-from headrace.bench.settings import QUICK, Setting, disturbance, repeat
-from headrace.errors import UnfitMachine, UnknownName
+from headrace.bench.saving import OtherWorkGauge
+from headrace.bench.settings import QUICK, Setting, repeat
+from headrace.errors import UnfitMachine, UnknownName, UsageError
+from headrace.machine import ProcessorTimes, own_processor_s
 
 TINY = replace(QUICK, cell_s=0.01, sizes=(8, 16), file_bytes=1_000_000, files=5)
 CPU = Setting("CPU", torch.device("cpu"), 1)
+
+
+class Cut(Exception):
+    pass
+
+
+def cut_after(count: int) -> Callable[[str], None]:
+    left = iter(range(count))
+
+    def say(line: str) -> None:
+        if next(left, None) is None:
+            raise Cut
+
+    return say
 
 
 def tiny(tmp_path: Path, *only: str) -> MachineFigures:
@@ -100,10 +119,27 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_networks_are_measured_both_ways(small: None, tmp_path: Path) -> None:
     found = measure(replace(TINY, networks=2), tmp_path, ["networks"])
     assert [(each.part, each.row) for each in found.figures] == [
-        (part, row) for row in ("A", "B") for part in ("inference", "training")
+        (part, row) for part in ("inference", "training") for row in ("A", "B")
     ]
     assert {gap.row for gap in found.gaps if gap.column == "CPU"} == {"C", "D"}
     assert Gap("training", "", "CPU, compiled", "left out by --quick") in found.gaps
+
+
+@pytest.mark.slow
+def test_a_network_that_is_kept_is_not_built_again(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "here.json"
+    with pytest.raises(Cut):
+        measure(replace(TINY, networks=2), tmp_path, ["networks"], cut_after(2), file)
+    built: list[str] = []
+
+    def make(name: str) -> Callable[[object], nn.Module]:
+        return lambda models: (built.append(name), Small())[1]
+
+    monkeypatch.setattr(networks, "NETWORKS", {name: make(name) for name in "ABCD"})
+    whole = measure(replace(TINY, networks=2), tmp_path, ["networks"], save=file)
+    assert (built, len(whole.figures)) == (["B"], 4)
 
 
 @pytest.mark.slow
@@ -124,7 +160,7 @@ def test_each_network_is_compiled_afresh(small: None, tmp_path: Path, monkeypatc
     monkeypatch.setattr(networks, "CompiledModule", Compiled)
     monkeypatch.setattr(torch.compiler, "reset", lambda: said.append("reset"))
     found = measure(replace(TINY, networks=2, compiled=True), tmp_path, ["networks"])
-    assert [each.row for each in found.figures if each.column == "CPU, compiled"] == ["A", "A", "B", "B"]
+    assert [each.row for each in found.figures if each.column == "CPU, compiled"] == ["A", "B", "A", "B"]
     assert said == ["compiled", "reset"] * 4
 
 
@@ -157,11 +193,74 @@ def test_a_torchvision_that_is_not_there_or_does_not_load_is_said(
     assert "does not load beside torch 2.13.0+cpu: operator" in tiny(tmp_path, "networks").gaps[0].why
 
 
-def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "load_average", lambda: 3.25)
-    assert disturbance().startswith("Not idle: 3.2 processes")
-    monkeypatch.setattr(settings, "load_average", lambda: 0.1)
-    assert disturbance() == ""
+@pytest.mark.slow
+def test_the_time_of_children_is_ours(real_python: None) -> None:
+    spin = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    before = own_processor_s()
+    with subprocess.Popen([sys.executable, "-c", spin], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert own_processor_s() >= before + 0.25
+        child.communicate(b"\n")
+    assert own_processor_s() >= before + 0.25
+
+
+def test_the_kernel_s_figures_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([ProcessorTimes(10.0, 1.0, 100.0, 2), ProcessorTimes(13.0, 1.5, 104.0, 2), None, None])
+    own = iter([5.0, 7.0, 7.0, 7.0])
+    monkeypatch.setattr(saving, "processor_times", lambda: next(times))
+    monkeypatch.setattr(saving, "own_processor_s", lambda: next(own))
+    gauge = OtherWorkGauge()
+    gauge.measured("matrix")
+    assert gauge.found() == (OtherWork("matrix", 4.0, 1.0, 0.5),)
+    assert gauge.found()[0].share == 0.375
+    # Where the kernel does not say, nothing is added.
+    gauge.skipped()
+    gauge.measured("matrix")
+    assert gauge.found() == (OtherWork("matrix", 4.0, 1.0, 0.5),)
+
+
+def test_a_measurement_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "kept" / "here.json"
+    with pytest.raises(Cut):
+        measure(TINY, tmp_path, ["matrix"], cut_after(2), file)
+    begun = MachineFigures.load(file)
+    assert len(begun.figures) == 3
+    # Kept before it is said.
+    said: list[str] = []
+    whole = measure(TINY, tmp_path, ["matrix"], said.append, file)
+    assert said[0] == f"{file} has 3 numbers already; the others follow"
+    assert len(said) == 1 + len(whole.figures) - 3
+    assert whole.figures[:3] == begun.figures
+    assert whole == MachineFigures.load(file)
+    assert [each.part for each in whole.others] == ["matrix"]
+    again = measure(TINY, tmp_path, ["matrix"], said.append, file)
+    assert again == whole
+    # Another part is added, in the order of the parts.
+    both = measure(TINY, tmp_path, ["storage"], said.append, file)
+    assert both.parts() == ["matrix", "storage"]
+    assert measure(TINY, tmp_path, ["storage"], said.append, file).figures == both.figures
+    assert [each.name for each in (tmp_path / "kept").iterdir()] == ["here.json"]
+
+
+def test_figures_of_two_machines_are_not_put_into_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "here.json"
+    measure(TINY, tmp_path, ["matrix", "storage"], save=file)
+    before = file.read_bytes()
+    with pytest.raises(UsageError, match=r"was measured with effort 'quick', and here it is 'full'.*--save"):
+        measure(replace(TINY, name="full"), tmp_path, ["matrix"], save=file)
+    with pytest.raises(UsageError, match="was measured with folder "):
+        measure(TINY, tmp_path / "kept", ["storage"], save=file)
+    facts = {**settings.machine_facts(), "torch": "3.0"}
+    monkeypatch.setattr(measuring, "machine_facts", lambda: facts)
+    with pytest.raises(UsageError, match=rf"with torch '{re.escape(torch.__version__)}', and here it is '3\.0'"):
+        measure(TINY, tmp_path, ["matrix"], save=file)
+    assert file.read_bytes() == before
+    file.write_text("{")
+    with pytest.raises(UsageError, match="cannot be read as figures of a machine"):
+        measure(TINY, tmp_path, ["matrix"], save=file)
+    with pytest.raises(UnfitMachine, match=r"cannot be kept in .*; name another file with --save"):
+        measure(TINY, tmp_path, ["transfer"], save=tmp_path / "here.json" / "file.json")
 
 
 def test_all_networks_are_torchvision_s() -> None:

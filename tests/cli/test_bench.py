@@ -26,8 +26,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[object]:
     """What `measure` was asked, in place of measuring."""
     seen: list[object] = []
 
-    def measure(effort: Effort, folder: Path, only: tuple[str, ...], say: object) -> MachineFigures:
-        seen.extend([effort, folder, only])
+    def measure(effort: Effort, folder: Path, only: tuple[str, ...], say: object, save: Path | None) -> MachineFigures:
+        seen.extend([effort, folder, only, *([save] if save else [])])
         return FOUND
 
     monkeypatch.setattr(measuring, "measure", measure)
@@ -38,7 +38,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[object]:
 def test_what_is_asked_for(asked: list[object], capsys: Capture) -> None:
     assert run(["bench"]) == 0
     assert run(shlex.split("bench --quick --only matrix,storage --folder /tmp")) == 0
-    assert asked == [FULL, Path(), measuring.GROUPS, QUICK, Path("/tmp"), ("matrix", "storage")]
+    assert run(shlex.split("bench --only matrix --save kept.json")) == 0
+    assert asked[:6] == [FULL, Path(), measuring.GROUPS, QUICK, Path("/tmp"), ("matrix", "storage")]
+    assert asked[6:] == [FULL, Path(), ("matrix",), Path("kept.json")]
     assert "AlexNet ms              400\n" in capsys.readouterr().out
 
 

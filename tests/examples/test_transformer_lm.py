@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import headrace as hr
-import torchvision_ops
+from headrace.bench.library import declare_operators
 
 THREADS = hr.ThreadEngine()
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "transformer_lm"
@@ -21,7 +21,7 @@ TINY = {"steps": 4, "batch": 8, "layers": 2, "width": 64, "length": 16, "vocabul
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[hr.Job]:
-    torchvision_ops.declare()
+    declare_operators()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         patch.syspath_prepend(str(FOLDER))

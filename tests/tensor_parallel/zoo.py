@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import torchvision_ops
+from headrace.bench.library import declare_operators
 
-torchvision_ops.declare()
+declare_operators()
 
 import transformers  # noqa: E402  (once torchvision can be imported)
 

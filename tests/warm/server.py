@@ -65,9 +65,8 @@ def main(folder: str, *left_out: str) -> None:
         left_out: packages that are not imported.
     """
     path = [entry for entry in sys.path if entry not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    importlib.import_module("torchvision_ops").declare()
-    sys.path.pop(0)
+    # Before transformers is imported, which imports torchvision.
+    importlib.import_module("headrace.bench.library").declare_operators()
     for name in IMPORTED:
         if name.partition(".")[0] in left_out:
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,36 @@ class Gap:
 
 
 @dataclass(frozen=True)
+class OtherWork:
+    """What a machine's processors did besides while a part was measured, in seconds of processor time.
+
+    Attributes:
+        total_s: what the cores had in all: their number times the time that measuring took.
+        others_s: what other programs took.
+        stolen_s: what a hypervisor gave to other machines.
+    """
+
+    part: str
+    total_s: float
+    others_s: float
+    stolen_s: float
+
+    def __add__(self, later: OtherWork) -> OtherWork:
+        """Returns both together, of one part that was measured in two goes."""
+        return OtherWork(
+            self.part,
+            self.total_s + later.total_s,
+            self.others_s + later.others_s,
+            self.stolen_s + later.stolen_s,
+        )
+
+    @property
+    def share(self) -> float:
+        """Of the processors' time, what the measurement could not have."""
+        return (self.others_s + self.stolen_s) / self.total_s if self.total_s else 0.0
+
+
+@dataclass(frozen=True)
 class MachineFigures:
     """What was measured on a machine.
 
@@ -57,7 +88,8 @@ class MachineFigures:
         name: of the machine, for people.
         source: where published figures are from; "" for measured ones.
         facts: the processor, versions and the like, by name.
-        disturbed: what else the machine did; "" if it was idle.
+        options: how it was measured, by name.
+        others: what else the machine did, by part.
     """
 
     name: str
@@ -65,7 +97,8 @@ class MachineFigures:
     gaps: tuple[Gap, ...] = ()
     source: str = ""
     facts: Mapping[str, str] = field(default_factory=dict)
-    disturbed: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
+    others: tuple[OtherWork, ...] = ()
 
     def parts(self) -> list[str]:
         """Returns the parts that were measured, or could not be."""
@@ -90,12 +123,17 @@ class MachineFigures:
 
     @staticmethod
     def load(path: Path | str) -> MachineFigures:
-        """Reads what `headrace bench --json` prints; raises UsageError for another file."""
+        """Reads what `headrace bench` prints with --json, or keeps with --save; raises UsageError for another file."""
         try:
-            return from_plain(MachineFigures, json.loads(Path(path).read_text(encoding="utf-8")))
+            found = from_plain(MachineFigures, json.loads(Path(path).read_text(encoding="utf-8")))
+            for each in found.figures:
+                if not 0 < each.value < math.inf:
+                    raise ValueError(f"{each.part}, {each.row}, {each.column} is {each.value} {each.unit}")
+            return found
         except (OSError, ValueError, TypeError) as error:
             raise UsageError(
-                f"{path} cannot be read as figures of a machine: {error}; give a file of `headrace bench --json`"
+                f"{path} cannot be read as figures of a machine: {error}; give a file of `headrace bench` with --json "
+                "or --save"
             ) from None
 
     def plain(self) -> dict[str, object]:

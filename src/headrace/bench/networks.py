@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.bench.figures import Figure, Gap, figure, missing
+from headrace.bench.figures import Figure, Gap, MachineFigures, figure, missing
 from headrace.bench.library import Unusable, import_models
 from headrace.bench.settings import (
     GPU,
@@ -54,8 +54,8 @@ NETWORKS: Mapping[str, Callable[[Any], nn.Module]] = {
 """torchvision's, by name; those that compute least come first."""
 
 
-def networks(effort: Effort, ends: float) -> Iterator[Figure | Gap]:
-    """Measures both; after `ends`, by the monotonic clock, no other number is begun."""
+def networks(effort: Effort, ends: float, kept: MachineFigures) -> Iterator[Figure | Gap]:
+    """Measures both, unless they are kept; after `ends`, by the monotonic clock, no other number is begun."""
     settings = _settings(effort)
     columns = [each.name for each in settings]
     try:
@@ -65,7 +65,7 @@ def networks(effort: Effort, ends: float) -> Iterator[Figure | Gap]:
         return
     for name, make in list(NETWORKS.items())[: effort.networks]:
         for setting in settings:
-            yield from _network(name, partial(make, models), setting, effort, ends)
+            yield from _network(name, partial(make, models), setting, effort, ends, kept)
     for part in ("inference", "training"):
         if effort.networks < len(NETWORKS):
             rest = list(NETWORKS)[effort.networks :]
@@ -104,10 +104,14 @@ def _batch(network: nn.Module, device: torch.device) -> _Batch:
 
 
 def _network(
-    name: str, make: Callable[[], nn.Module], setting: Setting, effort: Effort, ends: float
+    name: str, make: Callable[[], nn.Module], setting: Setting, effort: Effort, ends: float, kept: MachineFigures
 ) -> Iterator[Figure | Gap]:
     batch: _Batch | None = None
     for part in ("inference", "training"):
+        before = kept.at(part, name, setting.name)
+        if before:
+            yield before
+            continue
         if time.monotonic() > ends:
             yield Gap(part, name, setting.name, f"left out by --quick, after {effort.until_s:.0f} s")
             continue

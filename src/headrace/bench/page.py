@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from headrace.bench.figures import PARTS, Figure, MachineFigures, is_time
+from headrace.bench.saving import IDLE_SHARE, disturbance, shown_facts
 from headrace.report.format import MISSING, percent, short
 from headrace.report.views.document import document, figures, html_text, scrolled_table, table_row
 from headrace.report.views.drawing import Bar, draw_bars
@@ -17,6 +18,10 @@ _HOW = {
     "A number": (
         "The median of repetitions for some time, at least two, after one that does not count. Spread: the distance "
         "between the quartiles over the median."
+    ),
+    "Other programs": (
+        "From /proc/stat: the processors' time while numbers were measured, less what headrace and its own processes "
+        f"took. A part of which others had more than {percent(IDLE_SHARE)} is named at the top."
     ),
     "Matrix product": "For two square matrices of side n, 2 n\N{SUPERSCRIPT THREE} operations; no memory is allocated.",
     "Memory": "Bytes read plus bytes written: a copy of 256 MB moves 512 MB.",
@@ -34,14 +39,15 @@ _HOW = {
 def write_page(path: Path, here: MachineFigures, answer: str, beside: MachineFigures | None = None) -> None:
     """Writes the page; makes its directory."""
     facts = "".join(
-        f"<div><dt>{html_text(name)}</dt><dd>{html_text(value)}</dd></div>" for name, value in here.facts.items()
+        f"<div><dt>{html_text(name)}</dt><dd>{html_text(value)}</dd></div>" for name, value in shown_facts(here)
     )
     head = (
         f'<header>\n<p class="eyebrow">headrace bench</p>\n<h1>What {html_text(here.name)} gives</h1>\n'
         f'<p class="lede">{html_text(answer)}</p>\n<dl class="facts">{facts}</dl>\n</header>'
     )
-    if here.disturbed:
-        head += f'\n<section class="alert"><p>{html_text(here.disturbed)}</p></section>'
+    disturbed = disturbance(here)
+    if disturbed:
+        head += f'\n<section class="alert"><p>{html_text(disturbed)}</p></section>'
     body = [head, *(section for part in here.parts() for section in _part(here, beside, part)), _how()]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(document(f"what {here.name} gives", body), encoding="utf-8")

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.machine import cores, host_name, load_average, memory_limit_bytes, processor_name, versions
+from headrace.machine import cores, host_name, memory_limit_bytes, processor_name, versions
 from headrace.report.format import byte_count
 
 GPU = "GPU"
 NO_GPU = "no CUDA device here"
-_QUIET = 0.5
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,7 @@ class Effort:
     """How much is measured.
 
     Attributes:
+        name: for people, and to tell two measurements apart.
         cell_s: how long one number is measured; at least two repetitions.
         longest_s: a repetition that would take longer is left out, where that is known before.
         until_s: after so many seconds nothing new is begun.
@@ -57,6 +57,7 @@ class Effort:
         compiled: whether torch.compile is tried.
     """
 
+    name: str
     cell_s: float
     longest_s: float
     until_s: float
@@ -67,8 +68,10 @@ class Effort:
     compiled: bool
 
 
-QUICK = Effort(0.25, 2.0, 30.0, (256, 1024, 2048), 64_000_000, 500, 3, compiled=False)
-FULL = Effort(2.0, 10.0, float("inf"), (256, 512, 1024, 2048, 4096, 8192), 1_000_000_000, 5000, 10, compiled=True)
+QUICK = Effort("quick", 0.25, 2.0, 30.0, (256, 1024, 2048), 64_000_000, 500, 3, compiled=False)
+FULL = Effort(
+    "full", 2.0, 10.0, float("inf"), (256, 512, 1024, 2048, 4096, 8192), 1_000_000_000, 5000, 10, compiled=True
+)
 
 
 def processor_settings() -> list[Setting]:
@@ -119,14 +122,3 @@ def machine_facts() -> Mapping[str, str]:
         "GPU": ", ".join(gpus) or "none",
         **versions(),
     }
-
-
-def disturbance() -> str:
-    """Returns what else ran in the last minute, as far as it disturbs a measurement; "" for nothing."""
-    load = load_average() or 0.0
-    if load <= _QUIET:
-        return ""
-    return (
-        f"Not idle: {load:.1f} processes ran or waited for the {cores()} cores in the minute before, on average. The "
-        "figures are lower than what the machine gives."
-    )

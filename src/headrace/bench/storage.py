@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from headrace.bench.figures import Figure, Gap, figure
+from headrace.bench.figures import Figure, Gap, MachineFigures, figure
 from headrace.bench.settings import Effort
 from headrace.errors import UnfitMachine
 from headrace.report.format import byte_count
@@ -22,11 +22,15 @@ _REPEATS = 3
 DISK, CACHE = "disk", "RAM (page cache)"
 
 
-def storage(effort: Effort, folder: Path) -> Iterator[Figure | Gap]:
+def storage(effort: Effort, folder: Path, kept: MachineFigures) -> Iterator[Figure | Gap]:
     """Measures reads of files that are written into a folder of their own in `folder`, which is removed.
 
     Raises UnfitMachine if they do not fit or cannot be written.
     """
+    done = [found for row in _rows(effort) for column in (DISK, CACHE) if (found := kept.at("storage", row, column))]
+    if len(done) == 2 * len(_rows(effort)):
+        yield from done
+        return
     needed = effort.file_bytes + effort.files * _SMALL_FILE
     free = shutil.disk_usage(folder).free
     if free < 2 * needed:
@@ -36,34 +40,46 @@ def storage(effort: Effort, folder: Path) -> Iterator[Figure | Gap]:
         )
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix="headrace-bench-") as name:
-            yield from _reads(effort, Path(name))
+            yield from _reads(effort, Path(name), kept)
     except OSError as error:
         raise UnfitMachine(f"files cannot be written or read in {folder}: {error}; use another --folder") from error
 
 
-def _reads(effort: Effort, folder: Path) -> Iterator[Figure | Gap]:
+def _rows(effort: Effort) -> tuple[str, str, str, str]:
+    files = f"{effort.files:,} files of {_SMALL_FILE >> 10} kB"
+    large = f"{byte_count(effort.file_bytes)}, in order"
+    return large, "4 kB pieces of it, at random", f"{files}, in order", f"{files}, at random"
+
+
+def _reads(effort: Effort, folder: Path, kept: MachineFigures) -> Iterator[Figure | Gap]:
     large = folder / "large"
     _write(large, effort.file_bytes)
     small = [folder / f"{number:05d}" for number in range(effort.files)]
     for file in small:
         _write(file, _SMALL_FILE)
     mixed = random.Random(0).sample(small, len(small))
-    count = f"{effort.files:,} files of 16 kB"
-    rows: tuple[tuple[str, str, Sequence[Path], Callable[[], float]], ...] = (
-        (f"{byte_count(effort.file_bytes)}, in order", "MB/s", [large], lambda: _in_order(large) / 1e6),
-        ("4 kB pieces of it, at random", "reads/s", [large], lambda: _at_random(large, effort.cell_s)),
-        (f"{count}, in order", "files/s", small, lambda: _whole(small)),
-        (f"{count}, at random", "files/s", small, lambda: _whole(mixed)),
+    reads: tuple[tuple[str, Sequence[Path], Callable[[], float]], ...] = (
+        ("MB/s", [large], lambda: _in_order(large) / 1e6),
+        ("reads/s", [large], lambda: _at_random(large, effort.cell_s)),
+        ("files/s", small, lambda: _whole(small)),
+        ("files/s", small, lambda: _whole(mixed)),
     )
-    for row, unit, files, read in rows:
-        cold = [rate for _ in range(_REPEATS) if (rate := _evicted(files, read)) is not None]
-        if cold:
-            yield figure("storage", row, DISK, unit, cold)
-        else:
-            yield Gap("storage", row, DISK, "the page cache keeps what was written here")
-        for file in files:
-            _in_order(file)
-        yield figure("storage", row, CACHE, unit, [read() for _ in range(_REPEATS)])
+    for row, (unit, files, read) in zip(_rows(effort), reads, strict=True):
+        yield kept.at("storage", row, DISK) or _cold(row, unit, files, read)
+        yield kept.at("storage", row, CACHE) or _warm(row, unit, files, read)
+
+
+def _cold(row: str, unit: str, files: Sequence[Path], read: Callable[[], float]) -> Figure | Gap:
+    rates = [rate for _ in range(_REPEATS) if (rate := _evicted(files, read)) is not None]
+    if rates:
+        return figure("storage", row, DISK, unit, rates)
+    return Gap("storage", row, DISK, "the page cache keeps what was written here")
+
+
+def _warm(row: str, unit: str, files: Sequence[Path], read: Callable[[], float]) -> Figure:
+    for file in files:
+        _in_order(file)
+    return figure("storage", row, CACHE, unit, [read() for _ in range(_REPEATS)])
 
 
 def _write(file: Path, nbytes: int) -> None:

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from headrace.bench.figures import PARTS, MachineFigures
+from headrace.bench.saving import disturbance, shown_facts
 from headrace.report.format import clean, short
 
 _WIDTH, _CELL = 80, 11
@@ -14,8 +15,8 @@ _UNSTEADY = 0.2
 
 def lines(here: MachineFigures, answer: str, beside: MachineFigures | None = None) -> Iterator[str]:
     """Yields the tables of the parts, those of `beside` below, why cells are empty, and the answer."""
-    yield from textwrap.wrap("; ".join(f"{name} {value}" for name, value in here.facts.items()), _WIDTH)
-    yield from textwrap.wrap(here.disturbed, _WIDTH)
+    yield from textwrap.wrap("; ".join(f"{name} {value}" for name, value in shown_facts(here)), _WIDTH)
+    yield from textwrap.wrap(disturbance(here), _WIDTH)
     for part in here.parts():
         yield from ("", PARTS[part], *_part(here, part))
         if beside and beside.rows(part):

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import headrace as hr
-import torchvision_ops
 from api.probes.models import CLASSES, Cache, Codebook, Counting, Examples, Noisy, Target
 from headrace.api.checks import inspect_job
 from headrace.api.probes.finding import Finding, Scope, drawn, trial
 from headrace.api.probes.layers import modes_text
 from headrace.api.probes.probing import PROBES, probe, said_by
+from headrace.bench.library import declare_operators
 from headrace.errors import JobError
 from headrace.machine import detect
 from headrace.models import zoo
@@ -215,7 +215,7 @@ def tokens() -> dict[str, Tensor]:
 
 
 def gpt2() -> nn.Module:
-    torchvision_ops.declare()
+    declare_operators()
     from transformers import AutoModelForCausalLM, GPT2Config
 
     config = GPT2Config(vocab_size=50, bos_token_id=0, eos_token_id=0, n_positions=16, n_embd=16, n_layer=1, n_head=2)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,10 +17,20 @@ from headrace.errors import UnfitMachine
 if TYPE_CHECKING:
     from headrace.bench.advice import JobFacts
 
+SaveOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--save",
+        metavar="FILE.json",
+        show_default=False,
+        help="Keep each number there; the same command goes on where it was cut off. --beside reads it, too.",
+    ),
+]
 _EXAMPLES = """
   headrace bench --quick
   headrace bench --out bench.html
   headrace bench --only matrix,memory
+  headrace bench --save here.json
   headrace bench --quick --json > here.json
   headrace bench job.py --quick --beside other.json
   headrace bench --beside other.json --out bench.html
@@ -54,6 +65,7 @@ def bench(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE.html", show_default=False, help="Write a page with bars, too.")
     ] = None,
+    save: SaveOption = None,
     settings: SettingsOption = None,
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
@@ -76,16 +88,22 @@ def bench(
         compared = MachineFigures.load(beside) if beside else None
         chosen = tuple(only.split(",")) if only else GROUPS
         job = _facts(path, settings or ()) if path else None
-        found = measure(QUICK if quick else FULL, folder, chosen, _say)
+        found = measure(QUICK if quick else FULL, folder, chosen, _say, save)
         said = advice(found, compared, job)
         if out:
-            try:
+            with _writable(out):
                 write_page(out, found, said, compared)
-            except OSError as error:
-                raise UnfitMachine(
-                    f"the page {out} cannot be written: {error.strerror}; name another place with --out"
-                ) from error
         answer.give(found.plain(), "\n".join([*lines(found, said, compared), *([f"page: {out}"] if out else [])]))
+
+
+@contextmanager
+def _writable(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UnfitMachine(
+            f"the page {out} cannot be written: {error.strerror}; name another place with --out"
+        ) from error
 
 
 def _facts(path: Path, settings: Sequence[str]) -> JobFacts:

@@ -1,0 +1,149 @@
+"""The file of a measurement that goes on where the last one ended, and what other programs did meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from headrace.bench.figures import PARTS, Figure, Gap, MachineFigures, OtherWork
+from headrace.errors import UnfitMachine, UsageError
+from headrace.machine import own_processor_s, processor_times
+from headrace.report.format import percent
+
+IDLE_SHARE = 0.05
+"""Most of the processors' time that others may take while an idle machine is measured."""
+
+
+class OtherWorkGauge:
+    """Adds up, by part, what others took of the processors' time while numbers were measured."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, OtherWork] = {}
+        self._before = processor_times()
+        self._own_s = own_processor_s()
+
+    def measured(self, part: str) -> None:
+        """Counts the time since the last call for a part."""
+        before, own_before = self._before, self._own_s
+        self._before, self._own_s = processor_times(), own_processor_s()
+        if before is None or self._before is None:
+            return
+        own = self._own_s - own_before
+        spent = OtherWork(
+            part,
+            self._before.total_s - before.total_s,
+            max(0.0, self._before.busy_s - before.busy_s - own),
+            self._before.stolen_s - before.stolen_s,
+        )
+        self._found[part] = self._found[part] + spent if part in self._found else spent
+
+    def skipped(self) -> None:
+        """Begins anew without counting the time since the last call."""
+        self._before, self._own_s = processor_times(), own_processor_s()
+
+    def found(self) -> tuple[OtherWork, ...]:
+        """Returns what was counted so far."""
+        return tuple(self._found.values())
+
+
+class SavedFigures:
+    """The figures that a file keeps of this machine, to which each new one is added at once.
+
+    Args:
+        file: None keeps nothing.
+        now: the machine and the options, without figures.
+
+    Raises:
+        UsageError: the file is no such file, or of another machine, other versions or other options.
+    """
+
+    def __init__(self, file: Path | None, now: MachineFigures) -> None:
+        self._file = file
+        self.before = now
+        if file is not None and file.exists():
+            self.before = _same(file, MachineFigures.load(file), now)
+
+    def keep(self, found: MachineFigures) -> None:
+        """Writes the file, which is the old one or the new one whenever this is cut off."""
+        if self._file is None:
+            return
+        new = self._file.with_name(f".{self._file.name}.new")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with new.open("w", encoding="utf-8") as stream:
+                json.dump(found.plain(), stream, indent=1)
+                stream.flush()
+                os.fsync(stream.fileno())
+            new.replace(self._file)
+        except OSError as error:
+            raise UnfitMachine(
+                f"the figures cannot be kept in {self._file}: {error.strerror}; name another file with --save"
+            ) from error
+
+
+def merged(
+    before: MachineFigures, figures: Sequence[Figure], gaps: Sequence[Gap], work: Sequence[OtherWork]
+) -> MachineFigures:
+    """Returns the figures that were there with those of this call, and the gaps as this call found them."""
+    new = {(each.part, each.row, each.column) for each in figures}
+    rest = [each for each in before.figures if (each.part, each.row, each.column) not in new]
+    seen = {each.part for each in (*figures, *gaps)}
+    others = {each.part: each for each in before.others}
+    for each in work:
+        others[each.part] = others[each.part] + each if each.part in others else each
+    order = list(PARTS)
+    return replace(
+        before,
+        figures=tuple(sorted([*figures, *rest], key=lambda each: order.index(each.part))),
+        gaps=(*(each for each in before.gaps if each.part not in seen), *gaps),
+        others=tuple(others[part] for part in PARTS if part in others),
+    )
+
+
+def _same(file: Path, saved: MachineFigures, now: MachineFigures) -> MachineFigures:
+    for what, there, here in (("facts", saved.facts, now.facts), ("options", saved.options, now.options)):
+        name = _different(there, here, whole=what == "facts")
+        if name:
+            raise UsageError(
+                f"{file} was measured with {name} {there.get(name, 'unknown')!r}, and here it is "
+                f"{here.get(name, 'unknown')!r}: figures of two machines or ways to measure are not put into one file; "
+                "name another file with --save, or repeat the command and the machine that began it"
+            )
+    return replace(saved, options={**saved.options, **now.options})
+
+
+def _different(there: Mapping[str, str], here: Mapping[str, str], whole: bool) -> str:
+    """Returns the first name whose values differ; "" if there is none. `whole`: names must not be missing either."""
+    names = dict.fromkeys([*here, *there]) if whole else [name for name in here if name in there]
+    return next((name for name in names if there.get(name) != here.get(name)), "")
+
+
+def disturbance(found: MachineFigures) -> str:
+    """Returns what disturbed the measurement; "" if the machine was idle."""
+    parts = [each for each in found.others if each.share > IDLE_SHARE]
+    if not parts:
+        return ""
+    said = "; ".join(f"{PARTS[each.part]}: {_shares(each)}" for each in parts)
+    return (
+        f"Not idle: others had more than {percent(IDLE_SHARE)} of the processors' time. {said}. The figures of these "
+        "parts are lower than what the machine gives."
+    )
+
+
+def shown_facts(found: MachineFigures) -> list[tuple[str, str]]:
+    """Returns the machine's facts, and how much of the processors' time the measurement could not have."""
+    worst = max(found.others, key=lambda each: each.share, default=None)
+    if worst is None:
+        return list(found.facts.items())
+    others = f"at most {percent(worst.share)} of the processors' time ({PARTS[worst.part]})"
+    return [*found.facts.items(), ("other programs", others)]
+
+
+def _shares(work: OtherWork) -> str:
+    others, stolen = work.others_s / work.total_s, work.stolen_s / work.total_s
+    return f"other programs {percent(others)}" + (
+        f", the hypervisor for other machines {percent(stolen)}" if stolen > 0.005 else ""
+    )
