@@ -239,7 +239,8 @@ def test_a_measurement_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch: pyt
     # Another part is added, in the order of the parts.
     both = measure(TINY, tmp_path, ["storage"], said.append, file)
     assert both.parts() == ["matrix", "storage"]
-    assert measure(TINY, tmp_path, ["storage"], said.append, file).figures == both.figures
+    # What the page cache kept before may be read from the disk now.
+    assert set(both.figures) <= set(measure(TINY, tmp_path, ["storage"], said.append, file).figures)
     assert [each.name for each in (tmp_path / "kept").iterdir()] == ["here.json"]
 
 

@@ -82,6 +82,34 @@ def test_a_setting_twice_and_a_missing_one(tmp_path: Path) -> None:
         load_job(file, ["lr=1"])
 
 
+def test_options_of_the_job_are_set_in_a_value_and_in_a_function(tmp_path: Path) -> None:
+    value = write(tmp_path, f"{HEAD}DATA = 1\njob = {MAKE}", "a.py")
+    made = write(tmp_path, f"{HEAD}def job(lr=0.1):\n    DATA = lr\n    return {MAKE}", "b.py")
+    assert load_job(value, ["options.accumulate=4"]).options.accumulate == 4
+    both = load_job(made, ["options.clip_norm=1", "lr=0.5", "options.precision=bf16"])
+    assert (both.data, both.options.clip_norm, both.options.precision) == (0.5, 1, "bf16")
+    assert both.source is not None
+    assert both.source.settings == ("options.clip_norm=1", "lr=0.5", "options.precision=bf16")
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "words"),
+    [
+        (["options.acumulate=2"], UnknownName, "no option 'acumulate' of Options; did you mean 'accumulate'"),
+        (["options.schedule=StepLR"], UnknownName, "no option 'schedule'"),
+        (["options.accumulate"], UsageError, "key=value, got 'options.accumulate'"),
+        (["options.accumulate=2", "options.accumulate=4"], UsageError, "options.accumulate is given twice"),
+        (["options.accumulate=0"], UsageError, "accumulate must be a whole number of at least 1, got 0"),
+        (["options.accumulate=two"], UsageError, "give a number (the default is 1)"),
+    ],
+)
+def test_options_that_cannot_be_meant(tmp_path: Path, settings: list[str], kind: type, words: str) -> None:
+    file = write(tmp_path, f"{HEAD}DATA = 1\njob = {MAKE}")
+    with pytest.raises(kind) as caught:
+        load_job(file, settings)
+    assert words in str(caught.value)
+
+
 def test_any_key_where_the_function_takes_any(tmp_path: Path) -> None:
     file = write(tmp_path, f"{HEAD}def job(**settings):\n    DATA = settings\n    return {MAKE}")
     assert load_job(file, ["anything=3"]).data == {"anything": 3}

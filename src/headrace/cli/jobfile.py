@@ -9,30 +9,39 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import HeadraceError, JobError, UnknownName, UsageError
 from headrace.spec.job import Job, JobSource
+from headrace.spec.options import Options
 from headrace.tracebacks import user_place
 
 MODULE = "headrace_job"
 """The name of the job file's module in `sys.modules`, where its classes are looked up."""
+_OPTIONS = "options."
+"""How a setting begins that is for the job's Options."""
+_OBJECTS = ("schedule", "early_stopping")
+"""Fields of Options that no literal can give."""
 
 
 def load_job(path: Path, settings: Sequence[str] = ()) -> Job:
-    """Runs a job file and returns its job; `settings` are "key=value" for the parameters of `job(...)`.
+    """Runs a job file and returns its job.
+
+    `settings` are "key=value" for the parameters of `job(...)`, or "options.key=value" for the job's Options.
 
     The file's definitions are sent to workers by value, so that workers need not find the file.
 
     Raises:
         JobError: the file cannot be loaded, or does not give a job.
-        UsageError: a setting of the wrong form, or that is no parameter of `job(...)`.
+        UsageError: a setting of the wrong form, or that is no parameter of `job(...)` and no field of Options.
         HeadraceError: an error of headrace while the file ran, with a note of the line.
     """
     find_job(path)
-    job = _job_of(path, _run_file(path), settings)
+    ours = [each for each in settings if each.strip().startswith(_OPTIONS)]
+    job = _job_of(path, _run_file(path), [each for each in settings if each not in ours])
+    job = replace(job, options=_set_options(job.options, ours))
     return replace(job, source=JobSource(str(path.resolve()), tuple(settings)))
 
 
@@ -50,6 +59,18 @@ def _job_of(path: Path, module: types.ModuleType, settings: Sequence[str]) -> Jo
     if not callable(made):
         raise JobError(f"`job` in {path} is {_kind(made)}; it must be a Job or a function that returns one")
     return _call(path, made, settings)
+
+
+def _set_options(options: Options, settings: Sequence[str]) -> Options:
+    values: dict[str, Any] = {}
+    known = [each.name for each in fields(Options) if each.name not in _OBJECTS]
+    for setting in settings:
+        key, text = _key_and_text(setting, values)
+        name = key.removeprefix(_OPTIONS)
+        if name not in known:
+            raise UnknownName("option", name, known, "Options")
+        values[key] = _value(key, text, getattr(options, name))
+    return replace(options, **{key.removeprefix(_OPTIONS): value for key, value in values.items()})
 
 
 def find_job(path: Path) -> None:
@@ -135,20 +156,25 @@ def _values(path: Path, make: Callable[..., Any], settings: Sequence[str]) -> di
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     values: dict[str, Any] = {}
     for setting in settings:
-        key, equals, text = setting.partition("=")
-        key = key.strip()
-        if not equals or not key:
-            raise UsageError(f"--set takes key=value, got {setting!r}")
-        if key in values:
-            raise UsageError(f"--set {key} is given twice")
+        key, text = _key_and_text(setting, values)
         if key not in named and not open_ended:
             raise UnknownName("parameter", key, named, f"job() in {path}")
         default = named[key].default if key in named else inspect.Parameter.empty
-        values[key] = _value(key, text.strip(), default)
+        values[key] = _value(key, text, default)
     missing = [name for name, it in named.items() if it.default is it.empty and name not in values]
     if missing:
         raise UsageError(f"job() in {path} needs {', '.join(missing)}; give --set {missing[0]}=...")
     return values
+
+
+def _key_and_text(setting: str, before: Mapping[str, Any]) -> tuple[str, str]:
+    key, equals, text = setting.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise UsageError(f"--set takes key=value, got {setting!r}")
+    if key in before:
+        raise UsageError(f"--set {key} is given twice")
+    return key, text.strip()
 
 
 def _value(key: str, text: str, default: Any) -> Any:

@@ -62,7 +62,8 @@ SettingsOption = Annotated[
     option(
         "--set",
         metavar="KEY=VALUE",
-        help="A parameter of the file's `job(...)`, as a Python literal; may be given again.",
+        help="A parameter of the file's `job(...)`, or options.NAME of its Options, as a Python literal; may be given "
+        "again.",
     ),
 ]
 TimeoutOption = Annotated[

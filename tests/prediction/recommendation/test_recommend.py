@@ -12,7 +12,8 @@ import pytest
 
 import headrace as hr
 from headrace.cli import run
-from headrace.cli.commands.recommend import seconds_of
+from headrace.cli.commands.recommend import _own_settings, _shell_lines, seconds_of
+from headrace.cli.jobfile import load_job
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.prediction.recommendation.candidates import call_text, candidates, counts
 from headrace.prediction.recommendation.offers import Goal, Offer, Pruned, search
@@ -228,8 +229,10 @@ def test_times_of_a_deadline() -> None:
 @pytest.mark.slow
 def test_a_page_with_curves(tmp_path: Path) -> None:
     best = found(hosts(4))
-    write_page(tmp_path / "a" / "page.html", best, ["One sentence."])
+    write_page(tmp_path / "a" / "page.html", best, ["One sentence."], ["headrace train \\", "    --set a=1"])
     text = (tmp_path / "a" / "page.html").read_text()
+    assert "<pre>headrace train \\\n    --set a=1</pre>" in text
+    assert "<b>one_<wbr/>device</b>: " in text
     assert text.count("<figure>") == 3
     assert "Money by devices" in text
     assert best.winner.text in text
@@ -253,7 +256,7 @@ def test_the_command_line(tmp_path: Path, capsys: Capture) -> None:
     assert out.startswith("recommended  ")
     assert "\nheadrace train job.py --strategy one_device\n" in out
     assert f"{len(document['bounded'])} were bounded, not simulated" in " ".join(out.split())
-    assert max(len(line) for line in out.splitlines() if not line.startswith("headrace train")) <= 80
+    assert max(map(len, out.splitlines())) <= 80
     assert run([*command, "--set", "a=1"]) == 2
     assert "--set is for a job's file" in capsys.readouterr().err
 
@@ -312,3 +315,45 @@ def test_the_command_runs_as_it_stands(tmp_path: Path, capsys: Capture, monkeypa
     assert run([*words[1:], "--json"]) == 0
     trained = json.loads(capsys.readouterr().out)
     assert trained["status"] == "ok"
+
+
+@pytest.mark.slow
+def test_micro_batches_that_the_winner_needs_are_in_the_command(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.py").write_text(JOB)
+    profile = ComputeProfile((BatchProfile(8, 0.01, 0.02, 800_000_000),))
+    ModelSpec((ParameterSpec("w", (1000,)),), compute=profile).save(Path("model.json"))
+    Path("cluster.toml").write_text(Cluster((Host("here", 1, 500_000_000),)).toml())
+    asked = ["recommend", "model.json", "--cluster", "cluster.toml", "--global-batch-size", "8", "--examples", "800"]
+    assert run(asked) == 0
+    out = capsys.readouterr().out
+    assert "Each share is cut into 2 micro-batches, so that activations fit." in out
+    assert run([*asked, "--json"]) == 0
+    command = json.loads(capsys.readouterr().out)["command"]
+    assert command == "headrace train job.py --strategy one_device --set options.accumulate=2"
+    assert f"\n{command}\n" in out
+    words = shlex.split(command)
+    assert load_job(Path(words[2]), [words[-1]]).options.accumulate == 2
+    assert run([*words[1:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "ok"
+
+
+def test_micro_batches_of_the_job_give_way_to_those_of_the_winner() -> None:
+    assert _own_settings(1, 1, ["lr=1"]) == ["lr=1"]
+    assert _own_settings(2, 2, ["options.accumulate=2"]) == ["options.accumulate=2"]
+    assert _own_settings(4, 2, ["options.accumulate=2", "lr=1"]) == ["lr=1", "options.accumulate=4"]
+    assert _own_settings(1, 2, []) == ["options.accumulate=1"]
+
+
+def test_a_long_command_is_cut_between_its_options() -> None:
+    strategy = "hybrid(outer=mirrored(workers=16), inner=pipeline(stages=4, micro_batches=16))"
+    words = ["headrace", "launch", "--cluster", "a/b/cluster.toml", "--workers", "64", "job.py"]
+    lines = _shell_lines([*words, "--strategy", strategy, "--set", "note=a b"])
+    assert lines == [
+        "headrace launch --cluster a/b/cluster.toml --workers 64 job.py \\",
+        f'    --strategy "{strategy}" \\',
+        '    --set "note=a b"',
+    ]
+    assert shlex.split("\n".join(lines).replace("\\\n", "")) == [*words, "--strategy", strategy, "--set", "note=a b"]

@@ -41,6 +41,8 @@ _EXAMPLES = """
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _EXAMPLES_DEFAULT = 1_000_000
 _WIDTH = 80
+_CONTINUED = " \\"
+_ACCUMULATE = "options.accumulate"
 
 
 ModelOrJob = Annotated[
@@ -102,7 +104,7 @@ def recommend(
 
         # Before the model is measured, which takes half a minute.
         machines = cluster_of(cluster)
-        known, batch, goal = _known(model, settings)
+        known, batch, goal, pieces = _known(model, settings)
         from headrace.prediction.recommendation.page import write_page
         from headrace.prediction.recommendation.recommend import recommend as find
 
@@ -117,15 +119,17 @@ def recommend(
             assumptions=assumptions_of(assume or ()),
             force=force,
         )
-        command = _command(found, job, machines, cluster, settings or ())
-        lines = list(_lines(found, command))
+        own = _own_settings(found.winner.accumulate, pieces, settings or ())
+        command = _command(found, job, machines, cluster, own)
+        shell_lines = _shell_lines(command)
+        lines = list(_lines(found, shell_lines))
         if out is not None:
             try:
-                write_page(out, found, [line.strip() for line in _sentences(found)])
+                write_page(out, found, [line.strip() for line in _sentences(found)], shell_lines)
             except OSError as error:
                 raise UnfitMachine(f"the page {out} cannot be written: {error.strerror}") from error
             lines.append(f"page: {out}")
-        answer.give(_plain(found, command), "\n".join(lines))
+        answer.give(_plain(found, _joined(command)), "\n".join(lines))
 
 
 def seconds_of(text: str) -> float:
@@ -146,12 +150,12 @@ def seconds_of(text: str) -> float:
     raise UsageError(f"--deadline takes a time above 0 such as 90min, 2h or 3d, got {text!r}")
 
 
-def _known(path: Path, settings: list[str] | None) -> tuple[ModelSpec | Path, int | None, int]:
-    """Returns the model, and of a job its global batch and its examples."""
+def _known(path: Path, settings: list[str] | None) -> tuple[ModelSpec | Path, int | None, int, int]:
+    """Returns the model, and of a job its global batch, its examples and its micro-batches a share."""
     if path.suffix != ".py":
         if settings:
             raise UsageError("--set is for a job's file (.py); a model's file has no parameters")
-        return path, None, _EXAMPLES_DEFAULT
+        return path, None, _EXAMPLES_DEFAULT, 1
     refuse_launcher("recommend")
     find_job(path)
     with own_engine() as engine:
@@ -163,7 +167,7 @@ def _known(path: Path, settings: list[str] | None) -> tuple[ModelSpec | Path, in
         measured = profile(job, engine=engine, say=lambda line: typer.echo(f"measuring {line}", err=True))
         length = len(as_pipeline(job.data)[0])
     count = job.epochs * length if job.epochs else (job.steps or 1) * job.global_batch_size
-    return measured, job.global_batch_size, count
+    return measured, job.global_batch_size, count, job.options.accumulate
 
 
 def _sentences(found: Recommendation) -> Iterator[str]:
@@ -184,34 +188,70 @@ def _sentences(found: Recommendation) -> Iterator[str]:
         yield "The model does not fit on one device."
     else:
         yield f"That is {found.speed_up:.2f} times as fast as one device. Its bottleneck: {prediction.bottleneck}."
-        yield f"From {found.knee} devices on, more bring less than half of what they would at best."
+        able = [each for each in found.offers if each.candidate.family == winner.candidate.family and not each.refused]
+        if found.knee < max(each.candidate.devices for each in able):
+            yield f"From {found.knee} devices on, more bring less than half of what they would at best."
+        else:
+            yield f"Up to these {found.knee} devices, more bring at least half of what they would at best."
     if found.deadline_s is not None and winner.seconds > found.deadline_s:
         yield f"Nothing meets the deadline: this is {duration(winner.seconds - found.deadline_s)} too late."
 
 
-def _command(found: Recommendation, job: Path, machines: Cluster, file: Path, settings: Sequence[str]) -> str:
-    """Returns what runs the winner: on one host `headrace train`, on several `headrace launch`.
+def _own_settings(needed: int, given: int, settings: Sequence[str]) -> list[str]:
+    """Returns the settings with the micro-batches a share that the winner needs, where the job has others."""
+    if needed == given:
+        return list(settings)
+    own = [each for each in settings if each.partition("=")[0].strip() != _ACCUMULATE]
+    return [*own, f"{_ACCUMULATE}={needed}"]
+
+
+def _command(found: Recommendation, job: Path, machines: Cluster, file: Path, settings: Sequence[str]) -> list[str]:
+    """Returns the words of what runs the winner: on one host `headrace train`, on several `headrace launch`.
 
     A file of the cluster has the hosts' addresses. Of machines that are not rented yet the names stand there.
     """
     winner = found.winner
     trained = [str(job), "--strategy", winner.text, *(word for each in settings for word in ("--set", each))]
     if len(winner.hosts) == 1:
-        return _words("headrace", "train", *trained)
+        return ["headrace", "train", *trained]
     known = ["--cluster", str(file)] if file.exists() else []
     if not known or len(winner.hosts) < len(machines.hosts):
         known += ["--hosts", ",".join(winner.hosts)]
     processes = winner.candidate.devices + winner.prediction.servers
-    return _words("headrace", "launch", *known, "--workers", str(processes), *trained)
+    return ["headrace", "launch", *known, "--workers", str(processes), *trained]
 
 
-def _words(*words: str) -> str:
-    """Returns a line that a shell splits into these words; in double quotes what has none of its own to protect."""
-    simple = {word: f'"{word}"' for word in words if shlex.quote(word) != word and not set(word) & set('"$`\\!')}
-    return " ".join(simple.get(word, shlex.quote(word)) for word in words)
+def _joined(words: Sequence[str]) -> str:
+    """Returns a line that a shell splits into these words."""
+    return " ".join(map(_quoted, words))
 
 
-def _lines(found: Recommendation, command: str) -> Iterator[str]:
+def _quoted(word: str) -> str:
+    """Returns a word for a shell, in double quotes if it has none of its own to protect."""
+    quoted = shlex.quote(word)
+    return f'"{word}"' if quoted != word and not set(word) & set('"$`\\!') else quoted
+
+
+def _shell_lines(words: Sequence[str]) -> list[str]:
+    """Returns lines of 80 columns that a shell takes for one command; an option stays beside its value.
+
+    A word that is longer has a line of its own.
+    """
+    groups: list[str] = []
+    for word in words:
+        beside = groups and groups[-1].startswith("--") and " " not in groups[-1]
+        groups[-1:] = [f"{groups[-1]} {_quoted(word)}"] if beside else [*groups[-1:], _quoted(word)]
+    lines = [groups[0]]
+    for group in groups[1:]:
+        if len(f"{lines[-1]} {group}{_CONTINUED}") > _WIDTH:
+            lines[-1] += _CONTINUED
+            lines.append(f"    {group}")
+        else:
+            lines[-1] += f" {group}"
+    return lines
+
+
+def _lines(found: Recommendation, command: Sequence[str]) -> Iterator[str]:
     winner = found.winner
     hosts = f"{len(winner.hosts)} host{'s' * (len(winner.hosts) > 1)}"
     rows = [
@@ -224,9 +264,11 @@ def _lines(found: Recommendation, command: str) -> Iterator[str]:
         yield from _wrapped(value, f"{name:<13}", " " * 13)
     yield from _wrapped(" ".join(_sentences(found)), "", "")
     yield ""
-    yield command
+    yield from command
     if winner.accumulate > 1:
-        yield f"with Options(accumulate={winner.accumulate}) in the job, so that the activations fit"
+        yield from _wrapped(
+            f"Each share is cut into {winner.accumulate} micro-batches, so that activations fit.", "", ""
+        )
     yield ""
     yield "the best of the others, and why they lost"
     for offer in found.best:

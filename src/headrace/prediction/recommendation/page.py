@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headrace.prediction.recommendation.offers import Offer
 from headrace.prediction.recommendation.recommend import Recommendation
-from headrace.report.format import duration, percent, short
+from headrace.report.format import duration, percent, plural, short
 from headrace.report.views.document import document, figures, html_text, picture_key, scrolled_table, table_row
 from headrace.report.views.drawing import Curve, draw_curves
 from headrace.report.views.style import STAND_INS, Picture, colours_of
 
 _MOST_CURVES = 6
 _MOST_ROWS = 60
+_UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
-def write_page(path: Path, found: Recommendation, sentences: list[str]) -> None:
-    """Writes the page; makes its directory."""
+def write_page(path: Path, found: Recommendation, sentences: list[str], command: Sequence[str] = ()) -> None:
+    """Writes the page, with the lines of the command that runs the winner; makes its directory."""
     lede = " ".join(sentences)
     head = (
         '<header>\n<p class="eyebrow">headrace recommend</p>\n'
-        f'<h1>{html_text(found.winner.text)}</h1>\n<p class="lede">{html_text(lede)}</p>\n</header>'
+        f'<h1>{html_text(found.winner.text)}</h1>\n<p class="lede">{html_text(lede)}</p>\n'
+        + (f"<pre>{html_text(chr(10).join(command))}</pre>\n" if command else "")
+        + "</header>"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(document("recommendation", [head, _pictures(found), _table(found)]), encoding="utf-8")
+    path.write_text(
+        document("recommendation", [head, _pictures(found), _others(found), _table(found)]), encoding="utf-8"
+    )
 
 
 def _pictures(found: Recommendation) -> str:
     families = [offer.candidate.family for offer in found.best][:_MOST_CURVES]
     colours = colours_of(families)
     alone = found.alone or found.winner
+    longest = max(offer.seconds for family in families for offer in found.curve[family])
+    unit, unit_s = next((each for each in _UNITS if longest >= 2 * each[1]), _UNITS[-1])
 
     def picture(title: str, label: str, value: Callable[[Offer], float], reading: str) -> tuple[Picture, str]:
         curves = [
@@ -46,12 +54,12 @@ def _pictures(found: Recommendation) -> str:
         return Picture(title, svg, reading), picture_key(swatches)
 
     drawn = [
-        picture("Time by devices", "hours", lambda offer: offer.seconds / 3600, "To the goal."),
+        picture("Time by devices", unit, lambda offer: offer.seconds / unit_s, f"To {found.goal.examples:,} examples."),
         picture(
             "Efficiency by devices",
             "of 1",
             lambda offer: alone.seconds * alone.candidate.devices / offer.seconds / offer.candidate.devices,
-            "The speed-up over one device with the same global batch, a device.",
+            "The speed-up over one device with the same global batch, over the number of devices.",
         ),
     ]
     if found.winner.money:
@@ -68,24 +76,41 @@ def _swatch(colour: str) -> str:
     )
 
 
+def _others(found: Recommendation) -> str:
+    """Returns the best of the other families, and what was not tried or does not fit, with the reasons."""
+    told = [(offer.text, found.why_not(offer)) for offer in found.best if offer.text != found.winner.text]
+    told += [("", note) for note in found.notes]
+    told += [(f"{family}, {plural(number, 'candidate')}", why) for family, why, number in found.misfits]
+    items = "".join(f"<li>{f'<b>{_name(name)}</b>: ' if name else ''}{html_text(why)}</li>" for name, why in told)
+    return f'<section>\n<h2>Why not the others</h2>\n<ul class="notices">{items}</ul>\n</section>' if told else ""
+
+
+def _name(text: str) -> str:
+    """Returns a strategy, which is broken between words if it must be."""
+    return re.sub(r"([_(=])", r"\1<wbr/>", html_text(text))
+
+
 def _table(found: Recommendation) -> str:
-    heads = ("devices", "hosts", "time", "money", "bottleneck", "network", "memory [GB]", "why not")
+    priced = any(offer.money for offer in found.offers)
+    heads = ("devices", "hosts", "time", *(["money"] if priced else []))
     rows = []
     for offer in found.offers[:_MOST_ROWS]:
         prediction = offer.prediction
+        why = "" if offer.text == found.winner.text else found.why_not(offer)
         cells = (
             str(offer.candidate.devices),
             str(len(offer.hosts)),
             duration(offer.seconds),
-            short(offer.money),
-            html_text(prediction.bottleneck),
+            *([short(offer.money)] if priced else []),
+            f'<div class="words">{html_text(prediction.bottleneck)}</div>',
             percent(prediction.shares.get("network", 0.0)),
             short(prediction.memory_bytes / 1e9),
-            "" if offer.text == found.winner.text else html_text(found.why_not(offer)),
+            f'<div class="words">{html_text(why)}</div>',
         )
-        rows.append(table_row(html_text(offer.text), cells))
+        rows.append(table_row(_name(offer.text), cells, "best" if offer.text == found.winner.text else ""))
     rest = len(found.offers) - len(rows)
     more = f'<p class="quiet">and {rest} more</p>' if rest > 0 else ""
     if found.bounded:
         more += f'<p class="quiet">{len(found.bounded)} bounded, not simulated</p>'
+    heads = (*heads, "bottleneck", "network", "memory [GB]", "why not")
     return f"<section>\n<h2>Candidates</h2>\n{scrolled_table(heads, rows, 'strategy')}{more}\n</section>"
