@@ -90,7 +90,7 @@ def merged(
     """Returns the figures that were there with those of this call, and the gaps as this call found them."""
     new = {(each.part, each.row, each.column) for each in figures}
     rest = [each for each in before.figures if (each.part, each.row, each.column) not in new]
-    seen = {each.part for each in (*figures, *gaps)}
+    seen = {each.part for each in figures} | {each.part for each in gaps}
     others = {each.part: each for each in before.others}
     for each in work:
         others[each.part] = others[each.part] + each if each.part in others else each

@@ -102,7 +102,7 @@ def _table(found: Recommendation) -> str:
             str(len(offer.hosts)),
             duration(offer.seconds),
             *([short(offer.money)] if priced else []),
-            f'<div class="words">{html_text(prediction.bottleneck)}</div>',
+            f'<div class="words end">{html_text(prediction.bottleneck)}</div>',
             percent(prediction.shares.get("network", 0.0)),
             short(prediction.memory_bytes / 1e9),
             f'<div class="words">{html_text(why)}</div>',

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.prediction.cloud import cluster_of
+from headrace.prediction.plausibility import doubtful_units
 from headrace.prediction.profiling.origin import require_usable
 from headrace.prediction.recommendation.candidates import candidates
 from headrace.prediction.recommendation.offers import Goal, Misfit, Offer, Pruned, main_reasons, search, with_band
@@ -148,7 +149,7 @@ def recommend(
         tried=len(results),
         by_money=by_money,
         deadline_s=deadline_s,
-        notes=(*differ, *(() if model.layers else (_NO_LAYERS,))),
+        notes=(*differ, *doubtful_units(model, cluster), *(() if model.layers else (_NO_LAYERS,))),
         bounded=tuple(each for each in results if isinstance(each, Pruned)),
     )
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.prediction.cloud import cluster_of
+from headrace.prediction.plausibility import doubtful_units
 from headrace.prediction.profiling.origin import require_usable
 from headrace.prediction.simulation.behaviour import behave
 from headrace.prediction.simulation.event_files import write
@@ -129,7 +130,7 @@ def simulate(
     if run_dir is not None:
         write(Path(run_dir), chosen, scene, timeline, replicas, needed)
     prediction = predicted(chosen, scene, timeline, replicas, needed)
-    return replace(prediction, notes=(*differ, *prediction.notes))
+    return replace(prediction, notes=(*differ, *doubtful_units(model, cluster), *prediction.notes))
 
 
 def counted(strategy: Strategy, cluster: Cluster) -> Strategy:
