@@ -270,5 +270,3 @@ def test_too_few_examples_and_unknown_layers_are_refused() -> None:
         run(hr.Pipeline(4), examples=8)
     with pytest.raises(UsageError, match="the model's file has no layers"):
         run(hr.TensorParallel(4))
-    with pytest.raises(UsageError, match="post_local=8 is not simulated via='server'"):
-        run(hr.ParameterAveraging(4, via="server", post_local=8))

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import singledispatch
 
-from headrace.averaging.period import AutoPeriod
+import numpy as np
+
+from headrace.averaging.period import AutoPeriod, Measured, first_period, first_stretch, next_period, next_stretch
 from headrace.errors import UsageError
 from headrace.prediction.simulation.network import Way
 from headrace.prediction.simulation.rounds import averaging, gossip, synchronous
 from headrace.prediction.simulation.scene import DeviceStep, Scene
 from headrace.prediction.simulation.served import ServerTerms, served
-from headrace.prediction.simulation.staged import PipelineTerms, require_enough, staged, stages_of
-from headrace.prediction.simulation.timeline import Timeline, on_devices
+from headrace.prediction.simulation.staged import (
+    PipelineTerms,
+    gradient_bytes,
+    one_step,
+    require_enough,
+    staged,
+    stages_of,
+)
+from headrace.prediction.simulation.timeline import Timeline, on_devices, one_after_another
 from headrace.spec.plan import StageCost
 from headrace.strategies import (
     CentralStorage,
@@ -35,6 +45,7 @@ _CODED = {"plain": 1.0, "bf16": 0.5, "int8": (1 + 4 / BLOCK) / 4}
 """Bytes on the wire as a part of those of float32; each block of int8 has a scale."""
 
 FETCHES = "parameters are taken to be fetched with every push"
+_DRIFT = "how far workers drift apart is not simulated: it would make the period shorter, if anything"
 
 
 @singledispatch
@@ -99,21 +110,57 @@ def _(strategy: ParameterAveraging, scene: Scene) -> Timeline:
     if strategy.via == "all_reduce":
         way = _coded(scene.network.all_reduce(scene.hosts, scene.assumptions.algorithm), strategy.codec)
         return averaging(scene, device_steps(scene), way, target, strategy.post_local)
-    if isinstance(strategy.wait, float) or not isinstance(target, int):
+    steps = device_steps(scene)
+    patience_s = strategy.wait if isinstance(strategy.wait, float) else math.inf
+    quickest_s = min((s.forward_s + s.backward_s + s.fixed_s + s.optimizer_s for s in steps), default=0.0)
+    if patience_s < quickest_s:
         raise UsageError(
-            f"wait={strategy.wait!r} and period={strategy.period!r} follow what workers measure, and via='server' is "
-            "simulated with numbers alone; give wait='all' or a number of workers, and a number of rounds"
-        )
-    if strategy.post_local:
-        raise UsageError(
-            f"post_local={strategy.post_local} is not simulated via='server', where it changes the length of leases; "
-            "give post_local=0, or via='all_reduce'"
+            f"wait={patience_s:g} s is shorter than one step, which takes {quickest_s:.3g} s: a worker that is a step "
+            "behind would never be part of an average; wait longer, or use wait='all'"
         )
     terms = ServerTerms(
-        strategy.policies(scene.workers), strategy.servers, target, local=True, fixed=strategy.wait == "all",
-        optimizes=False, pushed=_CODED[strategy.codec], pulled=_CODED[strategy.pull_codec],
+        strategy.policies(scene.workers), strategy.servers, local=True, fixed=strategy.wait == "all",
+        optimizes=False, pushed=_CODED[strategy.codec], pulled=_CODED[strategy.pull_codec], patience_s=patience_s,
     )  # fmt: skip
-    return served(scene, device_steps(scene), terms)
+    return _in_stretches(scene, steps, terms, target, strategy.post_local)
+
+
+def _in_stretches(
+    scene: Scene, steps: Sequence[DeviceStep], terms: ServerTerms, target: int | AutoPeriod, post_local: int
+) -> Timeline:
+    """Simulates workers that average through servers, and whose leases change their length at sync points alone.
+
+    All workers meet there; the length is decided as real workers decide it. Drift is not known, and taken to allow any.
+    """
+    rounds, assumed = scene.assumptions.steps, scene.assumptions
+    if isinstance(target, int) and not post_local:
+        return served(scene, steps, replace(terms, span=target))
+    period, done, found = first_period(target), 0, []
+    until, span = first_stretch(target, post_local, 0, rounds)
+    while True:
+        # The last lease before a sync point may be shorter.
+        lengths = [(until - done) // span * span, (until - done) % span]
+        for length in lengths:
+            if length:
+                seed = assumed.seed + 1_000_003 * len(found)
+                apart = replace(scene, assumptions=replace(assumed, steps=length, seed=seed))
+                found.append(served(apart, steps, replace(terms, span=min(span, length))))
+        if until >= rounds:
+            break
+        if isinstance(target, AutoPeriod) and until >= post_local:
+            period = next_period(period, _measured(found[-1], span), target)
+        done = until
+        until, span = next_stretch(period, target, post_local, done, rounds)
+    notes = (_DRIFT,) if isinstance(target, AutoPeriod) else ()
+    joined = one_after_another(found)
+    return replace(joined, notes=(*joined.notes, *notes))
+
+
+def _measured(timeline: Timeline, span: int) -> Measured:
+    """Returns what the workers have measured of leases of so many rounds."""
+    lasts = timeline.exchange_s[timeline.step % span == span - 1]
+    train_s = span * float((timeline.compute_s + timeline.update_s).max())
+    return Measured(span, train_s, float(lasts.min()), 0.0)
 
 
 @behave.register(ParameterServer)
@@ -157,12 +204,15 @@ def _(strategy: TensorParallel, scene: Scene) -> Timeline:
 @behave.register(Hybrid)
 def _(strategy: Hybrid, scene: Scene) -> Timeline:
     outer, inner = strategy.outer, strategy.inner
+    if isinstance(outer, ParameterServer | Downpour):
+        return _served_replicas(outer, inner, scene)
     if not isinstance(outer, Mirrored | ParameterAveraging) or (
         isinstance(outer, ParameterAveraging) and not isinstance(outer.period, int)
     ):
         raise UsageError(
-            f"a hybrid whose outer strategy is {outer.name} cannot be simulated; use hr.Mirrored(...), or "
-            "hr.ParameterAveraging(...) with a number of rounds as its period"
+            f"a hybrid whose outer strategy is {outer.name} cannot be simulated; use hr.Mirrored(...), "
+            "hr.ParameterAveraging(...) with a number of rounds as its period, hr.ParameterServer(...) or "
+            "hr.Downpour(...)"
         )
     devices = inner.processes().workers
     replicas = scene.workers // devices
@@ -180,6 +230,39 @@ def _(strategy: Hybrid, scene: Scene) -> Timeline:
     if every > 1:
         return on_devices(averaging(alone, steps, own, every, 0), devices)
     return on_devices(synchronous(alone, steps, own, overlap=False), devices)
+
+
+def _served_replicas(outer: ParameterServer | Downpour, inner: Strategy, scene: Scene) -> Timeline:
+    """To its servers a replica is one worker; each of its ranks speaks to servers of its own part."""
+    devices = inner.processes().workers
+    replicas = scene.workers // devices
+    notes: tuple[str, ...] = ()
+    busy, largest = np.ones(devices), 1.0
+    if isinstance(inner, Pipeline):
+        of_pipeline = pipeline_terms(inner, scene, replicas)
+        stages, needed, note = stages_of(scene, of_pipeline, replicas)
+        notes = (note,) if note else ()
+        pipelined_s, busy_s = one_step(of_pipeline, stages)
+        sizes = gradient_bytes(scene.model, of_pipeline.schedule, needed)
+        # All wait for the stage with the most parameters.
+        busy, largest = busy_s / pipelined_s, max(sizes) * devices / sum(sizes)
+        plain = device_steps(scene, replicas)
+        steps: Sequence[DeviceStep] = [
+            DeviceStep(pipelined_s, 0.0, each.optimizer_s / devices, each.fixed_s) for each in plain
+        ]
+    else:
+        steps = tensor_parallel_steps(scene, replicas)
+    terms = server_terms(outer, replicas)
+    cards = len({host.name for host in scene.hosts[:devices]})
+    terms = replace(terms, pushed=terms.pushed * largest, pulled=terms.pulled * largest, cards=cards)
+    timeline = served(replace(scene, hosts=scene.hosts[::devices]), steps, terms)
+    moved = timeline.moved_bytes / devices / largest
+    if isinstance(outer, Downpour) and outer.fetch_every != outer.push_every:
+        notes = (*notes, FETCHES)
+    found = on_devices(replace(timeline, moved_bytes=moved, notes=(*timeline.notes, *notes)), devices)
+    # Of the time that a replica computes, each rank is busy for its own part, and waits for the others meanwhile.
+    updates = np.bincount(found.worker, found.update_s, scene.workers)
+    return replace(found, busy_s=updates + (found.busy_s - updates) * np.tile(busy, replicas))
 
 
 def pipeline_stages(strategy: Pipeline, scene: Scene, replicas: int) -> tuple[tuple[StageCost, ...], PipelineTerms]:

@@ -9,6 +9,7 @@ carries one message after the other in each direction, and its core applies one 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
@@ -18,7 +19,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from headrace.parameter_server.core.events import ApplyStep, Pull, Push, Refuse, Reply
+from headrace.parameter_server.core.events import ApplyStep, Close, LeasesAhead, Pull, Push, Refuse, Reply
 from headrace.parameter_server.core.leases import Ask, Commit, Grant, LeaseTable, Return
 from headrace.parameter_server.core.shard import Shard
 from headrace.policies.staleness import Admission, Bounded, Combination, EveryPush
@@ -76,6 +77,9 @@ class ServerTerms:
         pushed, pulled: bytes on the wire, as a part of the parameters' own.
         spare: so many workers' gradients are not needed in a round, whose batch is that of the others.
         alone: rounds that worker 0 computes alone before the others begin.
+        patience_s: how long a worker waits for an average before it closes the round without those that are late.
+        cards: over so many network cards a worker sends: those of the hosts of a replica's ranks, each of which speaks
+            to servers of its own.
     """
 
     policies: tuple[Admission, Combination]
@@ -89,6 +93,8 @@ class ServerTerms:
     pulled: float = 1.0
     spare: int = 0
     alone: int = 0
+    patience_s: float = math.inf
+    cards: int = 1
 
 
 class Watcher(ABC):
@@ -131,6 +137,10 @@ class ServedRun:
         self._version = [0] * workers
         self._done = [0] * workers
         self._free_s = [0.0] * workers
+        self._closes_s = [math.inf] * workers
+        if terms.patience_s < math.inf:
+            # The last round may have fewer pushes than there are workers.
+            self._shard.handle(LeasesAhead(self._leases_each * (workers - terms.spare)))
         self._began_s = [0.0] * workers
         self._rows = array("d")
         self._refused = 0
@@ -155,13 +165,14 @@ class ServedRun:
                        for way, far in zip(ways, remote, strict=True)]  # fmt: skip
         count = self._terms.servers
         extra = [
-            max(0.0, count * way.s_per_byte - 1 / card) if far else 0.0 for way, far in zip(ways, remote, strict=True)
+            max(0.0, count / self._terms.cards * way.s_per_byte - 1 / card) if far else 0.0
+            for way, far in zip(ways, remote, strict=True)
         ]
         self._delay_s = [
             (way.latency_s + pushed * more, way.latency_s + pulled * more)
             for way, more in zip(ways, extra, strict=True)
         ]
-        self._moved = count * (pushed + pulled)
+        self._moved = count * (pushed + pulled) / self._terms.span
 
     def least_s(self) -> float:
         """Returns a time before which the simulation cannot end.
@@ -256,9 +267,20 @@ class ServedRun:
         self._refused += refused
         self._carry_out(actions, applied)
         self._settle(Return(push.lease, worker) if refused else Commit(push.lease, worker))
+        if not refused and self._terms.patience_s < math.inf:
+            self._closes_s[worker] = now_s + self._terms.patience_s
+            self._clock.at(self._closes_s[worker], self._close, worker)
         self._carry_out(self._shard.handle(Pull(worker)), applied)
         if self._terms.overlap:
             self._finish(worker, now_s)
+
+    def _close(self, worker: int) -> None:
+        """A worker has waited long enough, if it still waits for the same average."""
+        now_s = self._clock.now
+        if self._closes_s[worker] == now_s:
+            actions = self._shard.handle(Close(worker))
+            updates = sum(isinstance(action, ApplyStep) for action in actions)
+            self._carry_out(actions, self._core.occupy(now_s + self._delay_s[worker][0], updates * self._step_s))
 
     def _settle(self, event: Commit | Return) -> None:
         for answer in self._table.handle(event):
@@ -273,6 +295,7 @@ class ServedRun:
                 worker = action.worker
                 sent = self._out.occupy(now_s, self._holds[worker][1])
                 self._version[worker] = action.version
+                self._closes_s[worker] = math.inf
                 self._free_s[worker] = sent + self._delay_s[worker][1]
                 if self._watcher:
                     self._watcher.pulls(worker, now_s, self._free_s[worker])

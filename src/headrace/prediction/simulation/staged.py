@@ -16,7 +16,7 @@ from headrace.errors import UsageError
 from headrace.pipeline.partition import Terms, costs, read, split
 from headrace.pipeline.schedules.schedule import PipelineSchedule, held_by_stage, in_flight
 from headrace.prediction.simulation.network import Way
-from headrace.prediction.simulation.scene import Scene
+from headrace.prediction.simulation.scene import Scene, Seconds
 from headrace.prediction.simulation.sweep import StageTimes, Swept, busy_seconds, program, sweep
 from headrace.prediction.simulation.timeline import Passes, Timeline, of_rounds
 from headrace.spec.cluster import Host
@@ -160,6 +160,13 @@ def staged(
     # Each crossing goes there and a gradient of its size back, and is sent and received.
     crossed = 4 * schedule.micro_batches * sum(stage.crossing_bytes for stage in stages) / ranks
     return replace(timeline, passes=tuple(passes), moved_bytes=moved + crossed)
+
+
+def one_step(terms: PipelineTerms, stages: Sequence[StageTimes]) -> tuple[float, Seconds]:
+    """Returns how long a replica's step takes without variation, and how long each of its ranks computes in it."""
+    ranks = terms.schedule.ranks
+    swept = sweep(terms.schedule, stages, np.zeros((ranks, 1)), np.ones((ranks, 1)))
+    return float(np.max(swept.rank_ended)), np.asarray(busy_seconds(terms.schedule, stages))
 
 
 def gradient_bytes(model: ModelSpec, schedule: PipelineSchedule, needed: Sequence[StageCost]) -> list[float]:

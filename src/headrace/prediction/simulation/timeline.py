@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -92,4 +93,32 @@ def of_rounds(
         exchange_s=exchange_s.ravel(),
         update_s=update_s.ravel(),
         busy_s=(compute_s + update_s).sum(axis=0) if busy_s is None else busy_s,
+    )
+
+
+def one_after_another(parts: Sequence[Timeline]) -> Timeline:
+    """Returns the timeline of parts that all workers begin together, each when the one before has ended."""
+    seconds = np.array([part.seconds for part in parts])
+    rounds = np.array([len(part.step) / part.workers if part.rounds is None else part.rounds for part in parts])
+    begins = np.cumsum(seconds) - seconds
+    first = np.cumsum([0, *(int(part.step.max()) + 1 for part in parts)])
+    staleness: Counter[int] = Counter()
+    for part in parts:
+        staleness.update(part.staleness)
+    return Timeline(
+        worker=np.concatenate([part.worker for part in parts]),
+        step=np.concatenate([part.step + before for part, before in zip(parts, first, strict=False)]),
+        ended_s=np.concatenate([part.ended_s + began for part, began in zip(parts, begins, strict=True)]),
+        compute_s=np.concatenate([part.compute_s for part in parts]),
+        exchange_s=np.concatenate([part.exchange_s for part in parts]),
+        update_s=np.concatenate([part.update_s for part in parts]),
+        busy_s=np.sum([part.busy_s for part in parts], axis=0),
+        moved_bytes=float(np.average([part.moved_bytes for part in parts], weights=rounds)),
+        server_busy={
+            name: float(np.average([part.server_busy[name] for part in parts], weights=seconds))
+            for name in parts[0].server_busy
+        },
+        staleness=dict(sorted(staleness.items())),
+        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+        rounds=float(rounds.sum()),
     )
