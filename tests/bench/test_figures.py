@@ -81,8 +81,10 @@ def test_the_page_has_tables_bars_and_the_reasons(tmp_path: Path) -> None:
     assert "It &lt;helps&gt;." in page
     assert "GPU: no CUDA device here" in page
     assert "<td>90.6 ± 15 %</td>" in page
-    # One picture of the products, one for each network that was measured here.
+    # One picture of the products of a type, one for each network that was measured here.
     assert page.count("<figure>") == 3
+    assert "<h3>float32, GFLOP/s</h3>" in page
+    assert "256 x 256: CPU, 2 threads" in page
     assert "Shorter is better. The other colour: published" in page
     assert "GTX 1080 Ti, cuDNN" in page
     assert "http-equiv" not in page

@@ -14,6 +14,8 @@ from headrace.report.views.style import PARTS as COLOURS
 from headrace.report.views.style import Picture
 
 _MOST_BARS = 14
+_BY_KIND = ("matrix", "memory")
+"""Parts whose rows begin with a kind, and are drawn together if it is the same."""
 _HOW = {
     "A number": (
         "The median of repetitions for some time, at least two, after one that does not count. Spread: the distance "
@@ -55,7 +57,8 @@ def write_page(path: Path, here: MachineFigures, answer: str, beside: MachineFig
 
 def _part(here: MachineFigures, beside: MachineFigures | None, part: str) -> Iterator[str]:
     yield f"<section>\n<h2>{html_text(PARTS[part])}</h2>"
-    yield _table(here, part)
+    if here.rows(part):
+        yield _table(here, part)
     gaps = dict.fromkeys(
         f"{gap.row or gap.column}: {gap.why}" for gap in here.gaps if gap.part == part and (gap.row or gap.why)
     )
@@ -86,19 +89,23 @@ def _cell(figure: Figure) -> str:
     return f"{short(figure.value)} ± {percent(figure.spread / 2)}" if figure.spread else short(figure.value)
 
 
+def _title(part: str, row: str) -> str:
+    """Returns the picture that a row is in: one of its own, or that of its kind, its first word."""
+    return row.partition(", ")[0] if part in _BY_KIND else row
+
+
 def _groups(
     here: MachineFigures, beside: MachineFigures | None, part: str
 ) -> Iterator[tuple[Sequence[Figure], Sequence[bool]]]:
-    """Yields what is drawn in one picture, and which of it was measured here: a network each, or rows of one unit."""
+    """Yields what is drawn in one picture, and which of it was measured here."""
     machines = [machine for machine in (here, beside) if machine]
-    per_row = part in ("inference", "training")
-    units = dict.fromkeys((each.row if per_row else "", each.unit) for each in here.figures if each.part == part)
-    for row, unit in units:
+    titles = dict.fromkeys((_title(part, each.row), each.unit) for each in here.figures if each.part == part)
+    for title, unit in titles:
         found = [
             (each, machine is here)
             for machine in machines
             for each in machine.figures
-            if each.part == part and each.unit == unit and (not row or each.row == row)
+            if each.part == part and each.unit == unit and _title(part, each.row) == title
         ]
         for begin in range(0, len(found), _MOST_BARS):
             chosen = found[begin : begin + _MOST_BARS]
@@ -106,17 +113,16 @@ def _groups(
 
 
 def _picture(part: str, rows: Sequence[Figure], own: Sequence[bool]) -> Picture:
-    unit = rows[0].unit
-    network = rows[0].row if part in ("inference", "training") else ""
+    unit, name = rows[0].unit, _title(part, rows[0].row)
     bars = [
         Bar(
-            each.column if network else f"{each.row}: {each.column}",
+            each.row.partition(", ")[2] + f": {each.column}" if part in _BY_KIND else each.column,
             f"{short(each.value)} {unit}",
             [(each.value, COLOURS["compute_s" if is_own else "exchange_s"])],
         )
         for each, is_own in zip(rows, own, strict=True)
     ]
-    title = f"{network or PARTS[part]}, {unit}"
+    title = f"{name}, {unit}"
     reading = "Shorter is better." if is_time(unit) else "Longer is better."
     if not all(own):
         reading += " The other colour: published, or of another machine."

@@ -40,7 +40,10 @@ def doubtful_units(model: ModelSpec, cluster: Cluster) -> tuple[str, ...]:
 
 
 def _links(cluster: Cluster) -> Iterator[str]:
-    ways = {frozenset((link.source, link.target)): link for link in cluster.links if not link.shared}
+    ways: dict[frozenset[str], Link] = {}
+    for link in cluster.links:
+        if not link.shared:
+            ways.setdefault(frozenset((link.source, link.target)), link)
     for ends, link in ways.items():
         others = [each for other, each in ways.items() if other != ends]
         rates = [each.bytes_per_s for each in others]

@@ -73,7 +73,7 @@ def test_a_real_run_averages_in_the_same_rounds(tmp_path: Path) -> None:
 
 
 def test_a_network_that_costs_nothing_keeps_the_period_short() -> None:
-    prediction = run(THROUGH(4, period=ANY_DRIFT), cluster=gpus(4, gigabytes_per_s=1e6))
+    prediction = run(THROUGH(4, period=ANY_DRIFT), cluster=gpus(4, gigabytes_per_s=1e6), megabytes=1)
     assert len(averaged(prediction)) == 32
 
 
@@ -91,9 +91,10 @@ def test_a_worker_that_is_late_is_waited_for_once() -> None:
     assert patient.step_s == pytest.approx(0.32, rel=0.05)
     timeline = hasty.timeline
     quick = timeline.exchange_s[timeline.worker < 3]
-    # The others wait 100 ms, and not again before it has pushed.
+    # The others wait 100 ms, and not again before it has pushed, which is some ten of their steps later.
     assert quick.max() == pytest.approx(0.1, rel=0.1)
-    assert np.sort(quick)[-6] < 0.02
+    assert np.median(quick) < 0.01
+    assert 3 <= (quick > 0.05).sum() < len(quick) / 3
     assert hasty.step_s < 0.2 * patient.step_s
     with pytest.raises(UsageError, match=r"wait=0\.01 s is shorter than one step, which takes 0\.032 s"):
         run(THROUGH(4, period=1, wait=0.01), 20, cluster)

@@ -135,7 +135,8 @@ def _in_stretches(
     rounds, assumed = scene.assumptions.steps, scene.assumptions
     if isinstance(target, int) and not post_local:
         return served(scene, steps, replace(terms, span=target))
-    period, done, found = first_period(target), 0, []
+    period, done = first_period(target), 0
+    found: list[Timeline] = []
     until, span = first_stretch(target, post_local, 0, rounds)
     while True:
         # The last lease before a sync point may be shorter.
