@@ -145,7 +145,8 @@ def _in_stretches(
             if length:
                 seed = assumed.seed + 1_000_003 * len(found)
                 apart = replace(scene, assumptions=replace(assumed, steps=length, seed=seed))
-                found.append(served(apart, steps, replace(terms, span=min(span, length))))
+                span = min(span, length)
+                found.append(served(apart, steps, replace(terms, span=span)))
         if until >= rounds:
             break
         if isinstance(target, AutoPeriod) and until >= post_local:
