@@ -110,7 +110,7 @@ def _same(file: Path, saved: MachineFigures, now: MachineFigures) -> MachineFigu
             raise UsageError(
                 f"{file} was measured with {name} {there.get(name, 'unknown')!r}, and here it is "
                 f"{here.get(name, 'unknown')!r}: figures of two machines or ways to measure are not put into one file; "
-                "name another file with --save, or repeat the command and the machine that began it"
+                "name another file with --save, or go on with the options and on the machine that began it"
             )
     return replace(saved, options={**saved.options, **now.options})
 
