@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headrace.api.checks import inspect_job
 from headrace.api.resume import find
 from headrace.api.run import load_model
 from headrace.checkpoint import Checkpoint, CheckpointFolder
-from headrace.errors import CheckpointMismatch, UsageError
-from headrace.export.choice import DEFAULT, ExportChoice
-from headrace.export.signature import Signature
-from headrace.export.writing import write_model
+from headrace.errors import CheckpointMismatch, DataError, UsageError
+from headrace.export.choice import DEFAULT, FORMATS, ExportChoice
+from headrace.export.predictor import inputs_of, predictor_of
+from headrace.export.predictor import run as run_predictor
+from headrace.export.programs import free_lengths, open_runner
+from headrace.export.reading import read_inputs
+from headrace.export.signature import Signature, TensorForm, form_of, open_file, read, values_of
+from headrace.export.tensors import Array, check_lengths
+from headrace.export.writing import examples_of, write_model
 from headrace.modules import parameters_and_buffers
 from headrace.report.model.events import EventLog, of_kind, read_log
 from headrace.report.model.summary import summarize
@@ -24,6 +32,7 @@ from headrace.training.update import AVERAGE
 from headrace.worker.state import LoadedCheckpoint, making_sense
 
 MODEL = "model.safetensors"
+_SLICE = 100
 
 
 def source_of(run_dir: Path) -> JobSource | None:
@@ -58,14 +67,7 @@ def export_run(
     """
     log = read_log(run_dir)
     started = _started(log, run_dir)
-    module = inspect_job(job).module
-    path = run_dir / MODEL
-    checkpoint: Checkpoint | None = None
-    if step is None and path.is_file():
-        load_model(module, path)
-    else:
-        checkpoint = _checkpoint(run_dir, step)
-        _load_checkpoint(module, checkpoint)
+    module, checkpoint = trained(job, run_dir, step)
     evaluations = summarize(run_dir, log).curves.evaluations
     at = [each for each in evaluations if checkpoint is None or each.step <= checkpoint.step]
     facts = Signature(
@@ -78,6 +80,72 @@ def export_run(
         metrics=dict(at[-1].metrics) if at else {},
     )
     return write_model(job, module.eval(), folder, facts, choice)
+
+
+def trained(job: Job, run_dir: Path, step: int | None = None) -> tuple[nn.Module, Checkpoint | None]:
+    """Returns the trained model of a run, and the checkpoint that it comes from if it is not that of the run's end."""
+    module = inspect_job(job).module
+    path = run_dir / MODEL
+    if step is None and path.is_file():
+        load_model(module, path)
+        return module.eval(), None
+    checkpoint = _checkpoint(run_dir, step)
+    _load_checkpoint(module, checkpoint)
+    return module.eval(), checkpoint
+
+
+def predict_file(job: Job, run_dir: Path, data: Path, step: int | None = None) -> dict[str, Array]:
+    """Returns what `Run.predict` would for the examples of a file, by the outputs' names.
+
+    Args:
+        job: of the run. The first examples of its data say what the model takes.
+        data: .npy, .npz, .csv, .json or an image; in the form that the model takes, after the pipeline's transforms.
+
+    Raises:
+        UsageError: there is no such run, checkpoint or file.
+        CheckpointMismatch: the run is of another job.
+        DataError: the file does not fit the model.
+    """
+    module, _ = trained(job, run_dir, step)
+    batches = examples_of(job)
+    predictor, sample = predictor_of(job, module, batches[0])
+    forms = tuple(form_of(name, tensor, free_lengths(sample.tensors)) for name, tensor in sample.tensors.items())
+    forms = values_of(forms, [inputs_of(job, module, batch).tensors for batch in batches])
+    return _predict(partial(run_predictor, predictor), read_inputs(data, forms), forms)
+
+
+def predict_with_folder(folder: Path, data: Path) -> tuple[str, dict[str, Array]]:
+    """Returns the task of an exported model, and its outputs for the examples of a file, by name.
+
+    Raises:
+        UsageError: there is no such file.
+        DataError: the folder or the file cannot be used.
+    """
+    facts = read(folder)
+    onnx, torch_file = FORMATS["onnx"], FORMATS["pt2"]
+    name = torch_file if onnx not in facts.files and torch_file in facts.files else onnx
+    runner = open_runner(open_file(folder, facts, name), facts.inputs, facts.outputs)
+    return facts.task, _predict(runner.run, read_inputs(data, facts.inputs), facts.inputs)
+
+
+def _predict(
+    run: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
+    arrays: Mapping[str, Array],
+    forms: Sequence[TensorForm],
+) -> dict[str, Array]:
+    found: dict[str, list[Tensor]] = {}
+    count = check_lengths(arrays, forms)
+    # In slices: the activations of all examples at once may not fit.
+    for start in range(0, count, _SLICE):
+        tensors = {
+            name: torch.from_numpy(np.ascontiguousarray(array[start : start + _SLICE]))
+            for name, array in arrays.items()
+        }
+        for name, output in run(tensors).items():
+            found.setdefault(name, []).append(output)
+    if not count:
+        raise DataError("there is no example; give one at least")
+    return {name: torch.cat(parts).numpy() for name, parts in found.items()}
 
 
 def _started(log: EventLog, run_dir: Path) -> RunStarted:

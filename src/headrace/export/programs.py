@@ -56,9 +56,8 @@ def trace(predictor: Predictor, inputs: Mapping[str, Tensor]) -> Traced:
     Raises:
         JobError: the model cannot be traced, or takes one number of examples only.
     """
-    sequences = bool(inputs) and all(t.dim() == 2 and not t.is_floating_point() for t in inputs.values())
     why = ""
-    if sequences:
+    if free_lengths(inputs) == (0, 1):
         try:
             return Traced(_traced(predictor, inputs, {0: Dim(BATCH), 1: Dim(TIME, min=2)}), (0, 1))
         except Exception as error:  # of the user's model, in torch's tracer: the batch alone may still be free
@@ -70,6 +69,12 @@ def trace(predictor: Predictor, inputs: Mapping[str, Tensor]) -> Traced:
             f"the model cannot be exported: {_first_line(error)}; what depends on values (`if x.sum() > 0`, .item()) "
             "or on one batch size cannot be traced: use torch.where, torch.cond, and x.shape[0]"
         ) from error
+
+
+def free_lengths(inputs: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """Returns the dimensions that may have any length: the batch, and the time of sequences of whole numbers."""
+    sequences = bool(inputs) and all(t.dim() == 2 and not t.is_floating_point() for t in inputs.values())
+    return (0, 1) if sequences else (0,)
 
 
 def save_torch(traced: Traced, path: Path) -> None:

@@ -7,13 +7,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from headrace.errors import DataError, UnfitMachine
 from headrace.spec.plain import from_plain, to_plain
+
+if TYPE_CHECKING:
+    # A server reads signatures, and does without torch, which takes seconds to import.
+    import torch
+    from torch import Tensor
 
 NAME = "signature.json"
 FORMAT = "headrace model"
@@ -181,6 +183,8 @@ def form_of(name: str, tensor: Tensor, free: tuple[int, ...] = (0,)) -> TensorFo
 
 def values_of(forms: Sequence[TensorForm], batches: Sequence[Mapping[str, Tensor]]) -> tuple[TensorForm, ...]:
     """Returns the inputs' forms with the range of their values in some batches."""
+    import torch
+
     found = []
     for form in forms:
         tensors = [batch[form.name] for batch in batches]
@@ -193,6 +197,8 @@ def values_of(forms: Sequence[TensorForm], batches: Sequence[Mapping[str, Tensor
 
 def dtype_of(form: TensorForm) -> torch.dtype:
     """Returns the type of a form's tensors; raises DataError where torch has none of that name."""
+    import torch
+
     found = getattr(torch, form.dtype, None)
     if not isinstance(found, torch.dtype):
         raise DataError(f"{form.name} has the type {form.dtype!r}, which torch does not have")

@@ -56,7 +56,7 @@ def write_model(
     """
     _check(folder, choice)
     web = find_runtime(choice.onnxruntime_web) if choice.target == "browser" else None
-    batches = _batches(job)
+    batches = examples_of(job)
     cached = keeps_cache(model)
     predictor, sample = predictor_of(job, model, batches[0])
     few = {name: tensor[:_SAMPLE] for name, tensor in sample.tensors.items()}
@@ -128,7 +128,7 @@ def _difference(runner: ProgramRunner, predictor: Predictor, job: Job, batches: 
     return torch.stack(every).max().item()
 
 
-def _batches(job: Job) -> list[Any]:
+def examples_of(job: Job) -> list[Any]:
     """Returns up to 100 examples of the evaluation set, or of the training set where there is none."""
     data = job.data if job.eval_data is None else job.eval_data
     pipeline, _ = as_pipeline(data)

@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.jobfile import check_file, load_job
+from headrace.cli.commands.saved.job_of_run import job_of_run
 from headrace.cli.options import JsonOption, SettingsOption, help_option, option
 from headrace.cli.output import answering
-from headrace.errors import UsageError
 from headrace.export.choice import choose, read_labels
 from headrace.report.format import byte_count
 from headrace.spec.plain import to_plain
 
 if TYPE_CHECKING:
     from headrace.export.signature import Signature
-    from headrace.spec.job import Job
 
 _EXAMPLES = """
   headrace export runs/a -o model
@@ -99,24 +97,9 @@ def export(
             () if labels is None else read_labels(labels),
             onnxruntime_web,
         )
-        job = _job_of(run, job_file, settings)
+        job = job_of_run(run, job_file, settings, otherwise="call run.export(...) in the program")
         signature = export_run(job, run, folder, choice, step)
         answer.give({"folder": str(folder), **to_plain(signature)}, "\n".join(_lines(folder, signature)))
-
-
-def _job_of(run: Path, job_file: Path | None, settings: list[str] | None) -> Job:
-    # Lazily: it imports torch.
-    from headrace.api.exporting import source_of
-
-    source = source_of(run)
-    path = job_file or (Path(source.path) if source else None)
-    if path is None:
-        raise UsageError(
-            f"the job of {run} comes from a program, not from a file: name a file that defines it by --job, or "
-            "call run.export(...) in the program"
-        )
-    check_file(path, "job file")
-    return load_job(path, settings or (source.settings if source and not job_file else ()))
 
 
 def _lines(folder: Path, signature: Signature) -> list[str]:
