@@ -56,4 +56,4 @@ def test_predictions_of_a_run_and_of_its_export(tmp_path: Path, capsys: Capture)
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: Capture) -> None:
     assert run(["predict", str(tmp_path), "x.npy"]) == 2
-    assert "holds no run" in capsys.readouterr().err
+    assert "is no run directory" in capsys.readouterr().err

@@ -21,6 +21,7 @@ from headrace.cli.commands.report import report
 from headrace.cli.commands.saved.checkpoint import checkpoint
 from headrace.cli.commands.saved.export import export
 from headrace.cli.commands.saved.predict import predict
+from headrace.cli.commands.saved.serve import serve
 from headrace.cli.commands.simulate import rehearse, simulate
 from headrace.cli.commands.train import compare, train
 from headrace.cli.commands.workers import workers
@@ -44,6 +45,7 @@ _EXAMPLES = """
   headrace checkpoint list runs/a
   headrace export runs/a -o model
   headrace predict runs/a photo.png
+  headrace serve model
   headrace launch script.py --workers 2
   headrace launch-files slurm job.py --workers 8 --hosts 2
   headrace workers add 2 runs/a
@@ -60,6 +62,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "checkpoint": checkpoint,
     "export": export,
     "predict": predict,
+    "serve": serve,
     "launch": launch,
     "launch-files": launch_files,
     "workers": workers,

@@ -1,0 +1,114 @@
+"""`headrace serve`: a server for exported models."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headrace.cli.options import JsonOption, help_option, option
+from headrace.cli.output import Answer, answering
+
+if TYPE_CHECKING:
+    from headrace.serving.running import Listening
+
+_EXAMPLES = """
+  headrace serve model
+  headrace serve models/a models/b --port 9000 --max-batch 64 --max-wait-ms 5
+  headrace serve model --host 0.0.0.0 --token-file token
+"""
+_TOKEN = "HEADRACE_SERVE_TOKEN"
+
+_Models = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="MODEL...",
+        show_default=False,
+        help="Folders that `export` has written, or folders of such ones named 1, 2, ...: versions of one model.",
+    ),
+]
+_Host = Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Where to listen.")]
+_Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="0 for a free one.")]
+_MaxBatch = Annotated[int, typer.Option("--max-batch", metavar="N", min=1, help="Examples that are computed together.")]
+_MaxWait = Annotated[
+    float, typer.Option("--max-wait-ms", metavar="MS", min=0, max=10_000, help="How long a request waits for others.")
+]
+_MaxQueue = Annotated[
+    int, typer.Option("--max-queue", metavar="N", min=1, help="Requests that may wait; others get 429.")
+]
+_MaxBody = Annotated[float, typer.Option("--max-body-mb", metavar="MB", min=0.001, max=1000, help="Largest request.")]
+_Threads = Annotated[
+    int | None, option("--threads", metavar="N", min=1, help="That compute one batch. Default: all cores.")
+]
+_Keep = Annotated[
+    int, typer.Option("--keep", metavar="N", min=1, help="How many of a model's newest versions are loaded.")
+]
+_TokenFile = Annotated[
+    Path | None,
+    option(
+        "--token-file",
+        metavar="FILE",
+        help=f"Requests must name the token in this file of mode 600; or that in {_TOKEN}.",
+    ),
+]
+_Public = Annotated[bool, typer.Option("--public", help="Other machines may ask without a token.")]
+_Drain = Annotated[
+    float, typer.Option("--drain-s", metavar="SECONDS", min=1, help="How long answers may take after SIGTERM.")
+]
+
+
+def serve(
+    models: _Models,
+    host: _Host = "127.0.0.1",
+    port: _Port = 8000,
+    max_batch: _MaxBatch = 32,
+    max_wait_ms: _MaxWait = 2.0,
+    max_queue: _MaxQueue = 256,
+    max_body_mb: _MaxBody = 16.0,
+    threads: _Threads = None,
+    keep: _Keep = 2,
+    token_file: _TokenFile = None,
+    public: _Public = False,
+    drain_s: _Drain = 30.0,
+    as_json: JsonOption = False,
+    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
+) -> None:
+    """Answer requests for predictions of exported models over HTTP.
+
+    By the Open Inference Protocol (/v2/models/NAME/infer) and as TensorFlow Serving (/v1/models/NAME:predict). Open the
+    address in a browser to try a model. A new version in a model's folder answers as soon as it is loaded.
+    """
+    with answering(as_json) as answer:
+        # Lazily: they import onnxruntime and the server.
+        from headrace.serving.settings import ServeSettings, read_token, require_libraries
+
+        require_libraries()
+        from headrace.serving.running import check_access, is_loopback, run_server
+
+        token = read_token(token_file) if token_file else os.environ.get(_TOKEN, "")
+        check_access(host, token, public)
+        body = round(max_body_mb * 1e6)
+        settings = ServeSettings(
+            max_batch=max_batch,
+            max_wait_ms=max_wait_ms,
+            max_queue=max_queue,
+            max_body_bytes=body,
+            max_held_bytes=max(2 * body, ServeSettings.max_held_bytes),
+            threads=threads,
+            keep=keep,
+            token=token,
+            any_host=not is_loopback(host),
+        )
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
+        run_server(models, settings, host, port, drain_s, lambda where: _tell(answer, where))
+
+
+def _tell(answer: Answer, where: Listening) -> None:
+    lines = [f"serving at {where.url}"]
+    for name, versions in where.models.items():
+        lines.append(f"  {name}, version {', '.join(map(str, versions))}: {where.url}/v2/models/{name}/infer")
+    models = {name: list(versions) for name, versions in where.models.items()}
+    answer.give({"url": where.url, "models": models}, "\n".join(lines))

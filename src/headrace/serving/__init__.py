@@ -1,0 +1,1 @@
+"""Answers requests for the predictions of exported models over HTTP."""

@@ -1,0 +1,277 @@
+"""The server as an ASGI application: addresses, who may ask, errors in one form."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from headrace.serving.catalog import Catalog, LoadedVersion, ServedModel
+from headrace.serving.metrics import CONTENT_TYPE, ServerMetrics
+from headrace.serving.page import page_headers, page_text
+from headrace.serving.protocols.http import (
+    BodyBudget,
+    HttpAnswer,
+    Receive,
+    Scope,
+    Send,
+    error_reply,
+    header,
+    json_reply,
+    read_body,
+)
+from headrace.serving.protocols.open_inference import (
+    JSON_LENGTH,
+    model_metadata,
+    read_request,
+    server_metadata,
+    write_reply,
+)
+from headrace.serving.protocols.openapi import openapi_document
+from headrace.serving.protocols.tensorflow_rest import model_status, read_predict, write_predictions
+from headrace.serving.settings import RequestError, ServeSettings
+
+_log = logging.getLogger("headrace.serve")
+_LOOPBACK = {"localhost", "127.0.0.1", "[::1]"}
+_OPEN = {"/", "/v2/health/live", "/v2/health/ready"}
+"""Answered without the token: probes of a scheduler, and the page, which asks for it."""
+
+Answer = Callable[[Scope, Receive], Awaitable[HttpAnswer]]
+Predict = Callable[[LoadedVersion, Scope, bytes], Awaitable[HttpAnswer]]
+
+
+class PredictionServer:
+    """Answers requests for predictions of exported models; an ASGI application.
+
+    Args:
+        folders: of models.
+
+    Attributes:
+        catalog: the models.
+        draining: whether the server is about to end: it answers, and says that it is not ready.
+
+    Raises:
+        UsageError, DataError: a folder holds no model, or two have one name.
+    """
+
+    def __init__(self, folders: Sequence[Path], settings: ServeSettings) -> None:
+        self._settings = settings
+        self._metrics = ServerMetrics()
+        self._budget = BodyBudget(settings.max_body_bytes, settings.max_held_bytes)
+        self.catalog = Catalog(folders, settings, self._metrics)
+        self.draining = False
+        self._loaded = False
+        self._counters: dict[tuple[str, int, int], Any] = {}
+        self._token = settings.token.encode()
+        self._version = installed_version("headrace")
+        self._app = Starlette(
+            routes=self._routes(),
+            lifespan=self._lifespan,
+            exception_handlers={HTTPException: _http_error, Exception: _internal_error},
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
+            await error_reply(refusal).send(send)
+            return
+        await self._app(scope, receive, send)
+
+    async def load(self) -> None:
+        """Loads all models; raises what is wrong with one. Without it the first request would wait for that."""
+        if not self._loaded:
+            await self.catalog.load()
+            self._loaded = True
+
+    def _routes(self) -> list[Route]:
+        post, get = ["POST"], ["GET"]
+        at = "/v2/models/{model}"
+        infer, tensorflow = self._predicting(self._infer), self._predicting(self._tensorflow)
+        routes = [
+            (f"{at}/infer", infer, post),
+            (f"{at}/versions/{{version}}/infer", infer, post),
+            ("/v1/models/{model}:predict", tensorflow, post),
+            ("/v1/models/{model}/versions/{version}:predict", tensorflow, post),
+            ("/v2/health/live", self._live, get),
+            ("/v2/health/ready", self._ready, get),
+            ("/v2", self._server, get),
+            ("/v2/models", self._models, get),
+            (at, self._model, get),
+            (f"{at}/ready", self._model_ready, get),
+            (f"{at}/versions/{{version}}", self._model, get),
+            (f"{at}/versions/{{version}}/ready", self._model_ready, get),
+            ("/v1/models/{model}/metadata", self._signature, get),
+            ("/v1/models/{model}/versions/{version}/metadata", self._signature, get),
+            ("/v1/models/{model}", self._status, get),
+            ("/v1/models/{model}/versions/{version}", self._status, get),
+            ("/metrics", self._metrics_text, get),
+            ("/openapi.json", self._openapi, get),
+            ("/", self._page, get),
+        ]
+        return [Route(path, _Endpoint(answer), methods=methods) for path, answer, methods in routes]
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        await self.load()
+        watching = asyncio.create_task(self.catalog.watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+            await self.catalog.close()
+
+    def _refusal(self, scope: Scope) -> RequestError | None:
+        """Returns why a request is not looked at; None where it is."""
+        if not self._settings.any_host:
+            # A page of another site can have a browser ask its own name, made to lead here.
+            name = (header(scope, b"host") or "").rpartition(":")
+            if (name[0] if name[2].isdigit() else "".join(name)) not in _LOOPBACK:
+                return RequestError(
+                    403, "the server listens for this machine alone: ask localhost, or start it with --host"
+                )
+        if self._token and scope["path"] not in _OPEN:
+            kind, _, given = (header(scope, b"authorization") or "").partition(" ")
+            if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token):
+                return RequestError(
+                    401, "expected the header Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"}
+                )
+        return None
+
+    def _find(self, scope: Scope) -> tuple[ServedModel, LoadedVersion]:
+        names = scope["path_params"]
+        model = self.catalog.model(names["model"])
+        return model, model.version(names.get("version"))
+
+    def _predicting(self, predict: Predict) -> Answer:
+        """Returns the answer to a request for predictions: it reads the body, and counts."""
+
+        async def answer(scope: Scope, receive: Receive) -> HttpAnswer:
+            began = time.perf_counter()
+            self._find(scope)
+            body = await read_body(scope, receive, self._budget)
+            version: LoadedVersion | None = None
+            try:
+                # A version may have gone while the body came.
+                version = self._find(scope)[1]
+                reply = await predict(version, scope, body)
+            except RequestError as error:
+                reply = error_reply(error)
+            finally:
+                self._budget.give_back(len(body))
+            if version is not None:
+                self._count(version, reply.status, time.perf_counter() - began)
+            return reply
+
+        return answer
+
+    async def _infer(self, version: LoadedVersion, scope: Scope, body: bytes) -> HttpAnswer:
+        facts = version.facts
+        request = read_request(body, header(scope, JSON_LENGTH), facts.inputs, facts.outputs)
+        return write_reply(version, request, await version.predict(request.inputs))
+
+    async def _tensorflow(self, version: LoadedVersion, scope: Scope, body: bytes) -> HttpAnswer:
+        inputs, in_rows = read_predict(body, version.facts.inputs)
+        return write_predictions(version, await version.predict(inputs), in_rows)
+
+    def _count(self, version: LoadedVersion, status: int, seconds: float) -> None:
+        key = (version.name, version.number, status)
+        counters = self._counters.get(key)
+        if counters is None:
+            labels = (version.name, str(version.number))
+            counters = self._counters[key] = (
+                self._metrics.requests.labels(*labels, str(status)),
+                self._metrics.seconds.labels(*labels),
+            )
+        counters[0].inc()
+        counters[1].observe(seconds)
+
+    async def _live(self, scope: Scope, receive: Receive) -> HttpAnswer:
+        return json_reply({"live": True})
+
+    async def _ready(self, scope: Scope, receive: Receive) -> HttpAnswer:
+        if self.draining or not all(model.versions for model in self.catalog.models.values()):
+            raise RequestError(503, "the server is about to end" if self.draining else "a model is not loaded")
+        return json_reply({"ready": True})
+
+    async def _server(self, scope: Scope, receive: Receive) -> HttpAnswer:
+        return json_reply(server_metadata(self._version))
+
+    async def _models(self, scope: Scope, receive: Receive) -> HttpAnswer:
+        return json_reply(
+            {"models": [model_metadata(each, each.newest()) for _, each in sorted(self.catalog.models.items())]}
+        )
+
+    async def _model(self, scope: Scope, receive: Receive) -> HttpAnswer:
+        return json_reply(model_metadata(*self._find(scope)))
+
+    async def _model_ready(self, scope: Scope, receive: Receive) -> HttpAnswer:
+        model, version = self._find(scope)
+        return json_reply({"name": model.name, "version": str(version.number), "ready": True})
+
+    async def _status(self, scope: Scope, receive: Receive) -> HttpAnswer:
+        model, version = self._find(scope)
+        return json_reply(model_status(model, version if "version" in scope["path_params"] else None))
+
+    async def _signature(self, scope: Scope, receive: Receive) -> HttpAnswer:
+        _, version = self._find(scope)
+        facts = version.facts
+        return json_reply(
+            {
+                "model_spec": {"name": version.name, "version": str(version.number)},
+                "metadata": {"task": facts.task, "labels": facts.labels, "metrics": dict(facts.metrics)},
+            }
+        )
+
+    async def _metrics_text(self, scope: Scope, receive: Receive) -> HttpAnswer:
+        return HttpAnswer(self._metrics.text(), 200, [(b"content-type", CONTENT_TYPE.encode())])
+
+    async def _openapi(self, scope: Scope, receive: Receive) -> HttpAnswer:
+        return json_reply(openapi_document(self.catalog, self._version, bool(self._token)))
+
+    async def _page(self, scope: Scope, receive: Receive) -> HttpAnswer:
+        return HttpAnswer(page_text(), 200, page_headers())
+
+
+class _Endpoint:
+    """An answer as an ASGI application."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            reply = await self._answer(scope, receive)
+        except RequestError as error:
+            reply = error_reply(error)
+        await reply.send(send)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Answers for addresses and methods that do not exist."""
+    assert isinstance(error, HTTPException)
+    told = {404: f"there is no {request.url.path[:100]}; /openapi.json lists the addresses", 405: "another method"}
+    text = told.get(error.status_code, error.detail)
+    if allowed := (error.headers or {}).get("Allow" if error.headers and "Allow" in error.headers else "allow"):
+        text = f"{request.method} is not possible here; {allowed} is"
+    reply = error_reply(RequestError(error.status_code, text))
+    return Response(reply.body, error.status_code, headers=dict(error.headers or {}), media_type="application/json")
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    """Answers for a defect: its traceback stands in the log alone."""
+    reply = error_reply(RequestError(500, "internal error; the log of the server has it"))
+    return Response(reply.body, 500, media_type="application/json")

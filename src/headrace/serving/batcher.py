@@ -1,0 +1,184 @@
+"""Requests of one model that arrive at about the same time are computed together."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from headrace.export.tensors import Array
+from headrace.serving.settings import RequestError, ServeSettings
+
+Compute = Callable[[Mapping[str, Array]], list[Array]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    inputs: Mapping[str, Array]
+    rows: int
+    form: tuple[tuple[int, ...], ...]
+    answer: asyncio.Future[list[Array]]
+    came: float
+
+
+class Batcher:
+    """Collects requests until there are `max_batch` examples, or the first has waited for `max_wait_ms`.
+
+    One thread computes. A second batch waits for it as soon as it is full, so that the thread does not wait for the
+    event loop. What waits longer than one batch takes is computed next in any case.
+
+    Args:
+        compute: returns outputs for inputs, in one thread.
+        together: whether examples of several requests may be computed together.
+        computed: is told of each batch, in that thread: the number of examples, and seconds.
+    """
+
+    def __init__(
+        self, compute: Compute, settings: ServeSettings, together: bool, computed: Callable[[int, float], None]
+    ) -> None:
+        self._compute = compute
+        self._settings = settings
+        self._most_rows = settings.max_batch if together else 1
+        self._together = together
+        self._wait_s = settings.max_wait_ms / 1000 if together else 0.0
+        self._computed = computed
+        self._queue: deque[_Waiting] = deque()
+        self._rows = 0
+        self._running = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="headrace-serve")
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._loop = asyncio.get_running_loop()
+        self._row_s = 0.0
+
+    def __len__(self) -> int:
+        """The number of requests that wait."""
+        return len(self._queue)
+
+    def submit(self, inputs: Mapping[str, Array], rows: int) -> asyncio.Future[list[Array]]:
+        """Returns the future outputs of a request.
+
+        Raises:
+            RequestError: 429, as many requests as may wait are waiting.
+        """
+        if len(self._queue) >= self._settings.max_queue:
+            raise self.refusal()
+        form = tuple(array.shape[1:] for array in inputs.values())
+        waiting = _Waiting(inputs, rows, form, self._loop.create_future(), self._loop.time())
+        self._queue.append(waiting)
+        self._rows += rows
+        self._idle.clear()
+        self._start()
+        return waiting.answer
+
+    def refusal(self) -> RequestError:
+        """Returns what is raised when the queue is full: it says when to come again."""
+        seconds = max(1, math.ceil(self._rows * self._row_s))
+        return RequestError(
+            429, f"{len(self._queue)} requests wait already; come again in {seconds} s", {"Retry-After": str(seconds)}
+        )
+
+    async def close(self) -> None:
+        """Answers what waits, and ends the thread."""
+        await self._idle.wait()
+        self._thread.shutdown(wait=False)
+
+    def _start(self) -> None:
+        """Gives the thread what is due."""
+        while self._queue and self._running < 2:
+            full = self._rows >= self._most_rows
+            if not full:
+                if self._running:
+                    return
+                rest = self._queue[0].came + self._wait_s - self._loop.time()
+                if rest > 0:
+                    if self._timer is None:
+                        self._timer = self._loop.call_later(rest, self._waited)
+                    return
+            batch = self._take()
+            self._running += 1
+            self._loop.run_in_executor(self._thread, self._run, batch).add_done_callback(partial(self._done, batch))
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _waited(self) -> None:
+        self._timer = None
+        self._start()
+
+    def _take(self) -> list[_Waiting]:
+        """Removes the first request, and those that fit into its batch, from the queue."""
+        first = self._queue.popleft()
+        batch, rows = [first], first.rows
+        kept: list[_Waiting] = []
+        while self._together and self._queue and rows < self._most_rows:
+            each = self._queue.popleft()
+            if each.form == first.form and rows + each.rows <= self._most_rows:
+                batch.append(each)
+                rows += each.rows
+            else:
+                kept.append(each)
+        self._queue.extendleft(reversed(kept))
+        self._rows -= rows
+        return batch
+
+    def _run(self, batch: Sequence[_Waiting]) -> list[list[Array]]:
+        """Computes a batch; returns the outputs of each request."""
+        began = time.perf_counter()
+        rows = sum(each.rows for each in batch)
+        if len(batch) == 1:
+            found = [self._slices(batch[0])]
+        else:
+            names = batch[0].inputs
+            outputs = self._compute({name: np.concatenate([each.inputs[name] for each in batch]) for name in names})
+            ends = list(itertools.accumulate(each.rows for each in batch))
+            found = [
+                [output[end - each.rows : end] for output in outputs] for each, end in zip(batch, ends, strict=True)
+            ]
+        seconds = time.perf_counter() - began
+        self._row_s = seconds / rows
+        self._computed(rows, seconds)
+        return found
+
+    def _slices(self, one: _Waiting) -> list[Array]:
+        """Computes one request, in slices where it has more examples than a batch: memory stays bounded."""
+        most = self._settings.max_batch
+        if one.rows <= most or not self._together:
+            return self._compute(one.inputs)
+        parts = [
+            self._compute({name: array[start : start + most] for name, array in one.inputs.items()})
+            for start in range(0, one.rows, most)
+        ]
+        return [np.concatenate(outputs) for outputs in zip(*parts, strict=True)]
+
+    def _done(self, batch: Sequence[_Waiting], computed: asyncio.Future[list[list[Array]]]) -> None:
+        self._running -= 1
+        error = computed.exception()
+        if error is None:
+            for each, outputs in zip(batch, computed.result(), strict=True):
+                if not each.answer.done():
+                    each.answer.set_result(outputs)
+        elif len(batch) == 1:
+            if not batch[0].answer.done():
+                batch[0].answer.set_exception(error)
+        else:
+            self._alone(batch)
+        self._start()
+        if not self._queue and not self._running:
+            self._idle.set()
+
+    def _alone(self, batch: Sequence[_Waiting]) -> None:
+        """Computes the requests of a batch that failed one by one: only the one that is wrong fails."""
+        for each in batch:
+            self._running += 1
+            done = partial(self._done, [each])
+            self._loop.run_in_executor(self._thread, self._run, [each]).add_done_callback(done)

@@ -1,0 +1,168 @@
+"""One exported model in memory: its folder is checked, and its sample shows that the program works here."""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.errors import DataError, HeadraceError
+from headrace.export.signature import Signature, TensorForm, open_file, read
+from headrace.export.tensors import Array, form_text, numpy_type, shaped
+
+ONNX, TORCH, SAMPLE = "model.onnx", "model.pt2", "sample.safetensors"
+_ORT_TYPES = {"float": "float32", "double": "float64"}
+_MOST_HEADER_BYTES, _MOST_SAMPLE_BYTES = 1 << 20, 64 << 20
+_MOST_DIFFERENT = 1e-3
+"""Of an output for the sample, relative to its largest value: another machine rounds differently."""
+
+
+class ServedProgram(ABC):
+    """Computes a model's outputs, in the order of the signature; one call at a time."""
+
+    @abstractmethod
+    def run(self, inputs: Mapping[str, Array]) -> list[Array]:
+        """Returns the outputs for whole arrays of inputs."""
+
+
+class OnnxProgram(ServedProgram):
+    """Runs `model.onnx`."""
+
+    def __init__(self, path: Path, facts: Signature, threads: int | None) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        if threads:
+            options.intra_op_num_threads = threads
+        # Threads that wait for the next operator would take the cores of those that read requests.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        try:
+            self._session: Any = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime has one class for each status, all unnamed in its interface
+            raise DataError(f"{path} cannot be run: {error!s:.300}") from error
+        for found, wanted in (
+            (self._session.get_inputs(), facts.inputs),
+            (self._session.get_outputs(), facts.outputs),
+        ):
+            _check_forms(path, found, wanted)
+        self._outputs = [form.name for form in facts.outputs]
+
+    def run(self, inputs: Mapping[str, Array]) -> list[Array]:
+        found: list[Array] = self._session.run(self._outputs, inputs)
+        return found
+
+
+class TorchProgram(ServedProgram):
+    """Runs `model.pt2`; it imports torch."""
+
+    def __init__(self, path: Path, facts: Signature, threads: int | None) -> None:
+        import torch
+
+        from headrace.export.programs import TorchRunner
+
+        if threads:
+            torch.set_num_threads(threads)
+        self._from_numpy = torch.from_numpy
+        self._runner = TorchRunner(path, facts.inputs, facts.outputs)
+        self._outputs = [form.name for form in facts.outputs]
+
+    def run(self, inputs: Mapping[str, Array]) -> list[Array]:
+        found = self._runner.run({name: self._from_numpy(array) for name, array in inputs.items()})
+        return [found[name].numpy() for name in self._outputs]
+
+
+def open_program(folder: Path, threads: int | None = None) -> tuple[Signature, ServedProgram]:
+    """Returns the signature and the program of an exported model, after it has computed the folder's sample.
+
+    Raises:
+        DataError: the folder is not what was exported, or its program computes something else than its sample says.
+    """
+    facts = read(folder)
+    for form in (*facts.inputs, *facts.outputs):
+        numpy_type(form)
+    if not facts.inputs or not facts.outputs:
+        raise DataError(f"the model in {folder} has no {'inputs' if facts.outputs else 'outputs'}; export it again")
+    if ONNX in facts.files:
+        _open_others(folder, facts)
+        program: ServedProgram = OnnxProgram(open_file(folder, facts, ONNX), facts, threads)
+    elif TORCH in facts.files:
+        program = TorchProgram(open_file(folder, facts, TORCH), facts, threads)
+    else:
+        raise DataError(
+            f"{folder} has neither {ONNX} nor {TORCH}; it lists {', '.join(sorted(facts.files)) or 'no file'}"
+        )
+    try:
+        _compute_sample(folder, facts, program)
+    except HeadraceError:
+        raise
+    except Exception as error:  # of the runtime, which has a class for each status
+        raise DataError(f"the model in {folder} does not compute its own sample: {error!s:.300}") from error
+    return facts, program
+
+
+def _open_others(folder: Path, facts: Signature) -> None:
+    """Checks the files that an ONNX model of more than 2 GB has for its weights."""
+    for name in facts.files:
+        if name.startswith(ONNX) and name != ONNX:
+            open_file(folder, facts, name)
+
+
+def _check_forms(path: Path, found: Sequence[Any], wanted: Sequence[TensorForm]) -> None:
+    types = {}
+    for each in found:
+        kind = each.type.removeprefix("tensor(").removesuffix(")")
+        types[each.name] = _ORT_TYPES.get(kind, kind)
+    if types != {form.name: form.dtype for form in wanted}:
+        raise DataError(
+            f"{path} has {', '.join(f'{name} {kind}' for name, kind in types.items()):.300}, its signature says "
+            f"{', '.join(map(form_text, wanted)):.300}; export the model again"
+        )
+
+
+def _compute_sample(folder: Path, facts: Signature, program: ServedProgram) -> None:
+    if SAMPLE not in facts.files:
+        raise DataError(f"{folder} has no {SAMPLE}, which shows that a model works here; export it again")
+    sample = _read_sample(open_file(folder, facts, SAMPLE))
+    inputs = {}
+    for form in facts.inputs:
+        array = sample.get(f"input/{form.name}")
+        if array is None or array.dtype != numpy_type(form):
+            raise DataError(f"{folder / SAMPLE} has no input/{form.name} of the type {form.dtype}; export it again")
+        inputs[form.name] = shaped(form, array)
+    recorded = max((file.difference or 0.0 for file in facts.files.values()), default=0.0)
+    allowed = max(_MOST_DIFFERENT, 10 * recorded)
+    for form, found in zip(facts.outputs, program.run(inputs), strict=True):
+        wanted = sample.get(f"output/{form.name}")
+        if wanted is None or wanted.shape != found.shape:
+            raise DataError(f"{folder / SAMPLE} has no output/{form.name} of the shape {found.shape}; export it again")
+        difference = float(np.abs(found - wanted).max() / max(float(np.abs(wanted).max()), 1e-30))
+        if not difference <= allowed:
+            raise DataError(
+                f"the model in {folder} computes {form.name} of its own sample {difference:.2g} off, at most "
+                f"{allowed:.2g} is allowed; export it again"
+            )
+
+
+def _read_sample(path: Path) -> dict[str, Array]:
+    # Lazily: the command line does without.
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        content = file.read(_MOST_SAMPLE_BYTES + 1)
+    if size > _MOST_SAMPLE_BYTES:
+        raise DataError(f"{path} has {size:,} bytes, at most {_MOST_SAMPLE_BYTES:,} are read")
+    header = struct.unpack("<Q", content[:8])[0] if len(content) >= 8 else 0
+    if not 0 < header <= min(_MOST_HEADER_BYTES, size):
+        raise DataError(f"{path} has a header of {header:,} bytes, at most {_MOST_HEADER_BYTES:,} are read")
+    try:
+        found: dict[str, Array] = load(content)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error!s:.200}") from None
+    return found

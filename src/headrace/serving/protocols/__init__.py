@@ -1,0 +1,1 @@
+"""How requests and answers look: HTTP, the Open Inference Protocol, TensorFlow Serving, OpenAPI."""

@@ -1,0 +1,160 @@
+"""One request and its answer: bodies of bounded size, JSON, errors in one form."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from headrace.serving.settings import RequestError
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+JSON = (b"content-type", b"application/json")
+_MOST_JSON_BYTES = 4 << 20
+_MOST_CONTAINERS = 1 << 17
+"""Lists, objects and texts: each takes 20 times the memory of its two characters."""
+_READ_S = 30.0
+
+
+class BodyBudget:
+    """The bytes of all requests that are being read or answered."""
+
+    def __init__(self, most_one: int, most_all: int) -> None:
+        self.most_one, self._most_all = most_one, most_all
+        self._held = 0
+
+    def take(self, count: int) -> None:
+        """Counts bytes; raises RequestError 429 where there are too many."""
+        if self._held + count > self._most_all:
+            raise RequestError(429, "requests of too many bytes wait already; come again in 1 s", {"Retry-After": "1"})
+        self._held += count
+
+    def give_back(self, count: int) -> None:
+        """Ends what `take` began."""
+        self._held -= count
+
+
+@dataclass(slots=True)
+class HttpAnswer:
+    """An answer: status, body, headers."""
+
+    body: bytes
+    status: int = 200
+    headers: list[tuple[bytes, bytes]] = field(default_factory=lambda: [JSON])
+
+    async def send(self, send: Send) -> None:
+        """Sends it."""
+        length = (b"content-length", str(len(self.body)).encode())
+        await send({"type": "http.response.start", "status": self.status, "headers": [*self.headers, length]})
+        await send({"type": "http.response.body", "body": self.body})
+
+
+def json_reply(document: Any, status: int = 200) -> HttpAnswer:
+    """Returns a document as JSON; arrays of numpy may be in it."""
+    return HttpAnswer(orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY), status)
+
+
+def error_reply(error: RequestError) -> HttpAnswer:
+    """Returns `{"error": message}`."""
+    headers = [JSON, *((name.encode(), value.encode()) for name, value in error.headers.items())]
+    return HttpAnswer(orjson.dumps({"error": error.message}), error.status, headers)
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """Returns a header of a request by its name in lower case; the first if there are several."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value).decode("latin-1")
+    return None
+
+
+async def read_body(scope: Scope, receive: Receive, budget: BodyBudget) -> bytes:
+    """Returns the body of a request, whose bytes stay counted until `budget.give_back(len(body))`.
+
+    Raises:
+        RequestError: 400, it ended early; 408, it took too long; 413, it is too large; 429, too much is being read.
+    """
+    declared = header(scope, b"content-length")
+    if declared is not None and declared.isdigit() and int(declared) > budget.most_one:
+        raise _too_large(budget)
+    parts: list[bytes] = []
+    count = 0
+    try:
+        async with asyncio.timeout(_READ_S):
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    raise RequestError(400, "the request ended before its body")
+                part = message.get("body", b"")
+                if count + len(part) > budget.most_one:
+                    raise _too_large(budget)
+                budget.take(len(part))
+                count += len(part)
+                parts.append(part)
+                if not message.get("more_body", False):
+                    return parts[0] if len(parts) == 1 else b"".join(parts)
+    except TimeoutError:
+        budget.give_back(count)
+        raise RequestError(408, f"the body did not come within {_READ_S:.0f} s") from None
+    except BaseException:
+        budget.give_back(count)
+        raise
+
+
+def parse_json(content: bytes) -> dict[str, Any]:
+    """Returns a JSON object of bounded size.
+
+    Raises:
+        RequestError: 400, it is none; 413, it is too large.
+    """
+    if len(content) > _MOST_JSON_BYTES:
+        raise RequestError(
+            413, f"{len(content):,} bytes of JSON, at most {_MOST_JSON_BYTES:,}; send tensors as binary data"
+        )
+    if sum(map(content.count, (b"[", b"{", b'"'))) > _MOST_CONTAINERS:
+        raise RequestError(
+            413, f"more than {_MOST_CONTAINERS:,} lists, objects and texts; send tensors flat, or as binary data"
+        )
+    try:
+        found = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(400, f"the body is not JSON: {error!s:.200}") from None
+    if not isinstance(found, dict):
+        raise RequestError(400, f"expected a JSON object, got a {_TYPES.get(type(found), type(found).__name__)}")
+    return found
+
+
+def expect(document: Mapping[str, Any], key: str, kind: type, where: str, default: Any = None) -> Any:
+    """Returns a value of an object, or the default for none and null; raises RequestError 400 for another type."""
+    return default if document.get(key) is None else require(document, key, kind, where)
+
+
+def require(document: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
+    """Returns a value of an object; raises RequestError 400 where it is not of the type."""
+    value = document.get(key)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise RequestError(
+            400, f"{where}: {key} is a {_TYPES.get(type(value), type(value).__name__)}, expected a {_TYPES[kind]}"
+        )
+    return value
+
+
+def _too_large(budget: BodyBudget) -> RequestError:
+    return RequestError(413, f"a request has at most {budget.most_one:,} bytes", {"Connection": "close"})
+
+
+_TYPES: Mapping[type, str] = {
+    dict: "object",
+    list: "list",
+    str: "text",
+    int: "whole number",
+    float: "number",
+    bool: "true or false",
+    type(None): "null",
+}

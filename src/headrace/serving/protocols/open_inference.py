@@ -1,0 +1,206 @@
+"""The Open Inference Protocol, version 2, with the extension for binary tensors.
+
+https://github.com/kserve/open-inference-protocol, and Triton's extension_binary_data.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from headrace.errors import DataError
+from headrace.export.signature import TensorForm
+from headrace.export.tensors import Array, check_names, form_text, numpy_type, shaped, typed
+from headrace.serving.catalog import LoadedVersion, ServedModel
+from headrace.serving.protocols.http import HttpAnswer, expect, parse_json, require
+from headrace.serving.settings import RequestError
+
+JSON_LENGTH = b"inference-header-content-length"
+_DATATYPES = {
+    "bool": "BOOL",
+    **{f"{sign}int{bits}": f"{sign.upper()}INT{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"FP{bits}" for bits in (16, 32, 64)},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    """What a client asks for.
+
+    Attributes:
+        inputs: in the order of the signature.
+        id: echoed, if given.
+        outputs: the wanted names, and whether each is sent as binary data.
+    """
+
+    inputs: dict[str, Array]
+    id: str | None
+    outputs: Sequence[tuple[str, bool]]
+
+
+def datatype(form: TensorForm) -> str:
+    """Returns the protocol's name of a type: "FP32"."""
+    return _DATATYPES[form.dtype]
+
+
+def server_metadata(version: str) -> dict[str, Any]:
+    """Returns the answer to `GET /v2`."""
+    return {"name": "headrace", "version": version, "extensions": ["binary_tensor_data"]}
+
+
+def model_metadata(model: ServedModel, version: LoadedVersion) -> dict[str, Any]:
+    """Returns the answer to `GET /v2/models/NAME`."""
+    facts = version.facts
+    return {
+        "name": model.name,
+        "versions": [str(number) for number in sorted(model.versions)],
+        "platform": "onnxruntime_onnx" if "model.onnx" in facts.files else "pytorch_export",
+        "inputs": [_tensor_metadata(form) for form in facts.inputs],
+        "outputs": [_tensor_metadata(form) for form in facts.outputs],
+    }
+
+
+def read_request(
+    body: bytes, json_length: str | None, forms: Sequence[TensorForm], outputs: Sequence[TensorForm]
+) -> InferenceRequest:
+    """Returns the content of a request.
+
+    Args:
+        json_length: the header `Inference-Header-Content-Length`; binary data follows after so many bytes.
+        forms, outputs: of the model.
+
+    Raises:
+        RequestError: 400 with what was expected, or 413.
+    """
+    text, binary = body, memoryview(b"")
+    if json_length is not None:
+        length = int(json_length) if json_length.isdigit() and len(json_length) < 12 else -1
+        if not 0 < length <= len(body):
+            raise RequestError(
+                400, f"Inference-Header-Content-Length is {json_length[:20]!r}, the body has {len(body)} bytes"
+            )
+        text, binary = body[:length], memoryview(body)[length:]
+    document = parse_json(text)
+    request_id = expect(document, "id", str, "the request")
+    parameters = expect(document, "parameters", dict, "the request", {})
+    given = _objects(document, "inputs")
+    names = [expect(each, "name", str, "an input", "") for each in given]
+    try:
+        check_names(names, forms)
+    except DataError as error:
+        raise RequestError(400, str(error)) from None
+    found, used = {}, 0
+    wanted = {form.name: form for form in forms}
+    for name, each in zip(names, given, strict=True):
+        array, count = _read_input(each, wanted[name], binary[used:])
+        found[name] = array
+        used += count
+    if used != len(binary):
+        raise RequestError(400, f"{len(binary)} bytes of binary data, the inputs' binary_data_size add up to {used}")
+    # The JSON text is not needed any more, and what is in flight should not hold it.
+    asked = _outputs(document, outputs, parameters.get("binary_data_output") is True)
+    return InferenceRequest({form.name: found[form.name] for form in forms}, request_id, asked)
+
+
+def write_reply(version: LoadedVersion, request: InferenceRequest, outputs: Sequence[Array]) -> HttpAnswer:
+    """Returns the answer with the wanted outputs, as JSON, followed by those that are sent as binary data."""
+    by_name = {form.name: (form, output) for form, output in zip(version.facts.outputs, outputs, strict=True)}
+    described, blocks = [], []
+    for name, as_binary in request.outputs:
+        form, output = by_name[name]
+        tensor: dict[str, Any] = {"name": name, "datatype": datatype(form), "shape": output.shape}
+        if as_binary:
+            blocks.append(np.ascontiguousarray(output).tobytes())
+            tensor["parameters"] = {"binary_data_size": len(blocks[-1])}
+        else:
+            tensor["data"] = _plain(output)
+        described.append(tensor)
+    document: dict[str, Any] = {"model_name": version.name, "model_version": str(version.number)}
+    if request.id is not None:
+        document["id"] = request.id
+    text = orjson.dumps(document | {"outputs": described}, option=orjson.OPT_SERIALIZE_NUMPY)
+    if not blocks:
+        return HttpAnswer(text)
+    headers = [(b"content-type", b"application/octet-stream"), (JSON_LENGTH, str(len(text)).encode())]
+    return HttpAnswer(b"".join([text, *blocks]), 200, headers)
+
+
+def _plain(output: Array) -> Any:
+    # orjson writes these types itself, float16 not.
+    return np.ascontiguousarray(output.ravel() if output.dtype != np.float16 else output.ravel().astype(np.float32))
+
+
+def _tensor_metadata(form: TensorForm) -> dict[str, Any]:
+    return {"name": form.name, "datatype": datatype(form), "shape": list(form.shape)}
+
+
+def _objects(document: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    found = expect(document, key, list, "the request", [])
+    if any(type(each) is not dict for each in found):
+        raise RequestError(400, f"{key} is a list of objects")
+    return list(found)
+
+
+def _read_input(given: Mapping[str, Any], form: TensorForm, binary: memoryview) -> tuple[Array, int]:
+    """Returns an input, and how many bytes of the binary data it takes."""
+    where = f"input {form.name}"
+    if given.get("datatype") != datatype(form):
+        raise RequestError(400, f"{where}: datatype {given.get('datatype')!r:.40}, expected {datatype(form)!r}")
+    shape = require(given, "shape", list, where)
+    if any(type(length) is not int or length < 0 for length in shape) or len(shape) > 32:
+        raise RequestError(400, f"{where}: expected a shape of whole numbers from 0 on, for {form_text(form)}")
+    size = expect(expect(given, "parameters", dict, where, {}), "binary_data_size", int, where)
+    count = 1
+    for length in shape:
+        count *= length
+    try:
+        if size is not None:
+            array, used = _from_binary(form, binary, size, count), size
+        elif "data" in given:
+            array, used = typed(form, require(given, "data", list, where)), 0
+        else:
+            raise RequestError(400, f"{where}: has neither data nor parameters.binary_data_size")
+        if array.size != count:
+            raise RequestError(400, f"{where}: shape {shape} has {count} elements, data has {array.size}")
+        array = array.reshape(shape)
+        if array.ndim != len(form.shape):
+            raise DataError(f"expected {form_text(form)}, got the shape {array.shape}")
+        return shaped(form, array), used
+    except DataError as error:
+        raise RequestError(400, f"{where}: {error}") from None
+
+
+def _from_binary(form: TensorForm, binary: memoryview, size: int, count: int) -> Array:
+    wanted = numpy_type(form)
+    if size != count * wanted.itemsize:
+        raise RequestError(
+            400, f"input {form.name}: binary_data_size {size}, its shape and type take {count * wanted.itemsize} bytes"
+        )
+    if size > len(binary):
+        raise RequestError(400, f"input {form.name}: binary_data_size {size}, {len(binary)} bytes are left")
+    array: Array = np.frombuffer(binary[:size], wanted.newbyteorder("<"))
+    # Bytes that are neither 0 nor 1 are no values of this type.
+    if wanted.kind == "b" and (array.view(np.uint8) > 1).any():
+        raise RequestError(400, f"input {form.name}: bytes of BOOL are 0 or 1")
+    return array
+
+
+def _outputs(document: Mapping[str, Any], forms: Sequence[TensorForm], binary: bool) -> list[tuple[str, bool]]:
+    asked = _objects(document, "outputs")
+    if not asked:
+        return [(form.name, binary) for form in forms]
+    known = {form.name for form in forms}
+    found: list[tuple[str, bool]] = []
+    for each in asked:
+        name = expect(each, "name", str, "an output", "")
+        if name not in known or name in (other for other, _ in found):
+            raise RequestError(
+                400, f"output {name[:40]!r} is unknown or named twice; expected {', '.join(map(form_text, forms))}"
+            )
+        wanted = expect(expect(each, "parameters", dict, f"output {name}", {}), "binary_data", bool, f"output {name}")
+        found.append((name, binary if wanted is None else wanted))
+    return found

@@ -1,0 +1,145 @@
+"""Runs the server in this process until SIGTERM or SIGINT, and answers what has come before it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from headrace.errors import UnfitMachine, UsageError
+from headrace.serving.application import PredictionServer
+from headrace.serving.settings import ServeSettings
+
+_BACKLOG = 2048
+_SWITCH_S = 0.001
+"""After so long a thread gives way: the one that computes does not wait long for the one that reads requests."""
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where a server listens.
+
+    Attributes:
+        url: "http://127.0.0.1:8000".
+        models: their versions by name.
+    """
+
+    url: str
+    models: dict[str, tuple[int, ...]]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name leads to this machine alone."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_access(host: str, token: str, public: bool) -> None:
+    """Raises UsageError where a server would answer other machines without a token, and nobody said that it may."""
+    if not is_loopback(host) and not token and not public:
+        raise UsageError(
+            f"--host {host} lets other machines ask; give a token by --token-file FILE, or say --public where "
+            "anybody may ask"
+        )
+
+
+def run_server(
+    folders: Sequence[Path],
+    settings: ServeSettings,
+    host: str,
+    port: int,
+    drain_s: float,
+    listening: Callable[[Listening], None],
+) -> None:
+    """Answers requests until a signal; then it takes no more connections, and answers what has come.
+
+    Args:
+        port: 0 for a free one.
+        drain_s: how long answers may take after the signal.
+        listening: is told when the first request can come.
+
+    Raises:
+        UsageError: a folder does not exist, two models have one name, or the port is in use.
+        DataError: a folder is not what was exported.
+        UnfitMachine: the address is none of this machine.
+    """
+    sys.setswitchinterval(_SWITCH_S)
+    logging.getLogger("headrace.serve").setLevel(logging.INFO)
+    with _bound(host, port) as bound, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run(folders, settings, bound, drain_s, listening))
+
+
+async def _run(
+    folders: Sequence[Path],
+    settings: ServeSettings,
+    bound: socket.socket,
+    drain_s: float,
+    listening: Callable[[Listening], None],
+) -> None:
+    application = PredictionServer(folders, settings)
+    await application.load()
+    config = uvicorn.Config(
+        application,
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(drain_s)),
+        backlog=_BACKLOG,
+    )
+    server = _Server(config)
+
+    def end() -> None:
+        # The second signal does not wait for answers.
+        server.force_exit = application.draining
+        application.draining = server.should_exit = True
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    host, port = bound.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    models = {name: tuple(sorted(each.versions)) for name, each in application.catalog.models.items()}
+    server.told = lambda: listening(Listening(f"http://{shown}:{port}", models))
+    await server.serve([bound])
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to `_run`, and says when it listens."""
+
+    told: Callable[[], None]
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.told()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family, backlog=_BACKLOG)
+    except OSError as error:
+        if isinstance(error, socket.gaierror):
+            raise UnfitMachine(f"{host} is no address of this machine: {error.strerror}") from None
+        raise UsageError(
+            f"cannot listen on {host} port {port}: {error.strerror}; name another --port, 0 for a free one"
+        ) from None

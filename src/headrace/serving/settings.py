@@ -1,0 +1,92 @@
+"""What a server may do, and how a request is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.errors import UnfitMachine, UsageError
+
+_LIBRARIES = ("httptools", "onnxruntime", "orjson", "prometheus_client", "starlette", "uvicorn", "uvloop")
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """Limits of a server.
+
+    Attributes:
+        max_batch: examples that are computed together.
+        max_wait_ms: how long the first request of a batch waits for others.
+        max_queue: requests of one model that wait; others are refused with 429.
+        max_body_bytes: of one request.
+        max_held_bytes: of all requests that are being read; others are refused with 429.
+        threads: that compute one batch; None for all cores.
+        keep: the newest versions of a model that are loaded.
+        poll_s: seconds between two looks for new versions.
+        token: that requests must name; "" for none.
+        any_host: whether requests may name this machine by any name; else by a loopback name alone.
+    """
+
+    max_batch: int = 32
+    max_wait_ms: float = 2.0
+    max_queue: int = 256
+    max_body_bytes: int = 16 << 20
+    max_held_bytes: int = 32 << 20
+    threads: int | None = None
+    keep: int = 2
+    poll_s: float = 2.0
+    token: str = ""
+    any_host: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_body_bytes > self.max_held_bytes:
+            raise UsageError(
+                f"max_body_bytes {self.max_body_bytes:,} is more than max_held_bytes {self.max_held_bytes:,}: no "
+                "request of that size could be read"
+            )
+
+
+class RequestError(Exception):
+    """A request that is not answered as asked.
+
+    Args:
+        status: of HTTP.
+        message: what happened, what was expected.
+        headers: of the answer.
+    """
+
+    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.headers = dict(headers or {})
+
+
+def require_libraries() -> None:
+    """Raises UnfitMachine with what to install where a library of the extra is not there."""
+    from importlib.util import find_spec
+
+    missing = [name for name in _LIBRARIES if find_spec(name) is None]
+    if missing:
+        raise UnfitMachine(f"serving needs {', '.join(missing)}, not installed here: pip install 'headrace[serve]'")
+
+
+def read_token(path: Path) -> str:
+    """Returns the token in a file.
+
+    Raises:
+        UsageError: there is no such file, others may read it, or its content is short or not plain.
+    """
+    try:
+        if path.stat().st_mode & 0o077:
+            raise UsageError(f"other users may read the token in {path}: chmod 600 {path}")
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the token cannot be read from {path}: {error}") from None
+    if len(token) < 16 or not token.isprintable() or " " in token:
+        raise UsageError(
+            f"the token in {path} has {len(token)} characters; it needs 16 at least, without spaces: "
+            f"head -c 24 /dev/urandom | base64 > {path}"
+        )
+    return token

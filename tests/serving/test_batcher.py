@@ -1,0 +1,157 @@
+"""Requests are computed together, each gets its own rows, and one that is wrong does not spoil the others."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.export.tensors import Array
+from headrace.serving.batcher import Batcher
+from headrace.serving.settings import RequestError, ServeSettings
+
+Talk = Callable[[Batcher], Awaitable[Any]]
+
+
+class Doubling:
+    """Doubles; it waits while `gate` is closed, and refuses negative numbers."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.sizes: list[int] = []
+
+    def __call__(self, inputs: Mapping[str, Array]) -> list[Array]:
+        assert self.gate.wait(30)
+        self.sizes.append(len(inputs["x"]))
+        if (inputs["x"] < 0).any():
+            raise ValueError("negative")
+        return [inputs["x"] * 2]
+
+
+def rows(*values: float) -> dict[str, Array]:
+    return {"x": np.array(values, np.float32)}
+
+
+def run(doubling: Doubling, talk: Talk, together: bool = True, **settings: Any) -> Any:
+    async def whole() -> Any:
+        batcher = Batcher(doubling, ServeSettings(**settings), together, lambda rows, seconds: None)
+        found = await talk(batcher)
+        await batcher.close()
+        return found
+
+    return asyncio.run(whole())
+
+
+def test_those_that_come_together_are_computed_together_in_their_order() -> None:
+    doubling = Doubling()
+
+    async def talk(batcher: Batcher) -> list[Any]:
+        return await asyncio.gather(*(batcher.submit(rows(n, n + 0.5), 2) for n in range(5)))
+
+    found = run(doubling, talk, max_batch=4, max_wait_ms=50)
+    assert [each[0].tolist() for each in found] == [[2 * n, 2 * n + 1] for n in range(5)]
+    assert doubling.sizes == [4, 4, 2]
+
+
+def test_while_one_batch_is_computed_the_next_grows() -> None:
+    doubling = Doubling()
+    doubling.gate.clear()
+
+    async def talk(batcher: Batcher) -> None:
+        answers = [batcher.submit(rows(n), 1) for n in range(7)]
+        # The first is computed alone, since nothing waits without a `max_wait_ms`; the last three fill no batch.
+        assert len(batcher) == 3
+        doubling.gate.set()
+        await asyncio.gather(*answers)
+
+    run(doubling, talk, max_batch=3, max_wait_ms=0)
+    assert doubling.sizes == [1, 3, 3]
+
+
+def test_the_first_of_a_batch_waits_no_longer_than_it_may() -> None:
+    async def talk(batcher: Batcher) -> float:
+        began = asyncio.get_running_loop().time()
+        await batcher.submit(rows(1), 1)
+        return asyncio.get_running_loop().time() - began
+
+    assert run(Doubling(), talk, max_batch=100, max_wait_ms=60) >= 0.06
+
+
+def test_other_lengths_are_computed_apart() -> None:
+    doubling = Doubling()
+
+    async def talk(batcher: Batcher) -> list[Any]:
+        wide = [{"x": np.ones((1, width), np.float32)} for width in (2, 3, 2)]
+        return await asyncio.gather(*(batcher.submit(each, 1) for each in wide))
+
+    assert [each[0].shape for each in run(doubling, talk, max_wait_ms=20)] == [(1, 2), (1, 3), (1, 2)]
+    assert doubling.sizes == [2, 1]
+
+
+def test_a_request_of_many_examples_is_computed_in_slices() -> None:
+    doubling = Doubling()
+
+    async def talk(batcher: Batcher) -> Any:
+        return await batcher.submit(rows(*range(10)), 10)
+
+    assert run(doubling, talk, max_batch=4)[0].tolist() == [2 * n for n in range(10)]
+    assert doubling.sizes == [4, 4, 2]
+
+
+def test_a_model_of_one_size_computes_requests_alone() -> None:
+    doubling = Doubling()
+
+    async def talk(batcher: Batcher) -> Any:
+        return await asyncio.gather(*(batcher.submit(rows(n, n), 1) for n in range(3)))
+
+    run(doubling, talk, together=False)
+    assert doubling.sizes == [2, 2, 2]
+
+
+def test_only_the_request_that_is_wrong_fails() -> None:
+    async def talk(batcher: Batcher) -> list[Any]:
+        answers = [batcher.submit(rows(n), 1) for n in (1, -1, 2)]
+        return await asyncio.gather(*answers, return_exceptions=True)
+
+    first, wrong, last = run(Doubling(), talk, max_wait_ms=20)
+    assert isinstance(wrong, ValueError)
+    assert (first[0].item(), last[0].item()) == (2, 4)
+
+
+def test_a_full_queue_says_when_to_come_again() -> None:
+    doubling = Doubling()
+    doubling.gate.clear()
+
+    async def talk(batcher: Batcher) -> None:
+        answers = [batcher.submit(rows(n), 1) for n in range(4)]
+        assert len(batcher) == 2
+        with pytest.raises(RequestError, match="2 requests wait already; come again in 1 s") as refused:
+            batcher.submit(rows(9), 1)
+        assert (refused.value.status, refused.value.headers) == (429, {"Retry-After": "1"})
+        doubling.gate.set()
+        await asyncio.gather(*answers)
+        await batcher.submit(rows(9), 1)
+
+    run(doubling, talk, max_batch=1, max_queue=2, max_wait_ms=0)
+
+
+def test_close_answers_what_waits() -> None:
+    doubling = Doubling()
+    doubling.gate.clear()
+
+    async def talk(batcher: Batcher) -> list[Any]:
+        answers = [batcher.submit(rows(n), 1) for n in range(5)]
+        closing = asyncio.create_task(batcher.close())
+        await asyncio.sleep(0)
+        assert not closing.done()
+        doubling.gate.set()
+        await closing
+        assert all(each.done() for each in answers)
+        return await asyncio.gather(*answers)
+
+    assert [each[0].item() for each in run(doubling, talk, max_batch=2)] == [0, 2, 4, 6, 8]

@@ -1,0 +1,112 @@
+"""The command: it listens for this machine alone, ends after it has answered, and says what is wrong."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.cli import run
+from serving.folders import scaled
+
+Capture = pytest.CaptureFixture[str]
+
+
+@contextmanager
+def server(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Yields a server of its own process, and its port."""
+    program = "import sys; from headrace.cli import main; sys.argv[1:1] = ['serve', '--json', '--port', '0']; main()"
+    with subprocess.Popen([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            lines = []
+            while not lines or lines[-1] != "}\n":
+                lines.append(process.stdout.readline())
+                assert lines[-1], f"the server has ended with {process.wait()}"
+            yield process, int(json.loads("".join(lines))["url"].rpartition(":")[2])
+        finally:
+            process.kill()
+
+
+def infer(port: int) -> Any:
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2, 3]}
+    return json.loads(ask(port, "/v2/models/m/infer", json.dumps({"inputs": [tensor]})))["outputs"][0]["data"]
+
+
+def metrics(port: int) -> str:
+    return ask(port, "/metrics").decode()
+
+
+def ask(port: int, path: str, content: str | None = None) -> bytes:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+        connection.request("POST" if content else "GET", path, content)
+        reply = connection.getresponse()
+        assert reply.status == 200
+        return reply.read()
+
+
+@pytest.mark.slow
+def test_it_answers_and_imports_no_torch(tmp_path: Path, real_python: None) -> None:
+    with server(str(scaled(tmp_path / "a", 2.0))) as (process, port):
+        assert infer(port) == [2.0, 4.0, 6.0]
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        assert "onnxruntime" in maps
+        assert "libtorch" not in maps
+
+
+@pytest.mark.slow
+def test_what_has_come_before_sigterm_is_answered(tmp_path: Path, real_python: None) -> None:
+    """Requests wait for two seconds for others to be computed with: at the signal, none has been answered."""
+    folder = scaled(tmp_path / "a", 2.0)
+    with server(str(folder), "--max-batch", "100", "--max-wait-ms", "2000") as (process, port):
+        found: list[Any] = []
+        threads = [threading.Thread(target=lambda: found.append(infer(port))) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + 30
+        while 'queue_requests{model="m",version="1"} 5.0' not in metrics(port):
+            assert time.monotonic() < until
+        assert not found
+        process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join()
+        assert found == [[2.0, 4.0, 6.0]] * 5
+        assert process.wait(30) == 0
+
+
+def test_other_machines_are_let_in_by_a_token_or_by_name_alone(tmp_path: Path, capsys: Capture) -> None:
+    folder = str(scaled(tmp_path / "a", 2.0))
+    assert run(["serve", folder, "--host", "0.0.0.0"]) == 2
+    assert "give a token by --token-file FILE, or say --public" in capsys.readouterr().err
+    token = tmp_path / "token"
+    token.write_text("a" * 20)
+    token.chmod(0o644)
+    assert run(["serve", folder, "--token-file", str(token)]) == 2
+    assert f"chmod 600 {token}" in capsys.readouterr().err
+    token.chmod(0o600)
+    token.write_text("short\n")
+    assert run(["serve", folder, "--token-file", str(token)]) == 2
+    assert "has 5 characters; it needs 16 at least" in capsys.readouterr().err
+
+
+def test_what_cannot_be_served_is_said(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(["serve", str(tmp_path / "gone"), "--port", "0"]) == 2
+    assert "does not exist; name exported models" in capsys.readouterr().err
+    assert run(["serve", str(tmp_path), "--port", "0"]) == 5
+    assert "name a folder that `headrace export` has written" in capsys.readouterr().err
+    folder = str(scaled(tmp_path / "a", 2.0))
+    assert run(["serve", folder, "--host", "192.0.2.77", "--public"]) == 2
+    assert "cannot listen on 192.0.2.77 port 8000" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert run(["serve", folder]) == 3
+    assert "pip install 'headrace[serve]'" in capsys.readouterr().err
