@@ -52,6 +52,10 @@ _WebOption = Annotated[
     ),
 ]
 
+_ServerOption = Annotated[
+    str | None, option("--for", metavar="SERVER", help="Also what triton, kserve or docker needs to run the model.")
+]
+
 
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", show_default=False, help="The directory of a run.")],
@@ -77,6 +81,7 @@ def export(
         Path | None,
         typer.Option("--job", metavar="JOB.py", show_default=False, help="Where the run does not name its own."),
     ] = None,
+    server: _ServerOption = None,
     settings: SettingsOption = None,
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
@@ -88,8 +93,9 @@ def export(
     also a page with onnxruntime-web.
     """
     with answering(as_json) as answer:
-        # Lazily: it imports torch.
+        # Lazily: they import torch.
         from headrace.api.exporting import export_run
+        from headrace.export.deployment import check_kind, write_deployment
 
         choice = choose(
             target,
@@ -98,8 +104,16 @@ def export(
             onnxruntime_web,
         )
         job = job_of_run(run, job_file, settings, otherwise="call run.export(...) in the program")
+        if server is not None:
+            check_kind(server)
         signature = export_run(job, run, folder, choice, step)
-        answer.give({"folder": str(folder), **to_plain(signature)}, "\n".join(_lines(folder, signature)))
+        document = {"folder": str(folder), **to_plain(signature)}
+        lines = _lines(folder, signature)
+        if server is not None:
+            path, advice = write_deployment(folder, signature, server)
+            document |= {"deployment": str(path), "advice": advice}
+            lines.append(f"{path}: {advice}")
+        answer.give(document, "\n".join(lines))
 
 
 def _lines(folder: Path, signature: Signature) -> list[str]:

@@ -11,6 +11,7 @@ import typer
 
 from headrace.cli.options import JsonOption, help_option, option
 from headrace.cli.output import Answer, answering
+from headrace.errors import UsageError
 
 if TYPE_CHECKING:
     from headrace.serving.running import Listening
@@ -19,7 +20,9 @@ _EXAMPLES = """
   headrace serve model
   headrace serve models/a models/b --port 9000 --max-batch 64 --max-wait-ms 5
   headrace serve model --host 0.0.0.0 --token-file token
+  headrace serve model --cluster ray://auto --replicas 4
 """
+_RAY = "ray://"
 _TOKEN = "HEADRACE_SERVE_TOKEN"
 
 _Models = Annotated[
@@ -58,6 +61,10 @@ _Public = Annotated[bool, typer.Option("--public", help="Other machines may ask 
 _Drain = Annotated[
     float, typer.Option("--drain-s", metavar="SECONDS", min=1, help="How long answers may take after SIGTERM.")
 ]
+_Cluster = Annotated[
+    str | None, option("--cluster", metavar="ray://auto", help="Have Ray Serve run it on a Ray cluster.")
+]
+_Replicas = Annotated[int, typer.Option("--replicas", metavar="N", min=1, help="How many servers on the cluster.")]
 
 
 def serve(
@@ -73,6 +80,8 @@ def serve(
     token_file: _TokenFile = None,
     public: _Public = False,
     drain_s: _Drain = 30.0,
+    cluster: _Cluster = None,
+    replicas: _Replicas = 1,
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
@@ -102,8 +111,17 @@ def serve(
             token=token,
             any_host=not is_loopback(host),
         )
+        if cluster is None and replicas > 1:
+            raise UsageError("--replicas is for a Ray cluster; say which by --cluster ray://auto")
+        if cluster is not None and not cluster.startswith(_RAY):
+            raise UsageError(f"--cluster {cluster}: expected ray://auto, or the address of a Ray cluster")
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
-        run_server(models, settings, host, port, drain_s, lambda where: _tell(answer, where))
+        if cluster is None:
+            run_server(models, settings, host, port, drain_s, lambda where: _tell(answer, where))
+        else:
+            from headrace.serving.ray_cluster import run_on_ray
+
+            run_on_ray(models, settings, cluster, (host, port), replicas, lambda where: _tell(answer, where))
 
 
 def _tell(answer: Answer, where: Listening) -> None:
