@@ -161,9 +161,13 @@ class PredictionServer:
 
         async def answer(scope: Scope, receive: Receive) -> HttpAnswer:
             began = time.perf_counter()
-            self._find(scope)
+            version = self._find(scope)[1]
+            try:
+                version.require_room()
+            except RequestError as error:
+                self._count(version, error.status, 0.0)
+                raise
             body = await read_body(scope, receive, self._budget)
-            version: LoadedVersion | None = None
             try:
                 # A version may have gone while the body came.
                 version = self._find(scope)[1]
@@ -172,8 +176,7 @@ class PredictionServer:
                 reply = error_reply(error)
             finally:
                 self._budget.give_back(len(body))
-            if version is not None:
-                self._count(version, reply.status, time.perf_counter() - began)
+            self._count(version, reply.status, time.perf_counter() - began)
             return reply
 
         return answer

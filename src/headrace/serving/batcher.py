@@ -70,8 +70,7 @@ class Batcher:
         Raises:
             RequestError: 429, as many requests as may wait are waiting.
         """
-        if len(self._queue) >= self._settings.max_queue:
-            raise self.refusal()
+        self.require_room()
         form = tuple(array.shape[1:] for array in inputs.values())
         waiting = _Waiting(inputs, rows, form, self._loop.create_future(), self._loop.time())
         self._queue.append(waiting)
@@ -80,10 +79,12 @@ class Batcher:
         self._start()
         return waiting.answer
 
-    def refusal(self) -> RequestError:
-        """Returns what is raised when the queue is full: it says when to come again."""
+    def require_room(self) -> None:
+        """Raises RequestError 429 where as many requests as may wait are waiting; it says when to come again."""
+        if len(self._queue) < self._settings.max_queue:
+            return
         seconds = max(1, math.ceil(self._rows * self._row_s))
-        return RequestError(
+        raise RequestError(
             429, f"{len(self._queue)} requests wait already; come again in {seconds} s", {"Retry-After": str(seconds)}
         )
 

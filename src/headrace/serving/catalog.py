@@ -84,6 +84,10 @@ class LoadedVersion:
         self._check_finite(outputs)
         return outputs
 
+    def require_room(self) -> None:
+        """Raises RequestError 429 where too many requests wait: before the body of another one is read."""
+        self._batcher.require_room()
+
     async def close(self) -> None:
         """Answers what waits, and gives the memory back."""
         await self._batcher.close()
