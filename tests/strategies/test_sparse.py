@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import headrace as hr
+from headrace.checkpoint import folder
+from headrace.checkpoint.spool import Spool
 from headrace.errors import JobError, UsageError
 from headrace.report.views.table import run_rows
 from headrace.spec.events import Event, ServerStarted, Stepped
@@ -134,7 +136,12 @@ def _batches_of(one: hr.Job) -> tuple[list[Any], dict[str, Tensor]]:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_on_under_other_strategies_and_numbers_of_servers(tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_under_other_strategies_and_numbers_of_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As tables that do not fit into memory: rows wait in a file, and checkpoints are mapped.
+    monkeypatch.setattr(Spool.__init__, "__defaults__", (0,))
+    monkeypatch.setattr(folder, "_MAPPED_BYTES", 0)
     ways = [
         hr.ParameterServer(workers=2, servers=3, staleness_bound=0),
         hr.Mirrored(2),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"step-([0-9]{8,18})(\.part|\.old)?")
 _MOST_ENTRIES = 100_000
+_MAPPED_BYTES = 256 << 20
 # Errors of the checkpoint; EACCES, EMFILE and the like are not.
 _WRONG = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.EINVAL),
@@ -64,20 +65,23 @@ class Checkpoint:
 
     def verify(self) -> None:
         """Reads all files; a `CorruptCheckpoint` names one whose content has changed."""
-        chunk = min(CHUNK, max((record.bytes for record in self.manifest.files), default=1))
-        # One buffer is digested while the other is filled.
-        pair = tuple(memoryview(bytearray(chunk)) for _ in range(2))
         for record in self.manifest.files:
-            with self._opened(record.name) as file, Digest() as digest:
-                _, count = _read_header(file, record, digest)
-                sizes = (min(chunk, count - at) for at in range(0, count, chunk))
-                _read_rest(file, record, digest, (half[:size] for half, size in zip(itertools.cycle(pair), sizes)))
+            with self._opened(record.name) as file:
+                _digest(file, record)
 
     def read(self, rank: int) -> dict[str, Tensor]:
-        """Returns a rank's tensors, on the CPU: views of one buffer, digested while it is filled."""
+        """Returns a rank's tensors, on the CPU: views of one buffer, digested while it is filled.
+
+        Those of a large file are views of the file, which was digested just before, and whose pages the system may take
+        back: a checkpoint of tables may be larger than this process's memory.
+        """
         from headrace.checkpoint import forms, tensors
 
         record = self._record(rank)
+        if record.bytes > _MAPPED_BYTES:
+            with self._opened(record.name) as file:
+                entries, count = _digest(file, record)
+                return forms.decode(tensors.views(tensors.mapped(file.map(), record.bytes - count), entries))
         with self._opened(record.name) as file, Digest(behind_bytes=record.bytes) as digest:
             entries, count = _read_header(file, record, digest)
             buffer, memory = tensors.allocate(count)
@@ -114,6 +118,18 @@ def _read_header(file: File, record: FileRecord, digest: Digest) -> tuple[tuple[
     digest.feed(head)
     count = record.bytes - len(prefix) - len(head)
     return header.parse(bytes(head), count), count
+
+
+def _digest(file: File, record: FileRecord) -> tuple[tuple[header.TensorEntry, ...], int]:
+    """Reads a file that is not kept; returns the tensors and the bytes of their data."""
+    chunk = min(CHUNK, record.bytes)
+    # One buffer is digested while the other is filled.
+    pair = tuple(memoryview(bytearray(chunk)) for _ in range(2))
+    with Digest() as digest:
+        entries, count = _read_header(file, record, digest)
+        sizes = (min(chunk, count - at) for at in range(0, count, chunk))
+        _read_rest(file, record, digest, (half[:size] for half, size in zip(itertools.cycle(pair), sizes)))
+    return entries, count
 
 
 def _read_rest(file: File, record: FileRecord, digest: Digest, buffers: Iterable[memoryview]) -> None:

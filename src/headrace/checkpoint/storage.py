@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import mmap
 import os
 import stat
 from collections import deque
@@ -38,6 +39,10 @@ class File:
     def read(self, buffer: memoryview) -> int:
         """Reads the next bytes into `buffer`; returns how many, 0 at the end of the file."""
         return os.readv(self._descriptor, [buffer])
+
+    def map(self) -> mmap.mmap:
+        """Returns the file's content as memory, read when it is used; writing to it changes a copy."""
+        return mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_COPY)
 
     def write(self, data: memoryview) -> int:
         """Appends a front part of `data`; returns how many bytes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -44,6 +45,11 @@ def allocate(count: int) -> tuple[Tensor, memoryview]:
     except RuntimeError as error:
         raise MemoryError(f"{count:,} bytes for the tensors of a checkpoint cannot be allocated") from error
     return buffer, buffer.numpy().data
+
+
+def mapped(memory: mmap.mmap, start: int) -> Tensor:
+    """Returns the bytes of a mapped file from `start` on."""
+    return torch.frombuffer(memory, dtype=torch.uint8, offset=start)
 
 
 def views(buffer: Tensor, entries: Sequence[TensorEntry]) -> dict[str, Tensor]:

@@ -53,8 +53,8 @@ class Exchange(SwappableWeights):
         """Ends a round without an update."""
 
     @abstractmethod
-    def state(self) -> tuple[StatePiece, ...]:
-        """Returns the optimizer state that this rank holds."""
+    def state(self) -> Iterable[StatePiece]:
+        """Returns the optimizer state that this rank holds; rows of tables are read block by block as it is taken."""
 
     def own(self) -> tuple[StatePiece, ...]:
         """Returns the state that belongs to this worker alone."""
@@ -203,8 +203,8 @@ class Replica:
         if isinstance(self.sync, PeriodicSync):
             self.sync.adopt_averaged_weights()
 
-    def state(self) -> tuple[StatePiece, ...]:
-        """Returns the optimizer state that this rank saves; every worker calls it."""
+    def state(self) -> Iterable[StatePiece]:
+        """Returns the optimizer state that this rank saves; every worker calls it, and takes all of it at once."""
         pieces = self.exchange.state()
         return self.slices.join(pieces) if self.slices else pieces
 

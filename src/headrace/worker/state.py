@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from headrace.checkpoint import Checkpoint
 from headrace.checkpoint.forms import extra_states, load_extra_states
+from headrace.checkpoint.spool import Spool
 from headrace.errors import CorruptCheckpoint, HeadraceError
 from headrace.modules import parameters_and_buffers, restore
 from headrace.spec.plan import EVERY_WORKER, Plan
 from headrace.training.batch_norm import averaged_buffers
 from headrace.training.compute import Compute
-from headrace.training.embeddings.pieces import is_row_value
+from headrace.training.embeddings.pieces import is_row_piece, is_row_value
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import AVERAGE, PARAMETER
 from headrace.worker.evaluation import EarlyStopper, average
@@ -44,7 +45,10 @@ class WorkerState:
     def take(self, done: int, weight: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Returns copies of this worker's part, and the description of the whole; all workers call it together."""
         rank = self._group.rank
-        tensors = {**owned_pieces(self._replica.state(), self._run.plan, rank), **random_states(self._device)}
+        # A thread writes them to the checkpoint while training goes on, which changes the rows.
+        with Spool(self._run.run_dir) as spool:
+            tensors = owned_pieces(self._replica.state(), self._run.plan, rank, spool)
+        tensors |= random_states(self._device)
         tensors |= {f"own/{piece.name}": piece.value for piece in self._replica.own_state()}
         with self._replica.trained_weights():
             averaged = {id(buffer): buffer.detach().clone() for buffer in averaged_buffers(self._model)}
@@ -109,11 +113,18 @@ def model_tensors(compute: Compute, leads: bool, world: int, averaged: Mapping[i
     return tensors | {name: buffer.detach().clone() for name, buffer in local_buffers(compute.module, world)}
 
 
-def owned_pieces(pieces: tuple[StatePiece, ...], plan: Plan, rank: int) -> dict[str, Tensor]:
-    """Returns the pieces that this rank saves: the first of the ranks that hold a piece saves it."""
+def owned_pieces(pieces: Iterable[StatePiece], plan: Plan, rank: int, spool: Spool | None = None) -> dict[str, Tensor]:
+    """Returns the pieces that this rank saves: the first of the ranks that hold a piece saves it.
+
+    Rows of tables, which may be more than fit into memory, are kept in `spool`.
+    """
     shared = {segment.parameter for segment in plan.segments if segment.owner == EVERY_WORKER}
     leads = plan.leads(rank)
-    return {f"state/{piece.name}": piece.value for piece in pieces if leads or piece.parameter not in shared}
+    return {
+        f"state/{piece.name}": spool.keep(piece.value) if spool and is_row_piece(piece) else piece.value
+        for piece in pieces
+        if leads or piece.parameter not in shared
+    }
 
 
 def seed_random(seed: int) -> None:

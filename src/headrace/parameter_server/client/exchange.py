@@ -229,16 +229,16 @@ class ServedExchange(Exchange):
         self._group.barrier()
         self.client.pull()
 
-    def state(self) -> tuple[StatePiece, ...]:
+    def state(self) -> Iterable[StatePiece]:
         pieces: list[StatePiece] = []
         for server in range(self._group.rank, len(self._layouts), self._group.world):
             for shard in range(len(self._layouts[server])):
                 blob = self.client.ask(server, Message(Kind.STATE, shard, 1))
                 # In one order on all ranks, because the ranks of a replica may join their pieces.
                 pieces += [StatePiece.parse(name, value) for name, value in sorted(unpack(blob).items())]
-        if self.rows is not None:
-            pieces += self.rows.state(range(self._group.rank, len(self._layouts), self._group.world))
-        return tuple(pieces)
+        if self.rows is None:
+            return pieces
+        return chain(pieces, self.rows.state(range(self._group.rank, len(self._layouts), self._group.world)))
 
     def settings(self) -> dict[str, Any]:
         # A rank of a replica may have no trainable parameter, and so no server; the first rank has one.

@@ -8,6 +8,7 @@ worker 1   ids, gradient ─┘            └─► sum ──► the same upda
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -76,8 +77,8 @@ class TablesExchange(Exchange):
     def swap_weights(self, averaged: bool) -> None:
         self._inner.swap_weights(averaged)
 
-    def state(self) -> tuple[StatePiece, ...]:
-        return (*self._inner.state(), *(self._pieces() if self._group.rank == 0 else ()))
+    def state(self) -> Iterable[StatePiece]:
+        return chain(self._inner.state(), self._pieces() if self._group.rank == 0 else ())
 
     def own(self) -> tuple[StatePiece, ...]:
         return self._inner.own()
