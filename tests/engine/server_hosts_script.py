@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import headrace as hr
 from engine.conftest import until
-from engine.networks import cut_link, go_there
+from engine.networks import cut_link, go_there, part
 from engine.ranks import errors_said, say, total
 from engine.victims import INPUTS, TARGETS, make_job, split_model
 
@@ -73,7 +74,25 @@ def cut() -> None:
     fail_over(partial(cut_link, 1))
 
 
-DEEDS: dict[str, Callable[[], None]] = {"fit": fit, "replicas": replicas, "kill": kill, "cut": cut}
+def cut_workers() -> None:
+    """Rank 0 cuts the other two workers from each other; they train for twice the timeout after that."""
+
+    def train(worker: hr.Worker) -> None:
+        for batch in worker.batches():
+            if worker.rank == 0 and worker.round == 10:
+                part(1, 2)
+            if worker.rank == 0 and worker.round >= 10:
+                time.sleep(0.05)
+            worker.step(batch)
+            if worker.evaluation_due:
+                worker.evaluate()
+
+    job = make_job(steps=50, epochs=None, global_batch_size=9, eval_data=(INPUTS, TARGETS))
+    run = hr.launch(train, job, hr.ParameterServer(staleness_bound=0), timeout_s=1, run_dir="run")
+    tell(run)
+
+
+DEEDS: dict[str, Callable[[], None]] = {"fit": fit, "replicas": replicas, "kill": kill, "cut": cut, "part": cut_workers}
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import headrace as hr
-from engine.networks import Start, network, starts
+from engine.networks import Start, join_again, network, starts
 from engine.ranks import TESTS, total
 from engine.victims import make_job, split_model
 from headrace.engine.local.fork_server import ForkServer
@@ -60,4 +60,15 @@ def test_a_backup_on_another_host_takes_over(hosts: str, start: Start, deed: str
     ours = hr.fit(make_job(steps=80, epochs=None), engine=hr.ThreadEngine())
     # Each gradient was applied once.
     for rank in survivors:
+        assert ended.one(rank, "total")["total"] == pytest.approx(total(ours.model), abs=1e-6)
+
+
+def test_workers_of_servers_need_no_link_to_each_other(hosts: str, start: Start) -> None:
+    try:
+        ended = start("part", on=(0, 1, 2, 0))
+    finally:
+        join_again(hosts, 1, 2)
+    assert set(ended.codes.values()) == {0}, ended.logs
+    ours = hr.fit(make_job(steps=50, epochs=None, global_batch_size=9), engine=hr.ThreadEngine())
+    for rank in range(4):
         assert ended.one(rank, "total")["total"] == pytest.approx(total(ours.model), abs=1e-6)

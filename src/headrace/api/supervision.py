@@ -20,7 +20,7 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.engine.base import LEFT, TERMINATED, Engine, RunProgress
 from headrace.engine.torchrun.engine import LaunchedEngine, LaunchedGroup
 from headrace.engine.torchrun.store import first_failed
-from headrace.errors import ForkServerLost, HeadraceError, LeftBehind, PeerLost, UsageError
+from headrace.errors import ForkServerLost, HeadraceError, LeftBehind, PeerLost, UnfitMachine, UsageError
 from headrace.machine import can_paint, versions
 from headrace.parameter_server.server.snapshots import SnapshotSet
 from headrace.policies.roles import split
@@ -70,8 +70,19 @@ def _join(spec: RunSpec, info: JobInfo, engine: LaunchedEngine) -> str:
     group.agree("written")
     if begun.run_dir != spec.run_dir:
         # Another rank's directory may be temporary, and is then deleted with that rank.
-        shutil.copytree(begun.run_dir, spec.run_dir, dirs_exist_ok=True)
+        _copy(begun.run_dir, spec.run_dir, group)
     return status
+
+
+def _copy(source: Path, target: Path, group: LaunchedGroup) -> None:
+    try:
+        shutil.copytree(source, target, dirs_exist_ok=True)
+    except OSError as error:
+        (*_, why), *_ = error.args[0] if isinstance(error, shutil.Error) else [(error,)]
+        raise UnfitMachine(
+            f"rank {group.rank} on {group.hosts[group.rank]} cannot copy the run's files from {source} to {target}: "
+            f"{why}; make room there, or give all ranks of a host one run_dir"
+        ) from None
 
 
 def _on_this_host(spec: RunSpec, group: LaunchedGroup, begin: Mapping[str, Any]) -> RunSpec:

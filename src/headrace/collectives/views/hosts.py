@@ -162,7 +162,7 @@ class HostViews(Views):
 
     def is_gone(self, member: int) -> bool:
         incarnation = dict(self.view.members).get(member, -1)
-        return incarnation < 0 or (member, incarnation) in self._membership.suspects
+        return incarnation < 0 or (member, incarnation) in self._membership.suspects | self._membership.closed
 
     def check(self) -> None:
         self._membership.check()

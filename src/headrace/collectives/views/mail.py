@@ -122,17 +122,18 @@ class MemberMail:
         while waits(self._inbox):
             frames = self._inbox.recv_multipart(copy=False)
             connection = self._guard.find(int(frames[-1].get(zmq.SRCFD)))
-            if connection is None:
-                continue  # it has ended meanwhile
-            self._guard.greet(connection)
-            connection.taken += sum(wire_bytes(len(frame)) for frame in frames[1:])
+            # One that has ended meanwhile was authenticated, too, and may have said why it ended.
+            if connection is not None:
+                self._guard.greet(connection)
+                connection.taken += sum(wire_bytes(len(frame)) for frame in frames[1:])
             try:
                 sender, kind, content, known = json.loads(frames[1].bytes)
                 self.learn({(int(rank), int(incarnation)): str(address) for rank, incarnation, address in known})
                 yield from_plain(Member, sender), str(kind), content  # type: ignore[arg-type]
             except (ValueError, IndexError, TypeError, KeyError, struct.error):
                 # A wrong message ends its sender's connection, and nothing else.
-                self._guard.disconnect(connection)
+                if connection is not None:
+                    self._guard.disconnect(connection)
         for member, events in self._events.items():
             if any(event in _ENDS for event, _ in events.read()):
                 self.gone.add(member)

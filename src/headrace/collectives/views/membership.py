@@ -76,6 +76,7 @@ class MembershipThread:
 
     Attributes:
         suspects: the members that seem to be lost; whether they are, the agreement decides.
+        closed: those that have ended in order, and need the others no more.
         is_to_leave: whether this process was asked to leave the others.
     """
 
@@ -97,7 +98,7 @@ class MembershipThread:
         self._agreement = ViewAgreement(me, view, int(min(_PATIENCE_S, timeout_s) / _TICK_S))
         self._changed = threading.Condition()
         self.suspects: set[Member] = set()
-        self._left: set[Member] = set()
+        self.closed: set[Member] = set()
         self.is_to_leave = self._is_going = False
         self._asking: dict[Member, float] = {}
         self._heard: dict[Member, float] = dict.fromkeys(view.members if view else (), monotonic())
@@ -221,7 +222,7 @@ class MembershipThread:
         Where `after` is given, it first waits until that member has closed, or is lost.
         """
         with self._changed:
-            while after and after not in self._left | self.suspects and not (self._failure or self._why):
+            while after and after not in self.closed | self.suspects and not (self._failure or self._why):
                 self._changed.wait(_SLICE_S)
             self._closing = True
             self._say_marks()
@@ -274,7 +275,7 @@ class MembershipThread:
         """Suspects the members that cannot be reached."""
         gone = {member for member in self._others() if member in self._mail.gone}
         silent = {member for member in self._others() if now - self._heard.setdefault(member, now) > self._timeout_s}
-        self._suspect((gone | silent) - self._left)
+        self._suspect((gone | silent) - self.closed)
 
     def _suspect(self, suspects: set[Member]) -> None:
         if not suspects <= self.suspects:
@@ -285,7 +286,7 @@ class MembershipThread:
     def _take(self, sender: Member, kind: str, content: Any) -> None:
         view = self._agreement.view
         if kind == _BYE:
-            self._left.add(sender)
+            self.closed.add(sender)
         elif kind == _LEAVE:
             self.is_to_leave = True
         elif kind == _GOING:

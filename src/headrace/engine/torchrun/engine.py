@@ -230,10 +230,7 @@ class LaunchedGroup:
         self.page.abort = self.page.abort or 1 + (error.rank if isinstance(error, PeerLost) else self.rank)
 
     def agree(self, text: str) -> str:
-        """Returns rank 0's text, on every rank that is left.
-
-        If rank 0 was lost and the run went on: its own, when the rank that leads has written all.
-        """
+        """Returns rank 0's text; its own if rank 0 was lost and the run went on, when the rank that leads is done."""
         ranks = range(self.world) if self._remaining is None else [rank for rank, _ in self._remaining]
         if self._remaining is not None and (0, 0) not in self._remaining:
             if self._remaining[0] != (self.rank, self.incarnation):
@@ -250,12 +247,14 @@ class LaunchedGroup:
         else:
             awaited = ranks if (self.rank, self.incarnation) == (0, 0) else ()
             key = f"{self._prefix}/read/{self._agreed}"
-            await_others(launched_store(), key, self.rank, awaited, self._is_lost, self._check)
+            await_others(launched_store(), key, self.rank, awaited, self._is_gone, self._check)
         return agreed
 
-    def _is_lost(self, rank: int) -> bool:
+    def _is_gone(self, rank: int) -> bool:
         record = self.page.ranks[rank]
-        return bool(self._views and self._views.is_gone(rank)) or (record.restarts > 0 and not record.heartbeat.pid)
+        has_left = self._relay is not None and rank in self._relay.left
+        lost = record.restarts > 0 and not record.heartbeat.pid
+        return lost or has_left or (self._views is not None and self._views.is_gone(rank))
 
     def agree_on_host(self, text: str) -> str:
         """Returns the text of this host's first rank, on every rank of the host; each calls it once."""

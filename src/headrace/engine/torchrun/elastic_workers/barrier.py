@@ -33,13 +33,13 @@ def await_others(
     key: str,
     own: int,
     ranks: Sequence[int],
-    is_lost: Callable[[int], bool],
+    is_gone: Callable[[int], bool],
     check: Callable[[], None],
 ) -> None:
-    """Says that rank `own` has come to a place in the store, and waits for those of `ranks` that are not lost."""
+    """Says that rank `own` has come to a place in the store, and waits for those of `ranks` that are not gone."""
     store.add(f"{key}/{own}", 1)
     for rank in ranks:
-        while not (store.add(f"{key}/{rank}", 0) or is_lost(rank)):
+        while not (store.add(f"{key}/{rank}", 0) or is_gone(rank)):
             check()
             sleep(_LOOK_EVERY_S)
 
