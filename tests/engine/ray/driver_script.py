@@ -6,6 +6,7 @@ import functools
 import os
 import signal
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import torch
 import headrace as hr
 from engine.ranks import say
 from engine.ray.clusters import raylet_of
+from headrace.engine.local.scaling import ask_for_states, ask_for_workers
 from headrace.engine.ray.run import RayRun
 from headrace.errors import HeadraceError, WorkerFailed
 from headrace.spec.events import Event
@@ -87,6 +89,7 @@ class Deeds:
     def __init__(self, deed: Callable[[Deeds], None], after: int = 10, until: str = "") -> None:
         self.hosts: list[str] = []
         self.processes: dict[int, int] = {}
+        self.servers: dict[int, int] = {}
         self.lost: list[tuple[int, str]] = []
         self._deed: Callable[[Deeds], None] | None = deed
         self._after = after
@@ -97,6 +100,8 @@ class Deeds:
             self.hosts = [role["host"] for role in event.plan["roles"]]
         if event.kind == "worker_started":
             self.processes[event.rank] = event.pid
+        if event.kind == "server_started":
+            self.servers[event.rank] = event.pid
         if event.kind == "lost":
             self.lost.append((event.lost, event.host))
         if self._until and event.kind == "notice" and self._until in event.text:
@@ -123,6 +128,10 @@ def kill_agent(deeds: Deeds) -> None:
 
 def kill_rank_0(deeds: Deeds) -> None:
     os.kill(deeds.processes[0], signal.SIGKILL)
+
+
+def kill_server(deeds: Deeds) -> None:
+    os.kill(deeds.servers[2], signal.SIGKILL)
 
 
 def interrupt(deeds: Deeds) -> None:
@@ -168,14 +177,37 @@ def survive(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
     return {"runs": found}
 
 
+def replace_server(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
+    """A server is killed, and when its successor has become the backup the one that has taken its place, too."""
+    deeds, ready = Deeds(kill_server), []
+
+    def told(event: Event) -> None:
+        deeds(event)
+        if event.kind == "backup_ready":
+            ready.append(event.backup)
+            if ready[-1] == 2:
+                os.kill(deeds.servers[3], signal.SIGKILL)
+
+    run = hr.fit(
+        counting(4000), hr.ParameterServer(workers=2, backups=1), engine=hr.RayEngine(), on_event=told, timeout_s=5
+    )
+    return {
+        "status": run.status,
+        "counts": sorted(set(run.model.count.tolist())),
+        "ready": ready,
+        "lost": [rank for rank, _ in deeds.lost],
+        "said": [event.text for event in run.events if event.kind == "notice"],
+    }
+
+
 def elastic(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
-    """Of three workers a process, an actor, a node and rank 0 are killed; all but the last come back."""
+    """Of three workers a process, an actor, a node and rank 0 are killed; all come back."""
     found = []
     for deed, placement, until in (
         (kill_process, None, "with a new rank 1"),
         (kill_agent, None, "with a new rank 1"),
         (kill_raylet, SPREAD, "with a new rank 1"),
-        (kill_rank_0, None, "without rank 0"),
+        (kill_rank_0, None, "with a new rank 0"),
     ):
         deeds = Deeds(deed, until=until)
         run = hr.fit(
@@ -189,6 +221,60 @@ def elastic(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
         counts = run.model.count.detach()
         found.append({"status": run.status, "apart": float(counts.max() - counts.min()), "said": said})
     return {"runs": found}
+
+
+def grow(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
+    """A node is killed, and there is none for its worker until another one joins the cluster."""
+    deeds = Deeds(kill_raylet, until="with a new rank 1")
+
+    def told(event: Event) -> None:
+        deeds(event)
+        if event.kind == "notice" and "without rank 1" in event.text:
+            (folder / "smaller").touch()
+
+    run = hr.fit(
+        counting(1_000_000),
+        hr.Mirrored(workers=3, min_workers=2),
+        engine=hr.RayEngine(placement=SPREAD),
+        on_event=told,
+        timeout_s=5,
+    )
+    counts = run.model.count.detach()
+    said = [event.text for event in run.events if event.kind == "notice"]
+    return {"status": run.status, "apart": float(counts.max() - counts.min()), "hosts": deeds.hosts, "said": said}
+
+
+def scale(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
+    """One of three workers is asked to leave, and to come back."""
+    said: list[str] = []
+    states: list[list[str]] = []
+
+    def ask() -> None:
+        states.append([each.state for each in ask_for_states(folder / "run", 60)])
+        for count, until in ((-1, "is gone"), (1, "trains")):
+            said.append(ask_for_workers(folder / "run", count, 60))
+            while (now := [each.state for each in ask_for_states(folder / "run", 60)])[2] != until:
+                time.sleep(0.2)
+            states.append(now)
+        try:
+            ask_for_workers(folder / "run", 1, 60)
+        except HeadraceError as error:
+            said.append(str(error))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    # On a thread, because the events are told by the one that answers.
+    asking = threading.Thread(target=ask)
+    deeds = Deeds(lambda _: asking.start(), after=30)
+    run = hr.fit(
+        counting(1_000_000),
+        hr.Mirrored(workers=3, min_workers=2),
+        engine=engine,
+        on_event=deeds,
+        run_dir=folder / "run",
+    )
+    asking.join()
+    counts = run.model.count.detach()
+    return {"status": run.status, "apart": float(counts.max() - counts.min()), "said": said, "states": states}
 
 
 def resume(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
@@ -315,7 +401,7 @@ def _reserved(within_s: float = 20.0) -> float:
 def main() -> None:
     deed, address, folder = sys.argv[1:]
     engine = hr.RayEngine(address)
-    deeds = {each.__name__: each for each in (equal, survive, elastic, resume, fail, read)}
+    deeds = {each.__name__: each for each in (equal, survive, replace_server, elastic, grow, scale, resume, fail, read)}
     said = deeds[deed](engine, Path(folder))
     say(**said)
     engine.close()

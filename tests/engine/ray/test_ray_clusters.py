@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,15 @@ def test_a_lost_worker_is_started_again_on_its_node_or_on_another(tmp_path: Path
     assert any(text.startswith(f"rank 1 was on {cut['hosts'][1]} and is started again on ") for text in cut["said"])
 
 
+def test_a_lost_server_is_replaced_and_may_be_lost_again(address: str, tmp_path: Path) -> None:
+    run = drive("replace_server", address, tmp_path)
+    assert run["status"] == "ok"
+    assert run["counts"] == [4000.0]
+    assert run["lost"] == [2, 3]
+    assert run["ready"][:2] == [3, 2]
+    assert any(text.startswith("rank 2 on ") and text.endswith(" has come back") for text in run["said"])
+
+
 def test_workers_in_lockstep_go_on_without_one_that_is_lost_and_take_it_back(tmp_path: Path) -> None:
     with local_cluster([("a", 3), ("b", 1), ("c", 1), ("d", 1)]) as cluster:
         runs = drive("elastic", cluster.address, tmp_path)["runs"]
@@ -86,6 +97,38 @@ def test_workers_in_lockstep_go_on_without_one_that_is_lost_and_take_it_back(tmp
         assert run["apart"] < 1.01
         assert any(f"begins with 2 workers: without rank {lost}" in text for text in run["said"])
     assert any("is started again on " in text for text in runs[2]["said"])
+    assert any("leads from now on" in text for text in runs[3]["said"])
+    assert any("with a new rank 0" in text for text in runs[3]["said"])
+
+
+def test_a_worker_of_a_lost_node_comes_back_when_another_node_joins(tmp_path: Path) -> None:
+    with (
+        local_cluster([("a", 1), ("b", 1), ("c", 1)]) as cluster,
+        ThreadPoolExecutor(1) as driver,
+    ):
+        said = driver.submit(drive, "grow", cluster.address, tmp_path)
+        while not ((tmp_path / "smaller").exists() or said.done()):
+            time.sleep(0.1)
+        cluster.start("d", 1)
+        run = said.result()
+    assert run["status"] == "interrupted"
+    assert run["apart"] < 1.01
+    begun = [text for text in run["said"] if "begins with" in text]
+    assert "begins with 2 workers: without rank 1" in begun[0]
+    assert "with a new rank 1" in begun[1]
+    assert f"rank 1 was on {run['hosts'][1]} and is started again on d" in run["said"]
+
+
+def test_a_worker_leaves_and_comes_back_as_it_is_asked_to(address: str, tmp_path: Path) -> None:
+    said = drive("scale", address, tmp_path)
+    assert said["status"] == "interrupted"
+    assert said["apart"] < 1.01
+    assert said["states"] == [["trains"] * 3, ["trains", "trains", "is gone"], ["trains"] * 3]
+    assert said["said"] == [
+        "2 workers from now on: rank 2 leaves after the present round",
+        "3 workers from now on: rank 2 begins",
+        "3 workers and +1 are 4; a run has 2 to 3, as many as it has reserved places for, and 3 train now",
+    ]
 
 
 def test_a_pipeline_names_the_lost_stage_and_resumes(tmp_path: Path) -> None:

@@ -25,6 +25,9 @@ from headrace.machine import cores, host_name, spare_memory_bytes
 _WATCH_S = 1.0
 _LAST_WORDS_S = 1.0
 _LOG_CHARACTERS = 4000
+LEAVE = b"l"
+"""What the process reads from stdin after its request, when it is to leave the others."""
+
 _PROGRAM = (sys.executable, "-P", "-m", "headrace.engine.ray.process")
 
 
@@ -106,6 +109,10 @@ class RankAgent:
         """Sends a signal to the process."""
         self._process.signal(number)
 
+    def leave(self) -> None:
+        """Asks the process to leave the others, which go on."""
+        self._process.leave()
+
 
 class _Process:
     """One process of a rank, `python -m headrace.engine.ray.process`; it reads its request from stdin.
@@ -154,6 +161,13 @@ class _Process:
     def signal(self, number: int) -> None:
         if self._code is None:
             self._child.send_signal(number)
+
+    def leave(self) -> None:
+        assert self._child.stdin is not None
+        # Where it has ended already, `wait` says so.
+        with suppress(BrokenPipeError):
+            self._child.stdin.write(LEAVE)
+            self._child.stdin.flush()
 
     def _await_end(self) -> None:
         self._code = self._child.wait()

@@ -1,7 +1,8 @@
 """The process of one rank on a node of a Ray cluster: `python -m headrace.engine.ray.process DESCRIPTOR NICENESS`.
 
 It reads what to run from stdin, does it as a launcher's process does, and writes JSON lines to the descriptor: how far
-the run is, and last how it ended. Where stdin ends, its agent has ended: then this process ends, too.
+the run is, and last how it ended. Where stdin ends, its agent has ended: then this process ends, too. A byte before
+asks it to leave the others.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from time import monotonic
 from typing import IO, Any
 
-from headrace.engine.base import RunProgress
+from headrace.engine.base import LEFT, RunProgress
 from headrace.engine.local.fork_server_main import load
 from headrace.engine.local.process import redirect
 from headrace.engine.shipping import unpack
@@ -49,7 +50,8 @@ def main() -> None:
         return
     request = json.loads(header)
     code, data = stdin.read(request["code"]), stdin.read(request["data"])
-    threading.Thread(target=_follow, args=(os.dup(0),), name="headrace-agent", daemon=True).start()
+    leaves = threading.Event()
+    threading.Thread(target=_follow, args=(os.dup(0), leaves), name="headrace-agent", daemon=True).start()
     os.environ.update(request["environment"])
     if Path(request["directory"]).is_dir():
         os.chdir(request["directory"])
@@ -59,7 +61,7 @@ def main() -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     redirect(log)
     try:
-        _say(says, {"status": _run(_unpacked(request, code, data), request, says)})
+        _say(says, {"status": _run(_unpacked(request, code, data), request, says, leaves)})
     except BaseException as error:
         _say(says, _failure(error))
         shown = str(error) if isinstance(error, HeadraceError) else user_traceback(error, fallback=True)
@@ -102,24 +104,31 @@ def _unpacked(request: Mapping[str, Any], code: bytes, data: bytes) -> RunSpec:
     return replace(spec, run_dir=Path(request["run_dir"]), started=started)
 
 
-def _run(spec: RunSpec, request: Mapping[str, Any], says: IO[str]) -> str:
+def _run(spec: RunSpec, request: Mapping[str, Any], says: IO[str], leaves: threading.Event) -> str:
     # Any of these may be lost.
     elastic = spec.plan.min_workers > 0
     engine = LaunchedEngine(spec.timeout_s, request["encrypt"], request["threads"], relays=elastic)
-    over = threading.Event()
+    group, over = engine.group, threading.Event()
 
     def tell() -> None:
         while not over.wait(_TELL_EVERY_S):
-            now = RunProgress.read(engine.group.page)
-            _say(says, {"progress": [now.step, now.loss, now.examples]})
+            now = RunProgress.read(group.page)
+            progress = [now.step, now.loss, now.examples]
+            views, leader = group.views, group.view_leader
+            trains = views is not None and views.view.number >= 0
+            _say(says, {"progress": progress, "trains": trains, "store": leader.store_address if leader else ""})
+            if views and trains and leaves.is_set():
+                leaves.clear()
+                views.let_leave([views.me])
 
     teller = threading.Thread(target=tell, name="headrace-progress", daemon=True)
-    if engine.group.rank == 0 or elastic:
+    if group.rank == 0 or elastic:
         teller.start()
     try:
         status = engine.run(spec, lambda _: None)
-        # The store ends with rank 0, which must not end before the others.
-        engine.group.agree("ended")
+        if status != LEFT:
+            # The store ends with rank 0, which must not end before the others.
+            group.agree("ended")
         return status
     finally:
         over.set()
@@ -147,9 +156,10 @@ def _say(says: IO[str], what: Mapping[str, Any]) -> None:
     says.flush()
 
 
-def _follow(stdin: int) -> None:
-    # The agent writes nothing more; its end of the pipe closes when it ends, however it ends.
-    os.read(stdin, 1)
+def _follow(stdin: int, leaves: threading.Event) -> None:
+    # The agent's end of the pipe closes when it ends, however it ends.
+    while os.read(stdin, 1):
+        leaves.set()
     os.killpg(0, signal.SIGKILL)
 
 

@@ -19,6 +19,7 @@ from headrace.engine.ray.nodes import RankPlace
 from headrace.engine.ray.watch import RankWatch
 from headrace.engine.schedulers.environment import LAUNCHER
 from headrace.engine.shipping import pack
+from headrace.engine.torchrun.elastic_workers.leader_file import STORE
 from headrace.engine.torchrun.secret import SECRET
 from headrace.errors import UsageError
 from headrace.machine import machine_identity
@@ -81,12 +82,17 @@ class RayRun:
         found: list[str] = ray.get(asked, timeout=_ANSWER_S)
         return found
 
-    def _start(self, rank: int) -> Any:
-        """Has a rank's process begin; returns what its agent will tell."""
+    def _start(self, rank: int, store: str) -> Any:
+        """Has a rank's process begin, which joins the others at a `store` other than rank 0's where one is named.
+
+        Returns what its agent will tell.
+        """
         place, spec = self._places[rank], self._spec
         environment = {**self._launched, "RANK": str(rank), "HEADRACE_HOST": place.host}
         if place.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = place.gpus
+        if store:
+            environment[STORE] = store
         request = {
             "environment": environment,
             "directory": os.getcwd(),

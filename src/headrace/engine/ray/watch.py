@@ -9,11 +9,13 @@ from operator import attrgetter
 from time import monotonic
 from typing import Any
 
-from headrace.engine.base import RunProgress, Stoppable
+from headrace.engine.base import LEFT, RunProgress, Stoppable
 from headrace.engine.local.fork_server import describe_end
+from headrace.engine.local.scaling import ListedWorker, ScaleRequests
 from headrace.engine.ray.nodes import names_of
+from headrace.engine.ray.returns import RankReturns
 from headrace.engine.torchrun.failover import expendable_ranks
-from headrace.errors import PeerLost, WorkerFailed
+from headrace.errors import PeerLost, UsageError, WorkerFailed
 from headrace.spec.events import LAUNCHER, Notice
 from headrace.worker.events import EventWriter
 from headrace.worker.run_spec import RunSpec
@@ -21,7 +23,6 @@ from headrace.worker.run_spec import RunSpec
 _LOOK_EVERY_S = 0.25
 _GRACE_S = 5.0
 """That the others have to end when a process has failed, and to end after rank 0."""
-_AGAIN_S = 1.0
 _IN_VAIN_S = 30.0
 _IN_VAIN = 5
 """How often the process of one rank may be lost within that time."""
@@ -39,23 +40,26 @@ class RankWatch:
         spec: RunSpec,
         agents: Sequence[Any],
         flag: Stoppable,
-        start: Callable[[int], Any],
+        start: Callable[[int, str], Any],
         progress: Callable[[RunProgress], None],
     ) -> None:
         self.status = ""
         self._spec, self._agents, self._flag = spec, agents, flag
         self._start, self._progress = start, progress
+        self._returns = RankReturns(agents)
         self._elastic = spec.plan.min_workers > 0
         several = len({role.host for role in spec.plan.roles}) > 1
         self._expendable = expendable_ranks(spec.plan) if several or self._elastic else frozenset()
-        self._waits = {start(rank): rank for rank in range(len(agents))}
+        self._waits = {start(rank, ""): rank for rank in range(len(agents))}
         self._failure: WorkerFailed | None = None
         self._lost: dict[int, str] = {}
         self._accused: Mapping[str, Any] = {}
         self._deadline: float | None = None
         self._told = RunProgress(0, 0.0, 0)
         self._losses: dict[int, list[float]] = {rank: [] for rank in range(len(agents))}
-        self._awaited: dict[Any, tuple[int, float]] = {}
+        self._members: set[int] = set()
+        self._leaving: set[int] = set()
+        self._requests = ScaleRequests(spec.run_dir) if self._elastic else None
 
     def follow(self) -> None:
         """Returns when the run is over; raises for the first that failed."""
@@ -74,6 +78,8 @@ class RankWatch:
             if monotonic() - looked > _LOOK_EVERY_S:
                 looked = monotonic()
                 self._take_back()
+                if self._requests:
+                    self._requests.look(self._change, self._states)
                 self._progress(self._told)
         self._raise_failure()
 
@@ -92,23 +98,33 @@ class RankWatch:
         if "progress" in told:
             step, loss, examples = told["progress"]
             self._told = max(self._told, RunProgress(int(step), loss, int(examples)), key=attrgetter("step"))
+        if told.get("trains"):
+            self._members.add(rank)
+        if told.get("store"):
+            self._returns.lead(rank, told["store"])
         self._waits[self._agents[rank].watch.remote()] = rank
 
     def _take_end(self, rank: int, ended: Mapping[str, Any]) -> None:
         """Decides what the end of a process means: the run's, its restart, or nothing."""
-        if "status" in ended:
+        # One that has come back, and has not joined the others yet, speaks for itself alone.
+        outside = bool(self._losses[rank]) and rank not in self._members
+        in_vain = ended.get("error") == "RunFailed" or (self._elastic and ended.get("lost"))
+        if ended.get("status") == LEFT:
+            self._part(rank)
+        elif "status" in ended:
             if rank == 0 or self._elastic:
                 self.status = ended["status"]
                 self._deadline = monotonic() + _GRACE_S
         elif ended["code"] < 0:
             self._lose(rank, describe_end(ended["code"]))
+        elif outside and in_vain:
+            if self._deadline is None and not self._in_vain(rank):
+                self._returns.want(rank)
         elif ended.get("lost"):
             self._accused = self._accused or ended["lost"]
             self._begin_end()
         elif ended.get("error") in ("Replaced", "LeftBehind"):
             self._lose(rank, ended["message"])
-        elif 0 in self._lost and self._losses[rank] and ended.get("error") == "RunFailed":
-            pass  # it was to come back, and rank 0 has not let it in any more
         else:
             self._failure = self._failure or self._failed(rank, ended)
             self._begin_end()
@@ -116,53 +132,87 @@ class RankWatch:
     def _begin_end(self) -> None:
         self._deadline = self._deadline or monotonic() + _GRACE_S
 
-    def _lose(self, rank: int, cause: str) -> None:
+    def _part(self, rank: int) -> None:
+        """Takes notice that a rank has no process that is one of the run's."""
+        self._members.discard(rank)
+        self._leaving.discard(rank)
+        self._returns.lose(rank)
+
+    def _in_vain(self, rank: int) -> bool:
+        """Counts a loss; returns whether the process of this rank is lost too often to be started again."""
         losses = self._losses[rank]
         losses.append(monotonic())
-        in_vain = len(losses) >= _IN_VAIN and losses[-1] - losses[-_IN_VAIN] < _IN_VAIN_S
-        if self._elastic and rank == 0 and self._waits and self._deadline is None:
-            # The others go on, and have no store any more by which another process could join them.
-            self._lost[0] = cause
-        elif self._deadline is not None or rank not in self._expendable or in_vain:
+        return len(losses) >= _IN_VAIN and losses[-1] - losses[-_IN_VAIN] < _IN_VAIN_S
+
+    def _lose(self, rank: int, cause: str) -> None:
+        self._part(rank)
+        in_vain = self._in_vain(rank)
+        # Workers in lockstep go on without rank 0 by themselves, if there are others.
+        expendable = rank in self._expendable or (self._elastic and rank == 0 and bool(self._waits))
+        if self._deadline is not None or not expendable or in_vain:
             again = f", the {_IN_VAIN}th time within {_IN_VAIN_S:.0f} s" if in_vain else ""
             self._lost.setdefault(rank, cause + again)
             self._begin_end()
-        # The backup of a server takes its place by itself.
-        elif self._spec.plan.role(rank).computes and 0 not in self._lost:
-            self._await(rank)
-
-    def _await(self, rank: int) -> None:
-        """Asks for an agent that Ray restarts, perhaps on another node, if the cluster has room for it."""
-        self._awaited[self._agents[rank].describe.remote()] = rank, monotonic()
+        else:
+            self._returns.want(rank)
 
     def _take_back(self) -> None:
-        """Starts the processes of lost workers whose agents answer."""
+        """Starts the processes of lost workers that can join the others."""
         import ray
 
-        for reference in ray.wait(list(self._awaited), timeout=0)[0] if self._awaited else ():
-            rank, asked = self._awaited[reference]
-            try:
-                found = ray.get(reference)
-            except ray.exceptions.RayError:
-                # Ray has not noticed yet that the node is gone, or does not restart the agent yet.
-                if monotonic() - asked > _AGAIN_S:
-                    del self._awaited[reference]
-                    self._await(rank)
-                continue
-            del self._awaited[reference]
-            self._start_again(rank, names_of(ray.nodes())[found["node"]])
+        for rank, node, store in self._returns.ready():
+            self._start_again(rank, names_of(ray.nodes())[node], store)
 
-    def _start_again(self, rank: int, name: str) -> None:
+    def _start_again(self, rank: int, name: str, store: str) -> None:
         """Starts a lost worker's process on the node that Ray has chosen."""
         was = self._spec.plan.role(rank).host
         mates = sum(role.host == was for role in self._spec.plan.roles)
         if self._elastic and name != was and mates > 1:
             return  # the workers of one node share its memory
-        self._waits[self._start(rank)] = rank
+        self._waits[self._start(rank, store)] = rank
         if name != was:
-            with closing(EventWriter(self._spec.run_dir, LAUNCHER, self._spec.started)) as events:
-                text = f"rank {rank} was on {was} and is started again on {name}"
-                events.write(Notice(LAUNCHER, events.now(), text))
+            self._note(f"rank {rank} was on {was} and is started again on {name}")
+
+    def _states(self) -> list[ListedWorker]:
+        """Returns what each worker does, for `headrace workers list`."""
+        found, running, wanted = [], set(self._waits.values()), self._returns.wanted()
+        for rank in range(self._spec.plan.workers):
+            state = "leaves" if rank in self._leaving else "trains" if rank in self._members else "begins"
+            if rank not in running:
+                state = "waits for a node" if rank in wanted else "is gone"
+            found.append(ListedWorker(rank, self._spec.plan.role(rank).host, len(self._losses[rank]), state))
+        return found
+
+    def _change(self, count: int) -> str:
+        """Starts so many workers that are gone, or below 0 asks some to leave; returns what happens."""
+        states = {each.rank: each.state for each in self._states()}
+        gone = [rank for rank, state in states.items() if state == "is gone"]
+        stay = [rank for rank, state in states.items() if state == "trains"]
+        others = [rank for rank, state in states.items() if state in ("begins", "waits for a node")]
+        least, total = max(1, self._spec.plan.min_workers), len(stay) + len(others) + count
+        if self._deadline is not None:
+            raise UsageError("no workers can join or leave: this run comes to its end")
+        if count > len(gone) or total < least or len(stay) + count < 1:
+            raise UsageError(
+                f"{total - count} workers and {count:+d} are {total}; a run has {least} to {len(states)}, as many as "
+                f"it has reserved places for, and {len(stay)} train now"
+            )
+        for rank in gone[:count] if count > 0 else ():
+            self._returns.want(rank)
+        leaving = stay[count:] if count < 0 else []
+        for rank in leaving:
+            self._agents[rank].leave.remote()
+        self._leaving.update(leaving)
+        changed = leaving or gone[:count]
+        named, one = ", ".join(f"rank {rank}" for rank in changed), "s" * (len(changed) == 1)
+        does = f"leave{one} after the present round" if leaving else f"begin{one}"
+        text = f"{total} worker{'s' * (total > 1)} from now on: {named} {does}"
+        self._note(text)
+        return text
+
+    def _note(self, text: str) -> None:
+        with closing(EventWriter(self._spec.run_dir, LAUNCHER, self._spec.started)) as events:
+            events.write(Notice(LAUNCHER, events.now(), text))
 
     def _failed(self, rank: int, ended: Mapping[str, Any]) -> WorkerFailed:
         plan = self._spec.plan

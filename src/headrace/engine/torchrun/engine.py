@@ -62,6 +62,10 @@ class LaunchedGroup:
     The control page is shared by all; where there are several hosts, each process has one with copies of the others'
     marks. After `timeout_s` without a sign of life a process counts as lost. With `relays`, processes of one host do as
     those of several: any of them may be lost, and started again.
+
+    Attributes:
+        views: of workers that go on when others are lost, while they train; None for others.
+        view_leader: acts for them where this one is the first.
     """
 
     def __init__(self, timeout_s: float, encrypt: bool = True, relays: bool = False) -> None:
@@ -76,8 +80,8 @@ class LaunchedGroup:
         self._expendable: frozenset[int] = frozenset()
         self._elastic: ElasticGroup | None = None
         self._remaining: list[Member] | None = None
-        self._leader: ViewLeader | None = None
-        self._views: HostViews | None = None
+        self.view_leader: ViewLeader | None = None
+        self.views: HostViews | None = None
         self.has_left = False
         self._deadline = monotonic() + start_timeout_s()
         self.incarnation, self.passed_s = self._come_back() if self.world > 1 and comes_back() else (0, 0.0)
@@ -106,14 +110,9 @@ class LaunchedGroup:
     def leads(self) -> bool:
         """Whether this rank has taken the place of rank 0, which was lost."""
         if self._remaining is None:
-            return self._leader is not None and self._leader.leads
+            return self.view_leader is not None and self.view_leader.leads
         # Also where rank 0 was lost at the very end.
         return self._remaining[0] == (self.rank, self.incarnation) != (0, 0)
-
-    def leave(self) -> None:
-        """Lets this worker leave the others between two rounds, where any of them may be lost."""
-        if self._views:
-            self._views.let_leave([(self.rank, self.incarnation)])
 
     @property
     def mates(self) -> int:
@@ -147,7 +146,7 @@ class LaunchedGroup:
                 if self._relay
                 else elastic_on_page(self.page, self.rank, members, self._check)
             )
-        elif plan.workers < len(plan.roles) and not plan.replaces:
+        elif plan.workers < len(plan.roles) and not plan.replaces and not self.incarnation:
             # Only processes of the same kind synchronize with each other.
             workers = self.host.subgroup([role.rank for role in plan.roles if role.computes == computes])
         if computes:
@@ -172,11 +171,11 @@ class LaunchedGroup:
     def _work_in_views(self, spec: RunSpec) -> None:
         """Does this worker's part of a run that goes on without lost ones; notes which are left."""
         self._expendable, me = expendable_ranks(spec.plan), (self.rank, self.incarnation)
-        views, self._leader = join_views(
+        views, self.view_leader = join_views(
             spec, me, self._prefix, self.hosts, self.page, self._relay, self._encrypt, self._check_failed
         )
-        self._views = views
-        self._decide(spec, self._leader.standing)
+        self.views = views
+        self._decide(spec, self.view_leader.standing)
         try:
             work(spec, self.rank, ViewGroup(views), self.page)
             views.in_order, self.has_left = True, views.has_left
@@ -188,14 +187,14 @@ class LaunchedGroup:
             raise
         finally:
             self._remaining = list(views.view.members)
-            self._leader.close()
+            self.view_leader.close()
             if not views.in_order:
                 self._close_views()
 
     def _close_views(self, after: Member | None = None) -> None:
-        if self._views:
-            self._views.close(after)
-            self._views = None
+        if self.views:
+            self.views.close(after)
+            self.views = None
 
     def _check_failed(self) -> None:
         if self.page.abort:
@@ -254,7 +253,7 @@ class LaunchedGroup:
         record = self.page.ranks[rank]
         has_left = self._relay is not None and rank in self._relay.left
         lost = record.restarts > 0 and not record.heartbeat.pid
-        return lost or has_left or (self._views is not None and self._views.is_gone(rank))
+        return lost or has_left or (self.views is not None and self.views.is_gone(rank))
 
     def agree_on_host(self, text: str) -> str:
         """Returns the text of this host's first rank, on every rank of the host; each calls it once."""

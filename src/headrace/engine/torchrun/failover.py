@@ -46,7 +46,7 @@ class MemberStanding(Enum):
 
 
 class LaunchedFailover:
-    """Lets a run go on without lost workers, takes back those that come back, and promotes backups of lost servers.
+    """Lets a run go on without lost processes, takes back those that come back, and promotes backups of lost servers.
 
     A worker is lost when its connection to rank 0 has ended, or when it gives no sign of life for the run's
     `timeout_s`. A server that was killed refuses connections, which is tried as soon as another process suspects it.
@@ -91,10 +91,15 @@ class LaunchedFailover:
 
     def _take_back(self, over: bool) -> None:
         for rank in list(self._lost):
-            incarnation = 0 if over or rank in replaceable_ranks(self._spec.plan) else self._page.ranks[rank].restarts
+            incarnation = 0 if over else self._page.ranks[rank].restarts
             if self._admit(rank, incarnation) and incarnation:
                 self._lost.remove(rank)
-                self._workers[rank] = LivenessProbe(0)
+                if rank in replaceable_ranks(self._spec.plan):
+                    self._servers[rank] = LivenessProbe(0)
+                    # It becomes the backup of the one that has taken its place, which fills it.
+                    self._controller.up(rank)
+                else:
+                    self._workers[rank] = LivenessProbe(0)
                 with self._events() as events:
                     text = f"rank {rank} on {self._spec.plan.role(rank).host} has come back"
                     events.write(Notice(LAUNCHER, events.now(), text))
@@ -129,9 +134,8 @@ class LaunchedFailover:
         suspects = self._take_suspects()
         for rank, probe in list(self._servers.items()):
             silent_s = probe.silent_s(page.ranks[rank].heartbeat.count)
-            if page.ranks[rank].heartbeat.pid == 0:
-                continue
-            if silent_s > self._spec.timeout_s:
+            # One that comes back still has to begin.
+            if silent_s > self._spec.timeout_s + (0 if page.ranks[rank].heartbeat.pid else BACK_S):
                 self._lose_server(rank, f"gave no sign of life for {silent_s:.1f} s")
             elif self._has_ended(rank, suspects) and self._backup_has_told(rank):
                 self._lose_server(rank, "its process has ended")
@@ -165,6 +169,7 @@ class LaunchedFailover:
 
     def _lose_server(self, rank: int, cause: str) -> None:
         del self._servers[rank]
+        self._ended.pop(rank, None)
         with self._events() as events:
             try:
                 self._controller.down(rank, cause)
@@ -189,7 +194,9 @@ class LaunchedFailover:
 
 
 def _refuses(address: str) -> bool:
-    """Returns whether no process listens at a server's address, on a host that answers."""
+    """Returns whether no process listens at a server's address, on a host that answers; one that begins has none."""
+    if not address:
+        return False
     place = urlsplit(address.split()[-1])
     with suppress(TimeoutError, OSError):
         try:

@@ -161,6 +161,7 @@ class HeartbeatRelay:
         """Lets all follow the next process of a rank, on the rank that decides; nothing that this one tells counts."""
         record = self._page.ranks[rank]
         record.heartbeat.pid = 0
+        record.address.clear()
         self.left.discard(rank)
         self._begin_rank(rank, record.restarts + 1)
         # Last, because the others then ask for the next one's marks.
@@ -218,6 +219,9 @@ class HeartbeatRelay:
     def _follow_decisions(self, marks: bytes) -> None:
         for record, (restarts, *view) in zip(self._page.ranks, _DECIDED.iter_unpack(marks[_MARKS.size :]), strict=True):
             # They only grow, and one that has led before may tell older ones.
-            record.restarts = max(record.restarts, restarts)
+            if restarts > record.restarts:
+                # Before, because from then on the next process may tell its own.
+                record.address.clear()
+                record.restarts = restarts
             if view[0] > record.server_view.epoch:
                 record.server_view.publish(*view)

@@ -58,6 +58,7 @@ class ViewLeader:
 
     Attributes:
         leads: whether this member has taken the place of rank 0, which was lost.
+        store_address: of the store that it then serves; "" for none.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class ViewLeader:
         relay: HeartbeatRelay | None,
         place: StorePlace | None,
     ) -> None:
-        self.leads, self._store_address = False, ""
+        self.leads, self.store_address = False, ""
         self._spec, self._page, self._views, self._prefix = spec, page, views, prefix
         self._own, self._relay, self._place = own, relay, place
         self._first_store, self._beat = first_store, 0
@@ -118,7 +119,7 @@ class ViewLeader:
                 continue
             if not self.leads and self._views.me != (0, 0):
                 self._succeed()
-            address = self._store_address or self._first_store
+            address = self.store_address or self._first_store
             if self._place and monotonic() - told > _TELL_EVERY_S:
                 told, self._beat = monotonic(), self._beat + 1
                 tell_leader(self._spec.run_dir, address, rank, self._beat)
@@ -134,8 +135,8 @@ class ViewLeader:
         with closing(EventWriter(self._spec.run_dir, LAUNCHER, self._spec.started)) as events:
             text = f"rank {rank} on {self._spec.plan.role(rank).host} leads from now on: {does}"
             events.write(Notice(LAUNCHER, events.now(), text))
-        if self._store_address:
-            tell_leader(self._spec.run_dir, self._store_address, rank)
+        if self.store_address:
+            tell_leader(self._spec.run_dir, self.store_address, rank)
         self.leads = True
 
     def _serve(self, place: StorePlace, relay: HeartbeatRelay) -> None:
@@ -163,7 +164,7 @@ class ViewLeader:
             workers,
         )
         self._following.decide_by(controller.look, often=False)
-        self._store_address = self._server.address
+        self.store_address = self._server.address
 
     def _admit(self, store: StoreClient, rank: int, incarnation: int) -> bool:
         return admit(store, self._prefix, rank, incarnation, monotonic() - self._spec.started)
