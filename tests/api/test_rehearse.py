@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import headrace as hr
-from headrace.errors import DataError, InfeasiblePlan, NonFiniteLoss, UsageError
+from headrace.errors import DataError, InfeasiblePlan, JobError, NonFiniteLoss, UsageError
 from headrace.spec.cluster import Host
 from headrace.spec.compute import BatchProfile, ComputeProfile
 from headrace.spec.events import PushesApplied, Stepped, decode, encode
@@ -74,6 +74,40 @@ def test_a_real_run_is_computed_again_bit_for_bit(strategy: hr.Strategy, tmp_pat
     ]
     assert losses[0] == losses[1]
     assert sum(event.examples for event in again.run.events if isinstance(event, Stepped)) == 2 * EXAMPLES
+
+
+@pytest.mark.slow
+def test_one_mirror_for_all_gives_the_bits_of_many(tmp_path: Path) -> None:
+    schedule = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=4)
+    options = hr.Options(clip_norm=0.5, ema_decay=0.9, warmup=2, schedule=schedule, batch_norm="sync")
+    for index, optimizer in enumerate((SGD, functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1))):
+        given = job(model=_normed, optimizer=optimizer, options=options)
+        real, again = tmp_path / f"real-{index}", tmp_path / f"again-{index}"
+        trained = hr.fit(given, hr.Mirrored(workers=5), device="cpu", run_dir=real, checkpoints=False)
+        rehearsed = hr.rehearse(given, from_run=real, run_dir=again)
+        assert equal(model_of(real), model_of(again))
+        assert rehearsed.run.metrics == trained.metrics
+
+
+def _normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+
+
+class _Halved(nn.Linear):
+    """Changes a parameter in forward."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.bias.mul_(0.5)
+        return super().forward(inputs)
+
+
+def test_a_model_that_changes_parameters_in_forward_has_no_shared_mirror(tmp_path: Path) -> None:
+    spec = replace(MODEL, parameters=(ParameterSpec("weight", (3, 8)), ParameterSpec("bias", (3,))))
+    with pytest.raises(JobError, match="changes its parameter 'bias' in forward"):
+        hr.rehearse(
+            job(model=functools.partial(_Halved, 8, 3)), hr.Mirrored(workers=2), model=spec, run_dir=tmp_path / "a"
+        )
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 import headrace as hr
 from engine.ranks import say
 from engine.ray.clusters import raylet_of
+from engine.ray.jobs import Deeds, counting, digits, interrupt, mean
 from headrace.engine.local.scaling import ask_for_states, ask_for_workers
 from headrace.engine.ray.run import RayRun
 from headrace.errors import HeadraceError, WorkerFailed
@@ -29,87 +29,11 @@ from headrace.spec.events import Event
 SPREAD = "STRICT_SPREAD"
 
 
-class Counter(torch.nn.Module):
-    """Each example has a parameter of its own, which grows by 1 when its gradient is applied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = torch.nn.Parameter(torch.zeros(64))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return -inputs @ self.count
-
-
-def mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return output.mean()
-
-
-def counting(epochs: int) -> hr.Job:
-    return hr.Job(
-        model=Counter,
-        loss=mean,
-        optimizer=functools.partial(torch.optim.SGD, lr=16.0),
-        data=(torch.eye(64), torch.zeros(64)),
-        global_batch_size=16,
-        epochs=epochs,
-    )
-
-
-def talking() -> torch.nn.Module:
-    sys.stderr.write(f"a model is built with niceness {os.getpriority(os.PRIO_PROCESS, 0)}\n")
-    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.ReLU(), torch.nn.Linear(16, 10))
-
-
-def digits(epochs: int = 2) -> hr.Job:
-    images = hr.data.digits()
-    return hr.Job(
-        model=talking,
-        task=hr.tasks.multiclass(10),
-        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
-        data=images.train,
-        eval_data=images.test,
-        global_batch_size=64,
-        epochs=epochs,
-    )
-
-
 class Occupant:
     """An actor of another job."""
 
     def ready(self) -> bool:
         return True
-
-
-class Deeds:
-    """Does something once, when rank 1 has done so many steps; remembers where ranks are, and what was lost.
-
-    A notice with `until` in it ends the run.
-    """
-
-    def __init__(self, deed: Callable[[Deeds], None], after: int = 10, until: str = "") -> None:
-        self.hosts: list[str] = []
-        self.processes: dict[int, int] = {}
-        self.servers: dict[int, int] = {}
-        self.lost: list[tuple[int, str]] = []
-        self._deed: Callable[[Deeds], None] | None = deed
-        self._after = after
-        self._until = until
-
-    def __call__(self, event: Event) -> None:
-        if event.kind == "run_started":
-            self.hosts = [role["host"] for role in event.plan["roles"]]
-        if event.kind == "worker_started":
-            self.processes[event.rank] = event.pid
-        if event.kind == "server_started":
-            self.servers[event.rank] = event.pid
-        if event.kind == "lost":
-            self.lost.append((event.lost, event.host))
-        if self._until and event.kind == "notice" and self._until in event.text:
-            self._until = ""
-            interrupt(self)
-        if event.kind == "stepped" and event.rank == 1 and event.step >= self._after and self._deed:
-            deed, self._deed = self._deed, None
-            deed(self)
 
 
 def kill_raylet(deeds: Deeds) -> None:
@@ -132,10 +56,6 @@ def kill_rank_0(deeds: Deeds) -> None:
 
 def kill_server(deeds: Deeds) -> None:
     os.kill(deeds.servers[2], signal.SIGKILL)
-
-
-def interrupt(deeds: Deeds) -> None:
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 def total(run: hr.Run) -> float:

@@ -18,6 +18,7 @@ from headrace.prediction.cloud import cluster_of
 from headrace.prediction.profiling.origin import require_origin, require_usable
 from headrace.prediction.rehearsal.events import VirtualEvents
 from headrace.prediction.rehearsal.lockstep import Times, retime, times_of, times_recorded, train_in_turns
+from headrace.prediction.rehearsal.one_mirror import OneMirror, with_one_mirror
 from headrace.prediction.rehearsal.recorded import Record, RecordedOrder
 from headrace.prediction.rehearsal.served import OrderSource, Rehearsed, ServedRehearsal
 from headrace.prediction.rehearsal.simulated import SimulatedOrder
@@ -175,8 +176,11 @@ class RehearsalSetup:
         return ended_s
 
     def _train_in_turns(self, run: RunSpec, times: Times, evaluation_s: float, moved: float) -> float:
-        # Each worker has parameters, gradients and optimizer state, and there is the sum or the mean of all.
-        self._require_memory(run, (run.model.copies + 1) * run.plan.workers + 1)
+        # Each worker has gradients, and parameters and optimizer state where not all share one mirror; and there is the
+        # sum or the mean of all.
+        run = with_one_mirror(run)
+        mirrors = 1 if isinstance(run.strategy, OneMirror) else run.plan.workers
+        self._require_memory(run, run.model.copies * mirrors + run.plan.workers + 1)
         rounds = run.rounds_of(self._info.examples)
         self._say(f"rehearsing {run.plan.workers} workers, {rounds} rounds")
         train_in_turns(run)
