@@ -167,20 +167,23 @@ def grow(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
 def scale(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
     """One of three workers is asked to leave, and to come back."""
     said: list[str] = []
-    states: list[list[str]] = []
+
+    def await_states(*wanted: str) -> None:
+        while [each.state for each in ask_for_states(folder / "run", 60)] != list(wanted):
+            time.sleep(0.2)
 
     def ask() -> None:
-        states.append([each.state for each in ask_for_states(folder / "run", 60)])
-        for count, until in ((-1, "is gone"), (1, "trains")):
-            said.append(ask_for_workers(folder / "run", count, 60))
-            while (now := [each.state for each in ask_for_states(folder / "run", 60)])[2] != until:
-                time.sleep(0.2)
-            states.append(now)
         try:
+            await_states("trains", "trains", "trains")
+            said.append(ask_for_workers(folder / "run", -1, 60))
+            await_states("trains", "trains", "is gone")
+            said.append(ask_for_workers(folder / "run", 1, 60))
+            await_states("trains", "trains", "trains")
             ask_for_workers(folder / "run", 1, 60)
         except HeadraceError as error:
             said.append(str(error))
-        os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
 
     # On a thread, because the events are told by the one that answers.
     asking = threading.Thread(target=ask)
@@ -194,7 +197,7 @@ def scale(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
     )
     asking.join()
     counts = run.model.count.detach()
-    return {"status": run.status, "apart": float(counts.max() - counts.min()), "said": said, "states": states}
+    return {"status": run.status, "apart": float(counts.max() - counts.min()), "said": said}
 
 
 def resume(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
