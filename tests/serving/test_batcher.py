@@ -82,6 +82,46 @@ def test_the_first_of_a_batch_waits_no_longer_than_it_may() -> None:
     assert run(Doubling(), talk, max_batch=100, max_wait_ms=60) >= 0.06
 
 
+def test_requests_that_come_one_by_one_do_not_wait() -> None:
+    async def talk(batcher: Batcher) -> list[float]:
+        seconds = []
+        for n in range(3):
+            began = asyncio.get_running_loop().time()
+            await batcher.submit(rows(n), 1)
+            seconds.append(asyncio.get_running_loop().time() - began)
+        return seconds
+
+    first, *others = run(Doubling(), talk, max_batch=100, max_wait_ms=400)
+    assert first >= 0.4
+    assert max(others) < 0.3
+
+
+def test_after_a_batch_of_many_the_next_waits_for_as_many() -> None:
+    doubling = Doubling()
+
+    async def talk(batcher: Batcher) -> None:
+        for _ in range(2):
+            first = batcher.submit(rows(1), 1)
+            await asyncio.sleep(0.02)
+            assert not first.done()
+            others = [batcher.submit(rows(n), 1) for n in range(3)]
+            await asyncio.wait_for(asyncio.gather(first, *others), 5)
+            assert doubling.sizes[-1] == 4
+
+    run(doubling, talk, max_batch=4, max_wait_ms=20_000)
+    doubling.sizes.clear()
+
+    async def fewer(batcher: Batcher) -> None:
+        await asyncio.gather(*(batcher.submit(rows(n), 1) for n in range(3)))
+        # Three came together: the next three are computed when the third has come, long before the time is over.
+        began = asyncio.get_running_loop().time()
+        await asyncio.gather(*(batcher.submit(rows(n), 1) for n in range(3)))
+        assert asyncio.get_running_loop().time() - began < 0.3
+
+    run(doubling, fewer, max_batch=100, max_wait_ms=400)
+    assert doubling.sizes == [3, 3]
+
+
 def test_other_lengths_are_computed_apart() -> None:
     doubling = Doubling()
 

@@ -30,10 +30,12 @@ class _Waiting:
 
 
 class Batcher:
-    """Collects requests until there are `max_batch` examples, or the first has waited for `max_wait_ms`.
+    """Collects requests until there are as many examples as may be expected, or the first has waited `max_wait_ms`.
 
-    One thread computes. A second batch waits for it as soon as it is full, so that the thread does not wait for the
-    event loop. What waits longer than one batch takes is computed next in any case.
+    One thread computes. While it does, requests gather, and are computed next in any case. Where it has nothing to do,
+    the first request waits for as many others as the last batch had: clients that were answered together come again
+    together. Requests that come one by one do not wait. A second batch waits for the thread as soon as it is full, so
+    that the thread does not wait for the event loop.
 
     Args:
         compute: returns outputs for inputs, in one thread.
@@ -52,6 +54,7 @@ class Batcher:
         self._computed = computed
         self._queue: deque[_Waiting] = deque()
         self._rows = 0
+        self._expected = self._most_rows
         self._running = 0
         self._timer: asyncio.TimerHandle | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="headrace-serve")
@@ -96,12 +99,11 @@ class Batcher:
     def _start(self) -> None:
         """Gives the thread what is due."""
         while self._queue and self._running < 2:
-            full = self._rows >= self._most_rows
-            if not full:
+            if self._rows < self._most_rows:
                 if self._running:
                     return
                 rest = self._queue[0].came + self._wait_s - self._loop.time()
-                if rest > 0:
+                if rest > 0 and self._rows < self._expected:
                     if self._timer is None:
                         self._timer = self._loop.call_later(rest, self._waited)
                     return
@@ -130,6 +132,7 @@ class Batcher:
                 kept.append(each)
         self._queue.extendleft(reversed(kept))
         self._rows -= rows
+        self._expected = min(rows, self._most_rows)
         return batch
 
     def _run(self, batch: Sequence[_Waiting]) -> list[list[Array]]:

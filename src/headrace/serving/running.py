@@ -98,6 +98,7 @@ async def _run(
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=max(1, round(drain_s)),
         backlog=_BACKLOG,
     )

@@ -9,6 +9,8 @@ from pathlib import Path
 from headrace.errors import UnfitMachine, UsageError
 
 _LIBRARIES = ("httptools", "onnxruntime", "orjson", "prometheus_client", "starlette", "uvicorn", "uvloop")
+TOO_MANY = 429
+"""The status of HTTP for requests that are refused because others wait."""
 
 
 @dataclass(frozen=True)
