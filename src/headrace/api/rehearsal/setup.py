@@ -176,11 +176,13 @@ class RehearsalSetup:
         return ended_s
 
     def _train_in_turns(self, run: RunSpec, times: Times, evaluation_s: float, moved: float) -> float:
-        # Each worker has gradients, and parameters and optimizer state where not all share one mirror; and there is the
-        # sum or the mean of all.
         run = with_one_mirror(run)
-        mirrors = 1 if isinstance(run.strategy, OneMirror) else run.plan.workers
-        self._require_memory(run, run.model.copies * mirrors + run.plan.workers + 1)
+        if isinstance(run.strategy, OneMirror):
+            # Beside it the sum, and the gradients of two workers: one may wait for its turn to add them.
+            self._require_memory(run, run.model.copies + 3)
+        else:
+            # Each worker has parameters, gradients and optimizer state, and there is the sum or the mean of all.
+            self._require_memory(run, (run.model.copies + 1) * run.plan.workers + 1)
         rounds = run.rounds_of(self._info.examples)
         self._say(f"rehearsing {run.plan.workers} workers, {rounds} rounds")
         train_in_turns(run)

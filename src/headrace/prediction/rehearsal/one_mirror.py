@@ -1,36 +1,38 @@
 """Workers of `Mirrored` in one process. After each round their mirrors are equal, so there is one, which all read.
 
-    worker 0   compute ─┐                            ┌─ update ─┐
-    worker 1   compute ─┤ sum, as Mirrored does it   │          ├─ compute
-    worker 2   compute ─┘                            └──────────┘
+    worker 0   compute ─ sum = g0                          ┌─ clip ─ update ─┐
+    worker 1             compute ─ sum += g1               │                 ├─ compute
+    worker 2                       compute ─ sum += g2 ────┘                 ┘
 
-64 mirrors of their own would make 64 equal updates a round. The sums are those of `Mirrored`, part by part and in rank
-order, so the results are its own, bit for bit.
+64 mirrors of their own would make 64 equal updates a round, and hold 64 gradients. The sum is in rank order, as that of
+`Mirrored` on one host, so the results are its own, bit for bit.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import JobError
 from headrace.modules import is_dense
 from headrace.spec.cluster import Cluster
-from headrace.spec.model import ModelSpec
+from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.plan import Plan
 from headrace.strategies.context import WorkerContext
 from headrace.strategies.mirrored import Mirrored
 from headrace.strategies.strategy import Strategy, broadcast_tensors
 from headrace.training.clipping import GradientClipper, StepDecision
 from headrace.training.exchange import Reduced, ReducingExchange, Replica
+from headrace.training.gradients import FlatLayout, UsedParameters
 from headrace.training.optimizer import StatePiece
-from headrace.training.reduction import SharedMemoryReduction
+from headrace.training.reduction import shared_traffic
 from headrace.training.update import Updater
 from headrace.worker.run_spec import RunSpec
 from headrace.worker.session import make_module
@@ -52,34 +54,83 @@ class OneMirror(Strategy):
         always = context.synchronise_batch_norm()
         group, module, trainable = context.group, context.module, context.model.trainable
         broadcast_tensors(module.buffers(), group)
-        reduction = SharedMemoryReduction(trainable, group)
+        gradients = RankOrderSum(trainable, group)
         updater = context.updater_of(() if rank else plan.segments)
-        views = dict(zip(reduction.layout.names, reduction.layout.views(reduction.result), strict=True))
         named = dict(module.named_parameters())
-        owned = {} if rank else {named[name]: view for name, view in views.items()}
-        exchange = OneMirrorExchange(updater, context.clipper(views), reduction, owned, named, group)
-        return Replica(context.whole_model(reduction.sink, always), exchange)
+        owned = {} if rank else {named[name]: view for name, view in gradients.views.items()}
+        exchange = OneMirrorExchange(updater, context.clipper(gradients.views), gradients, owned, named, group)
+        return Replica(context.whole_model(gradients, always), exchange)
+
+
+class RankOrderSum:
+    """Takes the gradients of a backward pass, and adds them to the other workers', after those of the ranks before.
+
+    Attributes:
+        views: the sum, by the parameters' names.
+        part: this rank's part of it, by type.
+        used: tells which parameters have a gradient.
+        nbytes: of the gradients.
+    """
+
+    def __init__(self, trainable: Sequence[ParameterSpec], group: ProcessGroup) -> None:
+        layout = FlatLayout(trainable)
+        self.nbytes = layout.nbytes
+        region = group.share(0 if group.rank else layout.nbytes)[0]
+        self.views = dict(zip(layout.names, layout.views(region), strict=True))
+        self.part = [span.part(group.rank, group.world).of(region) for span in layout.spans]
+        self.used = UsedParameters(group, len(trainable))
+        # The rank whose turn it is.
+        self._turn = group.share(0 if group.rank else 8)[0].view(torch.int64)
+        self._group = group
+
+    def store(self, gradients: Sequence[Tensor | None]) -> None:
+        self.used.publish(gradients)
+        self._await_turn()
+        for total, gradient in zip(self.views.values(), gradients, strict=True):
+            if self._group.rank:
+                total.add_(0.0 if gradient is None else gradient)
+            elif gradient is None:
+                total.zero_()
+            else:
+                total.copy_(gradient)
+        self._end_turn()
+
+    def store_nothing(self) -> None:
+        self.used.publish_nothing()
+        self._await_turn()
+        for total in self.views.values():
+            total.add_(0.0) if self._group.rank else total.zero_()
+        self._end_turn()
+
+    def _await_turn(self) -> None:
+        while int(self._turn) != self._group.rank:
+            # Lets the others run.
+            self._group.check()
+
+    def _end_turn(self) -> None:
+        self._turn.fill_((self._group.rank + 1) % self._group.world)
 
 
 class OneMirrorExchange(ReducingExchange):
-    """Reduces the gradients as Mirrored does; rank 0 updates the one mirror, and the others wait for it.
+    """Updates the one mirror on rank 0, for which the others wait.
 
-    `owned` are the trainable parameters of rank 0 with the sum of their gradients; of another rank it is empty.
+    `owned` are the trainable parameters of rank 0 with the sum of their gradients; of another rank it is empty. `named`
+    are all parameters that this worker reads.
     """
 
     def __init__(
         self,
         updater: Updater,
         clipper: GradientClipper,
-        reduction: SharedMemoryReduction,
+        gradients: RankOrderSum,
         owned: Mapping[nn.Parameter, Tensor],
         named: Mapping[str, nn.Parameter],
         group: ProcessGroup,
     ) -> None:
-        self._reduction, self._group = reduction, group
+        self._sum, self._group = gradients, group
         self._read = {} if owned else dict(named)
         nbytes = sum(parameter.nbytes for parameter in owned)
-        super().__init__(updater, clipper, reduction.used, list(owned), list(owned.values()), nbytes)
+        super().__init__(updater, clipper, gradients.used, list(owned), list(owned.values()), nbytes)
 
     def synchronize(self, finite: bool = True) -> StepDecision:
         for name, parameter in self._read.items():
@@ -91,8 +142,8 @@ class OneMirrorExchange(ReducingExchange):
         return super().synchronize(finite)
 
     def reduce(self) -> Reduced:
-        self._reduction.reduce()
-        return self._reduction.measured, self._reduction.held
+        self._group.moved_bytes += shared_traffic(self._sum.nbytes, self._group.world)
+        return self._sum.part, self._sum.part
 
     def publish(self) -> None:
         self._group.barrier()
