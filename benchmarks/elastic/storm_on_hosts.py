@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.errors import HeadraceError
-from headrace.spec.events import Event, Stepped
+from headrace.spec.events import Event, Lost, Notice, Stepped
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from on_hosts import HOSTS, MASTER, hosts
@@ -157,7 +157,9 @@ def storm(every_s: float, seconds: float, seed: int) -> dict[str, Any]:
             ended = on.end()
         logs = {path.stem: path.read_text()[-2000:] for path in folder.glob("*.log")}
         events = [event for rank in range(-1, WORKERS) for event in events_of(folder / "run", rank)]
-    assert ended, logs
+    if not ended:
+        told = [f"{event.time_s:.1f} s: {event}" for event in events if isinstance(event, Lost | Notice)]
+        raise SystemExit("\n".join(["no worker has ended in order", *told[-60:], *map(str, logs.items())]))
     done = [event for event in events if isinstance(event, Stepped)]
     first, last = min(event.time_s for event in done), max(event.time_s for event in done)
     # A round that a cut worker has done alone would count twice.
