@@ -53,6 +53,27 @@ class Candidates(nn.Module):
         again = films[:, 1:] == films[:, :1]
         return torch.cat([logits[:, :1], logits[:, 1:].masked_fill(again, -torch.inf)], 1)
 
+    def exported(self) -> nn.Module:
+        """Returns what `headrace export` writes in place of the training's logits."""
+        return Retrieval(self)
+
+
+class Retrieval(nn.Module):
+    """The films with the largest dot products with a user's vector, out of all, best first."""
+
+    def __init__(self, candidates: Candidates, count: int = 50) -> None:
+        super().__init__()
+        self.candidates = candidates
+        self.count = count
+
+    def forward(self, watched: Tensor, age: Tensor, profile: Tensor) -> dict[str, Tensor]:
+        """Returns the numbers of the films and their scores, `(batch, count)`."""
+        # Row 0 stands for no film.
+        films = torch.arange(1, self.candidates.film.num_embeddings)
+        scores = self.candidates.user(watched, age, profile) @ self.candidates.film(films).T
+        best = scores.topk(min(self.count, len(films)))
+        return {"films": best.indices + 1, "scores": best.values}
+
 
 def loss(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     """Softmax over the watched film and the drawn ones, whose logits have been corrected for how they are drawn."""

@@ -100,14 +100,21 @@ def test_a_model_that_returns_nan_is_refused(classifier: tuple[hr.Job, nn.Module
         write_model(job, model, tmp_path / "m", FACTS, PT2)
 
 
-def test_a_model_that_looks_at_values_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_a_model_that_looks_at_values_is_refused_with_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Looks(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) if input.sum() > 0 else input
 
     model = Looks(2, 2)
-    with pytest.raises(JobError, match=r"cannot be exported: .*torch\.where"):
-        write_model(job_of(model, (torch.rand(4, 2), torch.rand(4))), model, tmp_path / "m", FACTS, PT2)
+    line = Looks.forward.__code__.co_firstlineno + 1
+    told = rf"cannot be exported, at 1 \(Looks\), test_writing\.py line {line}: .*torch\.where"
+    whole = nn.Sequential(nn.Linear(2, 2), model)
+    with pytest.raises(JobError, match=told) as caught:
+        write_model(job_of(whole, (torch.rand(4, 2), torch.rand(4))), whole, tmp_path / "m", FACTS, PT2)
+    assert "\n" not in str(caught.value)
+    assert not capsys.readouterr().out
 
 
 def test_a_folder_is_not_written_over_and_formats_are_named(

@@ -16,7 +16,7 @@ from headrace.api.run import load_model
 from headrace.checkpoint import Checkpoint, CheckpointFolder
 from headrace.errors import CheckpointMismatch, DataError, UsageError
 from headrace.export.choice import DEFAULT, FORMATS, ExportChoice
-from headrace.export.predictor import inputs_of, predictor_of
+from headrace.export.predictor import answering_form, inputs_of, predictor_of
 from headrace.export.predictor import run as run_predictor
 from headrace.export.programs import free_lengths, open_runner
 from headrace.export.reading import read_inputs
@@ -106,7 +106,7 @@ def predict_file(job: Job, run_dir: Path, data: Path, step: int | None = None) -
         CheckpointMismatch: the run is of another job.
         DataError: the file does not fit the model.
     """
-    module, _ = trained(job, run_dir, step)
+    job, module = answering_form(job, trained(job, run_dir, step)[0])
     batches = examples_of(job)
     predictor, sample = predictor_of(job, module, batches[0])
     forms = tuple(form_of(name, tensor, free_lengths(sample.tensors)) for name, tensor in sample.tensors.items())

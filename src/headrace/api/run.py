@@ -269,6 +269,7 @@ class Run:
         target: str = "server",
         labels: Sequence[str] = (),
         onnxruntime_web: Path | str | None = None,
+        quantize: str | None = None,
     ) -> Signature:
         """Writes the trained model as files that run without headrace, after each was run beside it.
 
@@ -279,6 +280,7 @@ class Run:
             target: "server", or "browser": also a page that runs the model, for any static web server.
             labels: names of the classes in the order of the outputs; for a model of texts, of its tokens.
             onnxruntime_web: for the page, an archive or a folder of that package; None to let npm fetch it.
+            quantize: "int8" or "fp16" for smaller files; the signature has the metrics before and after.
 
         Returns:
             The signature, with the largest difference of each file from the trained model.
@@ -289,7 +291,7 @@ class Run:
             RunFailed: no model was saved.
             UnfitMachine: a library is missing, or the folder cannot be written.
         """
-        choice = choose(target, formats, labels, onnxruntime_web)
+        choice = choose(target, formats, labels, onnxruntime_web, quantize)
         facts = Signature(
             name=self.run_dir.resolve().name if self._keeper is None else "model",
             inputs=(),

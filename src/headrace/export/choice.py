@@ -9,9 +9,12 @@ from pathlib import Path
 from headrace.errors import UsageError
 
 FORMATS = {"pt2": "model.pt2", "onnx": "model.onnx"}
+PRECISIONS = ("int8", "fp16")
 """The file of each format."""
 TARGETS = {"server": ("pt2", "onnx"), "browser": ("onnx",)}
 """The formats of each target."""
+_WHOLE = ("pt2",)
+"""Formats that are not quantized."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class ExportChoice:
     formats: tuple[str, ...] = ("pt2", "onnx")
     labels: tuple[str, ...] = ()
     onnxruntime_web: Path | None = None
+    quantize: str | None = None
 
 
 DEFAULT = ExportChoice()
@@ -33,6 +37,7 @@ def choose(
     formats: Sequence[str] | None = None,
     labels: Sequence[str] = (),
     onnxruntime_web: Path | str | None = None,
+    quantize: str | None = None,
 ) -> ExportChoice:
     """Checks what a user asks for, and adds the formats of the target.
 
@@ -41,19 +46,24 @@ def choose(
     """
     if target not in TARGETS:
         raise UsageError(f"--target takes {', '.join(TARGETS)}, got {target}")
-    taken = TARGETS[target] if formats is None else tuple(formats)
+    if quantize is not None and quantize not in PRECISIONS:
+        raise UsageError(f"--quantize takes {', '.join(PRECISIONS)}, got {quantize!r}")
+    usual = tuple(each for each in TARGETS[target] if quantize is None or each not in _WHOLE)
+    taken = usual if formats is None else tuple(formats)
     unknown = [each for each in taken if each not in FORMATS]
     if unknown or not taken:
         raise UsageError(f"--formats takes {', '.join(FORMATS)}, got {', '.join(unknown) or 'none'}")
     if target == "browser" and taken != ("onnx",):
         raise UsageError(f"--target browser takes the format onnx alone, got {', '.join(taken)}")
+    if quantize is not None and (target == "browser" or set(taken) & set(_WHOLE)):
+        raise UsageError("--quantize goes with --formats onnx for a server")
     if onnxruntime_web is not None and target != "browser":
         raise UsageError("--onnxruntime-web goes with --target browser")
     if len(set(labels)) != len(labels):
         twice = next(label for index, label in enumerate(labels) if label in labels[:index])
         raise UsageError(f"the labels name {twice!r} twice; one name a class, in the order of the model's outputs")
     web = None if onnxruntime_web is None else Path(onnxruntime_web)
-    return ExportChoice(target, taken, tuple(labels), web)
+    return ExportChoice(target, taken, tuple(labels), web, quantize)
 
 
 def read_labels(path: Path) -> tuple[str, ...]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from headrace.errors import JobError
+from headrace.export.tables import with_whole_tables
 from headrace.spec.job import Job
 from headrace.training.whole_model import call
 
@@ -25,6 +26,14 @@ class ModelInputs:
 
     tensors: Mapping[str, Tensor]
     positional: int
+
+
+@runtime_checkable
+class Exportable(Protocol):
+    """A model that answers in another form than it is trained in: a recommender gives the best of all films."""
+
+    def exported(self) -> nn.Module:
+        """Returns the module that answers, with the trained weights; it takes keys of the batch by name."""
 
 
 class Predictor(nn.Module):
@@ -47,6 +56,20 @@ class Predictor(nn.Module):
         named = dict(zip(self._names[self._positional :], inputs[self._positional :], strict=True))
         output = self.model(*inputs[: self._positional], **named)
         return outputs_of(self._activation(output) if self._activation else output)
+
+
+def answering_form(job: Job, model: nn.Module) -> tuple[Job, nn.Module]:
+    """Returns what is exported of a trained model: itself, or what its `exported()` makes of it.
+
+    The job that comes with it selects the inputs of that module, and has neither an activation nor an evaluation set,
+    for its metrics are of the form that is trained; its data are what the trained model is evaluated on.
+    """
+    if not isinstance(model, Exportable):
+        return job, with_whole_tables(model)
+    module = with_whole_tables(model.exported())
+    names = tuple(inspect.signature(module.forward).parameters)
+    data = job.data if job.eval_data is None else job.eval_data
+    return replace(job, data=data, eval_data=None, inputs=names, task=None, loss=_none, metrics=None), module
 
 
 def inputs_of(job: Job, model: nn.Module, batch: Any) -> ModelInputs:
@@ -105,6 +128,10 @@ def predictor_of(job: Job, model: nn.Module, batch: Any) -> tuple[Predictor, Mod
 def keeps_cache(model: nn.Module) -> bool:
     """Whether the model would keep keys and values between calls, which is left out of an export."""
     return bool(getattr(getattr(model, "config", None), "use_cache", False))
+
+
+def _none(output: Any, target: Any) -> Tensor:
+    raise JobError("what a model exports in its own place has no loss")
 
 
 def _computes_loss(job: Job) -> bool:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import io
 import logging
+import traceback
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from headrace.errors import JobError, UnfitMachine
@@ -22,6 +23,7 @@ from headrace.export.recurrent import whole_recurrent_layers
 from headrace.export.signature import TensorForm
 
 BATCH, TIME = "batch", "time"
+_TORCH = str(Path(torch.__file__).parent)
 _ONE_FILE_BYTES = 2 << 30
 """A larger ONNX model needs a second file for its weights."""
 
@@ -65,10 +67,12 @@ def trace(predictor: Predictor, inputs: Mapping[str, Tensor]) -> Traced:
     try:
         return Traced(_traced(predictor, inputs, {0: Dim(BATCH)}), (0,), why)
     except Exception as error:
+        # Not "from error": torch adds the graph and a hundred frames of its own.
         raise JobError(
-            f"the model cannot be exported: {_first_line(error)}; what depends on values (`if x.sum() > 0`, .item()) "
-            "or on one batch size cannot be traced: use torch.where, torch.cond, and x.shape[0]"
-        ) from error
+            f"the model cannot be exported{_where(predictor, error)}: {_first_line(error)}; what depends on values "
+            "(`if x.sum() > 0`, .item()) or on one batch size cannot be traced: use torch.where, torch.cond, and "
+            "x.shape[0]"
+        ) from None
 
 
 def free_lengths(inputs: Mapping[str, Tensor]) -> tuple[int, ...]:
@@ -104,7 +108,7 @@ def save_onnx(traced: Traced, path: Path, inputs: Sequence[TensorForm], outputs:
                 verbose=False,
             )
         except Exception as error:
-            raise JobError(f"the model has no ONNX form: {_first_line(error)}; model.pt2 has it") from error
+            raise JobError(f"the model has no ONNX form: {_first_line(error)}; model.pt2 has it") from None
     assert made is not None
     for values, forms in ((made.model.graph.inputs, inputs), (made.model.graph.outputs, outputs)):
         for value, form in zip(values, forms, strict=True):
@@ -177,6 +181,21 @@ def _named_shape(form: TensorForm) -> Any:
     return onnx_ir.Shape([names[min(dim, 1)] if length < 0 else length for dim, length in enumerate(form.shape)])
 
 
+def _where(predictor: Predictor, error: BaseException) -> str:
+    """Returns ": layers.2 (Gate), model.py line 12", where tracing ended; "" where unknown."""
+    names = {id(module): name for name, module in predictor.model.named_modules()}
+    module, line = "", ""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        here = frame.f_locals.get("self")
+        if isinstance(here, nn.Module) and id(here) in names:
+            module = f"{names[id(here)] or 'the model'} ({type(here).__name__})"
+        if here is not predictor and not frame.f_code.co_filename.startswith(_TORCH) and id(here) in names:
+            line = f", {Path(frame.f_code.co_filename).name} line {number}"
+    return f", at {module}{line}" if module else ""
+
+
 def _first_line(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
@@ -195,12 +214,12 @@ def _writing(path: Path) -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Leaves out warnings of the exporters that are not about the model."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    level = logging.root.manager.disable
+    logging.disable(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        # torch prints the graph as far as it came, before it raises.
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        logging.disable(level)

@@ -70,6 +70,21 @@ class Artefact:
 
 
 @dataclass(frozen=True)
+class Quantization:
+    """How an exported model was made smaller.
+
+    Attributes:
+        kind: "int8" or "fp16".
+        how: in words.
+        before: the metrics of the trained model on the evaluation set; those of each file stand with the file.
+    """
+
+    kind: str
+    how: str
+    before: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Signature:
     """What an exported model is.
 
@@ -84,6 +99,7 @@ class Signature:
         versions: of what exported it.
         files: by name, relative to the folder.
         notes: what a user should know of this export.
+        quantized: how the numbers were made smaller; None where they are as trained.
     """
 
     name: str
@@ -98,6 +114,7 @@ class Signature:
     versions: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, Artefact] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    quantized: Quantization | None = None
 
 
 def write(folder: Path, signature: Signature) -> Path:

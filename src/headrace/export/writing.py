@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from headrace.errors import DataError, JobError, UnfitMachine, UsageError
 from headrace.export import programs, signature
 from headrace.export.browser.folder import write_page
 from headrace.export.browser.runtime import find_runtime
-from headrace.export.choice import DEFAULT, FORMATS, ExportChoice
-from headrace.export.predictor import Predictor, inputs_of, keeps_cache, predictor_of, run
+from headrace.export.choice import DEFAULT, FORMATS, PRECISIONS, ExportChoice
+from headrace.export.predictor import Predictor, answering_form, inputs_of, keeps_cache, predictor_of, run
 from headrace.export.programs import ProgramRunner
-from headrace.export.signature import Artefact, Signature, form_of, values_of
+from headrace.export.quantize.measuring import Program, metrics_of
+from headrace.export.quantize.onnx import quantize_onnx
+from headrace.export.signature import Artefact, Quantization, Signature, form_of, values_of
 from headrace.machine import versions
 from headrace.spec.job import Job
 
@@ -31,6 +34,9 @@ SAMPLE = "sample.safetensors"
 
 MOST_DIFFERENT = 1e-4
 """Relative to the largest value of an output."""
+MOST_ROUNDED = 0.25
+"""Of a quantized file: the root of the mean square of the difference, relative to that of the outputs."""
+_UNMEASURED = "what quantizing costs was not measured: there is no evaluation set with metrics of what is exported"
 _SAMPLE, _CHECKED, _BATCH = 3, 100, 20
 
 
@@ -56,6 +62,7 @@ def write_model(
     """
     _check(folder, choice)
     web = find_runtime(choice.onnxruntime_web) if choice.target == "browser" else None
+    job, model = answering_form(job, model)
     batches = examples_of(job)
     cached = keeps_cache(model)
     predictor, sample = predictor_of(job, model, batches[0])
@@ -71,22 +78,18 @@ def write_model(
     made_by = {**versions(), **({} if web is None else {"onnxruntime-web": web.version})}
     facts = replace(facts, inputs=inputs, outputs=outputs, labels=choice.labels or facts.labels, versions=made_by)
     facts = replace(facts, notes=_notes(traced, cached))
+    subject = _Subject(job, predictor, batches)
     try:
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as aside:
             place = Path(aside) / "model"
             place.mkdir()
-            for each in choice.formats:
-                path = place / FORMATS[each]
-                if each == "onnx":
-                    programs.save_onnx(traced, path, inputs, outputs)
-                else:
-                    programs.save_torch(traced, path)
+            facts = _write_programs(place, subject, traced, facts, choice)
             tensors = {f"input/{name}": tensor.contiguous() for name, tensor in few.items()}
             tensors |= {f"output/{name}": tensor.contiguous() for name, tensor in expected.items()}
             (place / SAMPLE).write_bytes(save(tensors))
             if web is not None:
                 write_page(place, web)
-            facts = replace(facts, files=_look(place, choice.formats, facts, predictor, job, batches))
+            facts = _look(place, subject, facts, choice)
             signature.write(place, facts)
             if folder.exists():
                 folder.rmdir()
@@ -96,36 +99,102 @@ def write_model(
     return facts
 
 
-def _look(
-    place: Path, formats: Sequence[str], facts: Signature, predictor: Predictor, job: Job, batches: Sequence[Any]
-) -> dict[str, Artefact]:
-    """Returns the record of every file, after each that computes was compared with the trained model."""
+@dataclass(frozen=True)
+class _Subject:
+    """The trained model, and the examples on which every file is compared with it."""
+
+    job: Job
+    predictor: Predictor
+    batches: Sequence[Any]
+
+    def inputs(self) -> list[Mapping[str, Tensor]]:
+        """Returns the inputs of the model, by batch and by name."""
+        return [inputs_of(self.job, self.predictor.model, batch).tensors for batch in self.batches]
+
+
+def _write_programs(
+    place: Path, subject: _Subject, traced: programs.Traced, facts: Signature, choice: ExportChoice
+) -> Signature:
+    """Writes the files that compute; returns the signature with how they are quantized."""
+    for each in choice.formats:
+        path = place / FORMATS[each]
+        if each == "onnx":
+            programs.save_onnx(traced, path, facts.inputs, facts.outputs)
+            if choice.quantize:
+                # Ranges are measured on what the model was trained on: the evaluation set says what it costs.
+                training = _Subject(replace(subject.job, eval_data=None), subject.predictor, ())
+                training = replace(training, batches=examples_of(training.job))
+                how = quantize_onnx(path, choice.quantize, training.inputs())
+                facts = replace(facts, quantized=Quantization(choice.quantize, how))
+        else:
+            programs.save_torch(traced, path)
+    return facts
+
+
+def _look(place: Path, subject: _Subject, facts: Signature, choice: ExportChoice) -> Signature:
+    """Returns the signature with every file, after each that computes was compared with the trained model."""
     files = {}
     for path in sorted(place.iterdir()):
-        difference = None
-        if path.name in (FORMATS[each] for each in formats):
-            difference = _difference(programs.open_runner(path, facts.inputs, facts.outputs), predictor, job, batches)
-            if not difference <= MOST_DIFFERENT:
-                raise JobError(
-                    f"{path.name} computes something else than the trained model: the largest difference is "
-                    f"{difference:.2g} of the largest value, at most {MOST_DIFFERENT:g} is allowed; leave it out: "
-                    f"--formats {','.join(each for each in FORMATS if FORMATS[each] != path.name)}"
-                )
-        files[path.name] = Artefact(path.stat().st_size, signature.digest(path), difference)
-    return files
+        difference, metrics = None, {}
+        if path.name in (FORMATS[each] for each in choice.formats):
+            runner = programs.open_runner(path, facts.inputs, facts.outputs)
+            difference = _checked(path, runner, subject, choice)
+            if facts.quantized is not None:
+                both: dict[str, Program] = {"before": partial(run, subject.predictor), "after": runner.run}
+                found = metrics_of(subject.job, subject.predictor.model, both)
+                metrics = found["after"]
+                facts = replace(facts, quantized=replace(facts.quantized, before=found["before"]))
+        files[path.name] = Artefact(path.stat().st_size, signature.digest(path), difference, metrics)
+    if facts.quantized is not None and not facts.quantized.before:
+        facts = replace(facts, notes=(*facts.notes, _UNMEASURED))
+    return replace(facts, files=files)
 
 
-def _difference(runner: ProgramRunner, predictor: Predictor, job: Job, batches: Sequence[Any]) -> float:
-    """Returns the largest difference over the batches, relative to the largest value of each output; NaN stays NaN."""
-    every = [torch.zeros(())]
-    for batch in batches:
-        tensors = inputs_of(job, predictor.model, batch).tensors
-        for name, wanted in run(predictor, tensors).items():
+def _checked(path: Path, runner: ProgramRunner, subject: _Subject, choice: ExportChoice) -> float:
+    """Returns the largest difference from the trained model.
+
+    Raises:
+        JobError: it is too large; of a quantized model the root of the mean square counts, for rounding shows.
+    """
+    largest, typical = _difference(runner, subject)
+    if choice.quantize is not None:
+        if not typical <= MOST_ROUNDED:
+            other = next(each for each in PRECISIONS if each != choice.quantize)
+            raise JobError(
+                f"{path.name} in {choice.quantize} computes something else than the trained model: the root of "
+                f"the mean square of the difference is {typical:.2g} of the output's, at most {MOST_ROUNDED:g} "
+                f"is allowed; try --quantize {other}, or leave it out"
+            )
+    elif not largest <= MOST_DIFFERENT:
+        rest = ",".join(each for each in choice.formats if FORMATS[each] != path.name)
+        raise JobError(
+            f"{path.name} computes something else than the trained model: the largest difference is {largest:.2g} of "
+            f"the largest value, at most {MOST_DIFFERENT:g} is allowed; "
+            + (f"leave it out: --formats {rest}" if rest else "another format may do: --formats pt2 or onnx")
+        )
+    return largest
+
+
+def _difference(runner: ProgramRunner, subject: _Subject) -> tuple[float, float]:
+    """Returns the largest difference, relative to the largest value of each output, and the root of the mean square.
+
+    Whole numbers, such as the numbers of films, are the same or not: the share that differs counts. NaN stays NaN.
+    """
+    largest, squares = [torch.zeros(())], torch.zeros(2, dtype=torch.float64)
+    for tensors in subject.inputs():
+        found = runner.run(tensors)
+        for name, wanted in run(subject.predictor, tensors).items():
             if not wanted.isfinite().all():
                 raise JobError(f"the trained model returns {name} with NaN or infinity on its own data; train it again")
+            if not wanted.is_floating_point():
+                largest.append((found[name] != wanted).float().mean())
+                continue
             scale = max(wanted.abs().max().item(), torch.finfo(torch.float32).tiny)
-            every.append((runner.run(tensors)[name] - wanted).abs().max() / scale)
-    return torch.stack(every).max().item()
+            apart = found[name] - wanted
+            largest.append(apart.abs().max() / scale)
+            squares += torch.stack([apart.double().square().sum(), wanted.double().square().sum()])
+    typical = (squares[0] / squares[1].clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
+    return torch.stack(largest).max().item(), typical.item()
 
 
 def examples_of(job: Job) -> list[Any]:

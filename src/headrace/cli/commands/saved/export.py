@@ -22,8 +22,16 @@ _EXAMPLES = """
   headrace export runs/a -o model
   headrace export runs/a -o model --step 120
   headrace export runs/a -o model --formats onnx --json | jq .files
+  headrace export runs/a -o model --quantize int8
   headrace export runs/a -o page --target browser --labels classes.txt
 """
+
+
+class Precision(StrEnum):
+    """What numbers are made smaller to."""
+
+    INT8 = "int8"
+    FP16 = "fp16"
 
 
 class Target(StrEnum):
@@ -51,7 +59,10 @@ _WebOption = Annotated[
         help="For a browser: the archive that `npm pack` wrote, or the package's folder. Default: npm fetches it.",
     ),
 ]
-
+_QuantizeOption = Annotated[
+    Precision | None,
+    option("--quantize", help="Smaller numbers in the file. Shows the metrics on the evaluation set before and after."),
+]
 _ServerOption = Annotated[
     str | None, option("--for", metavar="SERVER", help="Also what triton, kserve or docker needs to run the model.")
 ]
@@ -82,6 +93,7 @@ def export(
         typer.Option("--job", metavar="JOB.py", show_default=False, help="Where the run does not name its own."),
     ] = None,
     server: _ServerOption = None,
+    quantize: _QuantizeOption = None,
     settings: SettingsOption = None,
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
@@ -102,6 +114,7 @@ def export(
             None if formats is None else tuple(filter(None, formats.split(","))),
             () if labels is None else read_labels(labels),
             onnxruntime_web,
+            quantize,
         )
         job = job_of_run(run, job_file, settings, otherwise="call run.export(...) in the program")
         if server is not None:
@@ -126,6 +139,19 @@ def _lines(folder: Path, signature: Signature) -> list[str]:
     for name, file in signature.files.items():
         same = "" if file.difference is None else f"   differs by at most {file.difference:.1e} from the trained model"
         lines.append(f"  {name:28}{byte_count(file.bytes):>10}{same}")
+    lines += _cost(signature)
     if "index.html" in signature.files:
         lines.append(f"to see it: python -m http.server --bind 127.0.0.1 --directory {folder}")
     return lines + [f"note: {note}" for note in signature.notes]
+
+
+def _cost(signature: Signature) -> list[str]:
+    """Returns what quantizing did to the metrics."""
+    made = signature.quantized
+    if made is None:
+        return []
+    lines = [f"{made.kind}: {made.how}"]
+    for name, file in signature.files.items():
+        for metric, after in file.metrics.items():
+            lines.append(f"  {name:28}{metric} {made.before[metric]:.4f} before, {after:.4f} after")
+    return lines
