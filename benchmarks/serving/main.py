@@ -14,21 +14,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import alternate, ratio, report
+from overload import overload
 from servers import (
     HEADRACE,
     Load,
     alone,
-    answers,
     batch_size,
     binary_request,
     bytes_request,
     headrace_server,
-    hey,
     json_request,
     other_server,
     workspace,
     wrk,
 )
+from steady import steady
 
 HERE = Path(__file__).parent
 CLIENTS = 64
@@ -59,6 +59,7 @@ def throughput(folder: Path, model: Path, rounds: int, seconds: float, rivals: l
     contestants = {
         "headrace serve": ours,
         "onnxruntime alone, same batch": beside,
+        "headrace serve, one thread computes": lambda: ours("--threads", "1"),
         "headrace serve, one at a time": lambda: ours("--max-batch", "1", "--max-wait-ms", "0"),
         "headrace serve, JSON": lambda: ours(as_json=True),
     }
@@ -92,7 +93,7 @@ def latency(folder: Path, model: Path, rounds: int, seconds: float) -> None:
         rows["one inference"].append(alone(model / "model.onnx", 1, 3)[1])
         with headrace_server(model) as (url, _):
             most = wrk(infer(url, "model"), binary, CLIENTS, 4).rate
-            found = hey(infer(url, "model"), binary, 16, most / 2, seconds)
+            found = steady(infer(url, "model"), binary, most / 2, seconds)
         rows["median"].append(statistics.median(found))
         rows["99th percentile"].append(found[int(0.99 * len(found))])
         print(f"{len(found)} requests at {most / 2:.0f}/s: {[f'{each[-1]:.2f}' for each in rows.values()]} ms")
@@ -119,38 +120,6 @@ def switch(folder: Path, model: Path, seconds: float) -> None:
         with urllib.request.urlopen(f"{url}/v2/models/model") as reply:
             print(reply.read().decode()[:80])
     print(f"{number - 1} new versions under load: {failed} of {total:,} requests failed")
-
-
-def overload(folder: Path, model: Path, seconds: float, clients: int) -> None:
-    """Far more requests than can be answered; what the others get, memory, health, and what follows."""
-    binary = binary_request(folder)
-    with headrace_server(model) as (url, pid):
-        most = wrk(infer(url, "model"), binary, CLIENTS, 4).rate
-        before, peak, health = resident_mb(pid), 0.0, []
-        result: list[Load] = []
-        load = threading.Thread(target=lambda: result.append(wrk(infer(url, "model"), binary, clients, seconds)))
-        load.start()
-        while load.is_alive():
-            began = time.monotonic()
-            assert answers(f"{url}/v2/health/live")
-            health.append(time.monotonic() - began)
-            peak = max(peak, resident_mb(pid))
-            time.sleep(0.05)
-        began = time.monotonic()
-        after = wrk(infer(url, "model"), binary, 8, 1)
-        (found,) = result
-        health.sort()
-    print(f"alone {most:.0f}/s; {clients} clients sent {found.rate:.0f}/s, {found.rate / most:.1f} x")
-    answered = (found.answers - found.not_answered) / seconds
-    print(f"answered {answered:.0f}/s, others refused; socket errors {found.socket_errors}")
-    print(f"memory {before:.0f} MB before, {peak:.0f} MB at most; health {len(health)} times: median "
-          f"{statistics.median(health) * 1e3:.0f} ms, 99 % {health[int(0.99 * len(health))] * 1e3:.0f} ms, most "
-          f"{health[-1] * 1e3:.0f} ms")  # fmt: skip
-    print(f"in the second after: {after.answers} answered, {after.not_answered} refused")
-
-
-def resident_mb(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 1e6
 
 
 def cold(folder: Path, model: Path, rounds: int) -> None:
@@ -182,7 +151,7 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=["throughput", "latency", "switch", "overload", "cold"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=6)
-    parser.add_argument("--clients", type=int, default=1000)
+    parser.add_argument("--clients", type=int, default=3200, help="overload: 10 x (256 + 2 x 32) by default")
     parser.add_argument("--rival", action="append", default=[], metavar="NAME=PYTHON", help="bentoml or ray_serve")
     chosen = parser.parse_args()
     with workspace() as (folder, kept):

@@ -1,4 +1,4 @@
-"""The servers that are measured, and the load: wrk and hey from Debian."""
+"""The servers that are measured, and the load: wrk from Debian."""
 
 from __future__ import annotations
 
@@ -157,18 +157,6 @@ def wrk(url: str, request: Request, clients: int, seconds: float) -> Load:
         not_answered=int(found(r"Non-2xx or 3xx responses: (\d+)")),
         socket_errors=sum(map(int, errors.groups())) if errors else 0,
     )
-
-
-def hey(url: str, request: Request, clients: int, rate: float, seconds: float) -> list[float]:
-    """Has clients send at a fixed rate together; returns the latencies, ms, sorted."""
-    headers = [word for line in request.header_lines() for word in ("-H", line)]
-    command = ["hey", "-m", "POST", "-D", request.body, *headers, "-c", str(clients), "-q", f"{rate / clients:.3f}"]
-    kinds = ["-T", "application/octet-stream", "-z", f"{seconds:.0f}s", "-o", "csv", url]
-    text = subprocess.run([*command, *kinds], check=True, capture_output=True, text=True).stdout
-    rows = [line.split(",") for line in text.splitlines()[1:]]
-    bad = [row for row in rows if row[6] != "200"]
-    assert not bad, bad[:3]
-    return sorted(float(row[0]) * 1e3 for row in rows)
 
 
 def batch_size(url: str) -> float:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-_A_SECOND = 1000
+_A_SECOND = 500
 _AT_ONCE = 64
-_MOST_S = 1.0
+_MOST_S = 4.0
 
 
 class Refusals:

@@ -20,7 +20,12 @@ from headrace.errors import UnfitMachine, UsageError
 from headrace.serving.application import PredictionServer
 from headrace.serving.settings import ServeSettings
 
-_BACKLOG = 2048
+_BACKLOG = 4096
+"""Connections that wait to be accepted. Linux drops what comes beyond; the client tries again a second later."""
+_ACCEPTED = 16
+"""Connections that are accepted in one turn of the event loop; libuv accepts one for each socket that it watches. While
+the loop reads many requests, thousands of new connections, and a request for health among them, would wait for seconds.
+"""
 _SWITCH_S = 0.001
 """After so long a thread gives way: the one that computes does not wait long for the one that reads requests."""
 
@@ -116,7 +121,7 @@ async def _run(
     shown = f"[{host}]" if ":" in host else host
     models = {name: tuple(sorted(each.versions)) for name, each in application.catalog.models.items()}
     server.told = lambda: listening(Listening(f"http://{shown}:{port}", models))
-    await server.serve([bound])
+    await server.serve([bound, *(bound.dup() for _ in range(_ACCEPTED - 1))])
 
 
 class _Server(uvicorn.Server):
