@@ -59,10 +59,11 @@ def equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     [
         hr.ParameterServer(workers=4),
         hr.Downpour(workers=4, push_every=3, fetch_every=2),
+        hr.Downpour(workers=4, push_every=1, fetch_every=1, overlap=False),
         hr.Downpour(workers=3, push_every=2, fetch_every=2, overlap=False, push_codec="int8"),
         hr.Mirrored(workers=4),
     ],
-    ids=["asynchronous", "downpour", "downpour-int8", "mirrored"],
+    ids=["asynchronous", "downpour", "downpour-each-step", "downpour-int8", "mirrored"],
 )
 def test_a_real_run_is_computed_again_bit_for_bit(strategy: hr.Strategy, tmp_path: Path) -> None:
     real = hr.fit(job(), strategy, device="cpu", run_dir=tmp_path / "real", checkpoints=False)

@@ -50,7 +50,7 @@ def text(item: Mapping[str, Any], key: str, where: str, default: str | None = No
     """Returns a text; one without a default must be given, and not be empty."""
     value = item.get(key, default)
     if not isinstance(value, str) or (default is None and not value):
-        raise UsageError(f"{where}.{key} must be a text, got {value!r}".lstrip("."))
+        raise _wrong(item, key, where, "a text")
     return value
 
 
@@ -71,7 +71,7 @@ def number(
     name = f"{where}.{key}".lstrip(".")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not (math.isfinite(value) and value >= 0):
-        raise UsageError(f"{name} must be a number of at least 0, got {value!r}")
+        raise _wrong(item, key, where, "a number of at least 0")
     if value > most:
         raise UsageError(f"{name} is {value:g}, and no machine has more than {most:g}; is it in another unit?")
     if 0 < value < least:
@@ -83,6 +83,13 @@ def whole(item: Mapping[str, Any], key: str, where: str, default: int | None = N
     """Returns a whole number of at least `least`. One without a default must be given."""
     value = item.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        name = f"{where}.{key}".lstrip(".")
-        raise UsageError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        raise _wrong(item, key, where, f"a whole number of at least {least}")
     return value
+
+
+def _wrong(item: Mapping[str, Any], key: str, where: str, what: str) -> UsageError:
+    """Returns the error of a value that is missing, or is not what it must be."""
+    name = f"{where}.{key}".lstrip(".")
+    if key not in item:
+        return UsageError(f"{name} is missing; it must be {what}")
+    return UsageError(f"{name} must be {what}, got {item[key]!r}")

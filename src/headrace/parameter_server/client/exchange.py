@@ -50,19 +50,29 @@ class GradientBuffer:
             self._index[piece.parameter] for layout in layouts for piece in layout.pieces if not piece.exact
         }
         self._gradients: list[Tensor | None] = [None] * len(self._index)
+        # Those that `add` has made: nothing else has their memory.
+        self._own: set[int] = set()
 
     def store(self, gradients: Sequence[Tensor | None]) -> None:
         self._gradients = list(gradients)
+        self._own.clear()
 
     def store_nothing(self) -> None:
         self._gradients = [None] * len(self._index)
+        self._own.clear()
 
     def add(self, others: GradientBuffer, factor: float = 1.0) -> None:
-        """Adds other gradients times a factor, into new memory: autograd may share a tensor between parameters."""
-        self._gradients = [
-            own if other is None else _times(other, factor) if own is None else torch.add(own, other, alpha=factor)
-            for own, other in zip(self._gradients, others._gradients, strict=True)
-        ]
+        """Adds other gradients times a factor: once into new memory, as autograd may share a tensor, then in place."""
+        for index, (own, other) in enumerate(zip(self._gradients, others._gradients, strict=True)):
+            if other is None:
+                continue
+            if own is None:
+                self._gradients[index] = _times(other, factor)
+            elif index in self._own:
+                own.add_(other, alpha=factor)
+            else:
+                self._gradients[index] = torch.add(own, other, alpha=factor)
+                self._own.add(index)
 
     def multiply(self, factor: float) -> None:
         """Multiplies all, into new memory."""

@@ -203,7 +203,8 @@ class ServedRehearsal:
         if not planned:
             return
         plain = all(server.sends_plain for server in self._servers)
-        in_place = whole and plain and not self._rehearsed.local
+        # A single step until the next fetch leaves the parameters as they are.
+        in_place = whole and plain and (not self._rehearsed.local or len(planned) == 1)
         module = self._module if in_place else self._copied(action.worker, fetch.pieces)
         computed = self._workers.steps(action.worker, module, planned)
         self._computed[action.worker].extend((each, fetch.versions) for each in computed)

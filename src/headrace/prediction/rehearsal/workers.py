@@ -124,6 +124,9 @@ class VirtualWorkers:
     def steps(self, number: int, module: nn.Module, planned: Sequence[PlannedStep]) -> list[ComputedStep]:
         """Computes steps of a worker, one after the other, on the parameters of `module`, which its local steps change.
 
+        `planned` are all steps until the worker fetches again. So nothing reads what a local step after the last of
+        them would give, and it is left out.
+
         Raises:
             NonFiniteLoss: a loss is NaN or infinite, and the options say to raise.
             NonFiniteGradient: so is a gradient.
@@ -131,9 +134,11 @@ class VirtualWorkers:
         """
         worker = self.every[number]
         with self._as(worker, module):
-            return [self._step(number, worker, module, each) for each in planned]
+            return [self._step(number, worker, module, each, each is planned[-1]) for each in planned]
 
-    def _step(self, number: int, worker: VirtualWorker, module: nn.Module, planned: PlannedStep) -> ComputedStep:
+    def _step(
+        self, number: int, worker: VirtualWorker, module: nn.Module, planned: PlannedStep, final: bool
+    ) -> ComputedStep:
         share = self._loader.portion(planned.round, planned.part, planned.parts)
         computed = self._computes[id(module)].run(Share(share.batch, share.examples, share.examples, share.epoch))
         loss = None if computed.loss is None else float(computed.loss)
@@ -152,9 +157,10 @@ class VirtualWorkers:
             known = decision.apply if self._group.checks or not decision.apply else True
             pushed = PushedGradient(self._fresh(self.buffer.by_shard()), known, weight, part, 1)
         else:
-            assert worker.local is not None
             if decision.apply:
-                worker.local.step(planned.round, self.buffer.gradients, part if self._weighted else 1.0)
+                if not final:
+                    assert worker.local is not None
+                    worker.local.step(planned.round, self.buffer.gradients, part if self._weighted else 1.0)
                 worker.accumulated.add(self.buffer, part)
             else:
                 worker.nonfinite = True
