@@ -78,9 +78,10 @@ def _report(
           f"{load.not_answered / seconds:.0f}/s refused, {load.socket_errors} socket errors, {codes}")  # fmt: skip
     connecting = [ms for at, ms in seen.health if at < _CONNECTING_S]
     later = sorted(ms for at, ms in seen.health if at >= _CONNECTING_S)
+    slow = later[int(0.99 * (len(later) - 1))]
     print(f"health: {max(connecting):.0f} ms at most while all connect at once, {_CONNECTING_S:.0f} s; then, "
-          f"{len(later)} times: median {statistics.median(later):.1f} ms, 99 % {later[int(0.99 * (len(later) - 1))]:.1f} "
-          f"ms, most {later[-1]:.1f} ms")  # fmt: skip
+          f"{len(later)} times: median {statistics.median(later):.1f} ms, 99 % {slow:.1f} ms, most "
+          f"{later[-1]:.1f} ms")  # fmt: skip
     print(f"memory: {before:.0f} MB before, {early:.0f} MB in the first half, {late:.0f} MB in the second")
     print(f"10 predictions without a refusal {recovered:.2f} s after the end")
     claims = {

@@ -64,6 +64,11 @@ def long_header(folder: Path) -> None:
     signed(folder, signature.read(folder))
 
 
+def listing(folder: Path, name: str) -> None:
+    """One more file, which the server does not need."""
+    edited(folder, lambda it: it["files"].update({name: it["files"]["model.onnx"]}))
+
+
 def no_program(folder: Path) -> None:
     (folder / "model.onnx").write_bytes(b"no model")
     signed(folder, signature.read(folder))
@@ -93,6 +98,8 @@ def custom_operator(folder: Path) -> None:
         (custom_operator, "cannot be run"),
         (lambda folder: (folder / "model.onnx").unlink(), "is missing"),
         (lambda folder: (folder / "sample.safetensors").unlink(), "is missing"),
+        (lambda folder: listing(folder, "../model.onnx"), "lists '../model.onnx', which is not a path inside"),
+        (lambda folder: listing(folder, "/etc/passwd"), "lists '/etc/passwd', which is not a path inside"),
         (lambda folder: edited(folder, lambda it: it.update(files={})), "has neither model.onnx nor model.pt2"),
         (lambda folder: edited(folder, lambda it: it.update(inputs=[])), "has no inputs"),
         (lambda folder: edited(folder, lambda it: it["inputs"][0].update(dtype="object")), "numpy does not have"),

@@ -167,8 +167,7 @@ def open_file(folder: Path, signature: Signature, name: str) -> Path:
     listed = signature.files.get(name)
     if listed is None:
         raise DataError(f"{folder / NAME} lists no {name}; it lists {', '.join(sorted(signature.files)) or 'no file'}")
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise DataError(f"{folder / NAME} lists {name!r}, which is not a path inside the folder")
+    check_inside(folder, name)
     path = folder / name
     if path.resolve() != folder.resolve() / name:
         raise DataError(f"{path} is a link, or lies behind one; a model's files are plain files of its folder")
@@ -181,6 +180,12 @@ def open_file(folder: Path, signature: Signature, name: str) -> Path:
             "differs; export the model again"
         )
     return path
+
+
+def check_inside(folder: Path, name: str) -> None:
+    """Raises DataError where the name of a file leads out of its folder."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise DataError(f"{folder / NAME} lists {name!r:.100}, which is not a path inside the folder")
 
 
 def digest(path: Path) -> str:

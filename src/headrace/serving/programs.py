@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import DataError, HeadraceError
-from headrace.export.signature import Signature, TensorForm, open_file, read
+from headrace.export.signature import Signature, TensorForm, check_inside, open_file, read
 from headrace.export.tensors import Array, form_text, numpy_type, shaped
 
 ONNX, TORCH, SAMPLE = "model.onnx", "model.pt2", "sample.safetensors"
@@ -83,6 +83,8 @@ def open_program(folder: Path, threads: int | None = None) -> tuple[Signature, S
         DataError: the folder is not what was exported, or its program computes something else than its sample says.
     """
     facts = read(folder)
+    for name in facts.files:
+        check_inside(folder, name)
     for form in (*facts.inputs, *facts.outputs):
         numpy_type(form)
     if not facts.inputs or not facts.outputs:
