@@ -73,6 +73,16 @@ def test_gradients_of_all_micro_batches_but_the_first_are_added() -> None:
     assert scene.step(scene.hosts[0], 8).backward_s == pytest.approx(0.020 + 3 * 0.008)
 
 
+def test_a_ranks_update_takes_its_part_of_the_parameters() -> None:
+    found = model(layers=True)
+    assert found.compute
+    slow = replace(found, compute=replace(found.compute, optimizer_s=found.compute.optimizer_s + 0.008))
+    # The first of two stages has 3 of 4 equal layers, and ends last.
+    uneven = hr.Pipeline(stages=2, micro_batches=4, partition=(3, 1))
+    quick_s, slow_s = (run(uneven, model=each).step_s for each in (found, slow))
+    assert slow_s - quick_s == pytest.approx(0.008 * 3 / 4)
+
+
 def test_hosts_of_processors_have_the_runtimes_buckets_and_packets_with_headers() -> None:
     # Four gradients of 25 MB, each above its bucket; of a packet's 1514 bytes 1448 are the gradient's.
     cluster = Cluster(tuple(Host(name, 1, 64_000_000_000) for name in "ab"), link_bytes_per_s=1e9)

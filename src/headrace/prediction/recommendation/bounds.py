@@ -16,7 +16,13 @@ from headrace.pipeline.schedules.schedule import PassKind
 from headrace.prediction.simulation.behaviour import device_steps, pipeline_terms, server_terms
 from headrace.prediction.simulation.scene import Scene, Seconds
 from headrace.prediction.simulation.served import ServedRun
-from headrace.prediction.simulation.staged import PipelineTerms, between_replicas, gradient_bytes, stages_of
+from headrace.prediction.simulation.staged import (
+    PipelineTerms,
+    between_replicas,
+    gradient_bytes,
+    stages_of,
+    update_seconds,
+)
 from headrace.prediction.simulation.sweep import StageTimes
 from headrace.strategies import Downpour, Hybrid, Mirrored, ParameterServer, Pipeline, Strategy
 
@@ -53,10 +59,10 @@ def _least_staged_s(scene: Scene, terms: PipelineTerms, replicas: int, every_rou
     if schedule.stages() == ranks:
         busy[:, :, 0] = np.maximum(busy[:, :, 0], _through_s(terms, stages, factors))
     steps = [scene.step(scene.hosts[rank], max(1, scene.examples // replicas)) for rank in range(ranks)]
-    update_s = np.array([step.optimizer_s / ranks + step.fixed_s for step in steps])
+    sizes = gradient_bytes(scene.model, schedule, needed)
+    update_s = np.array(update_seconds(steps, sizes))
     if not every_round or replicas == 1:
         return float((busy.sum(axis=0) + rounds * update_s).max())
-    sizes = gradient_bytes(scene.model, schedule, needed)
     synced_s = [between_replicas(scene, rank, ranks, replicas).seconds(sizes[rank]) for rank in range(ranks)]
     return float((busy.max(axis=1) + synced_s + update_s).sum(axis=0).max())
 

@@ -16,7 +16,7 @@ from headrace.errors import UsageError
 from headrace.pipeline.partition import Terms, costs, read, split
 from headrace.pipeline.schedules.schedule import PipelineSchedule, held_by_stage, in_flight
 from headrace.prediction.simulation.network import Way
-from headrace.prediction.simulation.scene import Scene, Seconds
+from headrace.prediction.simulation.scene import DeviceStep, Scene, Seconds
 from headrace.prediction.simulation.sweep import StageTimes, Swept, busy_seconds, program, sweep
 from headrace.prediction.simulation.timeline import Passes, Timeline, of_rounds
 from headrace.spec.cluster import Host
@@ -128,8 +128,8 @@ def staged(
     rounds = scene.assumptions.steps
     factors = scene.variation(rounds, replicas * ranks).reshape(rounds, replicas, ranks)
     steps = [scene.step(scene.hosts[rank], max(1, scene.examples // replicas)) for rank in range(ranks)]
-    update_s = [step.optimizer_s / ranks + step.fixed_s for step in steps]
     sizes = gradient_bytes(scene.model, schedule, needed)
+    update_s = update_seconds(steps, sizes)
     ways = [between_replicas(scene, rank, ranks, replicas) for rank in range(ranks)]
     free = np.zeros((ranks, replicas))
     shape = (rounds, replicas, ranks)
@@ -176,6 +176,13 @@ def gradient_bytes(model: ModelSpec, schedule: PipelineSchedule, needed: Sequenc
         own[schedule.rank_of(stage)] += cost.parameter_bytes
     whole = sum(own)
     return [model.trainable_bytes * (size / whole if whole else 1 / schedule.ranks) for size in own]
+
+
+def update_seconds(steps: Sequence[DeviceStep], sizes: Sequence[float]) -> list[float]:
+    """Returns what each rank's update takes: the optimizer goes through the parameters that the rank holds."""
+    whole = sum(sizes)
+    shares = [size / whole if whole else 1 / len(sizes) for size in sizes]
+    return [step.optimizer_s * share + step.fixed_s for step, share in zip(steps, shares, strict=True)]
 
 
 def between_replicas(scene: Scene, rank: int, ranks: int, replicas: int) -> Way:
