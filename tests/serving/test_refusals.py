@@ -90,3 +90,17 @@ def test_a_defect_is_told_as_json_and_its_traceback_is_not(
         assert reply.status == 500
         assert json.load(reply) == {"error": "internal error; the log of the server has it"}
     assert "a secret of the server" in caplog.text
+
+
+def test_a_client_that_sends_too_much_reads_the_answer(tmp_path: Path) -> None:
+    """The connection is not reset while it sends: 3 MB are more than the buffers of a socket hold."""
+    folder = scaled(tmp_path / "a", 2.0)
+    with (
+        listening(folder, max_body_bytes=1_000_000) as address,
+        closing(http.client.HTTPConnection(address, timeout=30)) as connection,
+    ):
+        for content in (b"x" * 3_000_000, (b"x" * 100_000 for _ in range(30))):
+            connection.request("POST", "/v2/models/m/infer", content, encode_chunked=True)
+            reply = connection.getresponse()
+            assert (reply.status, json.load(reply)) == (413, {"error": "a request has at most 1,000,000 bytes"})
+            connection.close()

@@ -20,6 +20,8 @@ _MOST_JSON_BYTES = 4 << 20
 _MOST_CONTAINERS = 1 << 17
 """Lists, objects and texts: each takes 20 times the memory of its two characters."""
 _READ_S = 30.0
+_DROPPED = 4
+"""Of a body that is too large, so many times the limit is read and forgotten before the connection is closed."""
 
 
 class BodyBudget:
@@ -81,18 +83,22 @@ async def read_body(scope: Scope, receive: Receive, budget: BodyBudget) -> bytes
         RequestError: 400, it ended early; 408, it took too long; 413, it is too large; 429, too much is being read.
     """
     declared = header(scope, b"content-length")
-    if declared is not None and declared.isdigit() and int(declared) > budget.most_one:
-        raise _too_large(budget)
+    is_larger = declared is not None and declared.isdigit() and int(declared) > budget.most_one
     parts: list[bytes] = []
     count = 0
     try:
         async with asyncio.timeout(_READ_S):
+            if is_larger:
+                await _drop(receive, _DROPPED * budget.most_one)
+                raise _too_large(budget)
             while True:
                 message = await receive()
                 if message["type"] != "http.request":
                     raise RequestError(400, "the request ended before its body")
                 part = message.get("body", b"")
                 if count + len(part) > budget.most_one:
+                    if message.get("more_body", False):
+                        await _drop(receive, _DROPPED * budget.most_one)
                     raise _too_large(budget)
                 budget.take(len(part))
                 count += len(part)
@@ -105,6 +111,16 @@ async def read_body(scope: Scope, receive: Receive, budget: BodyBudget) -> bytes
     except BaseException:
         budget.give_back(count)
         raise
+
+
+async def _drop(receive: Receive, most: int) -> None:
+    """Reads the rest of a body and forgets it: a client that still sends would see a reset, not the answer."""
+    count = 0
+    while count <= most:
+        message = await receive()
+        count += len(message.get("body", b""))
+        if not message.get("more_body", False):
+            return
 
 
 def parse_json(content: bytes) -> dict[str, Any]:
