@@ -211,6 +211,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    # A shell lets what it starts in the background ignore the signal by which the run is ended.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if given.worker:
         try:
             worker(given.worker)
