@@ -32,12 +32,13 @@ T = TypeVar("T")
 _TELL_EVERY_S = 1.0
 
 
-def serve(run: RunSpec, rank: int, page: ControlPage, check: Callable[[], None], address: str = "") -> None:
+def serve(
+    run: RunSpec, rank: int, page: ControlPage, check: Callable[[], None], address: str = "", moved: bool = False
+) -> None:
     """Serves a rank's shards until the workers have ended; `check` raises if a process of the run was lost.
 
-    `address` is where other hosts reach this one; "" where the run is on one host.
-
-    Any error is written as a `Failed` event before it is raised.
+    `address` is where other hosts reach this one; "" where the run is on one host. The others reach one that `moved`
+    from the plan's host as from another host. Any error is written as a `Failed` event before it is raised.
     """
     events = EventWriter(run.run_dir, rank, run.started)
     server, snapshots, runtime_bytes = None, None, resident_bytes()
@@ -52,7 +53,7 @@ def serve(run: RunSpec, rank: int, page: ControlPage, check: Callable[[], None],
         if run.snapshots_every_s is not None:
             taking = Snapshots(run.run_dir / SNAPSHOTS, place, run.snapshots_every_s)
             snapshots = _Snapshotting(taking, server, events, rank)
-        page.ranks[rank].address.publish(server.address)
+        page.ranks[rank].address.publish(server.address.split()[-1] if moved else server.address)
         parameter_bytes, _ = server.memory()
         shards = sum(segment.owner == owner for segment in run.plan.segments)
         events.write(ServerStarted(rank, events.now(), run.plan.role(rank).host, os.getpid(), shards, parameter_bytes))
@@ -82,9 +83,7 @@ def serve(run: RunSpec, rank: int, page: ControlPage, check: Callable[[], None],
     except PeerLost:
         raise
     except BaseException as error:
-        code = error.exit_code if isinstance(error, HeadraceError) else 1
-        cause = f"{type(error).__name__}: {error}"
-        events.write(Failed(rank, events.now(), 0, cause, user_traceback(error, fallback=True), code))
+        events.write(_failure(rank, events.now(), error))
         raise
     finally:
         if snapshots is not None:
@@ -92,6 +91,11 @@ def serve(run: RunSpec, rank: int, page: ControlPage, check: Callable[[], None],
         if server is not None:
             server.close()
         events.close()
+
+
+def _failure(rank: int, time_s: float, error: BaseException) -> Failed:
+    code = error.exit_code if isinstance(error, HeadraceError) else 1
+    return Failed(rank, time_s, 0, f"{type(error).__name__}: {error}", user_traceback(error, fallback=True), code)
 
 
 class _Snapshotting:

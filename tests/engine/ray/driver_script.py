@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,8 @@ class Occupant:
         return True
 
 
-def kill_raylet(deeds: Deeds) -> None:
-    node = next(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeName"] == deeds.hosts[1])
+def kill_raylet(deeds: Deeds, rank: int = 1) -> None:
+    node = next(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeName"] == deeds.hosts[rank])
     os.kill(raylet_of(node), signal.SIGKILL)
 
 
@@ -63,7 +64,7 @@ def total(run: hr.Run) -> float:
 
 
 def equal(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
-    """The results of this process's threads, of one node, of two, and of nodes that do not see the run's directory."""
+    """The results of threads, of one node, of two, and of two and of one that do not see the run's directory."""
     runs = [hr.fit(digits(), hr.Mirrored(workers=2), engine=hr.ThreadEngine())]
     runs += [hr.fit(digits(), hr.Mirrored(workers=2), engine=engine)]
     spread = hr.RayEngine(placement=SPREAD)
@@ -75,7 +76,7 @@ def equal(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
         return ask(self)
 
     RayRun._folders = no_mark  # type: ignore[method-assign]
-    runs += [hr.fit(digits(), hr.Mirrored(workers=2), engine=spread)]
+    runs += [hr.fit(digits(), hr.Mirrored(workers=2), engine=each) for each in (spread, engine)]
     return {
         "totals": [total(run) for run in runs],
         "accuracies": [run.metrics["accuracy"] for run in runs],
@@ -90,7 +91,8 @@ def survive(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
     strategy, found = hr.ParameterServer(workers=2, backups=1), []
     for deed in (kill_process, kill_raylet):
         deeds = Deeds(deed)
-        run = hr.fit(counting(400), strategy, engine=hr.RayEngine(placement=SPREAD), on_event=deeds)
+        # Longer than a process needs to begin on a machine that others use.
+        run = hr.fit(counting(2000), strategy, engine=hr.RayEngine(placement=SPREAD), on_event=deeds)
         said = [event.text for event in run.events if event.kind == "notice"]
         counts = sorted(set(run.model.count.tolist()))
         found.append({"status": run.status, "counts": counts, "hosts": deeds.hosts, "lost": deeds.lost, "said": said})
@@ -99,7 +101,16 @@ def survive(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
 
 def replace_server(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
     """A server is killed, and when its successor has become the backup the one that has taken its place, too."""
-    deeds, ready = Deeds(kill_server), []
+    return _replace(kill_server)
+
+
+def move_server(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
+    """The same, but first the server's node is killed."""
+    return _replace(functools.partial(kill_raylet, rank=2))
+
+
+def _replace(deed: Callable[[Deeds], None]) -> dict[str, Any]:
+    deeds, ready = Deeds(deed), []
 
     def told(event: Event) -> None:
         deeds(event)
@@ -115,6 +126,7 @@ def replace_server(engine: hr.RayEngine, folder: Path) -> dict[str, Any]:
         "status": run.status,
         "counts": sorted(set(run.model.count.tolist())),
         "ready": ready,
+        "hosts": deeds.hosts,
         "lost": [rank for rank, _ in deeds.lost],
         "said": [event.text for event in run.events if event.kind == "notice"],
     }
@@ -324,7 +336,8 @@ def _reserved(within_s: float = 20.0) -> float:
 def main() -> None:
     deed, address, folder = sys.argv[1:]
     engine = hr.RayEngine(address)
-    deeds = {each.__name__: each for each in (equal, survive, replace_server, elastic, grow, scale, resume, fail, read)}
+    known = (equal, survive, replace_server, move_server, elastic, grow, scale, resume, fail, read)
+    deeds = {each.__name__: each for each in known}
     said = deeds[deed](engine, Path(folder))
     say(**said)
     engine.close()

@@ -77,3 +77,20 @@ def test_a_runtime_environment_that_ray_does_not_take_is_named(monkeypatch: pyte
         connect("auto", {"pups": 1}, ExitStack())
     with pytest.raises(ValueError, match="an existing directory"):
         connect("auto", None, ExitStack())
+
+
+def test_the_address_of_the_cluster_as_that_of_its_client_server_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+
+    def no_answer(*_: object, **__: object) -> None:
+        raise ConnectionError("ray client connection timeout")
+
+    monkeypatch.setattr(ray, "init", no_answer)
+    with socket.socket() as listens:
+        listens.bind(("127.0.0.1", 0))
+        listens.listen()
+        own = f"127.0.0.1:{listens.getsockname()[1]}"
+        with pytest.raises(
+            UnfitMachine, match=rf"client server, port 10001 by default; .* RAY_ADDRESS={own} with --cl"
+        ):
+            connect(f"ray://{own}", None, ExitStack())

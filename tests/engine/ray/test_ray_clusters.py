@@ -55,15 +55,15 @@ def drive(deed: str, address: str, folder: Path) -> dict[str, Any]:
 
 def test_one_node_and_several_give_what_threads_give(address: str, tmp_path: Path) -> None:
     said = drive("equal", address, tmp_path)
-    assert said["totals"] == pytest.approx([said["totals"][0]] * 4, abs=1e-5)
+    assert said["totals"] == pytest.approx([said["totals"][0]] * 5, abs=1e-5)
     assert len(set(said["accuracies"])) == 1
-    assert [len(hosts) for hosts in said["hosts"][1:]] == [1, 2, 2]
+    assert [len(hosts) for hosts in said["hosts"][1:]] == [1, 2, 2, 1]
     assert {"run_started", "stepped", "evaluated", "worker_ended", "run_ended"} <= set(said["kinds"][1])
     # Those of nodes that do not see the directory were brought.
-    assert said["kinds"][3] == said["kinds"][2] == said["kinds"][1]
+    assert said["kinds"][4] == said["kinds"][3] == said["kinds"][2] == said["kinds"][1]
     # Ray gives 15 to what a node starts, which only root takes back.
     niceness = 15 if os.geteuid() else os.getpriority(os.PRIO_PROCESS, 0)
-    assert said["logs"][3] == said["logs"][1] == [f"a model is built with niceness {niceness}\n"] * 2
+    assert said["logs"][4] == said["logs"][3] == said["logs"][1] == [f"a model is built with niceness {niceness}\n"] * 2
 
 
 def test_a_lost_worker_is_started_again_on_its_node_or_on_another(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_lost_worker_is_started_again_on_its_node_or_on_another(tmp_path: Path
     for run in (killed, cut):
         assert run["status"] == "ok"
         # Each example was applied once an epoch.
-        assert run["counts"] == [400.0]
+        assert run["counts"] == [2000.0]
         assert [1, run["hosts"][1]] in run["lost"]
     own = killed["hosts"][1]
     assert f"rank 1 on {own} has come back" in killed["said"]
@@ -86,6 +86,17 @@ def test_a_lost_server_is_replaced_and_may_be_lost_again(address: str, tmp_path:
     assert run["lost"] == [2, 3]
     assert run["ready"][:2] == [3, 2]
     assert any(text.startswith("rank 2 on ") and text.endswith(" has come back") for text in run["said"])
+
+
+def test_a_server_of_a_lost_node_is_replaced_on_another(tmp_path: Path) -> None:
+    with local_cluster([("a", 2), ("b", 1), ("c", 1), ("d", 1)]) as cluster:
+        run = drive("move_server", cluster.address, tmp_path)
+    assert run["status"] == "ok"
+    assert run["counts"] == [4000.0]
+    assert run["lost"] == [2, 3]
+    assert run["ready"][:2] == [3, 2]
+    (spare,) = {"a", "b", "c", "d"} - set(run["hosts"])
+    assert f"rank 2 was on {run['hosts'][2]} and is started again on {spare}" in run["said"]
 
 
 def test_workers_in_lockstep_go_on_without_one_that_is_lost_and_take_it_back(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ class RankAgent:
         return self._folder.name
 
     def begin(self, request: Mapping[str, Any], code: bytes, data: bytes) -> dict[str, Any]:
-        """Lets the process begin; returns what `watch` does."""
+        """Lets the process begin; returns what `watch` does, and the `folder` to which the process writes."""
         if self._process.begun:
             self._process = _Process()
         # Asked again, because Ray may have restarted this actor on another node.
@@ -79,7 +79,7 @@ class RankAgent:
         # Ray shows what actors write to stdout on that of the caller, where results go.
         print(f"headrace: rank {rank} prints to {log}", file=sys.stderr, flush=True)  # noqa: T201
         self._process.begin({**request, "run_dir": run_dir, "log": log}, code, data)
-        return self.watch()
+        return {**self.watch(), "folder": run_dir}
 
     def watch(self) -> dict[str, Any]:
         """Blocks until the process has ended, but not for long; returns how far it is, or how it has ended.

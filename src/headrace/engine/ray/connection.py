@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from headrace.errors import UnfitMachine, UsageError
 
 _AUTO = ("auto", "ray://auto")
 _ANSWER_S = 5.0
+_CLIENT_PORT = 10001
 HOW_TO_INSTALL = "pip install 'headrace[ray]'"
 
 
@@ -41,7 +43,9 @@ def connect(address: str, runtime_env: Mapping[str, Any] | None, connection: Exi
     # Ray replaces it, and a run has one of its own.
     terminates = signal.getsignal(signal.SIGTERM)
     try:
-        with naming_runtime_env(runtime_env):
+        with naming_runtime_env(runtime_env), warnings.catch_warnings():
+            # What it warns of is an error, too, which says it.
+            warnings.filterwarnings("ignore", message="Ray Client connection timed out", category=UserWarning)
             ray.init(
                 "auto" if address in _AUTO else address,
                 runtime_env=dict(runtime_env) if runtime_env else None,
@@ -97,6 +101,12 @@ def _require_listener(address: str) -> None:
 
 
 def _no_cluster(address: str, why: str) -> UnfitMachine:
-    return UnfitMachine(
-        f"there is no Ray cluster at {address} ({why}); start one by `ray start --head`, or give the address of one"
-    )
+    named = address.removeprefix("ray://")
+    remedy = "start one by `ray start --head`, or give the address of one"
+    if address.startswith("ray://"):
+        # Easily mixed up: what `ray start --head` prints is the cluster's own.
+        remedy += (
+            f"; at ray://HOST:PORT is Ray's client server, port {_CLIENT_PORT} by default; the cluster's own address "
+            f"has no ray://: RAY_ADDRESS={named} with --cluster ray://auto"
+        )
+    return UnfitMachine(f"there is no Ray cluster at {address} ({why}); {remedy}")

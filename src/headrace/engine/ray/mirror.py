@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -10,21 +9,28 @@ from typing import Any
 MODEL = "model.safetensors"
 _ASK_EVERY_S = 1.0
 
+_Source = tuple[int, str]
+"""A rank, and the folder of its node that its process writes to."""
+
 
 class FolderMirror:
     """Copies events and logs from folders of other nodes to the run's directory, as they grow.
 
     Args:
         run_dir: to which they come.
-        folders: by node, an agent there and the folder that its processes write to.
     """
 
-    def __init__(self, run_dir: Path, folders: Mapping[str, tuple[Any, str]]) -> None:
+    def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._folders = folders
-        self._read: dict[str, dict[str, int]] = {host: {} for host in folders}
-        self._asked: dict[str, Any] = {}
+        self._sources: dict[_Source, Any] = {}
+        self._read: dict[_Source, dict[str, int]] = {}
+        self._asked: dict[_Source, Any] = {}
         self._asked_at = 0.0
+
+    def follow(self, rank: int, agent: Any, folder: str) -> None:
+        """Begins to copy from a folder of a rank's node, beside those of the rank's earlier processes."""
+        if folder != str(self._run_dir) and (rank, folder) not in self._sources:
+            self._sources[rank, folder], self._read[rank, folder] = agent, {}
 
     def look(self) -> None:
         """Copies what has come since the last call, and asks for more; waits for no node."""
@@ -33,32 +39,40 @@ class FolderMirror:
         if monotonic() - self._asked_at < _ASK_EVERY_S:
             return
         self._asked_at = monotonic()
-        for host, (agent, folder) in self._folders.items():
-            asked = self._asked.get(host)
+        for source, agent in self._sources.items():
+            asked = self._asked.get(source)
             if asked is None or ray.wait([asked], timeout=0)[0]:
-                self._take(host)
-                self._asked[host] = agent.files.remote(folder, self._read[host])
+                self._take(source)
+                self._asked[source] = agent.files.remote(source[1], self._read[source])
 
     def finish(self, within_s: float) -> None:
         """Copies the rest, and the model."""
         import ray
 
-        for host, (agent, folder) in self._folders.items():
-            self._take(host)
+        if not self._sources:
+            return
+        models = []
+        for source, agent in self._sources.items():
+            self._take(source)
+            self._asked[source] = agent.files.remote(source[1], self._read[source])
+            models.append(agent.file.remote(f"{source[1]}/{MODEL}"))
+        # Together, because an agent whose node is lost may not answer.
+        asked = [*self._asked.values(), *models]
+        ray.wait(asked, num_returns=len(asked), timeout=within_s)
+        for source in self._sources:
+            self._take(source)
+        for each in models:
             try:
-                self._asked[host] = agent.files.remote(folder, self._read[host])
-                ray.wait([self._asked[host]], timeout=within_s)
-                self._take(host)
-                model = ray.get(agent.file.remote(f"{folder}/{MODEL}"), timeout=within_s)
+                model = ray.get(each, timeout=0)
             except ray.exceptions.RayError:
                 continue  # the node is lost, and its files with it
             if model is not None and not (self._run_dir / MODEL).exists():
                 (self._run_dir / MODEL).write_bytes(model)
 
-    def _take(self, host: str) -> None:
+    def _take(self, source: _Source) -> None:
         import ray
 
-        asked = self._asked.pop(host, None)
+        asked = self._asked.pop(source, None)
         if asked is None:
             return
         try:
@@ -70,4 +84,4 @@ class FolderMirror:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab") as stream:
                 stream.write(content)
-            self._read[host][name] = self._read[host].get(name, 0) + len(content)
+            self._read[source][name] = self._read[source].get(name, 0) + len(content)

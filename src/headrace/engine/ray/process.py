@@ -60,10 +60,12 @@ def main() -> None:
     log = Path(request["log"])
     log.parent.mkdir(parents=True, exist_ok=True)
     redirect(log)
+    spec = None
     try:
-        _say(says, {"status": _run(_unpacked(request, code, data), request, says, leaves)})
+        spec = _unpacked(request, code, data)
+        _say(says, {"status": _run(spec, request, says, leaves)})
     except BaseException as error:
-        _say(says, _failure(error))
+        _say(says, {**_failure(error), "unpacked": spec is not None})
         shown = str(error) if isinstance(error, HeadraceError) else user_traceback(error, fallback=True)
         print(LAST_LOG_LINE, shown, sep="\n", file=sys.stderr)  # noqa: T201  (standard error is this rank's log)
         sys.exit(error.exit_code if isinstance(error, HeadraceError) else 1)
@@ -101,7 +103,12 @@ def _unpacked(request: Mapping[str, Any], code: bytes, data: bytes) -> RunSpec:
         raise JobError(f"the job arrived but cannot be unpacked here: {type(error).__name__}: {error}") from error
     here = request["machine"] == machine_identity().partition(" ")[0]
     started = spec.started if here else monotonic() - request["passed_s"]
-    return replace(spec, run_dir=Path(request["run_dir"]), started=started)
+    rank, roles = int(request["environment"]["RANK"]), list(spec.plan.roles)
+    if request["node"]:
+        # It shares memory with none of those that were on its rank's node.
+        roles[rank] = replace(roles[rank], host=request["node"])
+    plan = replace(spec.plan, roles=tuple(roles))
+    return replace(spec, run_dir=Path(request["run_dir"]), started=started, plan=plan)
 
 
 def _run(spec: RunSpec, request: Mapping[str, Any], says: IO[str], leaves: threading.Event) -> str:
@@ -145,7 +152,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
     return {
         "error": type(error).__name__,
         "message": str(error),
-        "traceback": user_traceback(origin, fallback=True) if origin else "",
+        "traceback": user_traceback(origin, fallback=not ours) if origin else "",
         "exit_code": error.exit_code if isinstance(error, HeadraceError) else 1,
         "lost": lost,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from time import monotonic
 from typing import Any
 
@@ -19,13 +19,13 @@ class RankReturns:
     def __init__(self, agents: Sequence[Any]) -> None:
         self._agents = agents
         self._asked: dict[Any, tuple[int, float]] = {}
-        self._nodes: dict[int, str] = {}
+        self._described: dict[int, Mapping[str, Any]] = {}
         self._leader: int | None = 0
         self._store = ""
 
     def wanted(self) -> set[int]:
         """Returns the ranks that are waited for."""
-        return {rank for rank, _ in self._asked.values()} | self._nodes.keys()
+        return {rank for rank, _ in self._asked.values()} | self._described.keys()
 
     def want(self, rank: int) -> None:
         """Begins to wait for a rank's agent: Ray restarts it, perhaps on another node, if the cluster has room."""
@@ -40,14 +40,14 @@ class RankReturns:
         """Takes notice that a rank serves the store."""
         self._leader, self._store = rank, store
 
-    def ready(self) -> Iterator[tuple[int, str, str]]:
-        """Yields each rank that can be started now, its node's id, and the store's address; "" for rank 0's."""
+    def ready(self) -> Iterator[tuple[int, Mapping[str, Any], str]]:
+        """Yields a rank that can be started now, its node's description, and the store's address; "" for rank 0's."""
         import ray
 
         for reference in ray.wait(list(self._asked), timeout=0)[0] if self._asked else ():
             rank, asked = self._asked[reference]
             try:
-                self._nodes[rank] = ray.get(reference)["node"]
+                self._described[rank] = ray.get(reference)
             except ray.exceptions.RayError:
                 # Ray has not noticed yet that the node is gone, or does not restart the agent yet.
                 if monotonic() - asked > _AGAIN_S:
@@ -55,6 +55,6 @@ class RankReturns:
                     self.want(rank)
                 continue
             del self._asked[reference]
-        while self._nodes and self._leader is not None:
-            rank, node = self._nodes.popitem()
-            yield rank, node, self._store
+        while self._described and self._leader is not None:
+            rank, described = self._described.popitem()
+            yield rank, described, self._store

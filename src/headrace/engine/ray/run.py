@@ -19,6 +19,7 @@ from headrace.engine.ray.nodes import RankPlace
 from headrace.engine.ray.watch import RankWatch
 from headrace.engine.schedulers.environment import LAUNCHER
 from headrace.engine.shipping import pack
+from headrace.engine.torchrun.address import START_TIMEOUT
 from headrace.engine.torchrun.elastic_workers.leader_file import STORE
 from headrace.engine.torchrun.secret import SECRET
 from headrace.errors import UsageError
@@ -45,16 +46,14 @@ class RayRun:
         self._mark = tempfile.NamedTemporaryFile(dir=spec.run_dir, prefix="seen-")  # noqa: SIM115  (as long as the run)
         self._wanted = str(spec.run_dir), Path(self._mark.name).name
         folders = self._folders()
-        unseen = {
-            place.host: rank for rank, place in reversed(list(enumerate(places))) if folders[rank] != str(spec.run_dir)
-        }
+        unseen = {place.host for place, folder in zip(places, folders, strict=True) if folder != str(spec.run_dir)}
         if unseen and (spec.checkpoints or spec.resume):
             raise UsageError(
                 f"{spec.run_dir} is not there on {', '.join(sorted(unseen))}, and checkpoints are saved to a directory "
                 "that all nodes see; name a run_dir on a file system of all nodes, or save nothing "
                 "(checkpoints=False, --checkpoint-every 0)"
             )
-        self.mirror = FolderMirror(spec.run_dir, {host: (agents[rank], folders[rank]) for host, rank in unseen.items()})
+        self.mirror = FolderMirror(spec.run_dir)
         first = places[0]
         port = ray.get(agents[0].free_port.remote(first.address), timeout=_ANSWER_S)
         self._launched = {
@@ -64,11 +63,13 @@ class RayRun:
             "MASTER_ADDR": first.address,
             "MASTER_PORT": str(port),
             SECRET: secrets.token_hex(32),
+            # What their errors name as the remedy.
+            **{name: os.environ[name] for name in (START_TIMEOUT,) if name in os.environ},
         }
 
     def follow(self, flag: Stoppable, progress: Callable[[RunProgress], None]) -> str:
         """Returns how the run has ended; raises for the first process that failed."""
-        watch = RankWatch(self._spec, self._agents, flag, self._start, progress)
+        watch = RankWatch(self._spec, self._agents, flag, self._start, progress, self._write_to)
         try:
             watch.follow()
             return watch.status
@@ -82,10 +83,14 @@ class RayRun:
         found: list[str] = ray.get(asked, timeout=_ANSWER_S)
         return found
 
-    def _start(self, rank: int, store: str) -> Any:
+    def _write_to(self, rank: int, folder: str) -> None:
+        """Takes notice that a rank's process writes to a folder of its node."""
+        self.mirror.follow(rank, self._agents[rank], folder)
+
+    def _start(self, rank: int, store: str, node: str) -> Any:
         """Has a rank's process begin, which joins the others at a `store` other than rank 0's where one is named.
 
-        Returns what its agent will tell.
+        `node` is where it is; "" for the one of the plan. Returns what its agent will tell.
         """
         place, spec = self._places[rank], self._spec
         environment = {**self._launched, "RANK": str(rank), "HEADRACE_HOST": place.host}
@@ -99,6 +104,7 @@ class RayRun:
             "path": [path for path in sys.path if path],
             "machine": machine_identity().partition(" ")[0],
             "passed_s": monotonic() - spec.started,
+            "node": node,
             "run_dir": self._wanted[0],
             "mark": self._wanted[1],
             "encrypt": self._encrypt,

@@ -12,10 +12,10 @@ from typing import Any
 from headrace.engine.base import LEFT, RunProgress, Stoppable
 from headrace.engine.local.fork_server import describe_end
 from headrace.engine.local.scaling import ListedWorker, ScaleRequests
-from headrace.engine.ray.nodes import names_of
+from headrace.engine.ray.nodes import names_of, require_versions
 from headrace.engine.ray.returns import RankReturns
 from headrace.engine.torchrun.failover import expendable_ranks
-from headrace.errors import PeerLost, UsageError, WorkerFailed
+from headrace.errors import PeerLost, UnfitMachine, UsageError, WorkerFailed
 from headrace.spec.events import LAUNCHER, Notice
 from headrace.worker.events import EventWriter
 from headrace.worker.run_spec import RunSpec
@@ -29,7 +29,10 @@ _IN_VAIN = 5
 
 
 class RankWatch:
-    """Follows the processes of one run; `start` has that of a rank begin, and returns what its agent will tell.
+    """Follows the processes of one run.
+
+    `start` takes a rank, the store to join at ("" for rank 0's) and the node ("" for the plan's), has the process
+    begin, and returns what its agent will tell. `write_to` takes a rank, and the folder that its process writes to.
 
     Attributes:
         status: of rank 0, once it has ended in order.
@@ -40,18 +43,22 @@ class RankWatch:
         spec: RunSpec,
         agents: Sequence[Any],
         flag: Stoppable,
-        start: Callable[[int, str], Any],
+        start: Callable[[int, str, str], Any],
         progress: Callable[[RunProgress], None],
+        write_to: Callable[[int, str], object],
     ) -> None:
         self.status = ""
         self._spec, self._agents, self._flag = spec, agents, flag
-        self._start, self._progress = start, progress
+        self._start, self._progress, self._write_to = start, progress, write_to
         self._returns = RankReturns(agents)
         self._elastic = spec.plan.min_workers > 0
         several = len({role.host for role in spec.plan.roles}) > 1
         self._expendable = expendable_ranks(spec.plan) if several or self._elastic else frozenset()
-        self._waits = {start(rank, ""): rank for rank in range(len(agents))}
+        self._waits = {start(rank, "", ""): rank for rank in range(len(agents))}
+        self._starts = [1] * len(agents)
+        self._stopped: int | None = None
         self._failure: WorkerFailed | None = None
+        self._refused: dict[int, WorkerFailed] = {}
         self._lost: dict[int, str] = {}
         self._accused: Mapping[str, Any] = {}
         self._deadline: float | None = None
@@ -65,16 +72,15 @@ class RankWatch:
         """Returns when the run is over; raises for the first that failed."""
         import ray
 
-        stopped, looked = False, 0.0
+        looked = 0.0
         while self._waits and (self._deadline is None or monotonic() < self._deadline):
             done, _ = ray.wait(list(self._waits), timeout=_LOOK_EVERY_S)
             for reference in done:
                 self._take(self._waits.pop(reference), reference)
-            if self._flag.stop and not stopped:
-                stopped = True
+            if self._flag.stop and self._stopped is None and self._waits:
                 # It tells the others, and all end after the same round; the first process of a rank does not join yet.
-                told = min(self._waits.values(), key=lambda rank: (len(self._losses[rank]), rank), default=0)
-                self._agents[told].stop.remote(int(signal.SIGINT))
+                self._stopped = min(self._waits.values(), key=lambda rank: (self._is_outside(rank), rank))
+                self._agents[self._stopped].stop.remote(int(signal.SIGINT))
             if monotonic() - looked > _LOOK_EVERY_S:
                 looked = monotonic()
                 self._take_back()
@@ -92,6 +98,8 @@ class RankWatch:
         except ray.exceptions.RayError:
             self._lose(rank, "its node, or its actor there, has ended")
             return
+        if "folder" in told:
+            self._write_to(rank, told["folder"])
         if "code" in told:
             self._take_end(rank, told)
             return
@@ -106,8 +114,7 @@ class RankWatch:
 
     def _take_end(self, rank: int, ended: Mapping[str, Any]) -> None:
         """Decides what the end of a process means: the run's, its restart, or nothing."""
-        # One that has come back, and has not joined the others yet, speaks for itself alone.
-        outside = bool(self._losses[rank]) and rank not in self._members
+        outside = self._is_outside(rank)
         in_vain = ended.get("error") == "RunFailed" or (self._elastic and ended.get("lost"))
         if ended.get("status") == LEFT:
             self._part(rank)
@@ -125,6 +132,10 @@ class RankWatch:
             self._begin_end()
         elif ended.get("error") in ("Replaced", "LeftBehind"):
             self._lose(rank, ended["message"])
+        elif outside and ended.get("unpacked") is False:
+            # Its node may lack what the others have; they go on. If that ended them, too, it is the cause.
+            self._refused[rank] = failure = self._failed(rank, ended)
+            self._note(f"rank {rank} cannot come back: {failure.cause}")
         else:
             self._failure = self._failure or self._failed(rank, ended)
             self._begin_end()
@@ -132,11 +143,17 @@ class RankWatch:
     def _begin_end(self) -> None:
         self._deadline = self._deadline or monotonic() + _GRACE_S
 
+    def _is_outside(self, rank: int) -> bool:
+        """Whether a process has come back and has not joined the others yet: then it speaks for itself alone."""
+        return self._starts[rank] > 1 and rank not in self._members
+
     def _part(self, rank: int) -> None:
         """Takes notice that a rank has no process that is one of the run's."""
         self._members.discard(rank)
         self._leaving.discard(rank)
         self._returns.lose(rank)
+        if rank == self._stopped:
+            self._stopped = None
 
     def _in_vain(self, rank: int) -> bool:
         """Counts a loss; returns whether the process of this rank is lost too often to be started again."""
@@ -160,16 +177,25 @@ class RankWatch:
         """Starts the processes of lost workers that can join the others."""
         import ray
 
-        for rank, node, store in self._returns.ready():
-            self._start_again(rank, names_of(ray.nodes())[node], store)
+        for rank, described, store in self._returns.ready():
+            names = names_of(ray.nodes())
+            try:
+                require_versions([described], names)
+            except UnfitMachine as error:
+                self._note(f"rank {rank} is not started again: {error}")
+                continue
+            self._start_again(rank, names[described["node"]], store)
 
     def _start_again(self, rank: int, name: str, store: str) -> None:
         """Starts a lost worker's process on the node that Ray has chosen."""
         was = self._spec.plan.role(rank).host
         mates = sum(role.host == was for role in self._spec.plan.roles)
         if self._elastic and name != was and mates > 1:
-            return  # the workers of one node share its memory
-        self._waits[self._start(rank, store)] = rank
+            why = f"it was one of {mates} that share the memory of {was}, and Ray has room for it on {name}"
+            self._note(f"rank {rank} is not started again: {why}")
+            return
+        self._waits[self._start(rank, store, name if name != was else "")] = rank
+        self._starts[rank] += 1
         if name != was:
             self._note(f"rank {rank} was on {was} and is started again on {name}")
 
@@ -180,7 +206,7 @@ class RankWatch:
             state = "leaves" if rank in self._leaving else "trains" if rank in self._members else "begins"
             if rank not in running:
                 state = "waits for a node" if rank in wanted else "is gone"
-            found.append(ListedWorker(rank, self._spec.plan.role(rank).host, len(self._losses[rank]), state))
+            found.append(ListedWorker(rank, self._spec.plan.role(rank).host, self._starts[rank] - 1, state))
         return found
 
     def _change(self, count: int) -> str:
@@ -229,6 +255,8 @@ class RankWatch:
             return
         if self._failure:
             raise self._failure
+        if self._accused.get("rank") in self._refused:
+            raise self._refused[self._accused["rank"]]
         for rank, cause in self._lost.items():
             raise PeerLost(rank, plan.role(rank).host, cause, plan.part_of(rank))
         if self._accused:

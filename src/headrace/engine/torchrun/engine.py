@@ -152,7 +152,8 @@ class LaunchedGroup:
         if computes:
             work(spec, self.rank, workers, self.page)
         else:
-            serve(spec, self.rank, self.page, self._check, self.host.home.address if self.host.home else "")
+            moved, home = plan.role(self.rank).host != self.hosts[self.rank], self.host.home
+            serve(spec, self.rank, self.page, self._check, home.address if home else "", moved)
             if not self.host.one_memory:
                 # It waits for workers whose ends may come to its page before what they did after.
                 self.page.ranks[self.rank].heartbeat.finished = 1

@@ -1,0 +1,157 @@
+"""What the process that follows a run on Ray does of what its ranks tell; no cluster is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import sleep
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.ray.stand_in import Reference, StandIn, remote
+from headrace.engine.ray.nodes import own_versions
+from headrace.engine.ray.watch import RankWatch
+from headrace.errors import WorkerFailed
+from headrace.worker.run_spec import events_path
+
+Told = dict[str, Any]
+
+TRAINS: Told = {"progress": [3, 0.5, 48], "trains": True, "store": ""}
+KILLED: Told = {"code": -9, "log": ""}
+DONE: Told = {"code": 0, "log": "", "status": "ok"}
+NO_MODULE: Told = {
+    "code": 1, "log": "", "error": "JobError", "message": "No module named 'x'", "traceback": "", "unpacked": False
+}  # fmt: skip
+ACCUSES_1: Told = {
+    "code": 1, "log": "", "error": "PeerLost", "message": "", "traceback": "",
+    "lost": {"rank": 1, "host": "h1", "cause": "its part of the run has failed"},
+}  # fmt: skip
+
+
+class Ranks:
+    """Elastic workers on nodes of their own, `h0` and so on: for each of a rank's processes, what it tells in turn.
+
+    Ray restarts every agent on another node, `spare`.
+    """
+
+    def __init__(self, ray: StandIn, folder: Path) -> None:
+        self.told: list[list[Iterator[Told]]] = []
+        self.started: list[tuple[int, str, str]] = []
+        self.stopped: list[int] = []
+        self.flag = SimpleNamespace(stop=0)
+        self.node = {"node": "spare-id", "versions": own_versions()}
+        self._folder = folder
+        self._now: dict[int, Iterator[Told]] = {}
+        ray.known_nodes = [
+            {"NodeID": "spare-id", "NodeName": "spare", "NodeManagerAddress": "10.0.0.9", "NodeManagerHostname": "vm"}
+        ]
+
+    def follow(self) -> str:
+        ranks = range(len(self.told))
+        roles = [SimpleNamespace(rank=rank, host=f"h{rank}", computes=True) for rank in ranks]
+        plan = SimpleNamespace(
+            min_workers=1, workers=len(roles), roles=roles, role=roles.__getitem__, part_of=lambda _: "",
+            replaces=False, servers=(), backups=(),
+        )  # fmt: skip
+        spec: Any = SimpleNamespace(plan=plan, run_dir=self._folder, started=0.0)
+        agents = [
+            SimpleNamespace(
+                watch=SimpleNamespace(remote=lambda rank=rank: self._next(rank)),
+                describe=remote(lambda: self.node),
+                stop=SimpleNamespace(remote=lambda _, rank=rank: self.stopped.append(rank)),
+            )
+            for rank in ranks
+        ]
+        watch = RankWatch(spec, agents, self.flag, self._start, lambda _: None, lambda *_: None)
+        watch.follow()
+        return watch.status
+
+    def notices(self) -> str:
+        path = events_path(self._folder, -1)
+        return path.read_text() if path.exists() else ""
+
+    def _start(self, rank: int, store: str, node: str) -> Reference:
+        self.started.append((rank, store, node))
+        self._now[rank] = self.told[rank].pop(0)
+        return self._next(rank)
+
+    def _next(self, rank: int) -> Reference:
+        told = next(self._now[rank])
+        return Reference(lambda: told)
+
+
+def trains(until: Callable[[], object], then: Told = DONE, **more: Any) -> Iterator[Told]:
+    while not until():
+        sleep(0.01)
+        yield {**TRAINS, **more}
+    yield then
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ranks:
+    monkeypatch.setattr("headrace.engine.ray.watch._LOOK_EVERY_S", 0.0)
+    return Ranks(StandIn.replace(monkeypatch), tmp_path)
+
+
+def test_a_lost_worker_is_started_on_the_node_where_ray_has_restarted_its_agent(ranks: Ranks) -> None:
+    def again() -> bool:
+        return len(ranks.started) == 3
+
+    ranks.told = [[trains(again)], [iter([TRAINS, KILLED]), iter([TRAINS, DONE])]]
+    assert ranks.follow() == "ok"
+    assert ranks.started[2] == (1, "", "spare")
+    assert "rank 1 was on h1 and is started again on spare" in ranks.notices()
+
+
+def test_rank_0_waits_for_the_store_of_the_rank_that_leads(ranks: Ranks) -> None:
+    rounds = iter(range(10**6))
+
+    def led() -> Iterator[Told]:
+        while next(rounds) < 20:
+            yield TRAINS
+        assert len(ranks.started) == 2
+        yield from trains(lambda: len(ranks.started) == 3, store="tcp://10.0.0.2:1")
+
+    ranks.told = [[iter([TRAINS, KILLED]), iter([TRAINS, DONE])], [led()]]
+    assert ranks.follow() == "ok"
+    assert ranks.started[2] == (0, "tcp://10.0.0.2:1", "spare")
+
+
+def test_a_node_that_lacks_a_module_does_not_end_the_others(ranks: Ranks) -> None:
+    ranks.told = [[trains(lambda: "cannot come back" in ranks.notices())], [iter([TRAINS, KILLED]), iter([NO_MODULE])]]
+    assert ranks.follow() == "ok"
+    assert "rank 1 cannot come back: JobError: No module named 'x'" in ranks.notices()
+
+
+def test_if_it_did_end_the_others_its_error_is_the_cause(ranks: Ranks) -> None:
+    others = trains(lambda: "cannot come back" in ranks.notices(), then=ACCUSES_1)
+    ranks.told = [[others], [iter([TRAINS, KILLED]), iter([NO_MODULE])]]
+    with pytest.raises(WorkerFailed, match=r"rank 1 on h1 failed: JobError: No module named 'x'"):
+        ranks.follow()
+
+
+def test_a_first_process_that_cannot_unpack_the_job_ends_the_run(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.engine.ray.watch._GRACE_S", 0.1)
+    ranks.told = [[trains(lambda: False)], [iter([NO_MODULE])]]
+    with pytest.raises(WorkerFailed, match="rank 1 on h1 failed: JobError: No module named 'x'"):
+        ranks.follow()
+
+
+def test_a_node_with_another_version_is_named_and_gets_no_process(ranks: Ranks) -> None:
+    ranks.node["versions"] = {**own_versions(), "torch": "1.0"}
+    ranks.told = [[trains(lambda: "is not started again" in ranks.notices())], [iter([TRAINS, KILLED])]]
+    assert ranks.follow() == "ok"
+    assert len(ranks.started) == 2
+    assert "rank 1 is not started again: spare has torch 1.0, and this process " in ranks.notices()
+
+
+def test_an_interrupt_that_a_lost_rank_was_told_is_told_to_another(ranks: Ranks) -> None:
+    ranks.flag.stop = 1
+    ranks.told = [
+        [iter([TRAINS, KILLED]), trains(lambda: True)],
+        [trains(lambda: len(ranks.stopped) == 2, store="tcp://10.0.0.2:1")],
+    ]
+    assert ranks.follow() == "ok"
+    assert ranks.stopped == [0, 1]
