@@ -13,6 +13,7 @@ import headrace as hr
 from headrace.errors import JobError
 from headrace.export import programs
 from headrace.export.choice import choose
+from headrace.export.opening import open_runner
 from headrace.export.signature import Signature
 from headrace.export.writing import write_model
 
@@ -75,7 +76,7 @@ def test_the_best_rows_of_a_table_by_number_and_score(towers: tuple[hr.Job, Towe
     user = torch.tensor([8, 3])
     wanted = (model.users.weight[user] @ model.films.weight.T).topk(3)
     for name in ("model.pt2", "model.onnx"):
-        found = programs.open_runner(tmp_path / "m" / name, made.inputs, made.outputs).run({"user": user})
+        found = open_runner(tmp_path / "m" / name, made.inputs, made.outputs).run({"user": user})
         assert torch.equal(found["films"], wanted.indices)
         assert torch.allclose(found["scores"], wanted.values, atol=1e-6)
 

@@ -15,6 +15,7 @@ import headrace as hr
 from headrace.errors import DataError, JobError, UsageError
 from headrace.export import programs, signature
 from headrace.export.choice import choose
+from headrace.export.opening import open_runner
 from headrace.export.signature import Signature
 from headrace.export.writing import write_model
 from headrace.models import char_lstm
@@ -54,7 +55,7 @@ def test_each_file_computes_the_prediction_for_any_number_of_examples(
         wanted = model(five).softmax(1)
     for name in ("model.pt2", "model.onnx"):
         path = signature.open_file(tmp_path / "m", signature.read(tmp_path / "m"), name)
-        found = programs.open_runner(path, made.inputs, made.outputs).run({"input": five})["output"]
+        found = open_runner(path, made.inputs, made.outputs).run({"input": five})["output"]
         assert torch.allclose(found, wanted, atol=1e-6)
         assert made.files[name].difference is not None
     sample = load_file(tmp_path / "m" / "sample.safetensors")
@@ -75,7 +76,7 @@ def test_a_sequence_may_have_any_length(tmp_path: Path) -> None:
     with torch.no_grad():
         wanted = model(longer)
     for name in ("model.pt2", "model.onnx"):
-        found = programs.open_runner(tmp_path / "m" / name, made.inputs, made.outputs).run({"characters": longer})
+        found = open_runner(tmp_path / "m" / name, made.inputs, made.outputs).run({"characters": longer})
         assert torch.allclose(found["output"], wanted, atol=1e-5)
 
 
@@ -123,7 +124,7 @@ def test_a_folder_is_not_written_over_and_formats_are_named(
     (tmp_path / "kept").write_text("")
     with pytest.raises(UsageError, match="exists already"):
         write_model(*classifier, tmp_path, FACTS)
-    with pytest.raises(UsageError, match="--formats takes pt2, onnx, got tflite"):
+    with pytest.raises(UsageError, match="--formats takes pt2, onnx, pte, got tflite"):
         choose(formats=("tflite",))
 
 

@@ -16,9 +16,10 @@ from headrace.api.run import load_model
 from headrace.checkpoint import Checkpoint, CheckpointFolder
 from headrace.errors import CheckpointMismatch, DataError, UsageError
 from headrace.export.choice import DEFAULT, FORMATS, ExportChoice
+from headrace.export.opening import open_runner
 from headrace.export.predictor import answering_form, inputs_of, predictor_of
 from headrace.export.predictor import run as run_predictor
-from headrace.export.programs import free_lengths, open_runner
+from headrace.export.programs import free_lengths
 from headrace.export.reading import read_inputs
 from headrace.export.signature import Signature, TensorForm, form_of, open_file, read, values_of
 from headrace.export.tensors import Array, check_lengths
@@ -32,7 +33,7 @@ from headrace.training.update import AVERAGE
 from headrace.worker.state import LoadedCheckpoint, making_sense
 
 MODEL = "model.safetensors"
-_SLICE = 100
+_SLICE = 32
 
 
 def source_of(run_dir: Path) -> JobSource | None:
@@ -122,8 +123,8 @@ def predict_with_folder(folder: Path, data: Path) -> tuple[str, dict[str, Array]
         DataError: the folder or the file cannot be used.
     """
     facts = read(folder)
-    onnx, torch_file = FORMATS["onnx"], FORMATS["pt2"]
-    name = torch_file if onnx not in facts.files and torch_file in facts.files else onnx
+    # An error names ONNX where there is none of them.
+    name = next((FORMATS[each] for each in ("onnx", "pt2", "pte") if FORMATS[each] in facts.files), FORMATS["onnx"])
     runner = open_runner(open_file(folder, facts, name), facts.inputs, facts.outputs)
     return facts.task, _predict(runner.run, read_inputs(data, facts.inputs), facts.inputs)
 

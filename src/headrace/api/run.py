@@ -276,8 +276,9 @@ class Run:
         Args:
             path: of the folder, which is made: the model's files, a sample, and `signature.json`, which says what goes
                 in and comes out.
-            formats: "pt2" (torch.export), "onnx"; None for those of the target.
-            target: "server", or "browser": also a page that runs the model, for any static web server.
+            formats: "pt2" (torch.export), "onnx", "pte"; None for those of the target.
+            target: "server"; "browser": also a page that runs the model, for any static web server; "mobile":
+                ExecuTorch with XNNPACK.
             labels: names of the classes in the order of the outputs; for a model of texts, of its tokens.
             onnxruntime_web: for the page, an archive or a folder of that package; None to let npm fetch it.
             quantize: "int8" or "fp16" for smaller files; the signature has the metrics before and after.

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from headrace.errors import UsageError
 
-FORMATS = {"pt2": "model.pt2", "onnx": "model.onnx"}
+FORMATS = {"pt2": "model.pt2", "onnx": "model.onnx", "pte": "model.pte"}
 PRECISIONS = ("int8", "fp16")
 """The file of each format."""
-TARGETS = {"server": ("pt2", "onnx"), "browser": ("onnx",)}
+TARGETS = {"server": ("pt2", "onnx"), "browser": ("onnx",), "mobile": ("pte",)}
 """The formats of each target."""
 _WHOLE = ("pt2",)
 """Formats that are not quantized."""
@@ -53,10 +53,12 @@ def choose(
     unknown = [each for each in taken if each not in FORMATS]
     if unknown or not taken:
         raise UsageError(f"--formats takes {', '.join(FORMATS)}, got {', '.join(unknown) or 'none'}")
-    if target == "browser" and taken != ("onnx",):
-        raise UsageError(f"--target browser takes the format onnx alone, got {', '.join(taken)}")
+    if target != "server" and taken != TARGETS[target]:
+        raise UsageError(f"--target {target} takes the format {TARGETS[target][0]} alone, got {', '.join(taken)}")
+    if target == "server" and "pte" in taken:
+        raise UsageError("the format pte goes with --target mobile")
     if quantize is not None and (target == "browser" or set(taken) & set(_WHOLE)):
-        raise UsageError("--quantize goes with --formats onnx for a server")
+        raise UsageError("--quantize goes with --formats onnx for a server, and with --target mobile")
     if onnxruntime_web is not None and target != "browser":
         raise UsageError("--onnxruntime-web goes with --target browser")
     if len(set(labels)) != len(labels):

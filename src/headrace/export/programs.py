@@ -8,8 +8,8 @@ import traceback
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,13 @@ class Traced:
     Attributes:
         free: the dimensions of the inputs that may have any length.
         why_fixed: why the length of a sequence is fixed; "" where it is not, or where there is none.
+        dynamic_shapes: what torch.export was told of the inputs.
     """
 
     program: ExportedProgram
     free: tuple[int, ...]
     why_fixed: str = ""
+    dynamic_shapes: Any = None
 
 
 class ProgramRunner(ABC):
@@ -50,26 +52,32 @@ class ProgramRunner(ABC):
         """Returns the outputs by name."""
 
 
-def trace(predictor: Predictor, inputs: Mapping[str, Tensor]) -> Traced:
-    """Traces the model on at least two examples, for any number of them.
+def trace(predictor: Predictor, inputs: Mapping[str, Tensor], most: int | None = None) -> Traced:
+    """Traces the model on at least two examples, for any number of them, or up to `most`.
 
-    Sequences of whole numbers `(batch, time)` may have any length, too, where the model allows it.
+    Sequences of whole numbers `(batch, time)` may have any length, too, where the model allows it. With `most`
+    they are at most as long as these, and of a fixed length where there are recurrent layers, whose steps are unrolled.
 
     Raises:
         JobError: the model cannot be traced, or takes one number of examples only.
     """
     why = ""
-    if free_lengths(inputs) == (0, 1):
+    unrolled = most is not None and any(isinstance(module, nn.RNNBase) for module in predictor.modules())
+    batch = Dim(BATCH, max=most)
+    if free_lengths(inputs) == (0, 1) and unrolled:
+        why = "the format has no recurrent layers, and their steps are unrolled"
+    elif free_lengths(inputs) == (0, 1):
+        longest = None if most is None else next(iter(inputs.values())).shape[1]
         try:
-            return Traced(_traced(predictor, inputs, {0: Dim(BATCH), 1: Dim(TIME, min=2)}), (0, 1))
+            return _traced(predictor, inputs, {0: batch, 1: Dim(TIME, min=2, max=longest)}, not unrolled)
         except Exception as error:  # of the user's model, in torch's tracer: the batch alone may still be free
-            why = _first_line(error)
+            why = first_line(error)
     try:
-        return Traced(_traced(predictor, inputs, {0: Dim(BATCH)}), (0,), why)
+        return replace(_traced(predictor, inputs, {0: batch}, not unrolled), why_fixed=why)
     except Exception as error:
         # Not "from error": torch adds the graph and a hundred frames of its own.
         raise JobError(
-            f"the model cannot be exported{_where(predictor, error)}: {_first_line(error)}; what depends on values "
+            f"the model cannot be exported{_where(predictor, error)}: {first_line(error)}; what depends on values "
             "(`if x.sum() > 0`, .item()) or on one batch size cannot be traced: use torch.where, torch.cond, and "
             "x.shape[0]"
         ) from None
@@ -86,7 +94,7 @@ def save_torch(traced: Traced, path: Path) -> None:
     # Into memory first: where a disk is full, torch ends the process.
     content = io.BytesIO()
     torch.export.save(traced.program, content)
-    with _writing(path):
+    with writing(path):
         path.write_bytes(content.getbuffer())
 
 
@@ -98,7 +106,7 @@ def save_onnx(traced: Traced, path: Path, inputs: Sequence[TensorForm], outputs:
         JobError: an operation of the model has no ONNX form.
     """
     require("onnx", "onnxscript")
-    with whole_recurrent_layers(), _quiet():
+    with whole_recurrent_layers(), quiet():
         try:
             made = torch.onnx.export(
                 traced.program,
@@ -108,14 +116,14 @@ def save_onnx(traced: Traced, path: Path, inputs: Sequence[TensorForm], outputs:
                 verbose=False,
             )
         except Exception as error:
-            raise JobError(f"the model has no ONNX form: {_first_line(error)}; model.pt2 has it") from None
+            raise JobError(f"the model has no ONNX form: {first_line(error)}; model.pt2 has it") from None
     assert made is not None
     for values, forms in ((made.model.graph.inputs, inputs), (made.model.graph.outputs, outputs)):
         for value, form in zip(values, forms, strict=True):
             value.name = form.name
             value.shape = _named_shape(form)
     weights = sum(tensor.nbytes for tensor in traced.program.state_dict.values())
-    with _writing(path):
+    with writing(path):
         made.save(path, external_data=weights >= _ONE_FILE_BYTES)
 
 
@@ -150,11 +158,6 @@ class OnnxRunner(ProgramRunner):
         return {name: torch.from_numpy(array) for name, array in zip(self._outputs, found, strict=True)}
 
 
-def open_runner(path: Path, inputs: Sequence[TensorForm], outputs: Sequence[TensorForm]) -> ProgramRunner:
-    """Returns what runs a file, by its suffix."""
-    return TorchRunner(path, inputs, outputs) if path.suffix == ".pt2" else OnnxRunner(path)
-
-
 def require(*modules: str) -> None:
     """Raises an UnfitMachine with what to install where one of the libraries for ONNX is not there."""
     from importlib.util import find_spec
@@ -167,11 +170,11 @@ def require(*modules: str) -> None:
         )
 
 
-def _traced(predictor: Predictor, inputs: Mapping[str, Tensor], dims: dict[int, Dim]) -> ExportedProgram:
-    with whole_recurrent_layers(), _quiet():
-        return torch.export.export(
-            predictor, tuple(inputs.values()), dynamic_shapes=(tuple(dims for _ in inputs),), strict=False
-        )
+def _traced(predictor: Predictor, inputs: Mapping[str, Tensor], dims: dict[int, Dim], whole: bool) -> Traced:
+    shapes = (tuple(dims for _ in inputs),)
+    with whole_recurrent_layers() if whole else nullcontext(), quiet():
+        program = torch.export.export(predictor, tuple(inputs.values()), dynamic_shapes=shapes, strict=False)
+    return Traced(program, tuple(dims), dynamic_shapes=shapes)
 
 
 def _named_shape(form: TensorForm) -> Any:
@@ -196,7 +199,8 @@ def _where(predictor: Predictor, error: BaseException) -> str:
     return f", at {module}{line}" if module else ""
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Returns the class and the first line of what an error was first raised for."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
@@ -204,7 +208,8 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
+    """Makes an UnfitMachine of what the file system refuses."""
     try:
         yield
     except OSError as error:
@@ -212,7 +217,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Leaves out warnings of the exporters that are not about the model."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)

@@ -21,6 +21,8 @@ from headrace.export import programs, signature
 from headrace.export.browser.folder import write_page
 from headrace.export.browser.runtime import find_runtime
 from headrace.export.choice import DEFAULT, FORMATS, PRECISIONS, ExportChoice
+from headrace.export.mobile.executorch import MOST_EXAMPLES, require_executorch, save_pte, trace_for_phone
+from headrace.export.opening import open_runner
 from headrace.export.predictor import Predictor, answering_form, inputs_of, keeps_cache, predictor_of, run
 from headrace.export.programs import ProgramRunner
 from headrace.export.quantize.measuring import Program, metrics_of
@@ -71,13 +73,14 @@ def write_model(
         raise DataError("an export needs two examples at least, and the data has one")
     expected = run(predictor, few)
     _check_labels(choice.labels, expected)
-    traced = programs.trace(predictor, few)
+    phone = choice.target == "mobile"
+    traced = trace_for_phone(predictor, few) if phone else programs.trace(predictor, few)
     inputs = tuple(form_of(name, tensor, traced.free) for name, tensor in few.items())
     inputs = values_of(inputs, [inputs_of(job, model, batch).tensors for batch in batches])
     outputs = tuple(form_of(name, tensor, _free_of(tensor, few, traced.free)) for name, tensor in expected.items())
     made_by = {**versions(), **({} if web is None else {"onnxruntime-web": web.version})}
     facts = replace(facts, inputs=inputs, outputs=outputs, labels=choice.labels or facts.labels, versions=made_by)
-    facts = replace(facts, notes=_notes(traced, cached))
+    facts = replace(facts, notes=_notes(traced, cached, phone))
     subject = _Subject(job, predictor, batches)
     try:
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as aside:
@@ -116,19 +119,25 @@ def _write_programs(
     place: Path, subject: _Subject, traced: programs.Traced, facts: Signature, choice: ExportChoice
 ) -> Signature:
     """Writes the files that compute; returns the signature with how they are quantized."""
+
+    def calibration() -> list[Mapping[str, Tensor]]:
+        # Ranges are measured on what the model was trained on: the evaluation set says what it costs.
+        job = replace(subject.job, eval_data=None)
+        return _Subject(job, subject.predictor, examples_of(job)).inputs()
+
+    how = ""
     for each in choice.formats:
         path = place / FORMATS[each]
-        if each == "onnx":
+        if each == "pte":
+            few = {name: tensor[:_SAMPLE] for name, tensor in subject.inputs()[0].items()}
+            how = save_pte(traced, path, subject.predictor, few, choice.quantize, calibration)
+        elif each == "onnx":
             programs.save_onnx(traced, path, facts.inputs, facts.outputs)
             if choice.quantize:
-                # Ranges are measured on what the model was trained on: the evaluation set says what it costs.
-                training = _Subject(replace(subject.job, eval_data=None), subject.predictor, ())
-                training = replace(training, batches=examples_of(training.job))
-                how = quantize_onnx(path, choice.quantize, training.inputs())
-                facts = replace(facts, quantized=Quantization(choice.quantize, how))
+                how = quantize_onnx(path, choice.quantize, calibration())
         else:
             programs.save_torch(traced, path)
-    return facts
+    return facts if choice.quantize is None else replace(facts, quantized=Quantization(choice.quantize, how))
 
 
 def _look(place: Path, subject: _Subject, facts: Signature, choice: ExportChoice) -> Signature:
@@ -137,7 +146,7 @@ def _look(place: Path, subject: _Subject, facts: Signature, choice: ExportChoice
     for path in sorted(place.iterdir()):
         difference, metrics = None, {}
         if path.name in (FORMATS[each] for each in choice.formats):
-            runner = programs.open_runner(path, facts.inputs, facts.outputs)
+            runner = open_runner(path, facts.inputs, facts.outputs)
             difference = _checked(path, runner, subject, choice)
             if facts.quantized is not None:
                 both: dict[str, Program] = {"before": partial(run, subject.predictor), "after": runner.run}
@@ -170,7 +179,7 @@ def _checked(path: Path, runner: ProgramRunner, subject: _Subject, choice: Expor
         raise JobError(
             f"{path.name} computes something else than the trained model: the largest difference is {largest:.2g} of "
             f"the largest value, at most {MOST_DIFFERENT:g} is allowed; "
-            + (f"leave it out: --formats {rest}" if rest else "another format may do: --formats pt2 or onnx")
+            + (f"leave it out: --formats {rest}" if rest else "another format may do")
         )
     return largest
 
@@ -220,8 +229,8 @@ def _free_of(output: Tensor, inputs: Mapping[str, Tensor], free: Sequence[int]) 
     return tuple(dim for dim in free if dim < output.dim() and output.shape[dim] == lengths[dim])
 
 
-def _notes(traced: programs.Traced, cached: bool) -> tuple[str, ...]:
-    notes = []
+def _notes(traced: programs.Traced, cached: bool, phone: bool) -> tuple[str, ...]:
+    notes = [f"a call takes at most {MOST_EXAMPLES} examples"] if phone else []
     if traced.why_fixed:
         notes.append(
             f"sequences have a fixed length, because the model could not be traced with any: {traced.why_fixed}"
@@ -234,6 +243,8 @@ def _notes(traced: programs.Traced, cached: bool) -> tuple[str, ...]:
 def _check(folder: Path, choice: ExportChoice) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists already; name another folder, or delete it")
+    if "pte" in choice.formats:
+        require_executorch()
     if "onnx" in choice.formats:
         programs.require("onnx", "onnxscript", "onnxruntime")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.errors import JobError, UsageError
-from headrace.export import programs, signature
+from headrace.export import signature
 from headrace.export.choice import choose
+from headrace.export.opening import open_runner
 from headrace.export.quantize import measuring
 from headrace.export.quantize.measuring import metrics_of
 from headrace.export.signature import Signature
@@ -106,7 +107,7 @@ def test_a_recurrent_model_keeps_any_length(tmp_path: Path) -> None:
     made = write_model(job, model, tmp_path / "m", FACTS, choose(quantize="int8"))
     assert any("was not measured: there is no evaluation set" in note for note in made.notes)
     longer = torch.randint(0, 11, (2, 31))
-    runner = programs.open_runner(tmp_path / "m" / "model.onnx", made.inputs, made.outputs)
+    runner = open_runner(tmp_path / "m" / "model.onnx", made.inputs, made.outputs)
     with torch.no_grad():
         wanted = model(longer)
     assert torch.allclose(runner.run({"characters": longer})["output"], wanted, atol=0.05)

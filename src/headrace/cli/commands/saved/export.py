@@ -23,6 +23,7 @@ _EXAMPLES = """
   headrace export runs/a -o model --step 120
   headrace export runs/a -o model --formats onnx --json | jq .files
   headrace export runs/a -o model --quantize int8
+  headrace export runs/a -o phone --target mobile --quantize int8
   headrace export runs/a -o page --target browser --labels classes.txt
 """
 
@@ -39,10 +40,11 @@ class Target(StrEnum):
 
     SERVER = "server"
     BROWSER = "browser"
+    MOBILE = "mobile"
 
 
 _TargetOption = Annotated[
-    Target, typer.Option("--target", help="What will run it. For a browser, a page that any web server can serve.")
+    Target, typer.Option("--target", help="What will run it. browser: also a page that shows it; mobile: ExecuTorch.")
 ]
 _FormatsOption = Annotated[
     str | None, option("--formats", metavar="NAME,NAME", help="pt2 (torch.export), onnx. Default: those of the target.")
