@@ -22,7 +22,7 @@ def gloo() -> Callable[[torch.Tensor], object]:
 
 def ours() -> Callable[[torch.Tensor], object]:
     # Here, because gloo needs none of it.
-    from headrace.engine.torchrun.engine import LaunchedGroup
+    from headrace.engine.torchrun.group import LaunchedGroup
 
     return LaunchedGroup(timeout_s=60.0).host.all_reduce
 

@@ -21,7 +21,7 @@ from headrace.collectives.base import ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import Loader, as_pipeline
 from headrace.engine.torchrun.agreement import require_same
-from headrace.engine.torchrun.engine import LaunchedGroup
+from headrace.engine.torchrun.group import LaunchedGroup
 from headrace.engine.torchrun.refusal import tell_uncaught
 from headrace.engine.torchrun.secret import NOT_ENCRYPTED
 from headrace.engine.torchrun.store import launched_ranks

@@ -18,7 +18,8 @@ from headrace.api.checks import JobInfo
 from headrace.api.resume import ResumeRequest, begin_attempt
 from headrace.checkpoint import CheckpointFolder
 from headrace.engine.base import LEFT, TERMINATED, Engine, RunProgress
-from headrace.engine.torchrun.engine import LaunchedEngine, LaunchedGroup
+from headrace.engine.torchrun.engine import LaunchedEngine
+from headrace.engine.torchrun.group import LaunchedGroup
 from headrace.engine.torchrun.store import first_failed
 from headrace.errors import ForkServerLost, HeadraceError, LeftBehind, PeerLost, UnfitMachine, UsageError
 from headrace.machine import can_paint, versions

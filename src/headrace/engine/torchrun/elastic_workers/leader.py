@@ -22,10 +22,10 @@ from headrace.collectives.views.hosts import HostViews
 from headrace.engine.local.scaling import ListedWorker, ScaleRequests
 from headrace.engine.schedulers.environment import LAUNCHER as LAUNCHER_VARIABLE
 from headrace.engine.torchrun.elastic_workers.leader_file import STORE, forget_leader, tell_leader
+from headrace.engine.torchrun.elastic_workers.returning import admit
 from headrace.engine.torchrun.failover import LaunchedFailover, MemberStanding
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.engine.torchrun.key_value import StoreClient
-from headrace.engine.torchrun.returning import admit
 from headrace.engine.torchrun.store_server import StoreServer
 from headrace.errors import UsageError
 from headrace.shared_memory.control_page import ControlPage
