@@ -52,11 +52,11 @@ def is_loopback(host: str) -> bool:
 
 
 def check_access(host: str, token: str, public: bool) -> None:
-    """Raises UsageError where a server would answer other machines without a token, and nobody said that it may."""
+    """Raises UsageError where a server would answer other machines without a token, and without --public."""
     if not is_loopback(host) and not token and not public:
         raise UsageError(
             f"--host {host} lets other machines ask; give a token by --token-file FILE, or say --public where "
-            "anybody may ask"
+            "every machine may ask"
         )
 
 

@@ -191,7 +191,7 @@ class PortionTable:
 
     @property
     def _steers(self) -> bool:
-        """Whether all portions are done, so that somebody must steer."""
+        """Whether all portions are done, so that a worker must steer."""
         return len(self._done) == self._portions
 
     def _release(self, worker: int, lease: int = -1) -> None:
@@ -209,7 +209,7 @@ class PortionTable:
         if self._met:
             return []
         answers: list[Answer] = []
-        # The fastest in front: nobody waits long for what steers.
+        # The fastest in front: the others wait little for the worker that steers.
         for worker in sorted(self._asking, key=lambda each: -self._counts[each]) if self._round < self.until else ():
             part = self._choose(worker)
             if part is None:
