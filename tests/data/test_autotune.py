@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,21 @@ from headrace.data.loading.batch_reader import CpuBudget
 READ_S = 0.02
 
 
-def select_columns(pipeline: InputPipeline, cores: int = 2, rounds: int = 20) -> tuple[str, list[str]]:
-    """Returns how a loader that chooses says that it reads, and its lines; it reads what it would alone."""
+def select_columns(
+    pipeline: InputPipeline, cores: int = 2, rounds: int = 20, told: int | None = None
+) -> tuple[str, list[str]]:
+    """Returns how a loader that chooses says that it reads, and its lines; it reads what it would alone.
+
+    It reads so many rounds, or until it has told so many lines.
+    """
     lines: list[str] = []
     loader = Loader(pipeline, 0, 4, (1,), 0, cpu_budget=CpuBudget(cores, 1, lines.append))
     shares = loader.rounds()
-    found = [share.batch for share in islice(shares, rounds)]
+    found = [share.batch for share in takewhile(lambda _: len(lines) != told, islice(shares, rounds))]
     shares.close()
-    alone = [share.batch for share in islice(Loader(pipeline, 0, 4, (1,), 0).sweep(alone=True), rounds)]
-    assert len(found) == len(alone) == rounds
+    alone = [share.batch for share in islice(Loader(pipeline, 0, 4, (1,), 0).sweep(alone=True), len(found))]
+    assert len(found) == len(alone)
+    assert told or len(found) == rounds
     assert all(map(torch.equal, found, alone))
     assert not [thread for thread in threading.enumerate() if thread.name == "headrace-data"]
     return lines[0].split(":")[1].strip() if lines else "", lines
@@ -65,7 +71,8 @@ def test_what_holds_up_other_threads_is_read_by_processes() -> None:
         with lock:
             time.sleep(READ_S)
 
-    _, lines = select_columns(busy(work), rounds=60)
+    # How many rounds the two processes take to begin depends on what else the machine does.
+    _, lines = select_columns(busy(work), rounds=1000, told=2)
     assert "2 processes read ahead (at most 2)" in lines[1]
     assert "batches a second" in lines[1]
 
