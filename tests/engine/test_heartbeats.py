@@ -127,3 +127,19 @@ def test_the_last_words_are_told_at_the_end(pages: Pages, relays: list[Heartbeat
     pages[1].abort = 2
     relays[1].close()
     soon(lambda: pages[0].abort == 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("leader", "comes"), [((2, 0), (0, 1)), ((2, 1), (0, 3))], ids=str)
+def test_a_rank_0_that_comes_back_learns_what_was_decided(leader: tuple[int, int], comes: tuple[int, int]) -> None:
+    store, restarts = HashStore(), {0: 1, 1: 5, 2: 4} | dict([leader, comes])
+    there, here = (ControlPage(SharedSegment.create(ControlPage.nbytes(3), "control"), 3) for _ in range(2))
+    for rank, count in restarts.items():
+        there.ranks[rank].restarts = count
+    serving = HeartbeatRelay(BreakingStore(store), "run", there, *leader, lambda _: False, serves=True)
+    # As a process follows where the run has lost its first rank 0.
+    first = iter([True])
+    coming = HeartbeatRelay(BreakingStore(store), "run", here, *comes, lambda _: next(first, False))
+    assert [record.restarts for record in here.ranks] == [restarts[rank] for rank in range(3)]
+    coming.close()
+    serving.close()

@@ -88,6 +88,8 @@ class LaunchedGroup:
         alone = self.world == 1 or not one
         self._segment = SharedSegment.create(ControlPage.nbytes(self.world), "control") if alone else self._meet()
         self.page = ControlPage(self._segment, self.world)
+        # Whatever the store tells later: one that comes back must not train by itself from the begin.
+        self.page.ranks[self.rank].restarts = self.incarnation
         self.page.ranks[self.rank].heartbeat.pid = os.getpid()
         self.host = self._together() if one else self._apart()
         begun.set()

@@ -84,6 +84,10 @@ class HeartbeatRelay:
                 self.leads = True
                 for other, record in enumerate(page.ranks):
                     self._begin_rank(other, record.restarts)
+            if incarnation and not rank and not serves:
+                # The others follow rank 0's marks, and it does not follow its own.
+                (marks,) = self.store.multi_get([self._key("marks", 0, 0)])
+                self._follow_decisions(marks)
             self.store.set(self._own[0], b"")
             self.store.leave(self._own[0], b"1")
             # The first one waits until all ranks have started.
@@ -142,9 +146,10 @@ class HeartbeatRelay:
     def _exchange(self) -> None:
         self._page.ranks[self._rank].heartbeat.count += 1
         self.store.set(self._own[1], self._pack(self._rank, self._over.is_set()))
-        if self.leads and self._rank:
+        first = self._key("marks", 0, 0)
+        if self.leads and self._own[1] != first:
             # There a process that comes back looks for what is decided.
-            self.store.set(self._key("marks", 0, 0), self._pack(0, left=False) + self._decisions())
+            self.store.set(first, self._pack(0, left=False) + self._decisions())
         restarts = [record.restarts for record in self._page.ranks]
         keys = [self._key(what, rank, now) for what in ("ended", "marks") for rank, now in enumerate(restarts)]
         # At once: what a process whose connection has ended told last is then there.
