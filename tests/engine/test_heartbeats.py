@@ -130,10 +130,15 @@ def test_the_last_words_are_told_at_the_end(pages: Pages, relays: list[Heartbeat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("leader", "comes"), [((2, 0), (0, 1)), ((2, 1), (0, 3))], ids=str)
-def test_a_rank_0_that_comes_back_learns_what_was_decided(leader: tuple[int, int], comes: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("leader", "comes"), [((2, 0), (0, 1)), ((2, 1), (0, 3)), ((0, 2), (1, 1)), ((1, 0), (2, 4))], ids=str
+)
+def test_a_process_that_comes_back_learns_what_was_decided(leader: tuple[int, int], comes: tuple[int, int]) -> None:
     store, restarts = HashStore(), {0: 1, 1: 5, 2: 4} | dict([leader, comes])
     there, here = (ControlPage(SharedSegment.create(ControlPage.nbytes(3), "control"), 3) for _ in range(2))
+    # The leader's store holds what that of the first rank 0 held.
+    page = ControlPage(SharedSegment.create(ControlPage.nbytes(3), "control"), 3)
+    HeartbeatRelay(BreakingStore(store), "run", page, 0, serves=True).close()
     for rank, count in restarts.items():
         there.ranks[rank].restarts = count
     serving = HeartbeatRelay(BreakingStore(store), "run", there, *leader, lambda _: False, serves=True)

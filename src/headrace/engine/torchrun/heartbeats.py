@@ -149,7 +149,7 @@ class HeartbeatRelay:
         first = self._key("marks", 0, 0)
         if self.leads and self._own[1] != first:
             # There a process that comes back looks for what is decided.
-            self.store.set(first, self._pack(0, left=False) + self._decisions())
+            self.store.set(first, self._marks(0, left=False) + self._decisions())
         restarts = [record.restarts for record in self._page.ranks]
         keys = [self._key(what, rank, now) for what in ("ended", "marks") for rank, now in enumerate(restarts)]
         # At once: what a process whose connection has ended told last is then there.
@@ -180,17 +180,20 @@ class HeartbeatRelay:
         return f"{self._prefix}/{what}/{rank}/{incarnation}"
 
     def _pack(self, rank: int, left: bool) -> bytes:
+        marks = self._marks(rank, left)
+        return marks + self._decisions() if self.leads and rank == self._rank else marks
+
+    def _marks(self, rank: int, left: bool) -> bytes:
         record = self._page.ranks[rank]
         heartbeat, saved = record.heartbeat, record.saved
         # Read first, because they say that the rest is complete.
         finished, saved_step = heartbeat.finished, saved.step_plus_1
-        marks = _MARKS.pack(
+        return _MARKS.pack(
             *(left, self._page.abort, self._page.stop, record.barrier_counter, heartbeat.count),
             *(heartbeat.step, heartbeat.examples, heartbeat.pid, heartbeat.promotable_epoch, finished),
             *(saved.nbytes, saved.error, heartbeat.loss, saved_step, bytes(saved.digest)),
             *(record.address.read().encode(), record.suspicion.rank, record.suspicion.count),
         )
-        return marks + self._decisions() if self.leads and rank == self._rank else marks
 
     def _decisions(self) -> bytes:
         return b"".join(_DECIDED.pack(each.restarts, *each.server_view.read()) for each in self._page.ranks)
