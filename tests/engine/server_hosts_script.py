@@ -74,6 +74,28 @@ def cut() -> None:
     fail_over(partial(cut_link, 1))
 
 
+def come_back() -> None:
+    """Rank 0 kills both servers in turn; the first one is started again, and holds all when the second is killed."""
+    if RANK == 2 and (first := os.fork()):
+        os.waitpid(first, 0)
+    Path(f"pid-{RANK}").write_text(str(os.getpid()))
+    victims = {40: 2, 60: 3}
+
+    def train(worker: hr.Worker) -> None:
+        for batch in worker.batches():
+            worker.step(batch)
+            if worker.rank == 0 and (victim := victims.get(worker.round)):
+                backup = worker._session.page.ranks[5 - victim].heartbeat
+                assert until(lambda: backup.promotable_epoch > 0, 30)
+                say(struck=victim)
+                os.kill(int(Path(f"pid-{victim}").read_text()), signal.SIGKILL)
+
+    job = make_job(steps=80, epochs=None)
+    run = hr.launch(train, job, hr.ParameterServer(staleness_bound=0, backups=1), timeout_s=1, run_dir="run")
+    tell(run)
+    say(told=[event.line for event in run.events if event.kind in ("lost", "notice")])
+
+
 def cut_workers() -> None:
     """Rank 0 cuts the other two workers from each other; they train for twice the timeout after that."""
 
@@ -92,7 +114,14 @@ def cut_workers() -> None:
     tell(run)
 
 
-DEEDS: dict[str, Callable[[], None]] = {"fit": fit, "replicas": replicas, "kill": kill, "cut": cut, "part": cut_workers}
+DEEDS: dict[str, Callable[[], None]] = {
+    "fit": fit,
+    "replicas": replicas,
+    "kill": kill,
+    "cut": cut,
+    "return": come_back,
+    "part": cut_workers,
+}
 
 
 def main() -> None:
