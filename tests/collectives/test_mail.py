@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 
 import pytest
@@ -40,3 +41,18 @@ def test_the_last_message_of_one_that_has_ended_is_read() -> None:
         assert (THERE, "last", "why it ends") in told
     finally:
         here.close()
+
+
+def test_waking_one_that_is_closed_touches_no_other_file() -> None:
+    mail = MemberMail(HERE, SECRET, "127.0.0.1", refuse)
+    number = mail._wake_fd
+    mail.close()
+    other = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    try:
+        os.dup2(other, number)
+        mail.wake()
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(number)
+    finally:
+        for each in {other, number}:
+            os.close(each)

@@ -42,9 +42,9 @@ def replicas() -> None:
         tell(hr.fit(make_job(model=split_model), hr.Hybrid(outer, inner)))
 
 
-def holds_all(worker: hr.Worker) -> bool:
+def holds_all(worker: hr.Worker, backup: int = 3) -> bool:
     """Returns whether a backup has told this rank that it holds all that its server has."""
-    return any(record.heartbeat.promotable_epoch for record in worker._session.page.ranks)
+    return worker._session.page.ranks[backup].heartbeat.promotable_epoch > 0
 
 
 def fail_over(strike: Callable[[], object]) -> None:
@@ -85,8 +85,7 @@ def come_back() -> None:
         for batch in worker.batches():
             worker.step(batch)
             if worker.rank == 0 and (victim := victims.get(worker.round)):
-                backup = worker._session.page.ranks[5 - victim].heartbeat
-                assert until(lambda: backup.promotable_epoch > 0, 30)
+                assert until(partial(holds_all, worker, 5 - victim), 30)
                 say(struck=victim)
                 os.kill(int(Path(f"pid-{victim}").read_text()), signal.SIGKILL)
 

@@ -4,7 +4,7 @@
                DEALER ──► ROUTER of 1                     who does not have the run's secret fails in the handshake
                DEALER ──► ROUTER of 2
 
-A message may be lost: what must arrive is sent again. All of it belongs to one thread.
+A message may be lost: what must arrive is sent again. All but `wake` belongs to one thread.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -66,6 +67,7 @@ class MemberMail:
         self._outboxes: dict[Member, zmq.Socket[bytes]] = {}
         self._events: dict[Member, ConnectionEvents] = {}
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._wakes, self._closed = threading.Lock(), False
         try:
             self.address = listen(self._inbox, f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0")
         except BaseException:
@@ -114,8 +116,11 @@ class MemberMail:
             os.eventfd_read(self._wake_fd)
 
     def wake(self) -> None:
-        """Ends another thread's `poll`."""
-        os.eventfd_write(self._wake_fd, 1)
+        """Ends another thread's `poll`; does nothing after `close`."""
+        with self._wakes:
+            # The thread that polls may have just ended, and another file may have the number.
+            if not self._closed:
+                os.eventfd_write(self._wake_fd, 1)
 
     def receive(self) -> Iterator[Mail]:
         """Yields the messages that have come."""
@@ -149,4 +154,6 @@ class MemberMail:
             events.close(0 if member in self.gone else _LINGER_MS)
         self._guard.close()
         self._context.term()
-        os.close(self._wake_fd)
+        with self._wakes:
+            self._closed = True
+            os.close(self._wake_fd)
