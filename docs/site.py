@@ -1,0 +1,28 @@
+"""What mkdocs does with the pages beyond their text: links that leave docs/ name a path of the repository."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import PurePosixPath
+from typing import Any
+
+_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
+_FENCE = re.compile(r"(^ *```.*?^ *```\s*?$)", re.MULTILINE | re.DOTALL)
+
+
+def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
+    """Replaces such links of a page by their text and the path; code stays as it is."""
+    parts = _FENCE.split(markdown)
+    return "".join(part if number % 2 else _named(part, page.file.src_uri) for number, part in enumerate(parts))
+
+
+def _named(text: str, page: str) -> str:
+    def name(link: re.Match[str]) -> str:
+        words, target = link.groups()
+        path = os.path.normpath(PurePosixPath("docs", page).parent / target.partition("#")[0])
+        if "://" in target or target.startswith("#") or path.startswith("docs/"):
+            return link[0]
+        return f"{words} (`{path}`)"
+
+    return _LINK.sub(name, text)
