@@ -42,9 +42,10 @@ def replicas() -> None:
         tell(hr.fit(make_job(model=split_model), hr.Hybrid(outer, inner)))
 
 
-def holds_all(worker: hr.Worker, backup: int = 3) -> bool:
-    """Returns whether a backup has told this rank that it holds all that its server has."""
-    return worker._session.page.ranks[backup].heartbeat.promotable_epoch > 0
+def holds_all(worker: hr.Worker, server: int = 2) -> bool:
+    """Returns whether a server has told this rank that its backup holds all that it has."""
+    ranks = worker._session.page.ranks
+    return ranks[server].heartbeat.promotable_epoch == ranks[2].server_view.epoch > 0
 
 
 def fail_over(strike: Callable[[], object]) -> None:
@@ -85,14 +86,15 @@ def come_back() -> None:
         for batch in worker.batches():
             worker.step(batch)
             if worker.rank == 0 and (victim := victims.get(worker.round)):
-                assert until(partial(holds_all, worker, 5 - victim), 30)
+                assert until(partial(holds_all, worker, victim), 30)
                 say(struck=victim)
                 os.kill(int(Path(f"pid-{victim}").read_text()), signal.SIGKILL)
 
     job = make_job(steps=80, epochs=None)
     run = hr.launch(train, job, hr.ParameterServer(staleness_bound=0, backups=1), timeout_s=1, run_dir="run")
     tell(run)
-    say(told=[event.line for event in run.events if event.kind in ("lost", "notice")])
+    say(lost=[event.line for event in run.events if event.kind == "lost"])
+    say(notices=[event.text for event in run.events if event.kind == "notice"])
 
 
 def cut_workers() -> None:
