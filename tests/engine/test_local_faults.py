@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import headrace as hr
 from engine import victims
@@ -203,10 +206,34 @@ def test_a_fork_server_that_is_stopped_while_a_worker_dies() -> None:
         assert until(lambda: below(fork_server) == [], 30)
 
 
-def test_a_trained_model_that_cannot_be_saved_names_the_rank_and_the_place(tmp_path: Path) -> None:
+def test_a_trained_model_that_cannot_be_saved_is_kept_elsewhere(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "elsewhere"))
+    (tmp_path / "elsewhere").mkdir()
     # As a full disk does it: the file cannot take its place.
-    (tmp_path / "model.safetensors" / "kept").mkdir(parents=True)
-    said = rf"rank 0 on .* cannot save the trained model, 20 bytes, in {tmp_path}: .*directory.*; make room there"
-    with pytest.raises(UnfitMachine, match=said):
-        hr.fit(make_job(), run_dir=tmp_path, engine=hr.ThreadEngine())
-    assert not list(tmp_path.glob("model.safetensors.part-*"))
+    (tmp_path / "run" / "model.safetensors" / "kept").mkdir(parents=True)
+    where = rf"rank 0 on .* cannot save the trained model, 20 bytes, in {tmp_path}/run: .*directory.*; "
+    with pytest.raises(UnfitMachine, match=where + rf"it is kept in {tmp_path}/elsewhere/") as failed:
+        hr.fit(make_job(), run_dir=tmp_path / "run", engine=hr.ThreadEngine())
+    kept = load_file(str(failed.value).rpartition(" ")[2])
+    assert sum(tensor.numel() for tensor in kept.values()) == 5
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(UnfitMachine, match=where + "make room there"):
+        hr.fit(make_job(), run_dir=tmp_path / "run", engine=hr.ThreadEngine(), resume=True)
+    assert not list(tmp_path.glob("*/model.safetensors.part-*"))
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["deleted", "replaced"])
+def test_a_run_directory_that_is_gone_at_the_end_is_said(tmp_path: Path, monkeypatch: Any, replaced: bool) -> None:
+    run_dir, gone = tmp_path / "run", []
+
+    def take_away(event: Event) -> None:
+        if event.kind == "stepped" and not gone:
+            gone.append(run_dir.rename(tmp_path / "moved"))
+            shutil.rmtree(tmp_path / "moved")
+            if replaced:
+                run_dir.write_text("in its place")
+
+    said = "its log are gone with the run's directory" if replaced else "was deleted or moved while the run trained"
+    with pytest.raises(RunFailed, match=said):
+        hr.fit(long_job(), PAIR, run_dir=run_dir, on_event=take_away, seconds=3.0, checkpoints=False)
+    assert replaced or load_file(run_dir / "model.safetensors")

@@ -21,7 +21,7 @@ from headrace.engine.base import LEFT, TERMINATED, Engine, RunProgress
 from headrace.engine.torchrun.engine import LaunchedEngine
 from headrace.engine.torchrun.group import LaunchedGroup
 from headrace.engine.torchrun.store import first_failed
-from headrace.errors import ForkServerLost, HeadraceError, LeftBehind, PeerLost, UnfitMachine, UsageError
+from headrace.errors import ForkServerLost, HeadraceError, LeftBehind, PeerLost, RunFailed, UnfitMachine, UsageError
 from headrace.machine import can_paint, versions
 from headrace.parameter_server.server.snapshots import SnapshotSet
 from headrace.policies.roles import split
@@ -136,7 +136,14 @@ def _begin_and_end(spec: RunSpec, info: JobInfo) -> Iterator[_LauncherEvents]:
         raise
     finally:
         _write_end(events.writer, events.status)
+        deleted = events.writer.is_deleted
         events.writer.close()
+    if deleted:
+        model = spec.run_dir / "model.safetensors"
+        kept = f"the trained model is in {model}" if model.is_file() else "train again"
+        raise RunFailed(
+            f"{spec.run_dir} was deleted or moved while the run trained, and its events and checkpoints with it; {kept}"
+        )
 
 
 def _write_end(writer: EventWriter, status: str) -> None:

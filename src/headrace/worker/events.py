@@ -95,6 +95,11 @@ class EventWriter:
             if error.errno not in _FULL:
                 raise
 
+    @property
+    def is_deleted(self) -> bool:
+        """Whether the file has no name any more: nobody else can read what is written."""
+        return os.fstat(self._file).st_nlink == 0
+
     def close(self) -> None:
         """Flushes and closes the file."""
         try:

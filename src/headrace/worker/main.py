@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headrace.checkpoint import CheckpointFolder
-from headrace.checkpoint.forms import encode, extra_states, pack, unpack
+from headrace.checkpoint.forms import extra_states, pack, unpack
+from headrace.checkpoint.trained_model import save_model
 from headrace.collectives.base import ProcessGroup
-from headrace.errors import HeadraceError, PeerLost, UnfitMachine
+from headrace.errors import HeadraceError, PeerLost
 from headrace.machine import peak_resident_bytes, resident_bytes
 from headrace.modules import is_dense, parameters_and_buffers, stateful_modules
 from headrace.shared_memory.control_page import ControlPage
@@ -208,7 +209,8 @@ def leave_model(run: RunSpec, rank: int, group: ProcessGroup, compute: Compute) 
         extra = dict(_gathered_extra(compute, group))
     if first:
         extra |= rows_of_layers(sparse_layers(compute.module))
-        _save(compute.module, tensors, extra, run, rank)
+        remedy = "resume=True (--resume) goes on from the last checkpoint" if run.checkpoints else "train again"
+        save_model(compute.module, tensors, extra, run.run_dir, (rank, roles[rank].host), remedy)
     # Under a launcher every rank continues with the saved model.
     group.barrier()
 
@@ -259,30 +261,3 @@ def _sum_of_bytes(content: bytes, group: ProcessGroup) -> dict[str, Tensor]:
         packed.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
     group.all_reduce(packed)
     return unpack(packed.numpy().tobytes())
-
-
-def _save(module: nn.Module, saved: Mapping[str, Tensor], extra: Mapping[str, Tensor], run: RunSpec, rank: int) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    # A tensor may have several names in the module's state, and has one in a checkpoint.
-    first = {id(parameter): f"parameter/{name}" for name, parameter in module.named_parameters()}
-    first |= {id(buffer): f"buffer/{name}" for name, buffer in module.named_buffers()}
-    state = module.state_dict(keep_vars=True)
-    own = {name: saved.get(first.get(id(each), ""), each) for name, each in state.items()}
-    tensors = {name: tensor.detach().cpu().clone() for name, tensor in own.items() if isinstance(tensor, Tensor)}
-    dense = {name: tensor.contiguous() for name, tensor in encode({**tensors, **extra}).items()}
-    # A name of its own, because several hosts may have one file system.
-    part = run.run_dir / f"model.safetensors.part-{rank}"
-    try:
-        save_file(dense, part)
-        part.rename(run.run_dir / "model.safetensors")
-    except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            part.unlink()
-        size = sum(tensor.nbytes for tensor in dense.values())
-        again = "resume=True (--resume) goes on from the last checkpoint" if run.checkpoints else "train again"
-        raise UnfitMachine(
-            f"rank {rank} on {run.plan.role(rank).host} cannot save the trained model, {size:,} bytes, in "
-            f"{run.run_dir}: {error}; make room there, then {again}"
-        ) from None

@@ -284,7 +284,11 @@ class Monitor:
     def _unsaid(self, rank: int, code: int) -> Failed:
         """Returns the failure of a process that has written none."""
         run_dir = self._spec.run_dir
-        log = log_path(run_dir, rank).read_text(encoding="utf-8", errors="replace")[-_LOG_CHARACTERS:]
+        try:
+            log = log_path(run_dir, rank).read_text(encoding="utf-8", errors="replace")[-_LOG_CHARACTERS:]
+        except OSError as error:
+            gone = f"its error and its log are gone with the run's directory, which was deleted or replaced ({error})"
+            return Failed(rank, 0.0, 0, f"exit code {code}; {gone}", "")
         cause = f"exit code {code} without an error of its own (os._exit?); the end of its log follows"
         if is_full(run_dir):
             cause = f"No space left on device: the disk of {run_dir} is full, also for its own error (exit code {code})"
@@ -316,6 +320,9 @@ class Monitor:
 
     def _is_complete(self, rank: int) -> bool:
         """Whether a rank that ended without an error has written its last event; os._exit(0) in user code has not."""
+        if not events_path(self._spec.run_dir, rank).exists():
+            # The run's directory is gone, which is said at the end of the run.
+            return self._page.ranks[rank].heartbeat.finished > 0
         ends = ('{"kind":"worker_ended"', '{"kind":"server_ended"')
         return any(line.startswith(ends) for line in self._lines(rank)[-1:])
 

@@ -117,12 +117,15 @@ _CHECK_PERIOD_S = 1.0
 
 
 class DiskMonitor:
-    """Tells when the disk of a run is full, and when it has room again: the run's own notices wait for room on it."""
+    """Tells when a run's directory is gone, when its disk is full, and when that has room again.
+
+    The run's own notices cannot: they are in that directory.
+    """
 
     def __init__(self, run_dir: Path, say: Callable[[str], object]) -> None:
         self._run_dir = run_dir
         self._say = say
-        self._full = False
+        self._full = self._gone = False
         self._checked = monotonic()
 
     def check(self) -> None:
@@ -130,6 +133,12 @@ class DiskMonitor:
         if monotonic() < self._checked + _CHECK_PERIOD_S:
             return
         self._checked = monotonic()
+        if self._gone:
+            return
+        if not self._run_dir.is_dir():
+            self._gone = True
+            self._say(f"{self._run_dir} is gone, with its events and checkpoints: training goes on; the model is kept")
+            return
         full = is_full(self._run_dir)
         if full and not self._full:
             self._say(

@@ -1,0 +1,81 @@
+"""The file of the trained model at the end of a run: in the run's directory, or elsewhere where that cannot take it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from headrace.checkpoint.forms import encode
+from headrace.errors import UnfitMachine
+
+_NAME = "model.safetensors"
+
+
+def save_model(
+    module: nn.Module,
+    saved: Mapping[str, Tensor],
+    extra: Mapping[str, Tensor],
+    run_dir: Path,
+    place: tuple[int, str],
+    remedy: str,
+) -> None:
+    """Writes a model's state to a run's directory.
+
+    Args:
+        saved: the gathered tensors of the state.
+        extra: what else there is.
+        place: rank and host of this process.
+        remedy: if nothing can be written.
+
+    Raises:
+        UnfitMachine: it could not be written; where another directory could take it, the message says which.
+    """
+    # A tensor may have several names in the module's state, and has one in a checkpoint.
+    first = {id(parameter): f"parameter/{name}" for name, parameter in module.named_parameters()}
+    first |= {id(buffer): f"buffer/{name}" for name, buffer in module.named_buffers()}
+    state = module.state_dict(keep_vars=True)
+    own = {name: saved.get(first.get(id(each), ""), each) for name, each in state.items()}
+    tensors = {name: tensor.detach().cpu().clone() for name, tensor in own.items() if isinstance(tensor, Tensor)}
+    dense = {name: tensor.contiguous() for name, tensor in encode({**tensors, **extra}).items()}
+    try:
+        # It may have been deleted while the run trained.
+        run_dir.mkdir(parents=True, exist_ok=True)
+        _write(dense, run_dir, place[0])
+    except (OSError, SafetensorError) as error:
+        size = sum(tensor.nbytes for tensor in dense.values())
+        kept = _keep(dense, place[0])
+        then = f"it is kept in {kept}" if kept else f"make room there, then {remedy}"
+        raise UnfitMachine(
+            f"rank {place[0]} on {place[1]} cannot save the trained model, {size:,} bytes, in {run_dir}: {error}; {then}"
+        ) from None
+
+
+def _write(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> Path:
+    # A name of its own, because several hosts may have one file system.
+    part = folder / f"{_NAME}.part-{rank}"
+    try:
+        save_file(dict(tensors), part)
+        return part.rename(folder / _NAME)
+    except (OSError, SafetensorError):
+        with suppress(OSError):
+            part.unlink()
+        raise
+
+
+def _keep(tensors: Mapping[str, Tensor], rank: int) -> Path | None:
+    """Writes it to a temporary directory; returns the file, or None where that has no room either."""
+    folder = None
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="headrace-model-"))
+        return _write(tensors, folder, rank)
+    except (OSError, SafetensorError):
+        # The error that is raised is that of the run's directory.
+        if folder:
+            folder.rmdir()
+        return None
