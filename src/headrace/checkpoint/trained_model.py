@@ -51,8 +51,9 @@ def save_model(
         size = sum(tensor.nbytes for tensor in dense.values())
         kept = _keep(dense, place[0])
         then = f"it is kept in {kept}" if kept else f"make room there, then {remedy}"
+        who = f"rank {place[0]} on {place[1]}"
         raise UnfitMachine(
-            f"rank {place[0]} on {place[1]} cannot save the trained model, {size:,} bytes, in {run_dir}: {error}; {then}"
+            f"{who} cannot save the trained model, {size:,} bytes, in {run_dir}: {error}; {then}"
         ) from None
 
 
