@@ -9,7 +9,8 @@ A page's blocks run in order, in one folder that has the repository's `examples`
 
 Printed lines count as shown where spaces differ at most, and `...` stands for anything. They must come in that order;
 lines between them may be left out. Decimal fractions may differ by 0.02, since machines round differently; those with a
-unit of time, or that are so many times (`1.2 x`) another, are measured and may differ by any amount.
+unit of time, or that are so many times (`1.2 x`) another, are measured and may differ by any amount. Where the line
+above a block is `<!-- measured -->`, all of its numbers may.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ _FENCE = re.compile(r"^( *)```(\w*)\s*$")
 _FILE = re.compile(r"# ([\w./-]+\.py)\n")
 _FRACTION = re.compile(r"\d+\.\d+")
 _MEASURED = re.compile(r"\d+(?:\.\d+)?(?= (?:s|ms|x)\b)")
+_NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?~?")
+"""Also as `headrace bench` prints one that varies."""
+_MARK = "<!-- measured -->"
 _TOLERANCE = 0.02
 _TIMEOUT_S = 120
 
@@ -63,12 +67,14 @@ class Block:
         text: between the fences, with a last line end.
         line: of the opening fence, from 1.
         follows: whether nothing but empty lines is between it and the block before.
+        measured: whether its numbers may be others on another machine.
     """
 
     language: str
     text: str
     line: int
     follows: bool
+    measured: bool = False
 
 
 def pages() -> list[Path]:
@@ -86,27 +92,29 @@ def blocks(page: Path) -> list[Block]:
     found: list[Block] = []
     opened: tuple[str, int, str] | None = None
     body: list[str] = []
-    prose = True
+    prose, above, measured = True, "", False
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         fence = _FENCE.match(line)
         if opened is None and fence:
-            opened, body = (fence[2], number, fence[1]), []
+            opened, body, measured = (fence[2], number, fence[1]), [], above == _MARK
         elif opened is not None and fence and not fence[2]:
             indent = len(opened[2])
             text = "".join(f"{row[indent:]}\n" for row in body)
-            found.append(Block(opened[0], text, opened[1], not prose))
+            found.append(Block(opened[0], text, opened[1], not prose, measured))
             opened, prose = None, False
         elif opened is not None:
             body.append(line)
         elif line.strip():
             prose = True
+        above = line.strip()
     assert opened is None, f"{page}: the block of line {opened[1] if opened else 0} does not end"
     return found
 
 
 def run_page(page: Path, folder: Path) -> int:
     """Runs a page's blocks in a folder and returns how many ran; the first that does not hold fails an assertion."""
-    (folder / "examples").symlink_to(ROOT / "examples")
+    for name in ("examples", "benchmarks"):
+        (folder / name).symlink_to(ROOT / name)
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
     environment["PATH"] = os.pathsep.join([str(programs()), str(Path(sys.executable).parent), environment["PATH"]])
     environment["PYTHONPATH"] = str(ROOT / "src")
@@ -125,7 +133,7 @@ def run_page(page: Path, folder: Path) -> int:
                 continue
             elif block.language == "console":
                 for command, shown in _commands(block.text):
-                    _require(shown, _shell(command, folder, environment, where), where)
+                    _require(shown, _shell(command, folder, environment, where), where, block.measured)
                     ran += 1
             elif block.language == "text" and block.follows and printed is not None:
                 _require(block.text.splitlines(), printed, where)
@@ -135,17 +143,19 @@ def run_page(page: Path, folder: Path) -> int:
     return ran
 
 
-def unmatched(shown: Sequence[str], printed: str) -> str | None:
+def unmatched(shown: Sequence[str], printed: str, measured: bool = False) -> str | None:
     """Returns the first of `shown` that `printed` does not have in its place; None if it has all of them."""
+    free = _NUMBER if measured else _MEASURED
     lines = iter(printed.splitlines())
     for wanted in shown:
-        if wanted.strip() and not any(_is_like(wanted, line) for line in lines):
+        if wanted.strip() and not any(_is_like(wanted, line, free) for line in lines):
             return wanted
     return None
 
 
-def _is_like(wanted: str, line: str) -> bool:
-    wanted, line = (" ".join(_MEASURED.sub("(measured)", text).split()) for text in (wanted, line))
+def _is_like(wanted: str, line: str, free: re.Pattern[str]) -> bool:
+    """Whether a line is as it is shown, where numbers that `free` finds may be any."""
+    wanted, line = (" ".join(free.sub("(measured)", text).split()) for text in (wanted, line))
     pieces = [".*" if piece == "..." else _pattern(piece) for piece in re.split(r"(\.\.\.)", wanted)]
     found = re.fullmatch("".join(pieces), line)
     fractions = _FRACTION.findall(wanted)
@@ -160,8 +170,8 @@ def _pattern(text: str) -> str:
     return r"(\d+\.\d+)".join(re.escape(part) for part in _FRACTION.split(text))
 
 
-def _require(shown: Sequence[str], printed: str, where: str) -> None:
-    missing = unmatched(shown, printed)
+def _require(shown: Sequence[str], printed: str, where: str, measured: bool = False) -> None:
+    missing = unmatched(shown, printed, measured)
     assert missing is None, f"{where} shows\n    {missing}\nwhich is not there in\n{printed}"
 
 

@@ -23,9 +23,16 @@ from headrace.strategies import STRATEGIES
 DOCS = ROOT / "docs"
 # Its code is applied to a copy of the tree by test_add_a_strategy.py.
 RECIPES = [DOCS / "guide" / "add-a-strategy.md"]
+# The Spanish pages have the blocks of the English ones, as test_answers.py checks.
 RUNNABLE = [
-    page for page in pages() if page not in RECIPES and any(it.language in ("python", "console") for it in blocks(page))
+    page
+    for page in pages()
+    if page not in RECIPES
+    and not page.is_relative_to(DOCS / "es")
+    and any(it.language in ("python", "console") for it in blocks(page))
 ]
+QUICK_ANSWERS = ("one-server-or-many", "twenty-machines", "what-micro-batches-do", "when-words-are-unevenly-frequent")
+"""Their commands simulate, or ask a rule: a second or two. Other answers train."""
 _LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 _PICTURE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)|srcset=\"([^\"]+)\"|src=\"([^\"]+)\"")
 
@@ -34,13 +41,14 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+def in_full_runs_only(page: Path) -> bool:
+    return page.parent.name == "ideas" or (page.parent.name == "answers" and page.stem not in QUICK_ANSWERS)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, id=name_of(page), marks=[pytest.mark.full] * (page.parent.name == "ideas"))
-        for page in RUNNABLE
-    ],
+    [pytest.param(page, id=name_of(page), marks=[pytest.mark.full] * in_full_runs_only(page)) for page in RUNNABLE],
 )
 def test_the_code_of_a_page_runs_and_prints_what_it_shows(page: Path, tmp_path: Path) -> None:
     assert run_page(page, tmp_path) > 0
@@ -104,9 +112,13 @@ def test_a_command_that_is_not_run_is_understood(line: str) -> None:
 
 
 def test_every_page_can_be_reached_from_the_index() -> None:
-    index = DOCS / "index.md"
-    linked = {(index.parent / link.partition("#")[0]).resolve() for link in _LINK.findall(index.read_text())}
-    assert [name_of(page) for page in DOCS.rglob("*.md") if page not in (index, *linked)] == []
+    reached, left = set(), [DOCS / "index.md"]
+    while left:
+        index = left.pop()
+        links = {(index.parent / link.partition("#")[0]).resolve() for link in _LINK.findall(index.read_text())}
+        left += [page for page in links - reached if page.name == "index.md"]
+        reached |= {index, *links}
+    assert [name_of(page) for page in DOCS.rglob("*.md") if page not in reached] == []
 
 
 def documented_names() -> list[str]:
@@ -173,6 +185,25 @@ def test_every_option_of_a_command_is_explained(command: str) -> None:
 )
 def test_shown_lines_are_compared_with_printed_ones(shown: str, printed: str, missing: str | None) -> None:
     assert unmatched(shown.splitlines(), printed) == missing
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "missing"),
+    [
+        ("1,234 files: 5 MB", "99 files: 0.7~ MB", None),
+        ("-0.3 s: 4 steps", "+1.5 s: 12 steps", None),
+        ("4 files", "4 steps", "4 files"),
+        ("4 files", "4 files more", "4 files"),
+    ],
+)
+def test_a_measured_block_is_compared_without_its_numbers(shown: str, printed: str, missing: str | None) -> None:
+    assert unmatched([shown], printed, measured=True) == missing
+
+
+def test_a_block_is_measured_if_the_line_above_says_so(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- measured -->\n```console\n$ a\n```\n\n<!-- measured -->\n\n```console\n$ b\n```\n")
+    assert [block.measured for block in blocks(page)] == [True, False]
 
 
 def test_the_pictures_are_what_the_script_draws(tmp_path: Path) -> None:

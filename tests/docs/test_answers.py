@@ -1,0 +1,98 @@
+"""The answers: one command and one picture a page, the same in both languages, and pictures drawn of what is shown."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+
+from docs.pages import ROOT, blocks
+
+ENGLISH, SPANISH = ROOT / "docs" / "answers", ROOT / "docs" / "es" / "answers"
+NAMES = sorted(page.stem for page in ENGLISH.glob("*.md") if page.stem != "index")
+_PICTURE = re.compile(r"!\[([^\]]+)\]\(([^)\s]+)\)")
+_DEEPER = re.compile(r"\]\(((?:\.\./)+(?:ideas|guide)/[^)\s]+)\)")
+
+
+@pytest.fixture(scope="module")
+def drawing() -> Iterator[ModuleType]:
+    """The script that draws, as a module."""
+    given = importlib.util.spec_from_file_location("draw", ENGLISH / "images" / "draw.py")
+    assert given is not None
+    assert given.loader is not None
+    module = importlib.util.module_from_spec(given)
+    with pytest.MonkeyPatch.context() as patch:
+        # A dataclass looks for the module that it is in.
+        patch.setitem(sys.modules, "draw", module)
+        given.loader.exec_module(module)
+        yield module
+
+
+def test_every_answer_is_there_in_both_languages() -> None:
+    assert len(NAMES) > 5
+    assert sorted(page.stem for page in SPANISH.glob("*.md")) == sorted([*NAMES, "index"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_and_its_twin_show_the_same(name: str) -> None:
+    english, spanish = ENGLISH / f"{name}.md", SPANISH / f"{name}.md"
+    shown = [(block.language, block.text, block.measured) for block in blocks(english)]
+    assert shown == [(block.language, block.text, block.measured) for block in blocks(spanish)]
+    assert [text.count("\n$ ") for language, text, _ in shown if language == "console"] == [0]
+    assert all(text.startswith("$ ") for language, text, _ in shown if language == "console")
+    for page, picture in ((english, f"images/{name}.svg"), (spanish, f"../../answers/images/{name}.es.svg")):
+        text = page.read_text(encoding="utf-8")
+        assert re.match(r"# .+\?", text)
+        assert [target for _, target in _PICTURE.findall(text)] == [picture]
+        assert _DEEPER.search(text)
+
+
+@pytest.mark.parametrize("folder", [ENGLISH, SPANISH], ids=["en", "es"])
+def test_the_index_has_every_question_as_its_page_asks_it(folder: Path) -> None:
+    index = (folder / "index.md").read_text(encoding="utf-8")
+    titles = {name: (folder / f"{name}.md").read_text(encoding="utf-8").splitlines()[0][2:] for name in NAMES}
+    assert [name for name, title in titles.items() if f"- [{title}]({name}.md)" not in index] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pictures_are_what_the_script_draws_of_the_page(name: str, drawing: ModuleType) -> None:
+    for language in drawing.LANGUAGES:
+        file = ENGLISH / "images" / drawing.file_of(name, language)
+        assert file.read_text(encoding="utf-8") == drawing.draw(name, language), (
+            f"run docs/answers/images/draw.py {name}"
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_text_of_a_picture_is_outside_of_it(name: str, drawing: ModuleType) -> None:
+    for language in drawing.LANGUAGES:
+        picture = ElementTree.fromstring(drawing.draw(name, language))
+        width = float(picture.get("width", "0"))
+        texts = list(picture.iter("{http://www.w3.org/2000/svg}text"))
+        assert len(texts) > 3
+        for text in texts:
+            length = drawing.LETTER * len(text.text or "")
+            left = (
+                float(text.get("x", "0"))
+                - length * {"start": 0.0, "middle": 0.5, "end": 1.0}[text.get("text-anchor", "")]
+            )
+            assert -1 <= left <= left + length <= width + 1, text.text
+
+
+def test_a_picture_of_lines_that_are_not_there_is_an_error(drawing: ModuleType) -> None:
+    given = {"kind": "bars", "title": ["a", "b"], "rows": "^(?P<label>b): (?P<value>.+)"}
+    with pytest.raises(ValueError, match=r"no line of what page\.md shows"):
+        drawing._panel("page", given, "a: 1\n", "en")
+
+
+@pytest.mark.parametrize(
+    ("top", "marks"), [(1.0, [0, 0.2, 0.4, 0.6, 0.8, 1]), (0.26, [0, 0.1, 0.2, 0.3]), (18, [0, 5, 10, 15, 20])]
+)
+def test_ticks_are_round_numbers_that_reach_the_top(top: float, marks: list[float], drawing: ModuleType) -> None:
+    assert drawing.ticks(top) == pytest.approx(marks)
