@@ -28,6 +28,7 @@ from headrace.cli.commands.workers import workers
 from headrace.cli.options import help_option
 from headrace.cli.output import ExitCode, error_document, write_document
 from headrace.engine.base import Terminated, answer_with, terminate
+from headrace.machine import explained
 
 __all__ = ["COMMANDS", "app", "main", "run"]
 
@@ -125,6 +126,11 @@ def run(arguments: Sequence[str]) -> int:
         return ExitCode.TERMINATED
     except _TyperError as error:
         return _refuse(error, as_json="--json" in arguments)
+    except RuntimeError as error:
+        if (problem := explained(error)) is error:
+            raise
+        typer.echo(f"error: {problem}", err=True)
+        return ExitCode.ENVIRONMENT
     return code if isinstance(code, int) else 0
 
 
