@@ -24,6 +24,7 @@ from headrace.cli.commands.saved.predict import predict
 from headrace.cli.commands.saved.serve import serve
 from headrace.cli.commands.simulate import rehearse, simulate
 from headrace.cli.commands.train import compare, train
+from headrace.cli.commands.watch import watch
 from headrace.cli.commands.workers import workers
 from headrace.cli.options import help_option
 from headrace.cli.output import ExitCode, error_document, write_document
@@ -39,6 +40,7 @@ _EXAMPLES = """
   headrace train job.py --strategy mirrored --workers 2
   headrace compare job.py --strategies one_device,mirrored --workers 2
   headrace report runs/a
+  headrace watch runs/a
   headrace simulate model.toml --cluster cluster.toml --strategy mirrored
   headrace recommend job.py --cluster cluster.toml
   headrace rehearse job.py --strategy downpour --workers 64
@@ -56,6 +58,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
     "compare": compare,
     "report": report,
+    "watch": watch,
     "simulate": simulate,
     "recommend": recommend,
     "rehearse": rehearse,
