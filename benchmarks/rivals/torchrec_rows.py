@@ -1,6 +1,9 @@
-"""TorchRec's EmbeddingBagCollection on gloo, its table on one of two processes; prints ms of a step.
+"""TorchRec's EmbeddingBagCollection on gloo, with two processes; prints ms of a step.
 
-On CPUs TorchRec divides no table by rows.
+    torchrec_rows.py FOLDER row_wise|table_wise
+
+`row_wise` divides the table by rows among both. TorchRec's planner does so on GPUs alone, so the plan is made by hand;
+its sharded module then works on gloo. `table_wise` has the whole table on one of them.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ ROWS, WIDTH, BATCH, WORKERS = 1_000_000, 64, 2_000, 2
 STEPS, WARM = 60, 10
 
 
-def work(rank: int, folder: str, results: object) -> None:
+def work(rank: int, folder: str, sharding: str) -> None:
     sys.path.insert(0, folder)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29591", RANK=str(rank), WORLD_SIZE=str(WORKERS))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(WORKERS))
@@ -27,8 +30,9 @@ def work(rank: int, folder: str, results: object) -> None:
     import fbgemm_gpu  # noqa: F401
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
     from torchrec.distributed import DistributedModelParallel
-    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-    from torchrec.distributed.planner.types import ParameterConstraints
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+    from torchrec.distributed.types import ShardingPlan
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
     dist.init_process_group("gloo")
@@ -46,15 +50,17 @@ def work(rank: int, folder: str, results: object) -> None:
 
     model = Model()
     apply_optimizer_in_backward(torch.optim.SGD, model.tables.parameters(), {"lr": 0.1})
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=WORKERS, compute_device="cpu"),
-        constraints={"item": ParameterConstraints(sharding_types=["table_wise"])},
+    sharder = EmbeddingBagCollectionSharder()
+    placed = construct_module_sharding_plan(
+        model.tables,
+        {"item": {"row_wise": row_wise, "table_wise": lambda: table_wise(rank=0)}[sharding]()},
+        sharder=sharder,
+        world_size=WORKERS,
+        local_size=WORKERS,
+        device_type="cpu",
     )
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-
-    sharders = [EmbeddingBagCollectionSharder()]
-    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    model = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
+    plan = ShardingPlan(plan={"tables": placed})
+    model = DistributedModelParallel(model, device=device, plan=plan, sharders=[sharder])
     tower = torch.optim.SGD([p for n, p in model.named_parameters() if "tower" in n], lr=0.1)
     ids = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))[: 10 * WORKERS * BATCH]
     targets = torch.randn(BATCH)
@@ -76,4 +82,4 @@ def work(rank: int, folder: str, results: object) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, sys.argv[1])
-    mp.spawn(work, (sys.argv[1], None), nprocs=WORKERS)
+    mp.spawn(work, (sys.argv[1], sys.argv[2]), nprocs=WORKERS)

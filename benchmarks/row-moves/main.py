@@ -11,6 +11,8 @@ import signal
 import statistics
 import sys
 import threading
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -75,16 +77,18 @@ def unevenness(workers: int, servers: int, placement: str, rounds: int) -> float
 
 
 class Kills:
-    """Kills a worker now and then by `kill -9`; the run replaces it."""
+    """Kills a worker now and then by `kill -9`, which the run replaces; raises TimeoutError after `until`."""
 
-    def __init__(self, every_s: float) -> None:
+    def __init__(self, every_s: float, until: float, seed: int) -> None:
         self.killed = 0
-        self._every_s, self._chance = every_s, random.Random(0)
+        self._every_s, self._until, self._chance = every_s, until, random.Random(seed)
         self._pids: dict[int, int] = {}
         self.over = threading.Event()
         self._thread = threading.Thread(target=self._kill, daemon=True)
 
     def __call__(self, event: Event) -> None:
+        if time.monotonic() > self._until:
+            raise TimeoutError("the time that the run may take is over")
         if isinstance(event, WorkerStarted):
             self._pids[event.rank] = event.pid
             if not self._thread.is_alive() and self._every_s:
@@ -99,28 +103,72 @@ class Kills:
                 pass
 
 
-def moves_under_kills(workers: int, servers: int, rounds: int, every_s: float) -> dict[str, object]:
-    """Trains while rows move and workers die; returns what every row has counted, against what it should have."""
-    ids = zipf(4 * workers * rounds, 16, drifts=rounds // 64)
-    kills = Kills(every_s)
-    strategy = hr.ParameterServer(workers, servers=servers, row_placement="range:rebalance")
-    run = hr.fit(job(ids, workers), strategy, check=False, on_event=kills)
-    kills.over.set()
-    counted = -run.model.item.source.pull(torch.arange(ROWS))[:, 0]
+@dataclass
+class Counted:
+    """What some runs had together; `pauses` in seconds, one for each move."""
+
+    runs: int = 0
+    pushes: int = 0
+    kills: int = 0
+    rows: int = 0
+    lost: float = 0.0
+    doubled: float = 0.0
+    pauses: list[float] = field(default_factory=list)
+
+    def found(self) -> dict[str, float]:
+        """Returns the figures by name."""
+        pauses = sorted(self.pauses)
+        return {
+            "runs": self.runs,
+            "pushes": self.pushes,
+            "moves": len(pauses),
+            "rows moved": self.rows,
+            "kills": self.kills,
+            "updates of rows lost": self.lost,
+            "updates of rows doubled": self.doubled,
+            "pause, median ms": 1e3 * statistics.median(pauses),
+            "pause, 99th percentile ms": 1e3 * pauses[-(-len(pauses) * 99 // 100) - 1],
+            "pause, longest ms": 1e3 * pauses[-1],
+        }
+
+
+def one_run(counted: Counted, options: argparse.Namespace, until: float) -> None:
+    """Trains while rows move and workers die; adds what every row has counted, against what it should have."""
+    workers, rounds = options.workers, options.rounds
+    ids = zipf(4 * workers * rounds, 16, drifts=max(1, rounds // 64))
+    kills = Kills(options.kill_every, until, seed=counted.runs)
+    strategy = hr.ParameterServer(
+        workers, servers=options.servers, backups=options.backups, row_placement="range:rebalance"
+    )
+    try:
+        run = hr.fit(job(ids, workers), strategy, check=False, on_event=kills)
+    finally:
+        kills.over.set()
+    sums = -run.model.item.source.pull(torch.arange(ROWS))[:, 0]
     expected = torch.bincount(ids.view(-1), minlength=ROWS).double()
-    pauses = sorted(event.pause_s for event in run.events if isinstance(event, RowsMoved))
-    moved = sum(event.rows for event in run.events if isinstance(event, RowsMoved))
-    return {
-        "pushes": workers * rounds,
-        "moves": len(pauses),
-        "rows moved": moved,
-        "kills": kills.killed,
-        "updates of rows lost": float((expected - counted).clamp(min=0).sum()),
-        "updates of rows doubled": float((counted - expected).clamp(min=0).sum()),
-        "pause, median ms": 1e3 * statistics.median(pauses),
-        "pause, 99th percentile ms": 1e3 * pauses[-(-len(pauses) * 99 // 100) - 1],
-        "pause, longest ms": 1e3 * pauses[-1],
-    }
+    moves = [event for event in run.events if isinstance(event, RowsMoved)]
+    counted.runs += 1
+    counted.pushes += workers * rounds
+    counted.kills += kills.killed
+    counted.rows += sum(event.rows for event in moves)
+    counted.lost += float((expected - sums).clamp(min=0).sum())
+    counted.doubled += float((sums - expected).clamp(min=0).sum())
+    counted.pauses += [event.pause_s for event in moves]
+
+
+def moves_under_kills(options: argparse.Namespace) -> dict[str, float]:
+    """Repeats runs until there were so many moves; raises TimeoutError if that takes too long."""
+    counted, until = Counted(), time.monotonic() + options.limit
+    while not counted.pauses or len(counted.pauses) < options.moves:
+        try:
+            one_run(counted, options, until)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{len(counted.pauses)} of {options.moves} moves in {counted.runs} whole runs of {options.rounds} "
+                f"rounds within {options.limit:g} s; give it more time by --limit"
+            ) from error
+        print(f"{counted.runs} runs, {len(counted.pauses)} moves, {counted.kills} kills", file=sys.stderr, flush=True)
+    return counted.found()
 
 
 def main() -> None:
@@ -130,15 +178,20 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=1_500)
     parser.add_argument("--kill-every", type=float, default=3.0, help="seconds; 0 for no kills")
+    parser.add_argument(
+        "--moves", type=int, default=0, help="runs of so many rounds are repeated until there were these"
+    )
+    parser.add_argument("--backups", type=int, default=0, help="of each server")
+    parser.add_argument("--limit", type=float, default=3_600.0, help="seconds for all moves; more is an error")
     options = parser.parse_args()
-    found: dict[str, object]
+    found: dict[str, float]
     if options.what == "loads":
         found = {
             placement: unevenness(options.workers, options.servers, placement, options.rounds)
             for placement in ("hash", "range", "hash:rebalance", "range:rebalance")
         }
     else:
-        found = moves_under_kills(options.workers, options.servers, options.rounds, options.kill_every)
+        found = moves_under_kills(options)
     for name, value in found.items():
         print(f"{name:32}{value:>12.6g}")
     results = Path(__file__).parent / "results"
@@ -146,6 +199,8 @@ def main() -> None:
     (results / f"{options.what}.json").write_text(
         json.dumps({**machine(), "options": vars(options), "found": found}, indent=1) + "\n"
     )
+    if found.get("updates of rows lost") or found.get("updates of rows doubled"):
+        sys.exit("updates of rows were lost or doubled")
 
 
 if __name__ == "__main__":

@@ -65,10 +65,9 @@ if __name__ == "__main__":
     moved: dict[str, float] = {}
     rows = {"rows from a server": functools.partial(step_ms, True, 6, moved)}
     if options.torchrec:
-        name, other = (
-            "against-torchrec",
-            {"TorchRec on gloo": functools.partial(rival, "torchrec_rows", options.torchrec)},
-        )
+        ways = {f"TorchRec on gloo, {way}": (options.torchrec, way) for way in ("row_wise", "table_wise")}
+        name = "against-torchrec"
+        other = {each: functools.partial(rival, "torchrec_rows", *told) for each, told in ways.items()}
     else:
         name, other = "sparse-embeddings", {"the dense table from a server": functools.partial(step_ms, False, 1)}
     figures = alternate({**rows, **other}, options.rounds)

@@ -14,7 +14,7 @@ import headrace as hr
 from engine.conftest import until
 from engine.networks import cut_link, go_there, part
 from engine.ranks import errors_said, say, total
-from engine.victims import INPUTS, TARGETS, make_job, split_model
+from engine.victims import INPUTS, TARGETS, lbfgs_job, make_job, split_model
 
 RANK = int(os.environ["RANK"])
 
@@ -33,6 +33,11 @@ def fit() -> None:
     )
     for number, strategy in enumerate(strategies):
         tell(hr.fit(make_job(epochs=2, eval_data=(INPUTS, TARGETS)), strategy, run_dir=f"run-{number}"))
+
+
+def search() -> None:
+    """L-BFGS, whose portions and steering two hosts share."""
+    tell(hr.fit(lbfgs_job(), hr.Sandblaster(portions=6)))
 
 
 def replicas() -> None:
@@ -117,6 +122,7 @@ def cut_workers() -> None:
 
 DEEDS: dict[str, Callable[[], None]] = {
     "fit": fit,
+    "search": search,
     "replicas": replicas,
     "kill": kill,
     "cut": cut,

@@ -11,7 +11,7 @@ import pytest
 import headrace as hr
 from engine.networks import Start, join_again, network, starts
 from engine.ranks import TESTS, total
-from engine.victims import make_job, split_model
+from engine.victims import lbfgs_job, make_job, split_model
 from headrace.engine.local.fork_server import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.net]
@@ -38,6 +38,16 @@ def test_workers_and_servers_of_two_hosts_are_one_device(start: Start) -> None:
     for said in ended.said:
         assert [line["total"] for line in said[:2]] == pytest.approx([total(ours.model)] * 2, abs=1e-6)
         assert all(line["loss"] < 0.1 for line in said)
+
+
+def test_lbfgs_of_two_hosts_takes_the_steps_of_one(start: Start) -> None:
+    ended = start("search", on=(0, 1, 0))
+    assert set(ended.codes.values()) == {0}, ended.logs
+    ours = hr.fit(lbfgs_job(), hr.Sandblaster(2, portions=6), engine=hr.ThreadEngine())
+    assert ours.metrics["loss"] < 0.5
+    for said in ended.said:
+        assert said[0]["total"] == pytest.approx(total(ours.model), abs=1e-9)
+    assert ended.said[0][0]["loss"] == pytest.approx(ours.metrics["loss"], rel=1e-9)
 
 
 def test_replicas_of_one_host_and_of_two_and_their_servers_are_one_device(start: Start) -> None:

@@ -38,6 +38,17 @@ def make_job(**changes: Any) -> hr.Job:
     return hr.Job(**{**plain, **changes})
 
 
+def lbfgs_job() -> hr.Job:
+    """Three rounds of two iterations over one large batch, in double precision."""
+
+    def model() -> nn.Module:
+        return two_layers().double()
+
+    search = functools.partial(torch.optim.LBFGS, max_iter=2, max_eval=8, line_search_fn="strong_wolfe")
+    data = INPUTS.double(), TARGETS.double()
+    return make_job(model=model, optimizer=search, data=data, eval_data=data, global_batch_size=EXAMPLES, epochs=3)
+
+
 def two_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.parameter_server.core.row_moves import Move, RowMap, RowMoves, RowRange
+from headrace.parameter_server.sparse.moves import from_json, to_json
+from headrace.parameter_server.sparse.moves_state import MovesState, load_machine, machine_state
 
 ROWS, SERVERS = 12, 3
 Ask = tuple[int, str, Any]
@@ -60,12 +62,12 @@ class Node:
         here = [row for row in own if not any(each.start <= row < each.stop for each in later)]
         for row in self.counted(kind, lease, version, here):
             self.rows.setdefault(row, []).append(lease)
-        return [row for row in rows if row not in here], self.moves.map
+        return [row for row in rows if row not in here], self.moves.map.changed_since(version)
 
     def moved(self, worker: int, kind: str, what: Any) -> Any:
         moves = self.moves
         if kind == "claim":
-            return moves.claim(what), moves.map
+            return moves.claim(what, worker)
         if kind == "freeze":
             moving = moves.freeze(what, worker, self.done)
             return moving, {row: leases[:] for row, leases in self.rows.items() if self.leaves(row)}
@@ -75,19 +77,23 @@ class Node:
             self.aside = {number: rows}
         elif kind == "release":
             move = moves.leaving
-            map_ = moves.release(what)
+            changes = moves.release(what).changed_since(what - 1)
             for row in [row for row in self.rows if move and any(e.start <= row < e.stop for e in move.rows)]:
                 del self.rows[row]
-            return map_
+            return changes
         elif kind == "stay" and moves.leaving and moves.leaving.number == what:
             moves.give_up()
         elif kind == "map":
-            came, gone = moves.adopt(what, self.done)
+            base, changes = what
+            assert base <= moves.map.version
+            came, gone = moves.adopt(changes, self.done)
             for number in came:
                 self.rows.update(self.aside.pop(number))
             for number in gone:
                 del self.aside[number]
-        return moves.map, moves.seen
+        elif kind == "ask":
+            return moves.map.changed_since(what), moves.seen
+        return "done"
 
     def counted(self, kind: str, lease: int, version: int, rows: list[int]) -> list[int]:
         def within(ranges: list[RowRange]) -> list[int]:
@@ -106,13 +112,21 @@ class Node:
 class Moving:
     """A run of so many leases; `machine` makes the state machine of a server."""
 
-    def __init__(self, seed: int, machine: Callable[[int], RowMoves] = RowMoves, leases: int = 30) -> None:
+    def __init__(
+        self,
+        seed: int,
+        machine: Callable[[int], RowMoves] = RowMoves,
+        load: Callable[[RowMoves, MovesState], None] = load_machine,
+        leases: int = 30,
+    ) -> None:
         self.chance = random.Random(seed)
+        self._machine, self._load = machine, load
         self.nodes = [Node(number, machine(number)) for number in range(SERVERS)]
         self.touched = [sorted(self.chance.sample(range(ROWS), self.chance.randint(1, 6))) for _ in range(leases)]
         self.free = list(range(leases))
         self.committed: set[int] = set()
         self.deaths, self.moved, self.begun = self.chance.choice((0, 2, 12)), 0, 0
+        self.failovers, self.failed_over = self.chance.choice((0, 0, 10)), 0
         self.workers: dict[int, _Worker] = {}
         for _ in range(self.chance.randint(1, 4)):
             self.workers[self.begun] = _Worker(self, self.begun)
@@ -149,6 +163,18 @@ class Moving:
     def answered(self, worker: int, number: int, answer: Any) -> None:
         if worker in self.workers and not self.workers[worker].dead:
             self.workers[worker].take(number, answer)
+
+    def fail_over(self, node: Node) -> None:
+        """Lets a server's backup, which has handled the same messages, take its place: all workers connect anew."""
+        state: MovesState = from_json(MovesState, to_json(machine_state(node.moves, {})))
+        node.moves = self._machine(node.number)
+        self._load(node.moves, state)
+        node.moves.give_up(for_good=True)
+        self.failed_over += 1
+        held, node.held = node.held, []
+        for worker, kind, what in reversed(held):
+            if worker in self.workers and not self.workers[worker].dead:
+                self.workers[worker].queues[node.number].appendleft((kind, what))
 
     def release_held(self, node: Node) -> None:
         held, node.held = node.held, []
@@ -197,9 +223,17 @@ class _Worker:
         kind, what = self.queues[node.number].popleft()
         if kind == "lost":
             node.held = [each for each in node.held if each[0] != self.number]
-            if node.moves.leaving and node.moves.mover == self.number:
-                node.moves.give_up()
+            if node.moves.mover == self.number:
+                node.moves.give_up(for_good=True)
                 self.world.release_held(node)
+            return
+        chance = self.world.chance
+        if self.world.failovers and chance.random() < 0.02:
+            self.world.failovers -= 1
+            # Before the message came, or when the answer was on its way.
+            if chance.random() < 0.3 or node.handle(self.number, kind, what) is not None:
+                self.queues[node.number].appendleft((kind, what))
+            self.world.fail_over(node)
             return
         answer = node.handle(self.number, kind, what)
         if answer is not None:
@@ -247,23 +281,33 @@ class _Worker:
             asks = [(number, [row for row in left if owner(self.map, row) == number]) for number in range(SERVERS)]
             answers = yield [(number, "rest", (lease, self.map.version, own)) for number, own in asks if own]
 
-    def adopt(self, map_: RowMap) -> Program:
-        if map_.version > self.map.version:
-            self.map = map_
-            yield [(number, "map", map_) for number in range(SERVERS)]
+    def adopt(self, changes: RowMap) -> Program:
+        before = self.map.version
+        if changes.version > before:
+            self.map = self.map.updated(changes)
+            told = before, self.map.changed_since(before)
+            yield [(number, "map", told) for number in range(SERVERS)]
+
+    def gather(self) -> Generator[list[Ask], list[Any], int]:
+        known = yield [(number, "ask", self.map.version) for number in range(SERVERS)]
+        yield from self.adopt(max((changes for changes, _ in known), key=lambda each: each.version))
+        return max(seen for _, seen in known)
 
     def move(self) -> Program:
-        known = yield [(number, "ask", None) for number in range(SERVERS)]
-        own_number = max(seen for _, seen in known) + 1
-        claimed = yield [(number, "claim", own_number) for number in range(SERVERS)]
-        yield from self.adopt(max((map_ for _, map_ in claimed), key=lambda each: each.version))
-        if not all(mine for mine, _ in claimed):
-            return
+        number = (yield from self.gather()) + 1
+        claimed = yield [(server, "claim", number) for server in range(SERVERS)]
+        if all(claimed):
+            yield from self.gather()
+            for more in range(self.world.chance.randint(1, 3)):
+                if not (yield from self.moved(number + more)):
+                    return
+
+    def moved(self, own_number: int) -> Generator[list[Ask], list[Any], bool]:
         chance = self.world.chance
         source, target = chance.sample(range(SERVERS), 2)
         own = [row for row in range(ROWS) if owner(self.map, row) == source]
         if not own:
-            return
+            return True
         chosen = sorted(chance.sample(own, chance.randint(1, min(4, len(own)))))
         rows = tuple(RowRange(0, row, row + 1) for row in chosen)
         if chosen == list(range(chosen[0], chosen[-1] + 1)):
@@ -271,12 +315,14 @@ class _Worker:
         move = Move(own_number, rows, source, target)
         (frozen,) = yield [(source, "freeze", move)]
         if frozen == "refused":
-            return
+            return False
         (installed,) = yield [(target, "install", (move.number, *frozen))]
         if installed == "refused":
             yield [(source, "stay", move.number)]
-            return
-        (map_,) = yield [(source, "release", move.number)]
-        if map_ != "refused":
-            yield from self.adopt(map_)
-            self.world.moved += 1
+            return False
+        (changes,) = yield [(source, "release", move.number)]
+        if changes == "refused":
+            return False
+        yield from self.adopt(changes)
+        self.world.moved += 1
+        return True

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +15,14 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.errors import InfeasiblePlan
+from headrace.parameter_server.server.server import Server
+from headrace.parameter_server.sparse.moves import MoveKind, ServedMoves
+from headrace.parameter_server.sparse.rebalancing import grouped
+from headrace.parameter_server.wire import Message
+from headrace.policies.row_balance import LoadPiece
 from headrace.spec.events import RowsMoved
+from headrace.spec.plan import Plan
+from headrace.strategies.context import ServerContext
 
 THREADS = hr.ThreadEngine()
 ROWS = 200
@@ -73,12 +85,72 @@ def test_moved_rows_have_all_updates_once(placement: str, transport: str, expect
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
-def test_it_is_refused_where_rows_cannot_move() -> None:
-    for strategy in (
-        hr.ParameterServer(2, staleness_bound=0, row_placement="hash:rebalance"),
-        hr.ParameterServer(2, backups=1, row_placement="hash:rebalance"),
-    ):
-        with pytest.raises(
-            InfeasiblePlan, match=r"moves rows .*; use backups=0 and staleness_bound=None, or row_placement=.hash"
-        ):
-            hr.fit(job(), strategy, engine=THREADS)
+@dataclass(frozen=True)
+class Dying(hr.ParameterServer):
+    """The first server that handles a message of this kind dies before it answers; `folder` is the run's own."""
+
+    kind: int = 0
+    folder: str = ""
+
+    def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
+        server = super().server(plan, rank, context)
+        moves = _moves_of(server)
+        handle = moves.answer
+
+        def answer(worker: int, message: Message, blob: memoryview) -> bytes:
+            answered = handle(worker, message, blob)
+            if message.flag == self.kind and server.replicated and server.replicated.leads:
+                with suppress(FileExistsError):
+                    Path(self.folder, "died").touch(exist_ok=False)
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return answered
+
+        moves.answer = answer  # type: ignore[method-assign]
+        return server
+
+
+def _moves_of(server: Server) -> ServedMoves:
+    rows = server._requests.rows
+    assert rows is not None
+    assert rows.moves is not None
+    return rows.moves
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    [
+        MoveKind.RELEASE,
+        pytest.param(MoveKind.FREEZE, marks=pytest.mark.full),
+        pytest.param(MoveKind.INSTALL, marks=pytest.mark.full),
+    ],
+    ids=lambda kind: kind.name.lower(),
+)
+def test_a_backup_goes_on_with_a_move(kind: MoveKind, real_python: None, tmp_path: Path) -> None:
+    strategy = Dying(2, servers=2, backups=1, row_placement="hash:rebalance", kind=kind, folder=str(tmp_path))
+    run = hr.fit(job(epochs=1), strategy, device="cpu")
+    assert (tmp_path / "died").exists()
+    for found, wanted in zip(rows_of(run), rows_of(hr.fit(job(epochs=1), engine=THREADS)), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+
+
+def test_moves_take_few_rows_and_few_bytes() -> None:
+    pieces = [LoadPiece(0, 0, 10_000, 50, 5_000), LoadPiece(0, 20_000, 20_001, 9, 1), LoadPiece(1, 5, 6, 7, 1)]
+    chosen = [(piece, 0, 1) for piece in pieces] + [(LoadPiece(0, 30_000, 30_004, 1, 4), 2, 1)]
+    moves = list(grouped(chosen, [2_000, 1]))
+    assert [(source, target) for _, source, target in moves] == [(0, 1)] * 4 + [(2, 1)]
+    assert [[(each.start, each.stop) for each in rows] for rows, _, _ in moves] == [
+        [(0, 3_333)],
+        [(3_333, 6_666)],
+        [(6_666, 10_000), (20_000, 20_001)],
+        [(5, 6)],
+        [(30_000, 30_004)],
+    ]
+    many = [(LoadPiece(0, row, row + 1, 1, 1), 0, 1) for row in range(70)]
+    assert [len(rows) for rows, _, _ in grouped(many, [2_000])] == [32, 32, 6]
+
+
+def test_it_is_refused_where_workers_wait_for_each_other() -> None:
+    strategy = hr.ParameterServer(2, staleness_bound=0, row_placement="hash:rebalance")
+    with pytest.raises(InfeasiblePlan, match=r"moves rows .*; use staleness_bound=None, or row_placement=.hash"):
+        hr.fit(job(), strategy, engine=THREADS)

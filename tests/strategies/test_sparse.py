@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import headrace as hr
 from headrace.checkpoint import folder
 from headrace.checkpoint.spool import Spool
-from headrace.errors import JobError, UsageError
+from headrace.errors import DataError, InfeasiblePlan, JobError, UsageError
 from headrace.report.views.table import run_rows
 from headrace.spec.events import Event, ServerStarted, Stepped
 from headrace.training.embeddings.generator import first_rows
@@ -267,6 +267,30 @@ def test_layers_are_made_sparse_by_name() -> None:
         hr.fit(one, hr.ParameterServer(workers=2, sparse=("item",)), device="cpu", engine=THREADS())
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.item, self.out = nn.Embedding(ROWS, 4), nn.Linear(4, ROWS, bias=False)
+        self.out.weight = self.item.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.out(self.item(x[:, 0])).sum(1)
+        return output
+
+
+class Vast(nn.Module):
+    """A table that no machine has memory for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.item = nn.Embedding(10**11, 64, sparse=True)
+        self.tower = nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.tower(self.item(x[:, 0])).squeeze(1)
+        return output
+
+
 REFUSED: dict[str, tuple[hr.Strategy, hr.Job, type[Exception], str]] = {
     "pipeline": (
         hr.Pipeline(2),
@@ -276,6 +300,43 @@ REFUSED: dict[str, tuple[hr.Strategy, hr.Job, type[Exception], str]] = {
     ),
     "slices": (hr.TensorParallel(2), job(OPTIMIZERS["sgd"]), UsageError, "tensor_parallel does not train the sparse"),
     "averages": (hr.LocalSGD(2), job(OPTIMIZERS["sgd"]), UsageError, "does not train the sparse embedding 'item'"),
+    "stages on servers": (
+        hr.Hybrid(hr.ParameterServer(2, servers=2), hr.Pipeline(2)),
+        job(OPTIMIZERS["sgd"]),
+        UsageError,
+        "hybrid does not train the sparse embedding 'item'",
+    ),
+    "stages by name": (
+        hr.Hybrid(hr.ParameterServer(2, servers=2, sparse=["*.item"]), hr.Pipeline(2)),
+        dataclasses.replace(job(OPTIMIZERS["sgd"]), model=Plain),
+        UsageError,
+        "hybrid does not train the sparse embedding 'tables.item'",
+    ),
+    "tied": (
+        hr.ParameterServer(2, sparse=["item"]),
+        dataclasses.replace(job(OPTIMIZERS["sgd"]), model=Tied),
+        JobError,
+        "'item' is tied: it is 'item.weight' and 'out.weight'.*untie them, or use sparse=False",
+    ),
+    "fits nowhere": (
+        hr.ParameterServer(2, servers=2),
+        dataclasses.replace(job(OPTIMIZERS["adam"]), model=Vast),
+        InfeasiblePlan,
+        r"parameter_server needs [\d,]+ bytes on .* and it has [\d,]+ left; the largest table is 'item', "
+        r"100,000,000,000 rows of 64; use servers on more hosts, or say by expected_rows",
+    ),
+    "fits in no worker": (
+        hr.Mirrored(2),
+        dataclasses.replace(job(OPTIMIZERS["adam"]), model=Vast),
+        InfeasiblePlan,
+        r"mirrored needs [\d,]+ bytes on .*'item', 100,000,000,000 rows of 64; use parameter_server, with servers on",
+    ),
+    "decay": (
+        hr.ParameterServer(2),
+        job(functools.partial(torch.optim.SGD, lr=0.1, weight_decay=0.1)),
+        UsageError,
+        "weight_decay=0.1 shrinks every row in every step.*'item' travel; give the table a group with weight_decay=0",
+    ),
     "dense adam": (hr.OneDevice(), job(torch.optim.Adam), UsageError, "Adam changes all rows of the table 'item'"),
     "too few rows": (
         hr.ParameterServer(workers=2, servers=2),
@@ -304,3 +365,13 @@ def test_what_cannot_be_done_by_rows_is_refused_by_name(
 ) -> None:
     with pytest.raises(error, match=words):
         hr.fit(one, strategy, device="cpu", engine=THREADS())
+
+
+@pytest.mark.parametrize("index", [ROWS, -1])
+def test_a_late_index_out_of_range_is_refused_before_a_server_hears_of_it(index: int) -> None:
+    late = job(OPTIMIZERS["sgd"])
+    assert isinstance(late.data, tuple)
+    late.data[0][-1, 0] = index
+    strategy = hr.ParameterServer(2, servers=2, staleness_bound=0)
+    with pytest.raises(DataError, match=f"'item' has {ROWS} rows, and the batch has the index {index};"):
+        hr.fit(dataclasses.replace(late, eval_data=None), strategy, device="cpu", engine=THREADS())

@@ -242,7 +242,8 @@ class Message(NamedTuple):
             worker and incarnation of the process that may follow. Of OPEN, the requests that are not answered yet. Of
             ERROR with `flag`, worker and incarnation of the process that has replaced this one. Of PUSH_ROWS, the
             version of the rows and that of the map by which they were divided, and a third one for the rest of a push;
-            MOVED answers it instead of ANSWER where the server has a later map. ROWS and LOAD_ROWS are about the table
+            MOVED answers it instead of ANSWER where the server has a later map. A PULL_ROWS has the map's version in
+            `lease`, for its changes since. ROWS and LOAD_ROWS are about the table
             `first`, ROWS from the row `lease` on. Of a COMMIT or ASK, and behind the others of a GRANT, a report, as
             `numbers_of` returns it. Of VECTORS, see `VectorRequests`.
         steps: how many gradients a push is the sum of; each has that share.

@@ -101,6 +101,9 @@ class Hybrid(ServedStrategy):
         outer = self.outer.processes()
         return replace(outer, workers=outer.workers * self.inner.processes().workers)
 
+    def sparse_names(self) -> tuple[str, ...]:
+        return self.outer.sparse_names()
+
     def check(self, options: Options) -> None:
         self.outer.check(options)
         self.inner.check(options)

@@ -183,7 +183,7 @@ class ParameterServer(ServedStrategy):
         rows = None
         if model.tables:
             moved = RowClient(client, self._places(plan, model), self._rebalances)
-            mover = RowMover(moved, len(plan.shares)) if self._rebalances else None
+            mover = RowMover(moved, model.tables, len(plan.shares)) if self._rebalances else None
             rows = WorkerRows(moved, tuple(sparse_layers(context.module)), mover)
         exchange = ParameterServerExchange(leases, layouts, model, context.group, replica_group, rows)
         exchange.load_values(places)
@@ -228,11 +228,10 @@ class ParameterServer(ServedStrategy):
                 f"backup_workers={self.backup_workers} drops what comes late, and the rows of the sparse embedding "
                 f"{first!r} are pushed by themselves; use backup_workers=0"
             )
-        if self._rebalances and (self.backups or self.staleness_bound == 0):
-            own = f"backups={self.backups}" if self.backups else "staleness_bound=0"
+        if self._rebalances and self.staleness_bound == 0:
             raise InfeasiblePlan(
                 f"row_placement={self.row_placement!r} moves rows of the sparse embedding {first!r} while workers "
-                f"push, and with {own} they cannot; use backups=0 and staleness_bound=None, or "
+                "push, and with staleness_bound=0 they wait for each other; use staleness_bound=None, or "
                 f"row_placement={self._base_placement!r}"
             )
         if self.remedies.compensation or self.remedies.asynchronous_workers:

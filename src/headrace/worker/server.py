@@ -130,14 +130,15 @@ def _tell(server: Server, rank: int, events: EventWriter, plan: Plan) -> None:
     """Writes a server's counts, and the pushes that it has applied."""
     events.write(_by_rank(server.counters.event(rank, events.now()), plan))
     tables = server.counters.tables()
-    # A backup that follows has the same rows.
-    if tables and (not server.replicated or server.replicated.leads):
+    # A backup that follows has the same rows, and the same moves.
+    leads = not server.replicated or server.replicated.leads
+    if tables and leads:
         events.write(RowsHeld(rank, events.now(), server_of(plan, rank), tables))
     applied = server.counters.order(rank, events.now())
     if applied is not None:
         events.write(applied)
-    for make in server.counters.events:
-        events.write(make(rank, events.now()))
+    for make in server.counters.events if leads else ():
+        events.write(make(server_of(plan, rank), events.now()))
     server.counters.events.clear()
 
 

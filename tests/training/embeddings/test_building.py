@@ -136,6 +136,15 @@ def test_an_index_out_of_range_is_refused_with_layer_value_and_size(bad: int) ->
         layer(torch.tensor([[0, bad]]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64])
+def test_what_is_no_index_is_refused(dtype: torch.dtype) -> None:
+    model = build(_with())
+    words = f"'item' takes indices of rows.*the batch has {str(dtype).removeprefix('torch.')}; give it int64 or int32"
+    with pytest.raises(DataError, match=words):
+        model["item"](torch.ones(2, dtype=dtype))
+    assert model["item"](torch.ones(2, dtype=torch.uint8)).shape == (2, 4)
+
+
 def test_a_row_that_is_used_twice_gets_the_sum_and_the_padding_nothing() -> None:
     (layer,) = sparse_layers(build(_with(padding_idx=3)))
     assert isinstance(layer, SparseEmbedding)

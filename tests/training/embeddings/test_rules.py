@@ -84,6 +84,8 @@ def test_a_schedule_and_warm_up_drive_the_rows_too() -> None:
 REFUSED = [
     (torch.optim.Adam, "Adam changes all rows of the table 'item' in every step.*hr.LazyAdam is the nearest"),
     (torch.optim.AdamW, "AdamW changes all rows of the table 'item'.*hr.LazyAdam"),
+    (torch.optim.SparseAdam, "SparseAdam updates no parameters but tables.*hr.LazyAdam, which does the same"),
+    (torch.optim.LBFGS, "LBFGS changes all rows of the table 'item'.*; make the embedding with sparse=False"),
     (torch.optim.RMSprop, "RMSprop changes all rows.*hr.RowwiseAdagrad is the nearest"),
     (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), "SGD with momentum=0.9 moves rows on.*momentum=0"),
     (functools.partial(torch.optim.SGD, lr=0.1, weight_decay=0.01), "SGD with weight_decay=0.01 shrinks every row"),

@@ -92,19 +92,19 @@ def test_removed_rows_begin_anew_and_all_others_stay() -> None:
     ids = torch.tensor([4, 9, 2, 20, 7])
     values = torch.arange(10.0, dtype=torch.float64).view(5, 2)
     table.load(RowBlock(ids, values, {"sum": values + 1}))
-    assert table.within(4, 10).ids.tolist() == [4, 9, 7]
+    assert table.within([(4, 10)]).ids.tolist() == [4, 9, 7]
     assert table.held(4, 10) == 3
     for row in (4, 20, 7):
-        assert table.within(row, row + 1, remove=True).ids.tolist() == [row]
+        assert table.within([(row, row + 1)], remove=True).ids.tolist() == [row]
     assert len(table) == 2
     assert table.held(0, 30) == 2
     expected = torch.full((5, 2), 0.5, dtype=torch.float64)
     expected[1:3] = values[1:3]
     assert torch.equal(table.read(ids), expected)
-    left = table.within(0, 30)
+    left = table.within([(0, 30)])
     assert torch.equal(left.values[left.ids.argsort()], values[[2, 1]])
     assert torch.equal(left.state["sum"][left.ids.argsort()], values[[2, 1]] + 1)
     table.load(RowBlock(torch.tensor([7]), values[:1], {}))
-    assert torch.equal(table.within(7, 8).state["sum"], torch.full((1, 2), 0.25, dtype=torch.float64))
-    assert table.within(2, 10, remove=True).ids.sort().values.tolist() == [2, 7, 9]
+    assert torch.equal(table.within([(7, 8)]).state["sum"], torch.full((1, 2), 0.25, dtype=torch.float64))
+    assert table.within([(2, 10)], remove=True).ids.sort().values.tolist() == [2, 7, 9]
     assert len(table) == table.held(0, 30) == 0

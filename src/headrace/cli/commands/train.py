@@ -46,7 +46,6 @@ from headrace.cli.options import (
 )
 from headrace.cli.output import Answer, ExitCode, answering, show_comparison, show_run
 from headrace.cli.ray_cluster import PlacementOption, ResourcesOption, RuntimeEnvOption, ray_engine
-from headrace.cli.watching import watching
 from headrace.errors import UsageError
 from headrace.spec.call import parse_call
 
@@ -82,8 +81,6 @@ _PredictOption = Annotated[
     ),
 ]
 
-_WatchOption = Annotated[bool, typer.Option("--watch", help="Show the run in a browser meanwhile, and say where.")]
-
 
 def train(
     path: JobFile,
@@ -110,7 +107,6 @@ def train(
     encrypt: EncryptOption = True,
     predict: _PredictOption = None,
     tensorboard: TensorBoardOption = None,
-    watch: _WatchOption = False,
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
@@ -128,7 +124,7 @@ def train(
 
             chosen = _resolved(strategy, workers, servers)
             _keep_prediction(predict, None if ray else cluster, job, chosen, device, where)
-            with tensorboards(tensorboard) as on_event, watching(where, watch):
+            with tensorboards(tensorboard) as on_event:
                 run = fit(
                     job,
                     strategy=chosen,
@@ -144,7 +140,8 @@ def train(
                     cluster=None if ray else cluster,
                     encrypt=encrypt,
                 )
-        _finish(answer, where, run.interrupted)
+        _show(answer, where)
+    _end(run.interrupted)
 
 
 def _keep_prediction(
@@ -169,11 +166,10 @@ def _checked(path: Path, tensorboard: Path | None, strategy: str, servers: int |
     return named
 
 
-def _finish(answer: Answer, run_dir: Path, interrupted: bool) -> None:
-    """Prints a run where one process speaks for all, and exits if it was interrupted."""
+def _show(answer: Answer, run_dir: Path) -> None:
+    """Prints a run where one process speaks for all."""
     if launched_rank() in (None, 0):
         show_run(answer, run_dir)
-    _end(interrupted)
 
 
 def _end(interrupted: bool) -> None:

@@ -8,6 +8,9 @@
     release ───────────► they are gone: the new map
     map ────────────────────────────────────────────► they are here
 
+One worker moves at a time. Its claim is at all servers before it freezes anything, and ends at each server with the
+claim of another worker: a server takes the moves of the worker that has claimed it last.
+
 A lease's gradient counts once for each row, and a push of the lease may come to the source before the move and to the
 target after it, or the other way round. So moved rows know by which leases they differ from the rest of their server:
 those that they have `besides`, and those that they `lack`. A push names the map by which it was divided, so that the
@@ -19,8 +22,10 @@ what the target keeps aside never becomes part of a map.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 
 from headrace.parameter_server.core.leases import intervals_of, numbers_in
 
@@ -46,6 +51,36 @@ class RowRange:
         return RowRange(self.table, start, stop) if self.table == other.table and start < stop else None
 
 
+class _HasRows(Protocol):
+    @property
+    def rows(self) -> RowRange: ...
+
+
+_Each = TypeVar("_Each", bound=_HasRows)
+
+
+def overlapping(placed: Sequence[_Each], rows: RowRange) -> slice:
+    """Returns which of some ranges have some of the rows; `placed` do not overlap, and are in the order of their rows.
+
+    For the empty slice, it is where the rows would be put.
+    """
+    first = bisect_right(placed, (rows.table, rows.start), key=lambda each: (each.rows.table, each.rows.stop))
+    return slice(first, bisect_left(placed, (rows.table, rows.stop), first, key=lambda each: _begin(each.rows)))
+
+
+def _begin(rows: RowRange) -> tuple[int, int]:
+    return rows.table, rows.start
+
+
+def _replaced(
+    placed: list[_Each], rows: RowRange, by: Sequence[_Each], cut: Callable[[_Each, RowRange], _Each]
+) -> None:
+    """Replaces the ranges of some rows, in place; `cut` returns an entry for the part of its rows that stays."""
+    at = overlapping(placed, rows)
+    left = [cut(each, part) for each in placed[at] for part in each.rows.without(rows)]
+    placed[at] = sorted([*left, *by], key=lambda each: _begin(each.rows))
+
+
 @dataclass(frozen=True, slots=True)
 class Placed:
     """Rows that were moved to a server, by the move `since`."""
@@ -68,11 +103,21 @@ class RowMap:
 
     def after(self, move: Move) -> RowMap:
         """Returns the map after a move."""
-        kept = list(self.placed)
-        for rows in move.rows:
-            kept = [replace(each, rows=left) for each in kept for left in each.rows.without(rows)]
-        kept += [Placed(rows, move.target, move.number) for rows in move.rows]
-        return RowMap(move.number, tuple(sorted(kept, key=lambda each: each.rows)))
+        return self.updated(RowMap(move.number, tuple(Placed(rows, move.target, move.number) for rows in move.rows)))
+
+    def changed_since(self, version: int) -> RowMap:
+        """Returns what `updated` needs to make this map out of an earlier one of that version."""
+        return RowMap(self.version, tuple(each for each in self.placed if each.since > version))
+
+    def updated(self, changes: RowMap) -> RowMap:
+        """Returns the map after later moves; `changes` are those since this map, or since an earlier one."""
+        if changes.version <= self.version:
+            return self
+        placed = list(self.placed)
+        for each in changes.placed:
+            # A row is where its last move brought it; of those that this map has already, nothing changes.
+            _replaced(placed, each.rows, [each], lambda old, rows: replace(old, rows=rows))
+        return RowMap(changes.version, tuple(placed))
 
     def of(self, server: int) -> tuple[Placed, ...]:
         """Returns what was moved to a server and is still there."""
@@ -101,18 +146,27 @@ class MovedRows:
 
 @dataclass(frozen=True, slots=True)
 class MovingRows:
-    """Rows on their way, and the leases that they have, as intervals."""
+    """Rows on their way, and the leases by which they differ from the other rows of the server that they leave."""
 
     rows: RowRange
-    done: tuple[tuple[int, ...], ...]
+    besides: tuple[int, ...] = ()
+    lack: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """The rows of a move, and the leases of the server that they leave, as intervals."""
+
+    done: tuple[tuple[int, ...], ...] = ()
+    rows: tuple[MovingRows, ...] = ()
 
 
 class RowMoves:
     """The moves of one server's rows; `server` is its number.
 
     `map` is the latest that it knows: it has all moves from this server. `seen` is the greatest number of a move, or of
-    a claim. `leaving` is the move that is under way from here, for the worker `mover`; None for none. `here` are the
-    rows that were moved here.
+    a claim. `mover` is the worker that has claimed it, -1 for none, and `leaving` its move that is under way from here;
+    None for none. `here` are the rows that were moved here, in their order; `aside` is what may come, by move.
     """
 
     def __init__(self, server: int) -> None:
@@ -122,47 +176,49 @@ class RowMoves:
         self.mover = -1
         self._server = server
         self.here: list[MovedRows] = []
-        self._aside: dict[int, tuple[MovingRows, ...]] = {}
+        self.aside: dict[int, Moving] = {}
 
     # ----- the move
 
-    def claim(self, number: int) -> bool:
-        """Lets a worker move rows by this number and by those after it, and no other by earlier ones.
+    def claim(self, number: int, mover: int) -> bool:
+        """Lets a worker move rows by this number and by those after it, and no other one any more.
 
         Returns False if another one has claimed it. A worker claims at all servers before it moves anything, so that
         each of them knows all moves that have been, and there is one order of moves.
         """
         if number <= self.seen:
             return False
-        self.leaving, self.seen = None, number
+        self.leaving, self.seen, self.mover = None, number, mover
         return True
 
-    def freeze(self, move: Move, mover: int, done: Iterable[int]) -> tuple[MovingRows, ...]:
+    def freeze(self, move: Move, mover: int, done: Iterable[int]) -> Moving:
         """Begins a move from here, for a worker; `done` are the leases of this server.
 
         The rows must not change until `release` or `give_up`. Raises ValueError if it cannot be done.
         """
+        if mover != self.mover:
+            raise ValueError(f"move {move.number} by worker {mover}, and worker {self.mover} moves rows")
         if self.leaving is not None or move.source != self._server or move.number < self.seen:
             raise ValueError(
                 f"move {move.number} from server {move.source} at server {self._server}, after {self.seen}"
             )
-        self.leaving, self.mover, self.seen = move, mover, move.number
-        base, moving = set(done), []
+        self.leaving, self.seen = move, move.number
+        moving: list[MovingRows] = []
         for rows in move.rows:
             left = [rows]
-            for each in self.here:
+            for each in self.here[overlapping(self.here, rows)]:
                 if part := rows.within(each.rows):
-                    moving.append(MovingRows(part, intervals_of((base | each.besides) - each.lack)))
+                    moving.append(MovingRows(part, tuple(each.besides), tuple(each.lack)))
                     left = [piece for whole in left for piece in whole.without(part)]
-            moving += [MovingRows(part, intervals_of(base)) for part in left]
-        return tuple(moving)
+            moving += [MovingRows(part) for part in left]
+        return Moving(intervals_of(done), tuple(moving))
 
-    def install(self, number: int, moving: Sequence[MovingRows]) -> None:
+    def install(self, number: int, moving: Moving) -> None:
         """Keeps what leases rows have that may come here; raises ValueError for a move that is over."""
         if number < self.seen or number <= self.map.version:
             raise ValueError(f"move {number} at server {self._server}, which has seen move {self.seen}")
         self.seen = number
-        self._aside = {number: tuple(moving)}
+        self.aside = {number: moving}
 
     def release(self, number: int) -> RowMap:
         """Ends a move from here; returns the new map. Raises ValueError if it was given up."""
@@ -173,29 +229,30 @@ class RowMoves:
         self.map = self.map.after(move)
         return self.map
 
-    def give_up(self) -> None:
-        """Ends a move from here that will not be; the rows stay."""
+    def give_up(self, for_good: bool = False) -> None:
+        """Ends a move from here that will not be; the rows stay. `for_good` ends its worker's claim, too."""
         self.leaving = None
+        if for_good:
+            self.mover = -1
 
     def adopt(self, map_: RowMap, done: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Takes over a later map; `done` are the leases of this server.
+        """Takes over a later map, or what has changed since this one; `done` are the leases of this server.
 
         Returns the numbers of the moves whose rows are here from now on, and of those that are not to come.
         """
         if map_.version <= self.map.version:
             return [], []
+        map_ = self.map.updated(map_)
         came: list[int] = []
         base = set(done)
         mine = {(placed.since, placed.rows) for placed in map_.of(self._server)}
-        for number, moving in list(self._aside.items()):
+        for number, moving in list(self.aside.items()):
             if any(since == number for since, _ in mine):
                 came.append(number)
-                for each in moving:
-                    own = numbers_in(each.done)
-                    self.here.append(MovedRows(each.rows, number, own - base, base - own))
-        gone = [number for number in self._aside if number <= map_.version and number not in came]
+                self._come(number, moving, base)
+        gone = [number for number in self.aside if number <= map_.version and number not in came]
         for number in (*came, *gone):
-            del self._aside[number]
+            del self.aside[number]
         self.map = map_
         self.seen = max(self.seen, map_.version)
         return came, gone
@@ -245,14 +302,24 @@ class RowMoves:
         for each in self.here:
             each.besides.clear()
             each.lack.clear()
-        self._aside = {
-            number: tuple(replace(each, done=()) for each in moving) for number, moving in self._aside.items()
+        self.aside = {
+            number: Moving(rows=tuple(MovingRows(each.rows) for each in moving.rows))
+            for number, moving in self.aside.items()
         }
+
+    def _come(self, number: int, moving: Moving, base: set[int]) -> None:
+        """Counts the rows of a move as being here; `base` are the leases of this server."""
+        theirs = numbers_in(moving.done)
+        more, less = theirs - base, base - theirs
+        for each in moving.rows:
+            besides, lack = set(each.besides), set(each.lack)
+            moved = MovedRows(each.rows, number, (more | besides - base) - lack, (less - besides) | (lack & base))
+            self.here.insert(overlapping(self.here, each.rows).start, moved)
 
     def _remove(self, gone: Iterable[RowRange]) -> None:
         for rows in gone:
-            self.here = [
-                MovedRows(left, each.since, set(each.besides), set(each.lack))
-                for each in self.here
-                for left in each.rows.without(rows)
-            ]
+            _replaced(self.here, rows, [], _cut)
+
+
+def _cut(each: MovedRows, rows: RowRange) -> MovedRows:
+    return MovedRows(rows, each.since, set(each.besides), set(each.lack))

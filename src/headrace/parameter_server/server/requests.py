@@ -22,7 +22,7 @@ from headrace.parameter_server.server.coordinator import Member
 from headrace.parameter_server.server.counters import ServerCounters
 from headrace.parameter_server.server.failure import StepFailed
 from headrace.parameter_server.server.updater import ShardUpdater
-from headrace.parameter_server.sparse.requests import RowRequests, as_tensor
+from headrace.parameter_server.sparse.requests import RowRequests
 from headrace.parameter_server.wire import MOST_WEIGHT, Kind, Message, ShardLayout, decode, encode, like
 from headrace.training.clipping import all_finite
 from headrace.transport.base import ServerTransport
@@ -108,7 +108,7 @@ class Requests:
             shards.append(self.rows.machine.state())
             for worker, push in self.rows.open.items():
                 states.append(RequestState(worker, push.peer, encode(push.message).hex(), 1, 0, ()))
-                tensors[f"rows/{worker}"] = as_tensor(push.blob)
+            tensors |= self.rows.state()
         return tuple(states), tuple(shards), tensors
 
     def load(self, open_: Sequence[RequestState], shards: Sequence[ShardState], tensors: Mapping[str, Tensor]) -> None:
@@ -123,7 +123,7 @@ class Requests:
             self.publish_versions()
         self._open.clear()
         if self.rows is not None:
-            self.rows.open.clear()
+            self.rows.load(tensors)
         for each in open_:
             message = decode(bytes.fromhex(each.message))
             if message.kind == Kind.PUSH_ROWS:

@@ -90,8 +90,8 @@ class RowClient:
             before = self._places.map.version
             for server in moved:
                 servers[server].moved = False
-                (answer,) = self.ask_move(MoveKind.MAP, servers=[server])
-                self.adopt(from_json(MoveAnswer, answer).map)
+                (answer,) = self.ask_move(MoveKind.MAP, self._places.map.version, servers=[server])
+                self.adopt(from_json(MoveAnswer, answer).changes)
             sent = [self._left(number, each, moved, before) for number, each in enumerate(sent)]
             head = Message(Kind.PUSH_ROWS, 0, 1, lease, weight, share)
             rested = []
@@ -123,20 +123,22 @@ class RowClient:
             server.tell(Message(Kind.MOVE_ROWS, flag=kind, lease=number), blob)
         return [bytes(server.answer()) for server in asked]
 
-    def adopt(self, map_: RowMap) -> None:
-        """Takes over a map; if it is later than the one that is here, tells all servers before anything else."""
-        if self._places.adopt(map_):
-            self.ask_move(MoveKind.MAP, blob=to_json(map_))
+    def adopt(self, changes: RowMap) -> None:
+        """Takes over changes of the map; if there are some, tells all servers before anything else.
+
+        So the servers know what this worker knows, and of any later map they need the changes alone.
+        """
+        before = self._places.map.version
+        if self._places.adopt(changes):
+            self.ask_move(MoveKind.MAP, before, to_json(self._places.map.changed_since(before)))
 
     def gather_map(self) -> int:
         """Makes sure that all servers know all moves that have been; returns the greatest number of a move."""
         if not self._moves:
             return 0
-        answers: list[MoveAnswer] = [from_json(MoveAnswer, each) for each in self.ask_move(MoveKind.MAP)]
-        latest = max((each.map for each in answers), key=lambda each: each.version)
-        self.adopt(latest)
-        if any(each.map.version < latest.version for each in answers):
-            self.ask_move(MoveKind.MAP, blob=to_json(latest))
+        asked = self.ask_move(MoveKind.MAP, self._places.map.version)
+        answers: list[MoveAnswer] = [from_json(MoveAnswer, each) for each in asked]
+        self.adopt(max((each.changes for each in answers), key=lambda each: each.version))
         return max(each.seen for each in answers)
 
     # ----- all rows
@@ -175,7 +177,7 @@ class RowClient:
         spec, servers = self._tables[number], self._client.servers
         for server, ids in wanted.items():
             blob = encode_pull(number, spec, ids)
-            servers[server].tell(Message(Kind.PULL_ROWS), blob)
+            servers[server].tell(Message(Kind.PULL_ROWS, lease=self._places.map.version), blob)
             self.moved_bytes += len(blob)
         found, maps = {}, []
         for server, ids in wanted.items():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.checkpoint.forms import pack, unpack
-from headrace.parameter_server.core.row_moves import Move, MovingRows, RowMap, RowMoves, RowRange
+from headrace.parameter_server.core.row_moves import Move, Moving, RowMap, RowMoves, RowRange
 from headrace.parameter_server.core.shard import Shard
 from headrace.parameter_server.server.counters import ServerCounters
 from headrace.parameter_server.sparse.messages import Rows
@@ -37,7 +37,10 @@ FROZEN = b"rows"
 
 
 class MoveKind(IntEnum):
-    """What a MOVE_ROWS message asks for, in its `flag`; the number of the move is in its `lease`."""
+    """What a MOVE_ROWS message asks for, in its `flag`; the number of the move is in its `lease`.
+
+    Of MAP, `lease` is the version of the map that the changes follow: those that it brings, or is answered with.
+    """
 
     CLAIM = 1
     FREEZE = 2
@@ -50,18 +53,14 @@ class MoveKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class MoveAnswer:
-    """What a server says to a worker that moves rows: whether it has done so, its map, and the greatest number seen."""
+    """What a server says to a worker that moves rows: whether it has done so, and the greatest number seen.
+
+    `changes` of the map are those that a MAP asks for, or those of the move that is released.
+    """
 
     done: bool
-    map: RowMap
+    changes: RowMap
     seen: int
-
-
-@dataclass(frozen=True, slots=True)
-class MovingList:
-    """The rows of a move, by range."""
-
-    rows: tuple[MovingRows, ...]
 
 
 def to_json(value: Any) -> bytes:
@@ -111,12 +110,14 @@ class ServedMoves:
             )[:_HOTTEST]
             self._counters.events.append(lambda rank, time_s: RowsAsked(rank, time_s, load.load, hottest))
             return to_json(load)
-        done = True
+        done, changes = True, RowMap()
         if kind == MoveKind.MAP:
             if len(blob):
-                self._adopt(from_json(RowMap, blob))
+                self._adopt(number, from_json(RowMap, blob))
+            else:
+                changes = self.machine.map.changed_since(number)
         elif kind == MoveKind.CLAIM:
-            done = self.machine.claim(number)
+            done = self.machine.claim(number, worker)
             if done:
                 # A move of another worker is over.
                 self.resume()
@@ -125,76 +126,77 @@ class ServedMoves:
                 self.give_up()
         elif kind == MoveKind.FREEZE:
             move = from_json(Move, blob)
-            if self._may_leave(move):
+            if self._may_leave(move, worker):
                 return self._freeze(move, worker)
             done = False
         elif kind == MoveKind.INSTALL:
             done = self._install(number, bytes(blob))
         else:
             done = self._release(number)
-        return to_json(MoveAnswer(done, self.machine.map, self.machine.seen))
+            # The worker knows all moves before it: none can have come between since it has claimed this server.
+            changes = self.machine.map.changed_since(number - 1) if done else changes
+        return to_json(MoveAnswer(done, changes, self.machine.seen))
 
     def lost(self, worker: int) -> None:
         """Gives up the move of a worker that is not there any more, or comes back."""
-        if self.machine.leaving is not None and self.machine.mover == worker:
-            self.give_up()
+        if self.machine.mover == worker:
+            self.give_up(for_good=True)
 
-    def give_up(self) -> None:
+    def give_up(self, for_good: bool = False) -> None:
         """Lets the rows of an open move stay."""
-        self.machine.give_up()
+        self.machine.give_up(for_good)
         self.resume()
 
-    def _may_leave(self, move: Move) -> bool:
+    def _may_leave(self, move: Move, worker: int) -> bool:
         tables = self._places.tables
         for rows in move.rows:
             if not (0 <= rows.table < len(tables) and 0 <= rows.start < rows.stop <= tables[rows.table].rows):
                 raise ValueError(f"there are no rows {rows.start:,} to {rows.stop:,} of table {rows.table}")
         if not move.rows or len({rows.table for rows in move.rows}) > 1 or not 0 <= move.target < self._places.servers:
             raise ValueError(f"move {move.number} is of no table, of several, or to server {move.target}")
-        free = self.machine.leaving is None and move.source == self._server and move.number >= self.machine.seen
-        return free and all(self._places.has(self._server, rows) for rows in move.rows)
+        mine = self.machine.mover == worker and move.source == self._server and move.number >= self.machine.seen
+        return mine and self.machine.leaving is None and all(self._places.has(self._server, rows) for rows in move.rows)
 
     def _freeze(self, move: Move, worker: int) -> bytes:
         began = perf_counter()
         moving = self.machine.freeze(move, worker, self._shard.done)
-        table = self._tables.tables[move.rows[0].table]
-        blocks = [table.within(rows.start, rows.stop) for rows in move.rows]
-        block = RowBlock(
-            torch.cat([each.ids for each in blocks]),
-            torch.cat([each.values for each in blocks]),
-            {key: torch.cat([each.state[key] for each in blocks]) for key in blocks[0].state},
-            table.steps,
-            None if blocks[0].uses is None else torch.cat([each.uses for each in blocks if each.uses is not None]),
-        )
-        listed = torch.frombuffer(bytearray(to_json(MovingList(moving))), dtype=torch.uint8)
-        pieces = {piece.name: piece.value for piece in to_pieces(table.spec.name, move.rows[0].table, block)}
-        blob = pack({_ROWS: listed, **pieces})
+        table = move.rows[0].table
+        block = self._tables.tables[table].within(_ids_of(move))
+        blob = self._packed(moving, table, block)
         self._frozen = began, len(block.ids), len(blob)
         return FROZEN + blob
 
     def _install(self, number: int, blob: bytes) -> bool:
         if number < self.machine.seen or number <= self.machine.map.version:
             return False
+        moving, table, block = self._unpacked(blob)
+        self.machine.install(number, moving)
+        self._aside = {number: (table, block)}
+        return True
+
+    def _packed(self, moving: Moving, table: int, block: RowBlock) -> bytes:
+        listed = torch.frombuffer(bytearray(to_json(moving)), dtype=torch.uint8)
+        pieces = {piece.name: piece.value for piece in to_pieces(self._tables.specs[table].name, table, block)}
+        return pack({_ROWS: listed, **pieces})
+
+    def _unpacked(self, blob: bytes) -> tuple[Moving, int, RowBlock]:
         try:
             tensors = unpack(blob)
-            moving = from_json(MovingList, tensors.pop(_ROWS).numpy().tobytes())
+            moving: Moving = from_json(Moving, tensors.pop(_ROWS).numpy().tobytes())
             table = moving.rows[0].rows.table
             pieces = [StatePiece.parse(name, value) for name, value in tensors.items()]
             (block,) = blocks_of(pieces, self._tables.specs[table].name)
         except Exception as error:
             raise ValueError(f"no rows that move: {error}") from error
-        self.machine.install(number, moving.rows)
-        self._aside = {number: (table, block)}
-        return True
+        return moving, table, block
 
     def _release(self, number: int) -> bool:
         move = self.machine.leaving
         if move is None or move.number != number:
             return False
-        self._places.adopt(self.machine.release(number))
+        self._places.adopt(self.machine.release(number).changed_since(number - 1))
         table = self._tables.tables[move.rows[0].table]
-        for rows in move.rows:
-            table.within(rows.start, rows.stop, remove=True)
+        table.within(_ids_of(move), remove=True)
         began, count, nbytes = self._frozen
         pause_s = perf_counter() - began
         shift, counts = move.target - move.source, (len(move.rows), count, nbytes)
@@ -204,14 +206,30 @@ class ServedMoves:
         self.resume()
         return True
 
-    def _adopt(self, map_: RowMap) -> None:
-        came, gone = self.machine.adopt(map_, self._shard.done)
+    def _adopt(self, version: int, changes: RowMap) -> None:
+        if version > self.machine.map.version:
+            raise ValueError(
+                f"moves after {version} at server {self._server}, which knows those until {self.machine.map.version}"
+            )
+        came, gone = self.machine.adopt(changes, self._shard.done)
         for number in came:
             table, block = self._aside.pop(number)
             self._tables.tables[table].load(block)
         for number in gone:
             del self._aside[number]
+        self._places.adopt(self.machine.map.changed_since(self._places.map.version))
+
+    # ----- the state, for a backup
+
+    def kept_aside(self) -> dict[int, bytes]:
+        """Returns the rows that may come here, by move."""
+        return {number: self._packed(self.machine.aside[number], *rows) for number, rows in self._aside.items()}
+
+    def load(self, aside: Mapping[int, bytes]) -> None:
+        """Takes over what `kept_aside` returned, when the machine's state is there."""
+        self._aside = {number: self._unpacked(blob)[1:] for number, blob in aside.items()}
         self._places.adopt(self.machine.map)
+        self._frozen = perf_counter(), 0, 0
 
     # ----- requests for rows
 
@@ -261,6 +279,10 @@ class ServedMoves:
             mask &= _within(ids, number, ranges) ^ without
             found[number] = (ids, gradient) if bool(mask.all()) else (ids[mask], gradient[mask])
         return found
+
+
+def _ids_of(move: Move) -> list[tuple[int, int]]:
+    return [(rows.start, rows.stop) for rows in move.rows]
 
 
 def _within(ids: Tensor, number: int, ranges: Sequence[RowRange]) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from headrace.parameter_server.core.row_moves import RowMap, RowRange
+from headrace.parameter_server.core.row_moves import Placed, RowMap, RowRange, overlapping
 from headrace.spec.embedding import TableSpec
 
 
@@ -62,12 +62,14 @@ class RowPlaces:
         self._moved: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
     def adopt(self, map_: RowMap) -> bool:
-        """Takes over a map, if it is later than the one that is here; returns whether it is."""
+        """Takes over a map, or its changes, if it is later than the one that is here; returns whether it is."""
         if map_.version <= self.map.version:
             return False
-        self.map, self._moved = map_, {}
-        for number in {placed.rows.table for placed in map_.placed}:
-            own = [placed for placed in map_.placed if placed.rows.table == number]
+        self.map, self._moved = self.map.updated(map_), {}
+        by_table: dict[int, list[Placed]] = {}
+        for placed in self.map.placed:
+            by_table.setdefault(placed.rows.table, []).append(placed)
+        for number, own in by_table.items():
             columns = zip(*((each.rows.start, each.rows.stop, each.server, each.since) for each in own), strict=True)
             starts, stops, servers, since = (torch.tensor(column) for column in columns)
             self._moved[number] = starts, stops, servers, since
@@ -108,9 +110,10 @@ class RowPlaces:
         whole = self.placement.range_of(spec, server, self.servers)
         base = None if whole is None else rows.within(RowRange(rows.table, *whole))
         parts = [] if base is None else [base]
-        for placed in self.map.placed:
+        moved = self.map.placed[overlapping(self.map.placed, rows)]
+        for placed in moved:
             parts = [left for each in parts for left in each.without(placed.rows)]
-        own = [placed.rows.within(rows) for placed in self.map.of(server)]
+        own = [placed.rows.within(rows) for placed in moved if placed.server == server]
         return sorted([*parts, *(each for each in own if each is not None)])
 
     def _moved_at(self, number: int, ids: Tensor) -> tuple[Tensor | None, Tensor]:

@@ -13,10 +13,10 @@ from headrace.parameter_server.core.row_moves import Move, RowRange
 from headrace.parameter_server.sparse.client import RowClient
 from headrace.parameter_server.sparse.moves import FROZEN, MoveAnswer, MoveKind, from_json, to_json
 from headrace.policies.row_balance import EVEN, LoadPiece, ServerLoad, choose_moves, unevenness
+from headrace.spec.embedding import TableSpec
 
-_ROWS_AT_ONCE = 2_000
-"""Changed rows of one move at most: pushes of these rows wait while they are copied."""
-_RANGES_AT_ONCE = 64
+_ROWS_AT_ONCE, _BYTES_AT_ONCE, _RANGES_AT_ONCE = 2_000, 256 << 10, 32
+"""Changed rows of one move at most, with their state: pushes of these rows wait while they are copied."""
 _FIRST, _EVERY = (4, 16), 32
 """Rounds at which loads are compared: soon, and then regularly."""
 
@@ -24,8 +24,9 @@ _FIRST, _EVERY = (4, 16), 32
 class RowMover:
     """Moves rows by what the servers were asked for; `parts` are the leases of a round."""
 
-    def __init__(self, client: RowClient, parts: int) -> None:
+    def __init__(self, client: RowClient, tables: Sequence[TableSpec], parts: int) -> None:
         self._client, self._parts = client, parts
+        self._most = [max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE // table.bytes_of(1))) for table in tables]
         self._seen = 0
 
     def turn(self, lease: int) -> None:
@@ -40,7 +41,7 @@ class RowMover:
         if unevenness([each.load for each in loads]) <= EVEN or not self._claim():
             return 0
         moves = 0
-        for rows, source, target in _grouped(choose_moves(loads)):
+        for rows, source, target in grouped(choose_moves(loads), self._most):
             if not self._move(rows, source, target):
                 break
             moves += 1
@@ -49,9 +50,12 @@ class RowMover:
     def _claim(self) -> bool:
         """Makes this worker the one that moves rows; False if another one is quicker."""
         self._seen = max(self._seen, self._client.gather_map()) + 1
-        answers = [from_json(MoveAnswer, each) for each in self._client.ask_move(MoveKind.CLAIM, self._seen)]
-        self._client.adopt(max((each.map for each in answers), key=lambda map_: map_.version))
-        return all(each.done for each in answers)
+        answers = self._client.ask_move(MoveKind.CLAIM, self._seen)
+        if not all(from_json(MoveAnswer, each).done for each in answers):
+            return False
+        # From now on there are no moves but this worker's; those of others until now must be known everywhere.
+        self._client.gather_map()
+        return True
 
     def _move(self, rows: Sequence[RowRange], source: int, target: int) -> bool:
         client, number = self._client, self._seen
@@ -64,20 +68,22 @@ class RowMover:
         kind = MoveKind.RELEASE if from_json(MoveAnswer, kept).done else MoveKind.STAY
         (ended,) = client.ask_move(kind, number, servers=[source])
         answer: MoveAnswer = from_json(MoveAnswer, ended)
-        client.adopt(answer.map)
-        return answer.map.version >= number
+        client.adopt(answer.changes)
+        return answer.changes.version >= number
 
 
-def _grouped(chosen: Sequence[tuple[LoadPiece, int, int]]) -> Iterator[tuple[list[RowRange], int, int]]:
-    """Yields moves of not too many rows each."""
+def grouped(
+    chosen: Sequence[tuple[LoadPiece, int, int]], most: Sequence[int]
+) -> Iterator[tuple[list[RowRange], int, int]]:
+    """Yields moves of not too many changed rows each, `most` by table."""
     together: dict[tuple[int, int, int], list[LoadPiece]] = defaultdict(list)
     for piece, source, target in chosen:
-        together[source, target, piece.table] += _cut(piece)
-    for (source, target, _), pieces in together.items():
+        together[source, target, piece.table] += _cut(piece, most[piece.table])
+    for (source, target, table), pieces in together.items():
         rows: list[RowRange] = []
         held = 0
         for piece in pieces:
-            if rows and (held + piece.held > _ROWS_AT_ONCE or len(rows) == _RANGES_AT_ONCE):
+            if rows and (held + piece.held > most[table] or len(rows) == _RANGES_AT_ONCE):
                 yield rows, source, target
                 rows, held = [], 0
             rows.append(RowRange(piece.table, piece.start, piece.stop))
@@ -85,9 +91,9 @@ def _grouped(chosen: Sequence[tuple[LoadPiece, int, int]]) -> Iterator[tuple[lis
         yield rows, source, target
 
 
-def _cut(piece: LoadPiece) -> list[LoadPiece]:
+def _cut(piece: LoadPiece, most: int) -> list[LoadPiece]:
     """Cuts a piece with too many changed rows for one move."""
-    parts = min(-(-piece.held // _ROWS_AT_ONCE), piece.stop - piece.start)
+    parts = min(-(-piece.held // most), piece.stop - piece.start)
     if parts < 2:
         return [piece]
     cuts = [piece.start + (piece.stop - piece.start) * part // parts for part in range(parts + 1)]

@@ -21,6 +21,7 @@ from headrace.parameter_server.server.counters import ServerCounters
 from headrace.parameter_server.server.failure import StepFailed
 from headrace.parameter_server.sparse.messages import Rows, decode_pull, decode_push, encode_moved, encode_rows
 from headrace.parameter_server.sparse.moves import ServedMoves, to_json
+from headrace.parameter_server.sparse.moves_state import load_moves, moves_state
 from headrace.parameter_server.sparse.tables import ServedTables
 from headrace.parameter_server.wire import Kind, Message, encode
 from headrace.spec.events import ShardStats
@@ -54,7 +55,7 @@ class RowRequests:
         counters.tables = lambda: tuple(table.stats() for table in tables.tables)
         self._transport = transport
         self._tables = tables
-        self._held: dict[int, Member] = {}
+        self._held: dict[int, int] = {}
         self.moves: ServedMoves | None = None
         if tables.moving is not None:
             self.moves = ServedMoves(*tables.moving, tables, machine, counters)
@@ -69,23 +70,23 @@ class RowRequests:
         self.add(member.worker, member.peer, message, bytes(blob))
         self._counters.moved_rows(pushes=1, pushed_bytes=len(blob))
         if self.moves is not None and self.moves.waits(self.open[member.worker].rows):
-            self._held[member.worker] = member
+            self._held[member.worker] = member.incarnation
         else:
-            self._handle(member)
+            self._handle(member.worker, member.incarnation)
 
-    def _handle(self, member: Member) -> None:
-        request = self.open[member.worker]
+    def _handle(self, worker: int, incarnation: int) -> None:
+        request = self.open[worker]
         message = request.message
         gradients = [gradient for _, gradient in request.rows.values()]
         finite = bool(message.flag) and (self._transport.trusts_clients or all_finite(gradients))
-        knows = self.machine.knows(member.worker, member.incarnation)
+        knows = self.machine.knows(worker, incarnation)
         if len(message.numbers) == 3:
             if self.moves is not None and knows:
                 self._add_rest(message, self.moves.rest(message.lease, request.rows), finite)
-            self._answer(self.open.pop(member.worker), 0)
+            self._answer(self.open.pop(worker), 0)
             return
         push = events.Push(
-            member.worker, member.incarnation, message.lease, message.numbers[0], message.weight, message.share, finite
+            worker, incarnation, message.lease, message.numbers[0], message.weight, message.share, finite
         )
         if self.moves is not None and knows:
             was_done, version = self.machine.has(message.lease), message.numbers[1]
@@ -101,9 +102,20 @@ class RowRequests:
     def _resume(self) -> None:
         """Handles the pushes that waited for a move."""
         held, self._held = self._held, {}
-        for worker, member in held.items():
+        for worker, incarnation in held.items():
             if worker in self.open:
-                self._handle(member)
+                self._handle(worker, incarnation)
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns what open pushes have sent, and the state of moves."""
+        pushed = {f"rows/{worker}": as_tensor(push.blob) for worker, push in self.open.items()}
+        return pushed | (moves_state(self.moves, self._held) if self.moves is not None else {})
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes over the state of another server, without its open pushes, which `add` brings."""
+        self.open.clear()
+        if self.moves is not None:
+            self._held = load_moves(self.moves, tensors)
 
     def add(self, worker: int, peer: int, message: Message, blob: bytes) -> None:
         """Keeps a push that the machine knows, or is about to."""
@@ -113,7 +125,7 @@ class RowRequests:
     def answer(self, member: Member, message: Message, blob: memoryview) -> bytes:
         """Handles a message about rows other than a push, and returns the answer's blob; ValueError if it is wrong."""
         if message.kind == Kind.PULL_ROWS:
-            return self._pull(blob)
+            return self._pull(blob, message.lease)
         if message.kind == Kind.MOVE_ROWS:
             if self.moves is None or member.observes:
                 raise ValueError("rows do not move on this server")
@@ -125,11 +137,11 @@ class RowRequests:
             member.done = message.number
         return b""
 
-    def _pull(self, blob: memoryview) -> bytes:
+    def _pull(self, blob: memoryview, version: int) -> bytes:
         number, ids = decode_pull(self._tables.specs, blob)
         if self.moves is not None:
             if not self.moves.has(number, ids):
-                return encode_moved(to_json(self.moves.map))
+                return encode_moved(to_json(self.moves.map.changed_since(version)))
             self.moves.traffic.count(number, ids)
         answer = encode_rows(self.machine.version, self._tables.tables[number].read(ids))
         self._counters.moved_rows(pulls=1, pushed_bytes=len(blob), pulled_bytes=len(answer))

@@ -84,7 +84,7 @@ class SparseEmbedding(nn.Module):
         return [rows for _, rows in self._uses]
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Returns the embeddings of a batch of indices; raises DataError for an index that the table has not."""
+        """Returns the embeddings of a batch of indices; raises DataError for what is no index of the table."""
         self._require(input)
         ids, inverse = torch.unique(input.detach().cpu().long(), return_inverse=True)
         rows, inverse = self.source.pull(ids).to(input.device), inverse.to(input.device)
@@ -126,6 +126,11 @@ class SparseEmbedding(nn.Module):
         return f"{self.spec.rows}, {self.spec.width}, sparse=True"
 
     def _require(self, input: Tensor) -> None:
+        if input.dtype.is_floating_point or input.dtype.is_complex or input.dtype == torch.bool:
+            raise DataError(
+                f"the sparse embedding {self.spec.name!r} takes indices of rows, whole numbers, and the batch has "
+                f"{str(input.dtype).removeprefix('torch.')}; give it int64 or int32"
+            )
         if not input.numel():
             return
         low, high = int(input.min()), int(input.max())

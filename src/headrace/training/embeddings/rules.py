@@ -111,6 +111,21 @@ _NEEDS_ALL_ROWS = {
 _REMEDY = "use torch.optim.SGD, torch.optim.Adagrad, hr.RowwiseAdagrad or hr.LazyAdam"
 
 
+def _no_rule(optimizer: type[torch.optim.Optimizer], table: str) -> str:
+    """Says why an optimizer does not update rows, and what to use instead."""
+    name = optimizer.__name__
+    if optimizer is torch.optim.SparseAdam:
+        return (
+            "SparseAdam updates no parameters but tables, and the job has others; use hr.LazyAdam, which does the "
+            f"same with the rows of the table {table!r} and is Adam for the others"
+        )
+    every = f"{name} changes all rows of the table {table!r} in every step, and only the rows of a batch travel"
+    if optimizer is torch.optim.LBFGS:
+        return f"{every}; make the embedding with sparse=False"
+    better = "hr.LazyAdam" if "Adam" in name else "hr.RowwiseAdagrad"
+    return f"{every}; {_REMEDY}: here {better} is the nearest"
+
+
 def rule_of(optimizer: torch.optim.Optimizer, table: str) -> tuple[RowRule, dict[str, Any]]:
     """Returns how an optimizer updates the rows of a table, and the table's group; the table is one of its parameters.
 
@@ -125,11 +140,7 @@ def rule_of(optimizer: torch.optim.Optimizer, table: str) -> tuple[RowRule, dict
         )
     rule = _RULES.get(type(optimizer))
     if rule is None:
-        better = "hr.LazyAdam" if "Adam" in name else "hr.RowwiseAdagrad"
-        raise UsageError(
-            f"{name} changes all rows of the table {table!r} in every step, and only the rows of a batch travel; "
-            f"{_REMEDY}: here {better} is the nearest"
-        )
+        raise UsageError(_no_rule(type(optimizer), table))
     for option, what in _NEEDS_ALL_ROWS.items():
         if group.get(option):
             raise UsageError(

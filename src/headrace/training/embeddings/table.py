@@ -9,7 +9,7 @@ A table with a limit drops rows before there are more; these are then as the gen
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,13 +179,16 @@ class EmbeddingTable:
 
     def held(self, start: int, stop: int) -> int:
         """Returns how many rows of [start, stop) have been changed."""
-        return len(self._slots_within(start, stop))
+        return len(self._slots_within([(start, stop)]))
 
-    def within(self, start: int, stop: int, remove: bool = False) -> RowBlock:
-        """Returns copies of the changed rows whose ids are in [start, stop); with `remove`, drops them here."""
+    def within(self, ranges: Sequence[tuple[int, int]], remove: bool = False) -> RowBlock:
+        """Returns copies of the changed rows whose ids are in some ranges [start, stop), which do not overlap.
+
+        With `remove`, drops them here.
+        """
         if not self._count:
             return self.block(0, 0)
-        slots = self._slots_within(start, stop)
+        slots = self._slots_within(ranges)
         state = {key: tensor[slots] for key, tensor in self.state.items()}
         uses = None if self.spec.limit is None else self.uses[slots]
         block = RowBlock(self._ids[slots], self.values[slots], state, self.steps, uses)
@@ -193,11 +196,19 @@ class EmbeddingTable:
             self._drop(slots)
         return block
 
-    def _slots_within(self, start: int, stop: int) -> Tensor:
+    def _slots_within(self, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        """Returns the slots of the changed rows in some ranges, ascending."""
         if not self._count:
             return torch.empty(0, dtype=torch.int64)
+        if sum(stop - start for start, stop in ranges) <= self._count:
+            slots = self._reserved().find(torch.cat([torch.arange(*each) for each in ranges]))
+            found: Tensor = slots[slots >= 0].sort().values
+            return found
         ids = self._ids[: self._count]
-        return ((ids >= start) & (ids < stop)).nonzero().view(-1)
+        starts, stops = torch.tensor(sorted(ranges)).T.contiguous()
+        at = torch.searchsorted(starts, ids, right=True) - 1
+        within: Tensor = (at >= 0) & (ids < stops[at.clamp(min=0)])
+        return within.nonzero().view(-1)
 
     def load(self, block: RowBlock) -> None:
         """Takes over rows; state and uses that the block lacks begin anew.

@@ -1,1 +1,0 @@
-"""Runs as they happen, in a browser: event files are followed, added up, and sent as they change."""
