@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import resource
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -199,6 +200,18 @@ def is_full(folder: Path) -> bool:
     """Tells whether this process can add nothing to the file system of a folder."""
     found = os.statvfs(folder)
     return not (found.f_bavail if os.geteuid() else found.f_bfree)
+
+
+def explained(error: BaseException) -> BaseException:
+    """Returns a better error where one says only that the system starts no thread; else the same one."""
+    if not isinstance(error, RuntimeError) or "can't start new thread" not in str(error):
+        return error
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    most = "as many as it likes" if limit == resource.RLIM_INFINITY else f"{limit:,} of them"
+    return UnfitMachine(
+        f"the system starts no further thread: this user may have {most} (ulimit -u), and its control group has a "
+        "limit of its own (pids.max); raise the lower one, or run fewer workers"
+    )
 
 
 def host_name() -> str:

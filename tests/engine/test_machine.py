@@ -7,10 +7,13 @@ import os
 import platform
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from headrace import machine
+from headrace.cli import run
 from headrace.engine.torchrun.store import launched_ranks
 from headrace.errors import UnfitMachine, UsageError
 from headrace.machine import (
@@ -19,6 +22,7 @@ from headrace.machine import (
     core_quota,
     cores,
     detect,
+    explained,
     load_average,
     memory_limit_bytes,
     processor_name,
@@ -246,3 +250,19 @@ def test_the_processor_has_a_name(tmp_path: Path) -> None:
     (tmp_path / "proc" / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Abacus 3000\n")
     assert processor_name(tmp_path) == "Abacus 3000"
     assert processor_name(tmp_path / "none") == platform.machine()
+
+
+def test_no_further_thread_is_said_with_the_limit(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (64, 64))
+    other = RuntimeError("shapes differ")
+    assert explained(other) is other
+    error = explained(RuntimeError("can't start new thread"))
+    assert isinstance(error, UnfitMachine)
+    assert "this user may have 64 of them (ulimit -u)" in str(error)
+
+    def refuse(_: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(typer.main, "get_command", refuse)
+    assert run(["doctor"]) == UnfitMachine.exit_code
+    assert capsys.readouterr().err.startswith("error: the system starts no further thread")

@@ -24,10 +24,12 @@ from headrace.cli.commands.saved.predict import predict
 from headrace.cli.commands.saved.serve import serve
 from headrace.cli.commands.simulate import rehearse, simulate
 from headrace.cli.commands.train import compare, train
+from headrace.cli.commands.watch import watch
 from headrace.cli.commands.workers import workers
 from headrace.cli.options import help_option
 from headrace.cli.output import ExitCode, error_document, write_document
 from headrace.engine.base import Terminated, answer_with, terminate
+from headrace.machine import explained
 
 __all__ = ["COMMANDS", "app", "main", "run"]
 
@@ -38,6 +40,7 @@ _EXAMPLES = """
   headrace train job.py --strategy mirrored --workers 2
   headrace compare job.py --strategies one_device,mirrored --workers 2
   headrace report runs/a
+  headrace watch runs/a
   headrace simulate model.toml --cluster cluster.toml --strategy mirrored
   headrace recommend job.py --cluster cluster.toml
   headrace rehearse job.py --strategy downpour --workers 64
@@ -55,6 +58,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
     "compare": compare,
     "report": report,
+    "watch": watch,
     "simulate": simulate,
     "recommend": recommend,
     "rehearse": rehearse,
@@ -125,6 +129,11 @@ def run(arguments: Sequence[str]) -> int:
         return ExitCode.TERMINATED
     except _TyperError as error:
         return _refuse(error, as_json="--json" in arguments)
+    except RuntimeError as error:
+        if (problem := explained(error)) is error:
+            raise
+        typer.echo(f"error: {problem}", err=True)
+        return ExitCode.ENVIRONMENT
     return code if isinstance(code, int) else 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import re
 import time
@@ -45,9 +44,9 @@ from headrace.serving.protocols.openapi import openapi_document
 from headrace.serving.protocols.tensorflow_rest import model_status, read_predict, write_predictions
 from headrace.serving.refusals import Refusals
 from headrace.serving.settings import TOO_MANY, RequestError, ServeSettings
+from headrace.web.access import has_token, names_loopback
 
 _log = logging.getLogger("headrace.serve")
-_LOOPBACK = {"localhost", "127.0.0.1", "[::1]"}
 _LIVE, _READY = "/v2/health/live", "/v2/health/ready"
 _OPEN = {"/", _LIVE, _READY}
 """Answered without the token: probes of a scheduler, and the page, which asks for it."""
@@ -81,7 +80,6 @@ class PredictionServer:
         self.draining = False
         self._loaded = False
         self._counters: dict[tuple[str, int, int], Any] = {}
-        self._token = settings.token.encode()
         self._version = installed_version("headrace")
         self._refusals = Refusals()
         infer, tensorflow = _Endpoint(self._predicting(self._infer)), _Endpoint(self._predicting(self._tensorflow))
@@ -164,19 +162,13 @@ class PredictionServer:
 
     def _refusal(self, scope: Scope) -> RequestError | None:
         """Returns why a request is not looked at; None where it is."""
-        if not self._settings.any_host:
-            # A page of another site can have a browser ask its own name, made to lead here.
-            name = (header(scope, b"host") or "").rpartition(":")
-            if (name[0] if name[2].isdigit() else "".join(name)) not in _LOOPBACK:
-                return RequestError(
-                    403, "the server listens for this machine alone: ask localhost, or start it with --host"
-                )
-        if self._token and scope["path"] not in _OPEN:
-            kind, _, given = (header(scope, b"authorization") or "").partition(" ")
-            if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token):
-                return RequestError(
-                    401, "expected the header Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"}
-                )
+        if not self._settings.any_host and not names_loopback(header(scope, b"host") or ""):
+            return RequestError(
+                403, "the server listens for this machine alone: ask localhost, or start it with --host"
+            )
+        token = self._settings.token
+        if token and scope["path"] not in _OPEN and not has_token(header(scope, b"authorization") or "", token):
+            return RequestError(401, "expected the header Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"})
         return None
 
     def _find(self, scope: Scope) -> tuple[ServedModel, LoadedVersion]:
@@ -275,7 +267,7 @@ class PredictionServer:
         return HttpAnswer(self._metrics.text(), 200, [(b"content-type", CONTENT_TYPE.encode())])
 
     async def _openapi(self, scope: Scope, receive: Receive) -> HttpAnswer:
-        return json_reply(openapi_document(self.catalog, self._version, bool(self._token)))
+        return json_reply(openapi_document(self.catalog, self._version, bool(self._settings.token)))
 
     async def _page(self, scope: Scope, receive: Receive) -> HttpAnswer:
         return HttpAnswer(page_text(), 200, page_headers())

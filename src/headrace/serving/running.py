@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
 import uvloop
 
-from headrace.errors import UnfitMachine, UsageError
 from headrace.serving.application import PredictionServer
 from headrace.serving.settings import ServeSettings
+from headrace.web.access import listening_socket, url_of
+from headrace.web.server import AnnouncedServer
 
 _BACKLOG = 4096
 """Connections that wait to be accepted. Linux drops what comes beyond; the client tries again a second later."""
@@ -43,23 +42,6 @@ class Listening:
     models: dict[str, tuple[int, ...]]
 
 
-def is_loopback(host: str) -> bool:
-    """Whether an address or name leads to this machine alone."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def check_access(host: str, token: str, public: bool) -> None:
-    """Raises UsageError where a server would answer other machines without a token, and without --public."""
-    if not is_loopback(host) and not token and not public:
-        raise UsageError(
-            f"--host {host} lets other machines ask; give a token by --token-file FILE, or say --public where "
-            "every machine may ask"
-        )
-
-
 def run_server(
     folders: Sequence[Path],
     settings: ServeSettings,
@@ -82,7 +64,7 @@ def run_server(
     """
     sys.setswitchinterval(_SWITCH_S)
     logging.getLogger("headrace.serve").setLevel(logging.INFO)
-    with _bound(host, port) as bound, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with listening_socket(host, port, _BACKLOG) as bound, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(folders, settings, bound, drain_s, listening))
 
 
@@ -107,7 +89,7 @@ async def _run(
         timeout_graceful_shutdown=max(1, round(drain_s)),
         backlog=_BACKLOG,
     )
-    server = _Server(config)
+    server = AnnouncedServer(config)
 
     def end() -> None:
         # The second signal does not wait for answers.
@@ -117,35 +99,6 @@ async def _run(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
-    host, port = bound.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
     models = {name: tuple(sorted(each.versions)) for name, each in application.catalog.models.items()}
-    server.told = lambda: listening(Listening(f"http://{shown}:{port}", models))
+    server.told = lambda: listening(Listening(url_of(bound), models))
     await server.serve([bound, *(bound.dup() for _ in range(_ACCEPTED - 1))])
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to `_run`, and says when it listens."""
-
-    told: Callable[[], None]
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self.told()
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address, family=family, backlog=_BACKLOG)
-    except OSError as error:
-        if isinstance(error, socket.gaierror):
-            raise UnfitMachine(f"{host} is no address of this machine: {error.strerror}") from None
-        raise UsageError(
-            f"cannot listen on {host} port {port}: {error.strerror}; name another --port, 0 for a free one"
-        ) from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from headrace.errors import UnfitMachine, UsageError
 
@@ -72,23 +71,3 @@ def require_libraries() -> None:
     missing = [name for name in _LIBRARIES if find_spec(name) is None]
     if missing:
         raise UnfitMachine(f"serving needs {', '.join(missing)}, not installed here: pip install 'headrace[serve]'")
-
-
-def read_token(path: Path) -> str:
-    """Returns the token in a file.
-
-    Raises:
-        UsageError: there is no such file, others may read it, or its content is short or not plain.
-    """
-    try:
-        if path.stat().st_mode & 0o077:
-            raise UsageError(f"other users may read the token in {path}: chmod 600 {path}")
-        token = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the token cannot be read from {path}: {error}") from None
-    if len(token) < 16 or not token.isprintable() or " " in token:
-        raise UsageError(
-            f"the token in {path} has {len(token)} characters; it needs 16 at least, without spaces: "
-            f"head -c 24 /dev/urandom | base64 > {path}"
-        )
-    return token

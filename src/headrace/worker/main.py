@@ -16,7 +16,7 @@ from headrace.checkpoint.forms import extra_states, pack, unpack
 from headrace.checkpoint.trained_model import save_model
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import HeadraceError, PeerLost
-from headrace.machine import peak_resident_bytes, resident_bytes
+from headrace.machine import explained, peak_resident_bytes, resident_bytes
 from headrace.modules import is_dense, parameters_and_buffers, stateful_modules
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Failed, Notice, RowsHeld, WorkerEnded, WorkerStarted
@@ -182,7 +182,7 @@ def _ended(session: WorkerSession, moved_bytes: int, runtime_bytes: int) -> Work
 
 
 def _failed(rank: int, session: WorkerSession | None, events: EventWriter, error: BaseException) -> Failed:
-    step = max(0, session.progress.round) if session else 0
+    step, error = max(0, session.progress.round) if session else 0, explained(error)
     # An error of headrace needs no traceback, but its cause in user code does.
     origin = error.__cause__ if isinstance(error, HeadraceError) else error
     shown = user_traceback(origin, fallback=True) if origin else ""

@@ -46,6 +46,7 @@ from headrace.cli.options import (
 )
 from headrace.cli.output import Answer, ExitCode, answering, show_comparison, show_run
 from headrace.cli.ray_cluster import PlacementOption, ResourcesOption, RuntimeEnvOption, ray_engine
+from headrace.cli.watching import watching
 from headrace.errors import UsageError
 from headrace.spec.call import parse_call
 
@@ -81,6 +82,8 @@ _PredictOption = Annotated[
     ),
 ]
 
+_WatchOption = Annotated[bool, typer.Option("--watch", help="Show the run in a browser meanwhile, and say where.")]
+
 
 def train(
     path: JobFile,
@@ -107,6 +110,7 @@ def train(
     encrypt: EncryptOption = True,
     predict: _PredictOption = None,
     tensorboard: TensorBoardOption = None,
+    watch: _WatchOption = False,
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
@@ -124,7 +128,7 @@ def train(
 
             chosen = _resolved(strategy, workers, servers)
             _keep_prediction(predict, None if ray else cluster, job, chosen, device, where)
-            with tensorboards(tensorboard) as on_event:
+            with tensorboards(tensorboard) as on_event, watching(where, watch):
                 run = fit(
                     job,
                     strategy=chosen,
@@ -140,8 +144,7 @@ def train(
                     cluster=None if ray else cluster,
                     encrypt=encrypt,
                 )
-        _show(answer, where)
-    _end(run.interrupted)
+        _finish(answer, where, run.interrupted)
 
 
 def _keep_prediction(
@@ -166,10 +169,11 @@ def _checked(path: Path, tensorboard: Path | None, strategy: str, servers: int |
     return named
 
 
-def _show(answer: Answer, run_dir: Path) -> None:
-    """Prints a run where one process speaks for all."""
+def _finish(answer: Answer, run_dir: Path, interrupted: bool) -> None:
+    """Prints a run where one process speaks for all, and exits if it was interrupted."""
     if launched_rank() in (None, 0):
         show_run(answer, run_dir)
+    _end(interrupted)
 
 
 def _end(interrupted: bool) -> None:

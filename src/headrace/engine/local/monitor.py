@@ -23,7 +23,7 @@ from headrace.engine.base import LivenessProbe, RunProgress
 from headrace.engine.local.fork_server import ForkServer, describe_end
 from headrace.engine.local.scaling import ListedWorker, ScaleRequests
 from headrace.errors import PeerLost, UsageError, WorkerFailed
-from headrace.machine import is_full
+from headrace.machine import explained, is_full
 from headrace.spec.events import LAUNCHER, BackupReady, Failed, Lost, Notice, decode
 from headrace.spec.plan import outlives_workers
 from headrace.worker.run_spec import RunSpec, events_path, log_path
@@ -290,6 +290,8 @@ class Monitor:
             gone = f"its error and its log are gone with the run's directory, which was deleted or replaced ({error})"
             return Failed(rank, 0.0, 0, f"exit code {code}; {gone}", "")
         cause = f"exit code {code} without an error of its own (os._exit?); the end of its log follows"
+        if (problem := explained(RuntimeError(log))).args != (log,):
+            cause = str(problem)
         if is_full(run_dir):
             cause = f"No space left on device: the disk of {run_dir} is full, also for its own error (exit code {code})"
         return Failed(rank, 0.0, 0, cause, log)

@@ -57,7 +57,7 @@ class TrainingClock:
 
     def __init__(self, attempts: Iterable[Mapping[int, Sequence[Stepped]]], evaluated: Sequence[Evaluated]) -> None:
         self._windows = tuple(_Window(by_rank) for by_rank in attempts if by_rank)
-        self._spans = tuple(span for window in self._windows for span in _without(evaluated, window.begin, window.end))
+        self._spans = tuple(span for window in self._windows for span in without(evaluated, window.begin, window.end))
 
     def between(self, start: float, stop: float) -> float:
         """Returns the seconds of training from `start` to `stop`."""
@@ -148,7 +148,7 @@ class _Window:
         return (steps[before - 1].time_s if before else step_began_s(steps[0])), inside
 
 
-def _without(evaluated: Iterable[Evaluated], begin: float, end: float) -> list[tuple[float, float]]:
+def without(evaluated: Iterable[Evaluated], begin: float, end: float) -> list[tuple[float, float]]:
     """Returns the pieces of the time from `begin` to `end` without an evaluation."""
     pieces = []
     for event in evaluated:

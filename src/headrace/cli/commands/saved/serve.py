@@ -12,6 +12,7 @@ import typer
 from headrace.cli.options import JsonOption, help_option, option
 from headrace.cli.output import Answer, answering
 from headrace.errors import UsageError
+from headrace.web.access import check_access, is_loopback, read_token
 
 if TYPE_CHECKING:
     from headrace.serving.running import Listening
@@ -92,10 +93,10 @@ def serve(
     """
     with answering(as_json) as answer:
         # Lazily: they import onnxruntime and the server.
-        from headrace.serving.settings import ServeSettings, read_token, require_libraries
+        from headrace.serving.settings import ServeSettings, require_libraries
 
         require_libraries()
-        from headrace.serving.running import check_access, is_loopback, run_server
+        from headrace.serving.running import run_server
 
         token = read_token(token_file) if token_file else os.environ.get(_TOKEN, "")
         check_access(host, token, public)

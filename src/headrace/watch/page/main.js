@@ -1,0 +1,253 @@
+// The page of runs: keeps what the server has told, and draws it.
+
+import { Chart, bytes, duration, short } from "./chart.js";
+import { LaneStore, Lanes, PARTS } from "./lanes.js";
+import * as panels from "./panels.js";
+import { follow } from "./stream.js";
+
+const { at, make, say } = panels;
+const RECENT_BINS = 120;
+const MOST_BESIDE = 7;
+
+let order = [];
+let rows = {};
+let selected = namesInAddress();
+let curves = new Map();
+let lanes = {};
+let processes = [];
+let servers = null;
+let averaging = null;
+let run = null;
+let token = "";
+let stop = () => {};
+let heardAt = 0;
+
+// Calls at once, then at most once in so many milliseconds; the last call is never left out.
+function spaced(draw, ms) {
+  let timer = 0, again = false;
+  return function call() {
+    if (timer) {
+      again = true;
+      return;
+    }
+    again = false;
+    draw();
+    timer = setTimeout(() => {
+      timer = 0;
+      if (again) call();
+    }, ms);
+  };
+}
+const curvesSoon = spaced(() => drawCurves(), 250);
+const lanesSoon = spaced(() => drawLanes(), 400);
+
+const chart = (id, options) => new Chart(at(id).querySelector(".chart"), options);
+const charts = {
+  loss: chart("loss", { name: "Loss", x: "examples", y: "loss", showX: short, showY: short }),
+  rate: chart("rate", { name: "Examples a second", x: "", y: "examples/s", showX: duration, showY: short, fromZero: true }),
+  staleness: chart("staleness", { name: "Mean staleness", x: "", y: "updates", showX: duration, showY: short, fromZero: true }),
+  traffic: chart("traffic", { name: "Traffic by server", x: "", y: "", showX: duration, showY: (value) => `${bytes(value)}/s`, fromZero: true }),
+  drift: chart("drift", { name: "Drift", x: "", y: "of the mean's norm", showX: duration, showY: short, fromZero: true }),
+};
+const picture = new Lanes(at("lanes-canvas"));
+at("parts").replaceChildren(
+  ...PARTS.map(([colour, name]) => {
+    const box = make("span", { class: "box" });
+    box.style.background = `var(--${colour})`;
+    return make("li", {}, box, name);
+  }),
+  make("li", {}, make("span", { class: "bad" }, "/// "), "lost"),
+);
+
+function namesInAddress() {
+  return new URLSearchParams(location.hash.slice(1)).getAll("run");
+}
+
+function select(names) {
+  location.hash = new URLSearchParams(names.map((name) => ["run", name])).toString();
+}
+
+function forget() {
+  curves = new Map();
+  lanes = { lanes: new LaneStore(), recent: new LaneStore() };
+  processes = [];
+  servers = averaging = run = null;
+}
+
+function connect() {
+  stop();
+  forget();
+  stop = follow(selected, token, {
+    open: () => {
+      forget();
+      panels.complaints([]);
+      for (const id of ["lanes", "staleness", "traffic", "drift", "servers", "memory", "evaluations", "saves", "journal"]) at(id).hidden = true;
+      at("ask").hidden = true;
+    },
+    message: take,
+    lost: (text) => say(at("status"), `${text}; trying again`),
+    refused,
+  });
+}
+
+function refused(error) {
+  if (error.status === 401) {
+    at("ask").hidden = false;
+    say(at("refused"), token ? "the token is another one" : "");
+    say(at("status"), "a token is needed");
+    at("token").focus();
+  } else if (error.status === 404 && selected.length) {
+    // The run is gone, or another server has come: what it has is looked at.
+    history.replaceState(null, "", location.pathname);
+    selected = [];
+    setTimeout(connect, 500);
+  } else say(at("status"), error.message);
+}
+
+function take(message) {
+  heardAt = performance.now();
+  if (message.order) order = message.order;
+  if (message.rows) Object.assign(rows, message.rows);
+  if (!selected.length && message.detail) selected = [message.detail.name];
+  if (message.order || message.rows) panels.runs(order, rows, selected, choose, compare);
+  for (const [name, each] of Object.entries(message.shown)) takeCurves(name, each);
+  if (message.detail) takeDetail(message.detail);
+  if (Object.keys(message.shown).length) curvesSoon();
+  status();
+  // The directory that was waited for has runs below it.
+  if (run && !run.strategy && message.order && !order.includes(selected[0])) {
+    selected = [];
+    connect();
+  }
+}
+
+const choose = (name) => select([name, ...selected.slice(1).filter((each) => each !== name)]);
+const compare = (name, wanted) => {
+  const others = selected.filter((each) => each !== name);
+  select(wanted ? [...others.slice(0, MOST_BESIDE), name] : others);
+};
+
+function takeCurves(name, message) {
+  const empty = { loss: { examples: [], seconds: [], loss: [] }, evaluations: [], rates: { seconds: [], rate: [] } };
+  const known = message.whole || !curves.has(name) ? empty : curves.get(name);
+  if (message.loss) {
+    const { first, count, ...values } = message.loss;
+    for (const key of ["examples", "seconds", "loss"]) {
+      known.loss[key] = known.loss[key].slice(0, first).concat(values[key]).slice(0, count);
+    }
+  }
+  if (message.evaluations) known.evaluations = message.evaluations;
+  if (message.rates) known.rates = message.rates;
+  curves.set(name, known);
+  if (name === selected[0] && (message.evaluations || message.whole)) panels.evaluations(known.evaluations);
+}
+
+function takeDetail(message) {
+  run = message.run;
+  panels.facts(run);
+  if (message.complaints) panels.complaints(message.complaints);
+  if (message.whole) lanes = { lanes: new LaneStore(), recent: new LaneStore() };
+  if (message.lanes) lanes.lanes.take(message.lanes, message.whole, Infinity);
+  if (message.recent) lanes.recent.take(message.recent, message.whole, RECENT_BINS);
+  if (message.processes) {
+    processes = message.processes;
+    panels.processes(processes);
+  }
+  if (message.journal) panels.journal(message.journal);
+  if (message.saves) panels.saves(message.saves);
+  if (message.servers) {
+    servers = message.servers;
+    panels.servers(servers);
+    drawServers();
+  }
+  if (message.averaging) {
+    averaging = message.averaging;
+    drawDrift();
+  }
+  lanesSoon();
+}
+
+const pairs = (xs, ys) => xs.map((x, index) => [x, ys[index]]);
+const style = (index) => ({ colour: `series-${index % 8}`, dashes: ["none", "6 3", "2 2"][Math.floor(index / 8) % 3] });
+
+function drawCurves() {
+  const by = document.querySelector("input[name=by]:checked").value;
+  const names = selected.filter((name) => curves.has(name));
+  const losses = [], rates = [];
+  names.forEach((name, index) => {
+    const { loss, evaluations, rates: rate } = curves.get(name);
+    const alone = names.length === 1;
+    losses.push({ name: alone ? "training" : name, ...style(index), points: pairs(loss[by], loss.loss) });
+    const seen = evaluations.filter((each) => Number.isFinite(each.metrics.loss));
+    const dots = { name: alone ? "evaluation" : `${name}, evaluation`, ...style(alone ? 1 : index), dots: true };
+    if (seen.length) losses.push({ ...dots, points: seen.map((each) => [each[by], each.metrics.loss]) });
+    rates.push({ name: alone ? "rate" : name, ...style(index), points: pairs(rate.seconds, rate.rate) });
+  });
+  charts.loss.show(losses, {
+    x: by === "examples" ? "examples" : "of training",
+    showX: by === "examples" ? short : duration,
+    logarithmic: at("logarithmic").checked,
+  });
+  charts.rate.show(rates, { x: "of the run" });
+}
+
+function drawServers() {
+  charts.staleness.show([{ name: "mean", ...style(0), points: servers.staleness }], { x: "of the run" });
+  const traffic = servers.servers.filter((each) => each.traffic.length);
+  charts.traffic.show(traffic.map((each, index) => ({ name: `server ${each.rank}`, ...style(index), points: each.traffic })), { x: "of the run" });
+}
+
+function drawDrift() {
+  at("drift").hidden = !averaging.time_s.length;
+  charts.drift.show([{ name: "drift", ...style(0), points: pairs(averaging.time_s, averaging.drift) }], { x: "of the run" });
+  const period = averaging.period.at(-1);
+  say(at("drift").querySelector("p"), period === undefined ? "" : `the period is ${period} rounds: ${averaging.why}`);
+}
+
+function drawLanes() {
+  const kind = document.querySelector("input[name=time]:checked").value;
+  at("lanes").hidden = !lanes[kind].bins.size;
+  const lost = new Map(processes.map((each) => [each.rank, each.lost]));
+  picture.show(lanes[kind], lost, kind === "recent" ? RECENT_BINS : 0);
+}
+
+function status() {
+  if (!run || !selected.length) {
+    say(at("status"), "live");
+    return;
+  }
+  say(at("title"), selected[0]);
+  document.title = `${selected[0]}: ${panels.statusText(run.status)}, headrace watch`;
+  say(at("status"), run.missing > 0 ? `${panels.statusText(run.status)}; older events are being read` : panels.statusText(run.status));
+}
+
+// Told beside the status, which is read out when it changes: this changes all the time.
+function age() {
+  if (!run || run.age_s === null) return;
+  const seconds = run.age_s + (performance.now() - heardAt) / 1000;
+  const isOld = run.status === "running" && seconds > 10;
+  say(at("age"), run.status === "running" ? (isOld ? `nothing written for ${duration(seconds)}` : "live") : "");
+  at("age").className = isOld ? "bad" : "quiet";
+}
+
+for (const each of document.querySelectorAll("input[name=by], #logarithmic")) each.addEventListener("change", drawCurves);
+for (const each of document.querySelectorAll("input[name=time]")) each.addEventListener("change", drawLanes);
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  at("curves").focus();
+});
+at("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  token = at("token").value;
+  connect();
+});
+addEventListener("hashchange", () => {
+  const names = namesInAddress();
+  if (names.join("\n") === selected.join("\n")) return;
+  selected = names;
+  panels.runs(order, rows, selected, choose, compare);
+  connect();
+});
+setInterval(age, 1000);
+drawCurves();
+connect();

@@ -1,0 +1,192 @@
+// Tables and lines of the page. Every text comes by textContent: names of runs, hosts and errors may hold anything.
+
+import { bytes, duration, short } from "./chart.js";
+
+export const at = (id) => document.getElementById(id);
+
+// Sets a text only where it has changed, so that a screen reader is not told the same again.
+export function say(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+export function make(name, attributes = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
+    else if (value !== false && value !== null) made.setAttribute(key, value === true ? "" : value);
+  }
+  made.append(...children);
+  return made;
+}
+
+// Puts a node where another one is, if they differ: what someone is about to click, or has marked, stays.
+function settle(cell, content) {
+  if (typeof content === "string") {
+    if (cell.firstElementChild) cell.replaceChildren(content);
+    else say(cell, content);
+    return;
+  }
+  const old = cell.firstElementChild;
+  if (!old || !old.isEqualNode(content)) cell.replaceChildren(content);
+  else if (content.type === "checkbox") old.checked = content.checked;
+}
+
+function resize(parent, count, made) {
+  while (parent.children.length > count) parent.lastElementChild.remove();
+  while (parent.children.length < count) parent.append(made(parent.children.length));
+}
+
+// Shows rows in a place. `heads` are names of columns; one that begins with ~ holds words. A cell is a text or an element.
+export function fill(place, heads, rows) {
+  const kinds = heads.map((head) => (head.startsWith("~") ? "words" : null));
+  const names = heads.map((head) => head.replace(/^~/, ""));
+  if (place.dataset.heads !== names.join("\n")) {
+    place.dataset.heads = names.join("\n");
+    const head = make("tr", {}, ...names.map((name, n) => make("th", { scope: "col", class: kinds[n] }, name)));
+    place.replaceChildren(make("table", {}, make("thead", {}, head), make("tbody")));
+  }
+  const body = place.querySelector("tbody");
+  const cell = (n) => (n === 0 ? make("th", { scope: "row", class: kinds[0] }) : make("td", { class: kinds[n] }));
+  resize(body, rows.length, () => make("tr", {}, ...names.map((_, n) => cell(n))));
+  rows.forEach((cells, row) => cells.forEach((content, n) => settle(body.children[row].children[n], content)));
+}
+
+function section(id, shown) {
+  at(id).hidden = !shown;
+  return at(id).querySelector(".scroll");
+}
+
+const NAMES = { ok: "finished", running: "running", failed: "failed", interrupted: "interrupted" };
+export const statusText = (status) => NAMES[status] || status;
+
+export function facts(run) {
+  const epochs = run.epochs === null ? "" : `, ${short(run.epochs)} epochs`;
+  const pairs = [
+    ["strategy", `${run.strategy || "–"}${run.workers ? `, ${run.workers} workers` : ""}`],
+    ["device", run.threads ? `${run.device}, ${run.threads} thread${run.threads === 1 ? "" : "s"}` : run.device || "–"],
+    ["global batch", short(run.batch)],
+    ["steps", `${run.step}${epochs}`],
+    ["examples", run.examples === null ? "being counted" : short(run.examples)],
+    ["loss", short(run.loss)],
+    [run.status === "running" ? "examples/s now" : "examples/s", short(run.rate)],
+    ["time", duration(run.until_s)],
+    ["checkpoints", String(run.checkpoints)],
+    ["largest memory", run.peak],
+    ["started", run.started_at.replace("T", " ") || "–"],
+    ["versions", Object.entries(run.versions).map(([name, version]) => `${name} ${version}`).join(", ") || "–"],
+  ];
+  if (run.attempts > 1) pairs.push(["attempts", String(run.attempts)]);
+  if (run.missing > 0) pairs.push(["not read yet", `${(100 * run.missing).toFixed(0)} % of the events`]);
+  resize(at("facts"), pairs.length, () => make("div", {}, make("dt"), make("dd")));
+  pairs.forEach(([name, value], index) => {
+    const [term, told] = at("facts").children[index].children;
+    say(term, name);
+    say(told, value);
+  });
+}
+
+export function complaints(lines) {
+  at("complaints").hidden = !lines.length;
+  at("complaints").querySelector("ul").replaceChildren(...lines.map((line) => make("li", {}, line)));
+}
+
+const SHARES = ["compute", "exchange", "update", "input", "between"];
+
+export function processes(list) {
+  const workers = list.filter((each) => each.role === "worker");
+  fill(
+    at("processes"),
+    ["rank", "~host", "~device", "state", "step", "last step", ...SHARES.map((name) => `${name} %`), "heard of at"],
+    workers.map((each) => [
+      String(each.rank), each.host, each.device, state(each.state), each.step === null ? "–" : String(each.step),
+      duration(each.step_s), ...SHARES.map((_, n) => (each.shares ? each.shares[n].toFixed(0) : "–")), duration(each.time_s),
+    ]),
+  );
+  const told = list.filter((each) => each.peak !== null || each.parameters !== null);
+  fill(
+    section("memory", told.length),
+    ["rank", "role", "largest", "parameters", "optimizer"],
+    told.map((each) => [String(each.rank), each.role, bytes(each.peak), bytes(each.parameters), bytes(each.optimizer)]),
+  );
+}
+
+const state = (name) => (name === "lost" || name === "failed" ? make("span", { class: "bad" }, name) : name);
+
+export function servers(message) {
+  fill(
+    section("servers", message.servers.length),
+    ["rank", "busy", "moved", "now", "queue", "longest", "shards", "~rows held"],
+    message.servers.map((each) => [
+      String(each.rank), each.busy === null ? "–" : `${(100 * each.busy).toFixed(0)} %`, bytes(each.moved),
+      each.traffic.length ? `${bytes(each.traffic.at(-1)[1])}/s` : "–", short(each.queue_mean), short(each.queue_longest),
+      short(each.shards), each.rows.map(([name, held, evicted]) => `${name} ${held}${evicted ? `, ${evicted} evicted` : ""}`).join("; "),
+    ]),
+  );
+  at("traffic").hidden = !message.servers.some((each) => each.traffic.length);
+  at("staleness").hidden = !message.updates;
+  const refused = Object.entries(message.refused).map(([why, count]) => `${count} refused: ${why}`);
+  const told = `${short(message.updates)} updates of shards: mean ${short(message.mean)}, 99 % at most ${short(message.p99)}, largest ${short(message.largest)}`;
+  say(at("staleness").querySelector("p"), [told, ...refused].join("; "));
+}
+
+export function evaluations(list) {
+  const names = [...new Set(list.flatMap((each) => Object.keys(each.metrics)))].slice(0, 8);
+  fill(
+    section("evaluations", list.length),
+    ["step", "examples", "after", ...names],
+    list.slice(-12).reverse().map((each) => [
+      String(each.step), short(each.examples), duration(each.seconds), ...names.map((name) => short(each.metrics[name])),
+    ]),
+  );
+}
+
+export function saves(message) {
+  const rows = message.saved.slice(0, 12).map((each) => [
+    `step ${each.step}`, duration(each.time_s), bytes(each.bytes), duration(each.stall_s), duration(each.write_s),
+  ]);
+  const snapshots = message.snapshots.map((each) => [
+    `snapshot ${each.count} of server ${each.rank}`, duration(each.time_s), bytes(each.bytes), duration(each.pause_s), "–",
+  ]);
+  fill(
+    section("saves", rows.length + snapshots.length),
+    ["what", "at", "size", "training stood still", "written in"],
+    [...rows, ...snapshots],
+  );
+}
+
+const BAD = ["failed", "lost", "not finite"];
+
+export function journal(message) {
+  // What has been unfolded stays so when lines come before it.
+  const open = new Set([...at("journal").querySelectorAll("details[open]")].map((each) => each.dataset.key));
+  fill(
+    section("journal", message.lines.length),
+    ["at", "~what", "rank", "~text"],
+    message.lines.map((each) => [
+      duration(each.time_s), BAD.includes(each.kind) ? make("span", { class: "bad" }, each.kind) : each.kind,
+      each.rank < 0 ? "launcher" : String(each.rank), text(each, open),
+    ]),
+  );
+}
+
+function text(line, open) {
+  if (!line.detail) return line.text;
+  const key = `${line.time_s}/${line.rank}`;
+  return make("details", { "data-key": key, open: open.has(key) }, make("summary", {}, line.text), make("pre", {}, line.detail));
+}
+
+// The list of runs: a button looks at a run, a box draws its curves beside.
+export function runs(order, rows, selected, choose, compare) {
+  fill(
+    section("runs", order.length > 1),
+    ["~run", "~strategy", "workers", "~status", "steps", "loss", "examples/s", "beside"],
+    order.filter((name) => rows[name]).map((name) => {
+      const row = rows[name];
+      const first = selected[0] === name;
+      const look = make("button", { class: "name", type: "button", "aria-current": first ? "true" : null, onclick: () => choose(name) }, name);
+      const box = make("input", { type: "checkbox", "aria-label": `draw the curves of ${name}`, disabled: first, onchange: (event) => compare(name, event.target.checked) });
+      box.checked = selected.includes(name);
+      return [look, row.strategy, short(row.workers), state(statusText(row.status)), short(row.step), short(row.loss), short(row.rate), box];
+    }),
+  );
+}

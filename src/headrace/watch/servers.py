@@ -1,0 +1,121 @@
+"""What the servers of a run say of themselves, as curves: traffic, load, and the staleness of updates."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.report.format import clean
+from headrace.report.model.servers import Staleness, moved_bytes
+from headrace.spec.events import RowsHeld, ServerStats
+
+_POINTS = 256
+
+
+@dataclass(frozen=True, order=True)
+class _Sample:
+    """A server's counts since it started, at a time."""
+
+    time_s: float
+    moved: int
+    busy_s: float
+    staleness: int
+    updates: int
+
+
+@dataclass
+class _Server:
+    """One server: its counts over time, and what it said last."""
+
+    samples: list[_Sample] = field(default_factory=list)
+    last: ServerStats | None = None
+    tables: RowsHeld | None = None
+
+    def add(self, event: ServerStats) -> None:
+        counts: Counter[int] = Counter()
+        for each in event.staleness.values():
+            counts.update({int(staleness): count for staleness, count in each.items()})
+        total = sum(staleness * count for staleness, count in counts.items())
+        sample = _Sample(event.time_s, sum(map(moved_bytes, event.shards)), event.busy_s, total, counts.total())
+        insort(self.samples, sample)
+        if len(self.samples) > _POINTS:
+            # They count from the start: what lies between two of them is not lost without one.
+            del self.samples[1:-1:2]
+        if self.last is None or event.time_s >= self.last.time_s:
+            self.last = event
+
+    def pieces(self) -> list[tuple[_Sample, _Sample]]:
+        """Returns consecutive samples of one process: counts of the next one begin at 0."""
+        pairs = zip(self.samples, self.samples[1:], strict=False)
+        return [(old, new) for old, new in pairs if new.time_s > old.time_s and new.busy_s >= old.busy_s]
+
+
+class ServersSeen:
+    """All servers of a run; `revision` is that of the last change, -1 without a server."""
+
+    def __init__(self) -> None:
+        self.revision = -1
+        self._servers: dict[int, _Server] = {}
+
+    def add(self, event: ServerStats | RowsHeld, revision: int) -> None:
+        """Takes what a server says."""
+        self.revision = revision
+        if isinstance(event, RowsHeld):
+            self._servers.setdefault(event.server, _Server()).tables = event
+        else:
+            self._servers.setdefault(event.rank, _Server()).add(event)
+
+    def message(self) -> dict[str, Any]:
+        """Returns what the page shows of the servers."""
+        servers = [self._server(rank, each) for rank, each in sorted(self._servers.items())]
+        lasts = [each.last for each in self._servers.values() if each.last is not None]
+        total = Staleness.of(counts for last in lasts for counts in last.staleness.values())
+        refused: Counter[str] = Counter()
+        for last in lasts:
+            refused.update(last.refused)
+        return {
+            "servers": servers,
+            "staleness": self._staleness(),
+            "histogram": [] if total is None else list(total.counts.items())[:64],
+            "updates": 0 if total is None else total.updates,
+            "mean": None if total is None else total.mean,
+            "p99": None if total is None else total.percentile(99),
+            "largest": None if total is None else total.largest,
+            "refused": {clean(why): count for why, count in refused.items()},
+        }
+
+    def _server(self, rank: int, server: _Server) -> dict[str, Any]:
+        pieces = server.pieces()
+        rates = [(new.time_s, (new.moved - old.moved) / (new.time_s - old.time_s)) for old, new in pieces]
+        busy = None
+        if pieces:
+            old, new = pieces[-1]
+            busy = min(1.0, (new.busy_s - old.busy_s) / (new.time_s - old.time_s))
+        last, tables = server.last, server.tables.tables if server.tables else ()
+        return {
+            "rank": rank,
+            "traffic": rates,
+            "busy": busy,
+            "moved": sum(map(moved_bytes, last.shards)) if last else None,
+            "queue_mean": last.queue_mean if last else None,
+            "queue_longest": last.queue_longest if last else None,
+            "shards": len(last.shards) if last else None,
+            "rows": [[clean(each.name), each.held, each.evicted] for each in tables],
+        }
+
+    def _staleness(self) -> list[tuple[float, float]]:
+        """Returns the mean staleness of updates over time: of all servers, between samples of the first."""
+        pieces = [piece for server in self._servers.values() for piece in server.pieces()]
+        if not pieces:
+            return []
+        begin, end = min(old.time_s for old, _ in pieces), max(new.time_s for _, new in pieces)
+        width = max(1.0, (end - begin) / _POINTS)
+        edges = [begin + width * index for index in range(int((end - begin) // width) + 2)]
+        sums = [[0, 0] for _ in edges]
+        for old, new in pieces:
+            slot = sums[min(bisect_left(edges, new.time_s), len(sums) - 1)]
+            slot[0] += new.staleness - old.staleness
+            slot[1] += new.updates - old.updates
+        return [(edge, total / count) for edge, (total, count) in zip(edges, sums, strict=True) if count > 0]

@@ -1,0 +1,1 @@
+"""What servers for browsers share: where they listen, who may ask, and how they end."""

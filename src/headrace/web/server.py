@@ -1,0 +1,26 @@
+"""uvicorn's server as commands run it: it leaves signals to them, and says when it listens."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+
+class AnnouncedServer(uvicorn.Server):
+    """Calls `told` when the first request can come."""
+
+    told: Callable[[], None]
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals to the caller's own handlers."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to listen."""
+        await super().startup(sockets)
+        if self.started:
+            self.told()
