@@ -64,6 +64,14 @@ def hybrid() -> None:
     tell(hr.fit(again, hr.TensorParallel(rules={"0": "column"}), run_dir="run", resume=True))
 
 
+def fully_sharded() -> None:
+    """Two hosts of two, with a share that is empty at times; then it goes on as mirrored, and back."""
+    job = functools.partial(make_job, model=split_model, eval_data=(INPUTS[:9], TARGETS[:9]), global_batch_size=7)
+    tell(hr.fit(job(epochs=1), hr.FullySharded(), run_dir="run"))
+    tell(hr.fit(job(epochs=2), "mirrored", run_dir="run", resume=True))
+    tell(hr.fit(job(epochs=3), hr.FullySharded(), run_dir="run", resume=True))
+
+
 def wide_model() -> nn.Module:
     """Its gradients are too large to be gathered, so they go by a codec."""
     return nn.Sequential(nn.Linear(4, 8192), nn.Tanh(), nn.Linear(8192, 1))
@@ -117,6 +125,7 @@ DEEDS: dict[str, Callable[[], None]] = {
     "gossip": gossip,
     "resume": resume,
     "hybrid": hybrid,
+    "fully sharded": fully_sharded,
     "own data": own_data,
     "apart": apart,
     "one memory": one_memory,

@@ -19,6 +19,7 @@ from headrace.strategies import Strategy
         (hr.OneDevice(), ProcessCounts(1, one_host=True)),
         (hr.Mirrored(3), ProcessCounts(3)),
         (hr.CentralStorage(2), ProcessCounts(2, one_host=True)),
+        (hr.FullySharded(2), ProcessCounts(2)),
         (hr.Unconnected(2), ProcessCounts(2, one_host=True)),
         (hr.Gossip(4), ProcessCounts(4)),
         (hr.ParameterServer(4, servers=2, backups=1), ProcessCounts(4, 2, 2)),

@@ -12,7 +12,11 @@ from torch import Tensor, nn
 import headrace as hr
 from strategies.contract_runs import distance
 
-PIECES = {"pipeline": hr.Pipeline(2, 4, partition=[2, 3]), "tensor_parallel": hr.TensorParallel(2)}
+PIECES = {
+    "fully_sharded": hr.FullySharded(3),
+    "pipeline": hr.Pipeline(2, 4, partition=[2, 3]),
+    "tensor_parallel": hr.TensorParallel(2),
+}
 WHOLE = {
     "mirrored": hr.Mirrored(2),
     "parameter_server": hr.ParameterServer(workers=2, servers=1, staleness_bound=0),

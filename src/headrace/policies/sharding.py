@@ -55,6 +55,27 @@ _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2*
 _QUANTITY = re.compile(r"([0-9]{1,15}) ?([A-Za-z]+)")
 
 
+def rows(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, ...]:
+    """Cuts each parameter between rows, as `torch.chunk` does: all owners get as many, the last ones fewer or none.
+
+    One without rows or elements is everyone's.
+    """
+    _require_owners(owners)
+    segments = []
+    for parameter in parameters:
+        if not parameter.trainable:
+            continue
+        if not parameter.shape or not parameter.elements:
+            segments.append(Segment(parameter.name, 0, parameter.elements, EVERY_WORKER))
+            continue
+        length = -(-parameter.shape[0] // owners) * (parameter.elements // parameter.shape[0])
+        segments += [
+            Segment(parameter.name, start, min(start + length, parameter.elements), owner)
+            for owner, start in enumerate(range(0, parameter.elements, length))
+        ]
+    return tuple(segments)
+
+
 def slices(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, ...]:
     """Cuts the concatenated parameters into `owners` contiguous ranges of nearly equal length.
 

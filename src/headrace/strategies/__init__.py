@@ -11,6 +11,7 @@ from headrace.strategies.central_storage import CentralStorage
 from headrace.strategies.checks import COUNTS
 from headrace.strategies.context import WorkerContext
 from headrace.strategies.downpour import Downpour
+from headrace.strategies.fully_sharded import FullySharded
 from headrace.strategies.gossip import Gossip
 from headrace.strategies.hybrid import Hybrid
 from headrace.strategies.mirrored import Mirrored
@@ -31,6 +32,7 @@ __all__ = [
     "CentralStorage",
     "DiLoCo",
     "Downpour",
+    "FullySharded",
     "Gossip",
     "Hybrid",
     "LocalSGD",
@@ -52,6 +54,7 @@ __all__ = [
 STRATEGIES: Mapping[str, type[Strategy]] = {
     "central_storage": CentralStorage,
     "downpour": Downpour,
+    "fully_sharded": FullySharded,
     "gossip": Gossip,
     "hybrid": Hybrid,
     "mirrored": Mirrored,

@@ -68,6 +68,9 @@ class Compute(ABC):
     def predict(self, batch: Any) -> Any:
         """Returns the model's output for a batch, without gradients."""
 
+    def attend(self) -> None:  # noqa: B027  (most workers predict by themselves)
+        """Takes part in what others predict, where this worker has no examples and they need its parameters."""
+
     def whole_tensors(self, leads: bool) -> Iterator[tuple[str, Tensor]]:
         """Yields the parameters and buffers that this rank saves, whole, one at a time, by checkpoint name.
 

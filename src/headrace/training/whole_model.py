@@ -154,13 +154,7 @@ class WholeModel(Compute):
         Raises:
             UsageError: the options say how forward is run.
         """
-        for name in ("accumulate", "precision", "compile"):
-            value = getattr(self._options, name)
-            if value != getattr(_PLAIN, name):
-                raise UsageError(
-                    f"Options({name}={value!r}) says how forward is run, and worker.backward(loss) comes after it; "
-                    f"use worker.step(batch), or leave {name} out and do as much in the loop"
-                )
+        require_plain_forward(self._options)
         return self._contribute(loss, share)
 
     @torch.no_grad()
@@ -255,6 +249,17 @@ class WholeModel(Compute):
         if self._sink is not None:
             self._sink.store_nothing()
         return Computed(None, 0.0)
+
+
+def require_plain_forward(options: Options) -> None:
+    """Raises UsageError if options say how forward is run, which a loop of the user's own has done already."""
+    for name in ("accumulate", "precision", "compile"):
+        value = getattr(options, name)
+        if value != getattr(_PLAIN, name):
+            raise UsageError(
+                f"Options({name}={value!r}) says how forward is run, and worker.backward(loss) comes after it; "
+                f"use worker.step(batch), or leave {name} out and do as much in the loop"
+            )
 
 
 def without_data(tensor: Tensor) -> Tensor:

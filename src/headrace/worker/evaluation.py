@@ -48,6 +48,8 @@ class Evaluation:
             for share in self._loader(self._group.rank, self._group.world).sweep():
                 if share.examples:
                     self._measure(share, measures, sums)
+                else:
+                    self._replica.compute.attend()
         totals = self._group.sum(sums)
         metrics = {name: totals[2 * i] / totals[2 * i + 1] for i, name in enumerate(measures) if totals[2 * i + 1]}
         return metrics, int(totals[-1])

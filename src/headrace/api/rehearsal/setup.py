@@ -34,6 +34,7 @@ from headrace.spec.plan import Plan
 from headrace.strategies import (
     CentralStorage,
     Downpour,
+    FullySharded,
     Gossip,
     Hybrid,
     Mirrored,
@@ -67,7 +68,7 @@ def require_rehearsable(strategy: Strategy) -> None:
     elif isinstance(strategy, Mirrored | CentralStorage):
         if strategy.balance != "equal":
             reason = "its shares follow what workers measure, and nothing is measured here; use balance='equal'"
-    elif isinstance(strategy, Pipeline | TensorParallel | Hybrid):
+    elif isinstance(strategy, FullySharded | Pipeline | TensorParallel | Hybrid):
         reason = (
             "its workers hold parts of one model, and its numbers are those of one device: train in one process, and "
             "see `headrace simulate` for the time"

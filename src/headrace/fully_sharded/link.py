@@ -1,0 +1,218 @@
+"""Moves units between workers, in the places where `fully_shard` would call NCCL or gloo.
+
+    gather    rank 0   │ its part of the unit ─► slot ─┐            ┌─► copies the parts of all
+              rank 1   │ its part of the unit ─► slot ─┴─ barrier ──┴─► copies the parts of all
+
+    scatter   rank 0   │ its gradient of the unit ─► region ─┐            ┌─► adds up part 0 of all regions
+              rank 1   │ its gradient of the unit ─► region ─┴─ barrier ──┴─► adds up part 1 of all regions
+
+So among the workers of one host; over several hosts a gather is an all-gather, and a scatter an all-to-all.
+
+Every rank says what it does with which unit first, and looks whether the others do the same.
+Sums are taken in rank order, so that two runs get the same bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from headrace.collectives.base import ProcessGroup
+from headrace.errors import UsageError
+
+_DEEDS = ("gathers", "sums the gradients of", "has summed the gradients of")
+_GATHER, _SCATTER, _AGAIN = range(3)
+_LINE = 64
+
+
+class OwnGradients:
+    """What is known of this rank's gradients. Hooks of tensors hold it, and what these hold Python may never collect.
+
+    Attributes:
+        seen: names of the parameters that this rank has made a gradient of.
+        silent: whether they count as zeros, and are not seen.
+    """
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+        self.silent = False
+
+    def note(self, name: str, _: Tensor) -> None:
+        """Notes that there is a gradient of a parameter."""
+        if not self.silent:
+            self.seen.add(name)
+
+
+class UnitLink(ABC):
+    """Gathers units and sums their gradients, one after the other; all ranks do it together."""
+
+    def __init__(self, group: ProcessGroup, units: Sequence[str], own: OwnGradients) -> None:
+        self._own = own
+        self._group = group
+        self._units = units
+        self._meetings = 0
+
+    @abstractmethod
+    def gather(self, unit: int, whole: Tensor, own: Tensor) -> None:
+        """Fills a flat tensor with the parts of all ranks, by rank; `own` is this rank's."""
+
+    @abstractmethod
+    def region(self, unit: int, elements: int, dtype: torch.dtype) -> Tensor:
+        """Returns this rank's memory for the gradient of a unit, flat, to be filled and given to `scatter`."""
+
+    def scatter(self, unit: int, part: Tensor, gradient: Tensor) -> None:
+        """Replaces `part` by the sum of this rank's part of all ranks' gradients; `gradient` is what `region` gave."""
+        if self._own.silent:
+            gradient.zero_()
+        first, *others = self._parts_of(unit, part, gradient)
+        part.copy_(first)
+        for other in others:
+            part.add_(other)
+
+    @abstractmethod
+    def _parts_of(self, unit: int, part: Tensor, gradient: Tensor) -> list[Tensor]:
+        """Returns this rank's part of every rank's gradient, by rank."""
+
+    @abstractmethod
+    def _exchange(self, own: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Returns what every rank says, by rank."""
+
+    def _meet(self, deed: int, unit: int, nbytes: int) -> None:
+        """Waits until all ranks are about to do the same; raises UsageError if one does something else."""
+        self._meetings += 1
+        own = (self._meetings, deed, unit, nbytes)
+        for peer, theirs in enumerate(self._exchange(own)):
+            if theirs != own:
+                raise self._parted(peer, own, theirs)
+
+    def _parted(self, peer: int, own: tuple[int, ...], theirs: tuple[int, ...]) -> UsageError:
+        there = self._said(theirs) if theirs[0] == own[0] else "does something else"
+        return UsageError(
+            f"rank {self._group.rank} {self._said(own)}, and rank {peer} {there}: all ranks gather a unit together, so "
+            "each must run the same units, in the same order and as often, whatever its examples are; put what only "
+            "some examples need into a larger unit, or make the whole model one, units=[]"
+        )
+
+    def _said(self, header: Sequence[int]) -> str:
+        _, deed, unit, nbytes = header
+        return f"{_DEEDS[deed]} {self._units[unit] or 'the rest of the model'!r} ({nbytes:,} bytes)"
+
+
+class SharedLink(UnitLink):
+    """Among the workers of one host: shared memory for the largest unit, which all use one after the other."""
+
+    def __init__(self, group: ProcessGroup, units: Sequence[str], own: OwnGradients, largest_bytes: int) -> None:
+        super().__init__(group, units, own)
+        self._part_bytes = -(-largest_bytes // group.world // _LINE) * _LINE
+        # Of two meetings in turn: which meeting, what is done, with which unit, how many bytes.
+        self._headers = [region.view(torch.int64).numpy().reshape(2, 4) for region in group.share(_LINE)]
+        self._slots = group.share(2 * self._part_bytes)
+        self._regions = group.share(self._part_bytes * group.world)
+        self._summed = -1
+        self._turn = 0
+
+    def gather(self, unit: int, whole: Tensor, own: Tensor) -> None:
+        rank, nbytes = self._group.rank, own.nbytes
+        # The other slot may still be read by ranks that are behind.
+        self._turn ^= 1
+        start = self._turn * self._part_bytes
+        self._slots[rank][start : start + nbytes].copy_(own.view(torch.uint8))
+        self._meet(_GATHER, unit, whole.nbytes)
+        parts = whole.view(torch.uint8).view(self._group.world, nbytes)
+        for part, slot in zip(parts, self._slots, strict=True):
+            part.copy_(slot[start : start + nbytes])
+        self._group.moved_bytes += nbytes + whole.nbytes
+
+    def region(self, unit: int, elements: int, dtype: torch.dtype) -> Tensor:
+        if self._group.world == 1:
+            # Nothing is scattered then.
+            return torch.empty(elements, dtype=dtype)
+        if self._summed == self._meetings:
+            # No rank may still add up what was here.
+            self._meet(_AGAIN, unit, 0)
+        return self._regions[self._group.rank][: elements * dtype.itemsize].view(dtype)
+
+    def _parts_of(self, unit: int, part: Tensor, gradient: Tensor) -> list[Tensor]:
+        self._meet(_SCATTER, unit, gradient.nbytes)
+        self._summed = self._meetings
+        self._group.moved_bytes += 2 * gradient.nbytes
+        start = self._group.rank * part.nbytes
+        return [region[start : start + part.nbytes].view(part.dtype) for region in self._regions]
+
+    def _exchange(self, own: tuple[int, ...]) -> list[tuple[int, ...]]:
+        turn = own[0] & 1
+        self._headers[self._group.rank][turn] = own
+        self._group.barrier()
+        return [tuple(header[turn].tolist()) for header in self._headers]
+
+
+class HostsLink(UnitLink):
+    """Over several hosts: by the group's own collectives, which are authenticated and encrypted between hosts."""
+
+    def gather(self, unit: int, whole: Tensor, own: Tensor) -> None:
+        self._meet(_GATHER, unit, whole.nbytes)
+        parts = whole.view(torch.uint8).view(self._group.world, own.nbytes)
+        parts.copy_(self._group.gather(own.view(torch.uint8)))
+
+    def region(self, unit: int, elements: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(elements, dtype=dtype)
+
+    def _parts_of(self, unit: int, part: Tensor, gradient: Tensor) -> list[Tensor]:
+        self._meet(_SCATTER, unit, gradient.nbytes)
+        if not part.nbytes:
+            return [part]
+        rows = gradient.view(torch.uint8).view(self._group.world, part.nbytes)
+        return [row.view(part.dtype) for row in self._group.all_to_all(rows)]
+
+    def _exchange(self, own: tuple[int, ...]) -> list[tuple[int, ...]]:
+        every = self._group.gather(torch.tensor(own).view(torch.uint8)).view(torch.int64)
+        return [tuple(row) for row in every.tolist()]
+
+
+class UnitGather(AllGather):
+    """The all-gather of one unit, as `fully_shard` calls it."""
+
+    def __init__(self, link: UnitLink, unit: int) -> None:
+        self._link = link
+        self._unit = unit
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns memory for the whole unit."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        self._link.gather(self._unit, output_tensor, input_tensor)
+
+
+class UnitScatter(ReduceScatter):
+    """The reduce-scatter of one unit, as `fully_shard` calls it."""
+
+    def __init__(self, link: UnitLink, unit: int) -> None:
+        self._link = link
+        self._unit = unit
+        self._filled = False
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns memory for the whole gradient, which the others see, and then for this rank's part of the sum."""
+        self._filled = not self._filled
+        if not self._filled:
+            return torch.empty(*size, dtype=dtype, device=device)
+        (elements,) = size
+        return self._link.region(self._unit, int(elements), dtype)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        self._link.scatter(self._unit, output_tensor, input_tensor)

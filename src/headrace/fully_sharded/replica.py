@@ -1,0 +1,191 @@
+"""What a worker of fully sharded training runs: compute, in step with the others, and the update of its part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.collectives.base import ProcessGroup
+from headrace.fully_sharded.sharding import ShardedModule
+from headrace.metrics import Mean, weigh
+from headrace.modules import restore
+from headrace.policies.roles import bounds
+from headrace.spec.job import Share
+from headrace.spec.options import Options
+from headrace.training.clipping import GradientClipper, StepDecision
+from headrace.training.compute import Compute, Computed
+from headrace.training.exchange import UpdatingExchange
+from headrace.training.gradients import UsedParameters
+from headrace.training.optimizer import StatePiece
+from headrace.training.update import Updater
+from headrace.training.whole_model import HALF, Objective, call, cut, require_plain_forward, select_target, widened
+
+
+class ShardedModel(Compute):
+    """Computes a worker's share with units that all workers gather and release together.
+
+    So all run forward and backward as often as the one with the most micro-batches. One that has nothing left runs them
+    on a sample, and its gradients count as zeros.
+
+    Args:
+        used: takes of which parameters this worker has gradients.
+        sample: returns a batch of a few examples.
+        communicates: whether layers exchange statistics of their examples; then an empty share has none, and no sample.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModule,
+        objective: Objective,
+        options: Options,
+        group: ProcessGroup,
+        used: UsedParameters,
+        sample: Callable[[], Any],
+        communicates: bool,
+    ) -> None:
+        self.module = sharded.module
+        self.device = torch.device("cpu")
+        self._sharded = sharded
+        self._objective = objective
+        self._options = options
+        self._half = HALF.get(options.precision)
+        self._group = group
+        self._used = used
+        self._load_sample = sample
+        self._communicates = communicates
+        self._mark = torch.zeros(())
+
+    def run(self, share: Share) -> Computed:
+        self._sharded.begin()
+        largest = -(-share.of // self._group.world)
+        turns = max(1, min(self._options.accumulate, largest))
+        pieces = min(turns, share.examples)
+        for _ in range(turns - pieces):
+            self._take_part(share.batch)
+        losses = []
+        for start, stop in bounds(share.examples, (1,) * pieces) if pieces else ():
+            # What is not cut may hold what cannot be.
+            batch = share.batch if pieces == 1 else cut(share.batch, start, stop, share.examples)
+            losses.append((self._differentiate(self._loss(batch), stop - start, share), stop - start))
+        return self._finish(losses)
+
+    def backward(self, loss: Tensor | Mean, share: Share) -> Computed:
+        require_plain_forward(self._options)
+        self._sharded.begin()
+        if share.examples == 0:
+            with self._sharded.silent():
+                _summand(loss).backward()
+            return self._finish([])
+        return self._finish([(self._differentiate(loss, share.examples, share), share.examples)])
+
+    @torch.no_grad()
+    def predict(self, batch: Any) -> Any:
+        with self._autocast():
+            output = call(self.module, batch, self._objective.inputs)
+        # The rest of the model stays for a backward, and none follows.
+        self._sharded.reshard()
+        return widened(output, self._half)
+
+    def attend(self) -> None:
+        self.predict(self._sample)
+
+    def whole_tensors(self, leads: bool) -> Iterator[tuple[str, Tensor]]:
+        return self._sharded.whole_tensors(leads)
+
+    @cached_property
+    def _sample(self) -> Any:
+        return self._load_sample()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._half is None else torch.autocast("cpu", self._half)
+
+    def _loss(self, batch: Any) -> Tensor | Mean:
+        with self._autocast():
+            output = call(self.module, batch, self._objective.inputs)
+            loss: Tensor | Mean = self._objective.loss(output, select_target(batch, self._objective.target))
+        return loss
+
+    def _differentiate(self, loss: Tensor | Mean, examples: int, share: Share) -> Tensor | Mean:
+        """Adds the gradients of a part of the global mean; returns the loss without its graph.
+
+        Those of a `Mean` are divided by the weight of all, which is known when all have been weighed.
+        """
+        if isinstance(loss, Mean):
+            loss.total.backward()
+            return Mean(loss.total.detach(), loss.weight)
+        (loss if examples == share.of else loss * (examples / share.of)).backward()
+        return loss.detach()
+
+    def _take_part(self, batch: Any) -> None:
+        if self._communicates:
+            with self._sharded.silent():
+                _summand(self._loss(batch)).backward()
+            return
+        kept = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
+        with self._sharded.silent():
+            _summand(self._loss(self._sample)).backward()
+        with torch.no_grad():
+            for buffer, value in kept:
+                restore(buffer, value)
+
+    def _finish(self, losses: Sequence[tuple[Tensor | Mean, int]]) -> Computed:
+        weighed = [weigh(loss, examples) for loss, examples in losses]
+        own = float(sum(weight for _, weight in weighed))
+        if self._objective.weighed or any(isinstance(loss, Mean) for loss, _ in losses):
+            (all_weight,) = self._group.sum([own])
+            self._sharded.divide(all_weight)
+        seen = self._sharded.own.seen
+        self._used.publish([self._mark if name in seen else None for name in self._sharded.pieces])
+        if not own:
+            return Computed(None, own)
+        if len(losses) == 1 and not isinstance(losses[0][0], Mean):
+            return Computed(losses[0][0], own)
+        return Computed(torch.stack([total for total, _ in weighed]).sum() / own, own)
+
+
+class ShardedExchange(UpdatingExchange):
+    """Updates this worker's part of every parameter, of whose gradients backward has left the sum."""
+
+    def __init__(
+        self,
+        sharded: ShardedModule,
+        updater: Updater,
+        clipper: GradientClipper,
+        used: UsedParameters,
+        counts_whole: bool,
+    ) -> None:
+        self.updater = updater
+        self.parameter_bytes = sharded.held_bytes()
+        self._sharded = sharded
+        self._clipper = clipper
+        self._used = used
+        # Every rank holds them, and one measures them.
+        self._unmeasured = frozenset() if counts_whole else sharded.whole
+        self._names = list(sharded.pieces)
+
+    def synchronize(self, finite: bool = True) -> StepDecision:
+        missing = {self._names[index] for index in self._used.settle()}
+        sums = self._sharded.sum_gradients(missing.__contains__)
+        measured = [gradient for name, gradient in sums if name not in self._unmeasured]
+        return self._clipper.clip(measured, [gradient for _, gradient in sums], finite)
+
+    def update(self, round_: int) -> None:
+        self._sharded.reshard()
+        super().update(round_)
+
+    def swap_weights(self, averaged: bool) -> None:
+        self._sharded.reshard()
+        super().swap_weights(averaged)
+
+    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
+        self._sharded.reshard()
+        super().load(pieces, settings)
+
+
+def _summand(loss: Tensor | Mean) -> Tensor:
+    return loss.total if isinstance(loss, Mean) else loss

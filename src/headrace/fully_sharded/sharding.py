@@ -1,0 +1,227 @@
+"""A model whose parameters are divided among the workers by torch's `fully_shard`, and this worker's part of them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from headrace.collectives.base import ProcessGroup
+from headrace.fully_sharded.link import HostsLink, OwnGradients, SharedLink, UnitGather, UnitLink, UnitScatter
+from headrace.fully_sharded.units import is_kept_whole, unit_parameters
+from headrace.modules import parameters_and_buffers
+from headrace.spec.plan import Segment
+from headrace.training.gradients import divide
+from headrace.trees import map_tensors
+
+_numbers = itertools.count()
+
+
+def mesh_of(group: ProcessGroup, closing: ExitStack) -> DeviceMesh:
+    """Returns the mesh of a group's ranks, which only says who they are: the group itself moves what they exchange.
+
+    torch's own would be one a process, and needs a connection to each.
+    """
+    name: Any = f"headrace-{os.getpid()}-{next(_numbers)}"
+    mesh = DeviceMesh("cpu", torch.arange(group.world), _init_backend=False, _rank=group.rank)
+    # torch's stub lacks this constructor.
+    new_group: Any = dist.ProcessGroup
+    ranks = new_group(group.rank, group.world)
+    _register_process_group(name, ranks)
+    closing.callback(_unregister_process_group, name)
+    mesh._dim_group_names = [name]
+    # torch's table of names does not keep it.
+    mesh._pg_registry[name] = ranks
+    return mesh
+
+
+class ShardedModule:
+    """A module, sharded in place, unit by unit.
+
+    Attributes:
+        pieces: this rank's part of each trained parameter, flat, by name; it is empty where there are more ranks than
+            rows. Of a parameter without rows every rank has the whole.
+        whole: names of those.
+        unit_bytes: of each unit, by name, when it is gathered; "" is the rest of the model.
+        own: what is known of this rank's gradients since `begin`.
+    """
+
+    def __init__(
+        self, module: nn.Module, units: Sequence[str], group: ProcessGroup, reshard: bool, closing: ExitStack
+    ) -> None:
+        self.module = module
+        self.own = OwnGradients()
+        self._group = group
+        self._shapes = {name: each.shape for name, each in module.named_parameters()}
+        kept = {name: each for name, each in module.named_parameters() if is_kept_whole(each)}
+        self.whole = frozenset(kept)
+        named = unit_parameters(module, units)
+        self.unit_bytes = {
+            unit: sum(_padded(each.shape, group.world) * each.itemsize for each in parameters.values())
+            for unit, parameters in named.items()
+        }
+        names = [list(parameters) for parameters in named.values()]
+        # Whoever keeps a parameter as it was keeps the whole of it in memory.
+        del named
+        largest = max(self.unit_bytes.values()) if group.world > 1 else 0
+        units = tuple(self.unit_bytes)
+        self._link: UnitLink = (
+            SharedLink(group, units, self.own, largest) if group.one_memory else HostsLink(group, units, self.own)
+        )
+        self._parts = self._shard(units, set(kept.values()), reshard, closing)
+        self._watch(names)
+        self._parameters = dict(module.named_parameters())
+        self.pieces = {
+            name: each if name in kept else nn.Parameter(_local(each))
+            for name, each in self._parameters.items()
+            if each.requires_grad
+        }
+
+    def _shard(self, units: Sequence[str], whole: set[nn.Parameter], reshard: bool, closing: ExitStack) -> list[Any]:
+        mesh = mesh_of(self._group, closing)
+        for parameter in self.module.parameters():
+            parameter.data = parameter.data.contiguous()
+        parts = []
+        for index, unit in enumerate(units):
+            part = self.module.get_submodule(unit)
+            # Before torch's own hook, which would be lost where what it hangs on is changed in place.
+            part.register_forward_hook(_own_outputs)
+            # The rest of the model is needed first in backward, so it stays.
+            fully_shard(part, mesh=mesh, reshard_after_forward=reshard and bool(unit), ignored_params=whole)
+            assert isinstance(part, FSDPModule)
+            part.set_custom_all_gather(UnitGather(self._link, index))
+            part.set_custom_reduce_scatter(UnitScatter(self._link, index))
+            # Losses are weighed by each rank's part of the global batch already.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+            part.set_reduce_scatter_unused_params(True, recurse=False)
+            parts.append(part)
+        return parts
+
+    def _watch(self, names: Sequence[Sequence[str]]) -> None:
+        """Notes of which parameters there is a gradient."""
+        for part, its_own in zip(self._parts, names, strict=True):
+            part.unshard()
+            for name in its_own:
+                whole = self.module.get_parameter(name)
+                if whole.requires_grad:
+                    whole.register_post_accumulate_grad_hook(partial(self.own.note, name))
+            part.reshard()
+
+    def begin(self) -> None:
+        """Forgets the gradients of the last step."""
+        self.own.seen.clear()
+        for name in self.pieces:
+            self._parameters[name].grad = self.pieces[name].grad = None
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Takes part in what the others compute, without gradients of its own."""
+        held = [(self._parameters[name], self._parameters[name].grad) for name in self.whole]
+        self.own.silent = True
+        try:
+            yield
+        finally:
+            self.own.silent = False
+        for parameter, gradient in held:
+            parameter.grad = gradient
+
+    def divide(self, weight: float) -> None:
+        """Divides the gradients by the weight of all examples."""
+        divide([_gradient(each) for each in self._parameters.values()], weight)
+
+    def sum_gradients(self, missing: Callable[[str], bool]) -> list[tuple[str, Tensor]]:
+        """Puts the summed gradients into the pieces, except those of parameters of which no rank has one."""
+        found = []
+        for name, piece in self.pieces.items():
+            gradient = _gradient(self._parameters[name])
+            if name in self.whole:
+                gradient = torch.zeros_like(piece) if gradient is None else gradient
+                self._group.all_reduce(gradient)
+            self._parameters[name].grad = None
+            if missing(name):
+                piece.grad = None
+                continue
+            assert gradient is not None, f"no sum of the gradients of {name}"
+            piece.grad = gradient.view(piece.shape)
+            found.append((name, piece.grad))
+        return found
+
+    def reshard(self) -> None:
+        """Releases what a forward without a backward has left gathered."""
+        for part in self._parts:
+            part.reshard()
+
+    def whole_tensors(self, leads: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yields every parameter whole, and every buffer, by checkpoint name, on the ranks that lead."""
+        for name, tensor in parameters_and_buffers(self.module):
+            kind, _, parameter = name.partition("/")
+            if kind == "parameter" and parameter not in self.whole:
+                tensor = self._gathered(parameter)
+            if leads:
+                yield name, tensor
+
+    def owned(self, segments: Sequence[Segment]) -> list[tuple[Segment, Tensor]]:
+        """Returns this rank's segments with its pieces."""
+        found: list[tuple[Segment, Tensor]] = [(segment, self.pieces[segment.parameter]) for segment in segments]
+        for segment, piece in found:
+            assert piece.numel() == segment.stop - segment.start, (segment, piece.shape)
+        return found
+
+    def describe(self) -> str:
+        """Says how the model is divided."""
+        largest = max(self.unit_bytes, key=lambda unit: self.unit_bytes[unit])
+        units = [unit for unit in self.unit_bytes if unit]
+        what = f"{len(units)} units and the rest of the model" if units else "the whole model as one unit"
+        return (
+            f"sharded over {self._group.world} workers: {what}; the largest is {largest or 'the rest'!r}, "
+            f"{self.unit_bytes[largest]:,} bytes when it is gathered"
+        )
+
+    def held_bytes(self) -> int:
+        """Returns the bytes of this rank's part of all parameters."""
+        return sum(
+            each.nbytes if name in self.whole else _local(each).nbytes for name, each in self._parameters.items()
+        )
+
+    def _gathered(self, name: str) -> Tensor:
+        shape, local = self._shapes[name], _local(self._parameters[name])
+        part = local.new_zeros(_padded(shape, self._group.world) // self._group.world)
+        part[: local.numel()] = local
+        every = self._group.gather(part.view(torch.uint8)).view(part.dtype)
+        return every.flatten()[: shape.numel()].view(shape)
+
+
+def _padded(shape: torch.Size, world: int) -> int:
+    """Returns the elements of a parameter whose rows have been made a multiple of the ranks."""
+    if not shape or not shape.numel():
+        return 0
+    return -(-shape[0] // world) * world * (shape.numel() // shape[0])
+
+
+def _local(parameter: Any) -> Tensor:
+    # Not `to_local()`, which makes a new tensor with a graph.
+    tensor: Tensor = parameter._local_tensor
+    return tensor.detach().view(-1)
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    gradient: Any = parameter.grad
+    if gradient is None or type(gradient) is Tensor:
+        return gradient
+    local: Tensor = gradient._local_tensor
+    return local.view(-1)
+
+
+def _own_outputs(module: nn.Module, inputs: Any, output: Any) -> Any:
+    return map_tensors(lambda each: each.clone() if each.requires_grad and each._base is not None else each, output)

@@ -1,0 +1,132 @@
+"""Fully sharded data parallelism: every worker holds a part of every parameter, and gathers a unit while it computes.
+
+    compute                                synchronize                          update
+    each on its share; a unit's            during backward, unit by unit: each  optimizer on each worker's
+    parameters are gathered before it      worker gets the sum of its part of   part of every parameter
+    runs, and released after it            the gradients
+
+It is torch's `fully_shard` (FSDP2; Rajbhandari et al., "ZeRO", 2020, stage 3; Zhao et al., "PyTorch FSDP", 2023), whose
+collectives go through the memory that the workers of a host share, and between hosts through headrace's own:
+
+    worker 0   P[part 0] ─┐            ┌─► unit ─► forward ... backward ─► gradient ─┐           ┌─► P[part 0]
+                          ├─ gather ───┤                                             ├─ scatter ─┤
+    worker 1   P[part 1] ─┘            └─► unit ─► forward ... backward ─► gradient ─┘           └─► P[part 1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.errors import InfeasiblePlan, UsageError
+from headrace.fully_sharded.units import AUTO, find_units
+from headrace.policies.roles import data_parallel_plan, require_cpu
+from headrace.policies.sharding import rows
+from headrace.spec.cluster import Cluster, Host
+from headrace.spec.model import ModelSpec
+from headrace.spec.options import Options
+from headrace.spec.plan import EVERY_WORKER, Plan
+from headrace.strategies.checks import check_count
+from headrace.strategies.context import ModelProbe, WorkerContext
+from headrace.strategies.strategy import Strategy, broadcast, describe_options
+from headrace.training.exchange import Replica
+from headrace.training.gradients import UsedParameters
+from headrace.training.optimizer import build, build_over_owned
+from headrace.training.whole_model import without_data
+
+
+@dataclass(frozen=True)
+class FullySharded(Strategy):
+    """Parameters, gradients and optimizer state divided among the workers (torch's FSDP2).
+
+    Attributes:
+        workers: how many; None for what there is.
+        units: what is gathered as one. "auto": each entry of the outermost Sequentials and ModuleLists; or names of
+            modules, or patterns (["encoder.layers.*"]), of which the outermost modules count. What is in none of them
+            is one more unit, so that [] makes the whole model one.
+        reshard_after_forward: release a unit between its forward and its backward, and gather it again: less memory,
+            and half as many bytes more.
+    """
+
+    workers: int | None = None
+    units: str | Sequence[str] = AUTO
+    reshard_after_forward: bool = True
+
+    name = "fully_sharded"
+    equals_one_device = True
+
+    def __post_init__(self) -> None:
+        check_count("workers", self.workers)
+        texts = not isinstance(self.units, str) and all(isinstance(each, str) and each for each in self.units)
+        if self.units != AUTO and not texts:
+            raise UsageError(
+                f"units is 'auto', or a list of modules' names or patterns such as ['blocks.*'], got {self.units!r}"
+            )
+        if not isinstance(self.reshard_after_forward, bool):
+            raise UsageError(f"reshard_after_forward must be True or False, got {self.reshard_after_forward!r}")
+
+    def check(self, options: Options) -> None:
+        if options.compile:
+            raise UsageError(
+                "compile=True makes one program of a model, and its units are gathered in the middle of it; use "
+                "compile=False, or mirrored"
+            )
+
+    def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
+        # Only to refuse what cannot be sharded before any process starts.
+        find_units(probe.module, self.units)
+        return model
+
+    def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
+        if not model.sliceable:
+            raise UsageError(
+                f"the job's optimizer looks at whole matrices, of which each worker has a part under {self.name}; use "
+                "one that treats every element alone (SGD, Adam), or mirrored"
+            )
+        options = describe_options(self)
+        plan = data_parallel_plan(
+            self.name, options, self.workers, model, cluster, copies=(0, 0), cut=rows, spread=True
+        )
+        require_cpu(self.name, cluster)
+        for host in cluster.hosts:
+            _require_memory(plan, sum(role.host == host.name for role in plan.roles), model, host)
+        return plan
+
+    def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
+        # Here, because importing torch.distributed costs what the other strategies need not pay.
+        from headrace.fully_sharded.replica import ShardedExchange, ShardedModel
+        from headrace.fully_sharded.sharding import ShardedModule
+
+        module, group = context.module, context.group
+        broadcast(module, group)
+        units = find_units(module, self.units)
+        communicates = context.synchronise_batch_norm()
+        ghosts = [(name, without_data(each)) for name, each in module.named_parameters()]
+        template = build(context.optimizer, ghosts)
+        sharded = ShardedModule(module, units, group, self.reshard_after_forward, context.closing)
+        owned = sharded.owned([each for each in plan.segments if each.owner in (rank, EVERY_WORKER)])
+        updater = context.updater(build_over_owned(template, owned), owned, template)
+        used = UsedParameters(group, len(sharded.pieces))
+        compute = ShardedModel(sharded, context.objective, context.options, group, used, context.sample, communicates)
+        if rank == 0:
+            compute.notes = (sharded.describe(),)
+        return Replica(compute, ShardedExchange(sharded, updater, context.clipper(), used, rank == 0))
+
+
+def _require_memory(plan: Plan, workers: int, model: ModelSpec, host: Host) -> None:
+    """Refuses what does not fit into a host that has some of the workers: says what is short, and what would do."""
+    whole, state = model.parameter_bytes, model.copies * model.trainable_bytes
+    there = f"bytes of host memory, and {host.name} has {host.memory_bytes:,} left"
+    held = state * workers // plan.workers
+    if held > host.memory_bytes:
+        hosts = -(-state // max(1, host.memory_bytes))
+        raise InfeasiblePlan(
+            f"{plan.strategy} needs {held:,} {there}, {held - host.memory_bytes:,} too few: so large are its workers' "
+            f"parts of parameters, gradients and optimizer state, {state:,} bytes in all; start as many workers on "
+            f"each of {hosts} such hosts or more"
+        )
+    if workers * whole > host.memory_bytes:
+        raise InfeasiblePlan(
+            f"{plan.strategy} needs {workers * whole:,} {there}: each of {workers} workers builds the whole model, "
+            f"{whole:,} bytes, before it keeps its part; {host.memory_bytes // whole} workers would do"
+        )

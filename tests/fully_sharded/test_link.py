@@ -1,0 +1,83 @@
+"""Links move units: through shared memory, and by the collectives of hosts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from collectives.seats import together
+from headrace.collectives.threads import ThreadCollective
+from headrace.errors import UsageError
+from headrace.fully_sharded.link import HostsLink, OwnGradients, SharedLink, UnitGather, UnitLink, UnitScatter
+
+WORLD, UNITS = 3, ("body", "head", "")
+SIZES = (5, 2, 0)
+"""Elements of a rank's part of each unit."""
+KINDS = pytest.mark.parametrize("kind", ["shared", "hosts"])
+
+
+def link_of(kind: str, group: ThreadCollective, own: OwnGradients | None = None) -> UnitLink:
+    own = own or OwnGradients()
+    if kind == "shared":
+        return SharedLink(group, UNITS, own, 8 * WORLD * max(SIZES))
+    return HostsLink(group, UNITS, own)
+
+
+def numbers(rank: int, unit: int, turn: int, elements: int) -> Tensor:
+    return torch.arange(elements, dtype=torch.float64) / 7 + 100 * rank + 10 * unit + turn
+
+
+@KINDS
+def test_units_are_gathered_and_summed_in_any_order_that_all_have(kind: str) -> None:
+    order = [0, 1, 1, 0, 2, 1, 2, 0, 0]
+
+    def act(group: ThreadCollective) -> list[tuple[Tensor, Tensor]]:
+        own_gradients = OwnGradients()
+        link, found = link_of(kind, group, own_gradients), []
+        for turn, unit in enumerate(order):
+            size, cpu = SIZES[unit], torch.device("cpu")
+            gather, scatter = UnitGather(link, unit), UnitScatter(link, unit)
+            whole = gather.allocate((WORLD * size,), dtype=torch.float64, device=cpu)
+            own = whole[group.rank * size : (group.rank + 1) * size]
+            own.copy_(numbers(group.rank, unit, turn, size))
+            gather(whole, own, None)  # type: ignore[arg-type]
+            gradient = scatter.allocate((WORLD * size,), dtype=torch.float64, device=cpu)
+            gradient.copy_(numbers(group.rank, unit, turn, WORLD * size))
+            part = scatter.allocate((size,), dtype=torch.float64, device=cpu)
+            own_gradients.silent = group.rank == 1 and turn % 2 == 1
+            scatter(part, gradient, None, None)  # type: ignore[arg-type]
+            found.append((whole, part))
+        return found
+
+    for rank, found in enumerate(together(WORLD, act)):
+        for turn, (unit, (whole, part)) in enumerate(zip(order, found, strict=True)):
+            size = SIZES[unit]
+            assert torch.equal(whole, torch.cat([numbers(peer, unit, turn, size) for peer in range(WORLD)]))
+            summed = [numbers(peer, unit, turn, WORLD * size) for peer in range(WORLD) if peer != 1 or turn % 2 == 0]
+            assert torch.equal(part, sum(summed)[rank * size : (rank + 1) * size])  # type: ignore[index]
+
+
+@KINDS
+def test_two_ranks_with_two_units_are_told_which(kind: str) -> None:
+    def act(group: ThreadCollective) -> None:
+        unit = int(group.rank == 2)
+        whole = torch.zeros(WORLD * SIZES[unit])
+        link_of(kind, group).gather(unit, whole, whole[: SIZES[unit]])
+
+    with pytest.raises(
+        UsageError, match=r"gathers '(body|head)' \(\d+ bytes\), and rank . gathers '(body|head)' \(\d+"
+    ):
+        together(WORLD, act)
+
+
+def test_a_rank_that_is_elsewhere_is_told() -> None:
+    def act(group: ThreadCollective) -> None:
+        link = link_of("shared", group)
+        if group.rank == 1:
+            group.barrier()
+        else:
+            link.gather(0, torch.zeros(WORLD * 5), torch.zeros(5))
+
+    with pytest.raises(UsageError, match=r"gathers 'body' .*, and rank 1 does something else: all ranks gather a unit"):
+        together(WORLD, act)
