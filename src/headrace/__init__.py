@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from headrace.engine.threads import ThreadEngine
     from headrace.metrics import Mean
     from headrace.parameter_server.server.optimizer import Remedies
+    from headrace.parameter_server.sparse.planning import RowOptions
     from headrace.prediction.calibration import calibrate
     from headrace.prediction.recommendation.recommend import Recommendation, recommend
     from headrace.prediction.simulation.scene import Assumptions
@@ -85,6 +86,7 @@ __all__ = [
     "Recommendation",
     "Rehearsal",
     "Remedies",
+    "RowOptions",
     "RowwiseAdagrad",
     "Run",
     "Sandblaster",
@@ -123,6 +125,7 @@ _MODULES = {
     "engine.threads": ("ThreadEngine",),
     "metrics": ("Mean",),
     "parameter_server.server.optimizer": ("Remedies",),
+    "parameter_server.sparse.planning": ("RowOptions",),
     "prediction.calibration": ("calibrate",),
     "prediction.recommendation.recommend": ("Recommendation", "recommend"),
     "prediction.simulation.scene": ("Assumptions",),

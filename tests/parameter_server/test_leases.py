@@ -127,6 +127,16 @@ def test_no_sync_point_before_what_only_a_lost_worker_may_do_or_a_worker_holds_t
     assert told(leases, Commit(0)) == [MeetAtSyncPoint(1, 1, 1, (1, 0)), MeetAtSyncPoint(0, 1, 1, (1, 0))]
 
 
+def test_who_looks_ahead_holds_two_leases_and_meets_when_both_are_committed() -> None:
+    leases = LeaseTable(portions=1, until=3)
+    assert told(leases, Ask(0), Ask(0), Ask(1)) == [Grant(0, 0, 0, 0), Grant(0, 1, 1, 0), Grant(1, 2, 2, 0)]
+    # Nothing is left: who asks while it computes waits, also for what another one loses.
+    assert told(leases, Commit(0), Ask(0)) == []
+    assert told(leases, WorkerLost(1)) == [Grant(0, 2, 2, 0)]
+    assert told(leases, Commit(1), Ask(0)) == []
+    assert told(leases, Commit(2)) == [MeetAtSyncPoint(0, 3, 1, (0,))]
+
+
 def test_one_meeting_at_a_time() -> None:
     leases = LeaseTable(portions=1, until=0)
     assert told(leases, Ask(0)) == [MeetAtSyncPoint(0, 0, 1, (0,))]
@@ -143,20 +153,22 @@ class _Place:
 
 @dataclass
 class _Crowd:
-    """Workers that do as hypothesis says, and keep to the rules."""
+    """Workers that do as hypothesis says, and keep to the rules; each may hold so many leases at a time."""
 
     book: LeaseBook
-    holds: dict[int, int] = field(default_factory=dict)
+    most: int = 1
+    holds: dict[int, list[int]] = field(default_factory=dict)
     met: set[int] = field(default_factory=set)
 
     def go(self, worker: int, what: str) -> None:
-        idle = worker not in self.holds and worker not in self.met and worker not in self.book.asking
+        held = self.holds.setdefault(worker, [])
+        idle = len(held) < self.most and worker not in self.met and worker not in self.book.asking
         if what == "ask" and idle:
             self.take(Ask(worker))
-        elif what in ("commit", "return") and worker in self.holds:
-            self.take((Commit if what == "commit" else Return)(self.holds.pop(worker)))
+        elif what in ("commit", "return") and held:
+            self.take((Commit if what == "commit" else Return)(held.pop(0)))
         elif what == "lost":
-            self.holds.pop(worker, None)
+            held.clear()
             self.met.discard(worker)
             self.take(WorkerLost(worker))
         elif what == "halt":
@@ -165,7 +177,7 @@ class _Crowd:
     def take(self, event: Event) -> None:
         for answer in self.book.handle(event):
             if isinstance(answer, Grant):
-                self.holds[answer.worker] = answer.lease
+                self.holds[answer.worker].append(answer.lease)
             else:
                 self.met.add(answer.worker)
 
@@ -186,12 +198,12 @@ ACTS = st.lists(
 )
 
 
-@given(ACTS, st.integers(1, 3), st.integers(0, 4), st.booleans())
+@given(ACTS, st.integers(1, 3), st.integers(0, 4), st.booleans(), st.integers(1, 2))
 def test_under_any_order_of_events_each_portion_is_committed_once_before_its_fence(
-    acts: list[tuple[int, str]], portions: int, until: int, fixed: bool
+    acts: list[tuple[int, str]], portions: int, until: int, fixed: bool, most: int
 ) -> None:
     workers = 3
-    crowd = _Crowd(LeaseBook(LeaseTable(portions, until, 0, fixed), _Place(portions, fixed), until))
+    crowd = _Crowd(LeaseBook(LeaseTable(portions, until, 0, fixed), _Place(portions, fixed), until), most)
     for worker, what in acts:
         crowd.go(worker % workers, what)
     crowd.finish(workers)

@@ -77,7 +77,10 @@ def expected() -> list[Tensor]:
     ],
 )
 def test_moved_rows_have_all_updates_once(placement: str, transport: str, expected: list[Tensor]) -> None:
-    strategy = hr.ParameterServer(3, servers=3, row_placement=f"{placement}:rebalance", transport=transport)
+    # Some with rows near the workers, which are those that move.
+    near = transport == "shared_memory"
+    rows = hr.RowOptions(prefetch=near, hot=20 if near else 0)
+    strategy = hr.ParameterServer(3, servers=3, row_placement=f"{placement}:rebalance", transport=transport, rows=rows)
     run = hr.fit(job(), strategy, engine=THREADS)
     moves = [event for event in run.events if isinstance(event, RowsMoved)]
     assert len({event.number for event in moves}) == len(moves) > 1

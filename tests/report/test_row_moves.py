@@ -6,7 +6,7 @@ import json
 
 from headrace.report.model.summary import summarize
 from headrace.report.views.table import run_plain, run_rows
-from headrace.spec.events import HotRow, RowsAsked, RowsMoved
+from headrace.spec.events import HotRow, RowsAsked, RowsMoved, RowsRead, TableReads
 
 
 def test_loads_hot_rows_and_moves_are_shown(tmp_path, make_served_run):
@@ -32,7 +32,20 @@ def test_loads_hot_rows_and_moves_are_shown(tmp_path, make_served_run):
     assert (told["asked"], told["moves"]) == ({"2": 520, "3": 480}, 100)
 
 
+def test_what_workers_read_from_copies_is_shown(tmp_path, make_served_run):
+    events = [
+        RowsRead(0, 5.0, (TableReads("item", 900, 500, 300, 32_000), TableReads("user", 100, 0, 100, 0))),
+        RowsRead(1, 5.0, (TableReads("item", 1000, 300, 600, 18_000),)),
+    ]
+    summary = summarize(make_served_run(tmp_path / "run", 2, 2, extra=events))
+    rows = dict(run_rows(summary))
+    assert rows["rows read"] == "2000; 40 % from copies of hot rows (50.0 kB not pulled), 50 % pulled a step early"
+    told = json.loads(json.dumps(run_plain(summary)))["servers"]["row_reads"]
+    assert told == {"asked": 2000, "copied": 800, "early": 1000, "saved_bytes": 50_000}
+
+
 def test_runs_whose_rows_stay_say_nothing(tmp_path, make_served_run):
     summary = summarize(make_served_run(tmp_path / "run", 2, 2))
     assert summary.servers.row_moves is None
+    assert summary.servers.row_reads is None
     assert "row load" not in dict(run_rows(summary))

@@ -17,6 +17,7 @@ SHARD = st.builds(event.ShardStats, WORD, *(COUNT,) * 4, SECONDS, *(COUNT,) * 2)
 TABLE = st.builds(event.TableStats, WORD, *(COUNT,) * 3)
 PASS = st.builds(event.StagePass, COUNT, COUNT, st.booleans(), SECONDS, SECONDS, SECONDS)
 STAGE = st.builds(event.InputStageStats, WORD, SECONDS, SECONDS)
+READS = st.builds(event.TableReads, WORD, *(COUNT,) * 4, st.booleans())
 EVENTS = {
     "run_started": st.builds(
         event.RunStarted,
@@ -65,6 +66,7 @@ EVENTS = {
         event.RowsAsked, *STAMP, COUNT, st.lists(st.builds(event.HotRow, WORD, COUNT, COUNT), max_size=2).map(tuple)
     ),
     "rows_moved": st.builds(event.RowsMoved, *STAMP, COUNT, WORD, *(COUNT,) * 4, SECONDS),
+    "rows_read": st.builds(event.RowsRead, *STAMP, st.lists(READS, max_size=2).map(tuple)),
     "pushes": st.builds(event.PushesApplied, *STAMP, *(st.lists(COUNT, max_size=3).map(tuple),) * 4),
     "rows": st.builds(event.RowsHeld, *STAMP, COUNT, st.lists(TABLE, max_size=2).map(tuple)),
     "snapshot_taken": st.builds(event.SnapshotTaken, *STAMP, COUNT, SECONDS),

@@ -234,7 +234,8 @@ def test_asynchronous_pushes_of_rows_count_once_each_when_a_server_is_killed(rea
             os.kill(servers[2], signal.SIGKILL)
 
     one = dataclasses.replace(job(OPTIMIZERS["sgd"], epochs=8), model=Commuting, loss=product, eval_data=None)
-    run = hr.fit(one, hr.ParameterServer(workers=2, servers=1, backups=1), device="cpu", on_event=kill)
+    strategy = hr.ParameterServer(workers=2, servers=1, backups=1, rows=hr.RowOptions(prefetch=True, hot=30))
+    run = hr.fit(one, strategy, device="cpu", on_event=kill)
     assert killed
     expected = hr.fit(one, hr.OneDevice(), device="cpu", engine=THREADS())
     every = torch.arange(ROWS)
@@ -323,7 +324,7 @@ REFUSED: dict[str, tuple[hr.Strategy, hr.Job, type[Exception], str]] = {
         dataclasses.replace(job(OPTIMIZERS["adam"]), model=Vast),
         InfeasiblePlan,
         r"parameter_server needs [\d,]+ bytes on .* and it has [\d,]+ left; the largest table is 'item', "
-        r"100,000,000,000 rows of 64; use servers on more hosts, or say by expected_rows",
+        r"100,000,000,000 rows of 64; use servers on more hosts, or say by rows=hr.RowOptions\(expected=1000\)",
     ),
     "fits in no worker": (
         hr.Mirrored(2),

@@ -177,7 +177,7 @@ def _require_table_memory(strategy: str, roles: Sequence[Role], model: ModelSpec
                 f"{strategy} needs {workers * table_bytes:,} bytes on {host.name} for the rows of sparse tables and "
                 f"their optimizer's state on {workers} workers, and it has {host.memory_bytes:,} left; the largest "
                 f"table is {largest.name!r}, {largest.rows:,} rows of {largest.width}; use parameter_server, with "
-                "servers on several hosts, or with expected_rows where only some rows are ever changed"
+                "servers on several hosts, or with rows=hr.RowOptions(expected=1000) where fewer rows are ever changed"
             )
 
 

@@ -34,11 +34,13 @@ from headrace.parameter_server.planning import (
 from headrace.parameter_server.replication.failover import server_of
 from headrace.parameter_server.server.optimizer import Remedies, RoundClock, ShardOptimizer
 from headrace.parameter_server.server.server import Server
-from headrace.parameter_server.sparse.client import RowClient, WorkerRows
+from headrace.parameter_server.sparse.client import RowClient
+from headrace.parameter_server.sparse.near import RowsAhead
 from headrace.parameter_server.sparse.placement import ROW_PLACEMENTS, RowPlaces
-from headrace.parameter_server.sparse.planning import part_of, require_rows
+from headrace.parameter_server.sparse.planning import RowOptions, check_near, part_of, require_rows
 from headrace.parameter_server.sparse.rebalancing import RowMover
 from headrace.parameter_server.sparse.tables import ServedTables
+from headrace.parameter_server.sparse.worker import WorkerRows
 from headrace.policies.staleness import Admission, Bounded, Combination, EveryPush, FirstPushes, Unbounded
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -78,8 +80,7 @@ class ParameterServer(ServedStrategy):
         row_placement: which server has a row of a sparse embedding: by "hash" of its index, or by "range". With
             "hash:rebalance" or "range:rebalance", rows that are asked for most move to servers that are asked for less,
             while training goes on.
-        expected_rows: how many rows of each sparse embedding are ever changed at most; None for all. The servers must
-            have memory for them.
+        rows: how workers read rows of sparse embeddings, and how many the servers must have memory for.
     """
 
     workers: int | None = None
@@ -96,7 +97,7 @@ class ParameterServer(ServedStrategy):
     remedies: Remedies = field(default_factory=Remedies)
     sparse: Sequence[str] = field(default_factory=list)
     row_placement: str = "hash"
-    expected_rows: int | None = None
+    rows: RowOptions = field(default_factory=RowOptions)
 
     name = "parameter_server"
     equals_one_device = False
@@ -115,7 +116,7 @@ class ParameterServer(ServedStrategy):
         known = [*ROW_PLACEMENTS, *(f"{name}{_REBALANCE}" for name in ROW_PLACEMENTS)]
         if self.row_placement not in known:
             raise UnknownName("row_placement", self.row_placement, known)
-        check_count("expected_rows", self.expected_rows)
+        object.__setattr__(self, "rows", RowOptions.of(self.rows))
         names = [self.sparse] if isinstance(self.sparse, str) else list(self.sparse)
         object.__setattr__(self, "sparse", names)
         if self.backup_workers and self.staleness_bound:
@@ -147,6 +148,7 @@ class ParameterServer(ServedStrategy):
             # The number of workers is fixed where they wait for each other.
             elastic=self.staleness_bound is None and not self.backup_workers,
         )
+        check_near(self.rows, model.tables, len(plan.shares), self.staleness_bound)
         if model.tables:
             self._check_tables(model, plan, cluster)
             plan = replace(plan, moves_rows=self._rebalances)
@@ -184,7 +186,9 @@ class ParameterServer(ServedStrategy):
         if model.tables:
             moved = RowClient(client, self._places(plan, model), self._rebalances)
             mover = RowMover(moved, model.tables, len(plan.shares)) if self._rebalances else None
-            rows = WorkerRows(moved, tuple(sparse_layers(context.module)), mover)
+            ahead = RowsAhead(client, moved) if self.rows.prefetch else None
+            rows = WorkerRows(moved, tuple(sparse_layers(context.module)), mover, self.rows, ahead)
+            leases.prepare = rows.foresee if ahead is not None else None
         exchange = ParameterServerExchange(leases, layouts, model, context.group, replica_group, rows)
         exchange.load_values(places)
         return Replica(context.whole_model(exchange.buffer, local_shares=len(plan.shares)), exchange, leases)
@@ -239,7 +243,7 @@ class ParameterServer(ServedStrategy):
                 f"of the remedies for stale gradients, the rows of the sparse embedding {first!r} have divide alone; "
                 "leave out compensation and asynchronous_workers"
             )
-        require_rows(self.name, model.tables, self.expected_rows, plan, cluster)
+        require_rows(self.name, model.tables, self.rows.expected, plan, cluster)
 
     def policies(self, workers: int) -> tuple[Admission, Combination]:
         """Returns which of so many workers may proceed, and which pushes make a step."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from headrace.spec.events import TableReads
 from headrace.training.clipping import GradientClipper, StepDecision
 from headrace.training.compute import Compute
 from headrace.training.elastic import ElasticState
@@ -70,6 +71,10 @@ class Exchange(SwappableWeights):
 
         Every rank calls it.
         """
+
+    def row_reads(self) -> tuple[TableReads, ...]:
+        """Returns what this worker has read of tables, where it keeps rows near; () elsewhere."""
+        return ()
 
     @abstractmethod
     def memory(self) -> tuple[int, int]:

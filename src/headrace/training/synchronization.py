@@ -6,7 +6,7 @@ Averaged are parameters, and the part of an optimizer's state that has a mean.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -125,12 +125,17 @@ class DataLeases(ABC):
         late: whether the gradient of the last lease came too late to count; its data is leased again.
         records: whether loss and examples of the current lease count; a line search may visit the same ones again.
         sync_result: result of the average at the end of the last lease, if there was one; its reader clears it.
+        prepare: called with the number and the batch of the lease after the current one, before that is computed; None
+            where nothing is prepared. Leases are then of one round.
+        following: the lease after the current one, where something is prepared and it is known.
     """
 
     moved_bytes: int
     late: bool
     records: bool = True
     sync_result: SyncResult | None = None
+    prepare: Callable[[int, Any], None] | None = None
+    following: Lease | None = None
 
     @abstractmethod
     def begin(self) -> None:

@@ -19,7 +19,7 @@ from headrace.errors import HeadraceError, PeerLost
 from headrace.machine import explained, peak_resident_bytes, resident_bytes
 from headrace.modules import is_dense, parameters_and_buffers, stateful_modules
 from headrace.shared_memory.control_page import ControlPage
-from headrace.spec.events import Failed, Notice, RowsHeld, WorkerEnded, WorkerStarted
+from headrace.spec.events import Failed, Notice, RowsHeld, RowsRead, WorkerEnded, WorkerStarted
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Role
 from headrace.tracebacks import user_traceback
@@ -92,8 +92,7 @@ def work(
             _wait_for_all(session)
             _finish(session, control, loop)
             group.together(lambda: leave_model(run, rank, group, compute))
-        if tables := local_stats(compute.module) if rank == 0 else ():
-            events.write(RowsHeld(rank, events.now(), rank, tables))
+        _tell_rows(session)
         events.write(_ended(session, loop.moved_bytes + session.devices.moved_bytes, runtime_bytes))
         if stays:
             group.together(loop.end)
@@ -179,6 +178,18 @@ def _ended(session: WorkerSession, moved_bytes: int, runtime_bytes: int) -> Work
     moved = group.all_moved_bytes + replica.compute.moved_bytes + moved_bytes
     held = replica.exchange.memory()
     return WorkerEnded(rank, events.now(), session.progress.done, moved, peak_resident_bytes(), *held, runtime_bytes)
+
+
+def _tell_rows(session: WorkerSession) -> None:
+    """Writes what there is to say of the rows of tables."""
+    rank, events, replica = session.rank, session.events, session.replica
+    if tables := local_stats(replica.compute.module) if rank == 0 else ():
+        events.write(RowsHeld(rank, events.now(), rank, tables))
+    if reads := replica.exchange.row_reads():
+        read = RowsRead(rank, events.now(), reads)
+        events.write(read)
+        if rank == 0 and read.line:
+            events.write(Notice(rank, events.now(), read.line))
 
 
 def _failed(rank: int, session: WorkerSession | None, events: EventWriter, error: BaseException) -> Failed:

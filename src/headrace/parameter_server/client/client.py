@@ -203,6 +203,7 @@ class _Server:
         self.moved = False
         self._reason: Reason | None = None
         self._leases: deque[Message] = deque()
+        self._early: dict[int, memoryview | None] = {}
 
     def push(
         self, shards: range, gradients: Sequence[Tensor | None], head: Message, versions: Sequence[int] | None = None
@@ -263,22 +264,31 @@ class _Server:
         self.tell(message, blob)
         return self.answer()
 
-    def answer(self) -> memoryview:
-        """Waits for the answer to what was told last, and returns its blob."""
-        answer, returned = self._next(self._told, monotonic() + _ANSWER_S)
+    def answer(self, number: int = 0) -> memoryview:
+        """Waits for the answer to what was told last, or early with this number, and returns its blob."""
+        if number and (early := self._early.pop(number)) is not None:
+            return early
+        answer, returned = self._next(number or self._told, monotonic() + _ANSWER_S)
         if answer.kind != Kind.DONE:
             raise ServerRefused(f"the server answered {answer.kind.name} to a question")
         return returned
 
-    def tell(self, message: Message, blob: bytes = b"") -> None:
-        """Sends a message other than push or pull."""
+    def tell(self, message: Message, blob: bytes = b"", early: bool = False) -> int:
+        """Sends a message other than push or pull, and returns its number.
+
+        The answer to an `early` one, which changes nothing, is kept until it is wanted, whatever is sent before.
+        """
         if message.kind == Kind.ASK:
-            self.session.ask(message)
-            return
+            return self.session.ask(message)
+        if early:
+            number = self.session.ask(message, (), blob)
+            self._early[number] = None
+            return number
         if self.session.waits_for(self._told):
             # The server recognizes only the last repeated message.
             self._next(self._told, monotonic() + _ANSWER_S)
         self._told = self.session.ask(message, (), blob)
+        return self._told
 
     def lease(self, rest: Callable[[], None] | None = None) -> Message:
         """Waits for a grant or a sync point; calls `rest` when that takes long."""
@@ -287,12 +297,22 @@ class _Server:
             received = self.session.receive()
             if received is None and rest:
                 rest()
-            elif received is not None and not self._takes(received[0]):
+            elif received is not None and not self._takes(*received):
                 raise ServerRefused("the server answered a question that was not asked")
         return self._leases.popleft()
 
-    def _takes(self, message: Message, awaited: int = 0) -> bool:
+    def granted(self) -> Message | None:
+        """Returns the lease that the server has for this worker now, if it was asked for one; None if it has none."""
+        if not self._leases:
+            # Any question: the server answers in order.
+            self.ask(Message(Kind.ROUND_MEMBERS))
+        return self._leases.popleft() if self._leases else None
+
+    def _takes(self, message: Message, blob: memoryview, awaited: int = 0) -> bool:
         """Takes an answer that this call does not wait for; returns whether it was one."""
+        if message.kind == Kind.DONE and message.number in self._early:
+            self._early[message.number] = blob
+            return True
         if message.kind in (Kind.GRANT, Kind.SYNC_POINT):
             self._leases.append(message)
             return True
@@ -304,7 +324,7 @@ class _Server:
         while True:
             received = self.session.receive(max(0.0, until - monotonic()))
             if received is not None:
-                if not self._takes(received[0], awaited):
+                if not self._takes(*received, awaited):
                     return received
             elif monotonic() >= until:
                 until = math.inf

@@ -86,6 +86,9 @@ class ServerDataLeases(DataLeases):
         self._rests = rests
         # Leases are numbered on over sync points, so that no two have the same number.
         self._sync_point = 0
+        # With `prepare`: whether a request is open while a lease is held, and what it was answered.
+        self._open = False
+        self._early: Message | None = None
 
     def begin(self) -> None:
         # A rank of a replica may have no trainable parameter, and so no server.
@@ -95,7 +98,10 @@ class ServerDataLeases(DataLeases):
 
     def ask(self, leaves: bool = False) -> None:
         if not leaves:
-            self._tell(Message(Kind.ASK, flag=self.late, lease=self.lease, numbers=numbers_of(self.report)))
+            # An open request is answered when there is data, or all have committed.
+            kind = Kind.COMMIT if self._open else Kind.ASK
+            self._tell(Message(kind, flag=self.late, lease=self.lease, numbers=numbers_of(self.report)))
+            self._open = self.prepare is not None
             self.lease, self.late, self.report = -1, False, ()
             return
         if self._background:
@@ -106,9 +112,10 @@ class ServerDataLeases(DataLeases):
             self.client.ask(server, Message(Kind.LEAVE))
 
     def next(self) -> Lease | SyncPoint:
-        answer = self._receive()
-        begin, first, until, self.span, number, which, *members = answer.numbers
-        round_ = min(until, begin + (number - first) * self.span)
+        answer, self._early, self.following = self._early, None, None
+        if answer is None:
+            answer, self._open = self._receive(), False
+        round_, number, which, members = self._parse(answer)
         if answer.kind == Kind.SYNC_POINT:
             self._sync_point, self.synced_round = number, round_
             if self._background:
@@ -120,9 +127,11 @@ class ServerDataLeases(DataLeases):
             self.renew()
         if self._background:
             self._background.resume()
-        self.lease = answer.lease
-        self.left, self.report = min(self.span, until - round_), floats_in(members)
-        return Lease(round_, which, self._parts, self.left, answer.lease)
+        lease = self._lease_of(answer)
+        self.lease, self.left, self.report = lease.lease, lease.rounds, floats_in(members)
+        if self.prepare is not None:
+            self._look_ahead()
+        return lease
 
     def weigh(self, weight: float, share: float, loss: Tensor | None = None) -> None:
         self.weight, self.share = weight, share
@@ -157,6 +166,23 @@ class ServerDataLeases(DataLeases):
         if self._background:
             self._background.close()
         self.client.close()
+
+    def _look_ahead(self) -> None:
+        """Asks for the lease after the one that is held; it may be there at once, or later, or never."""
+        if not self._open:
+            self._tell(Message(Kind.ASK, lease=-1))
+        self._early = self.client.servers[0].granted()
+        self._open = self._early is None
+        self.following = None if self._early is None else self._lease_of(self._early)
+
+    def _parse(self, answer: Message) -> tuple[int, int, int, list[int]]:
+        """Returns round, number, part or meeting, and the rest of a grant or sync point."""
+        begin, first, until, self.span, number, which, *rest = answer.numbers
+        return min(until, begin + (number - first) * self.span), number, which, rest
+
+    def _lease_of(self, grant: Message) -> Lease:
+        round_, _, part, _ = self._parse(grant)
+        return Lease(round_, part, self._parts, min(self.span, grant.numbers[2] - round_), grant.lease)
 
     def _tell(self, message: Message) -> None:
         if self._group.rank == 0:

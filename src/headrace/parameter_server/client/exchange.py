@@ -22,8 +22,9 @@ from headrace.checkpoint.forms import pack, unpack
 from headrace.collectives.base import ProcessGroup
 from headrace.parameter_server.client.data_leases import ServerDataLeases
 from headrace.parameter_server.core.events import Reason
-from headrace.parameter_server.sparse.client import WorkerRows
+from headrace.parameter_server.sparse.worker import WorkerRows
 from headrace.parameter_server.wire import Kind, Message, ShardLayout, ShardSpec
+from headrace.spec.events import TableReads
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.training.clipping import (
@@ -250,6 +251,9 @@ class ServedExchange(Exchange):
             return pieces
         return chain(pieces, self.rows.state(range(self._group.rank, len(self._layouts), self._group.world)))
 
+    def row_reads(self) -> tuple[TableReads, ...]:
+        return self.rows.reads if self.rows is not None else ()
+
     def settings(self) -> dict[str, Any]:
         # A rank of a replica may have no trainable parameter, and so no server; the first rank has one.
         settings: dict[str, Any] = json.loads(self.client.ask(0, Message(Kind.STATE))) if self._layouts else {}
@@ -312,7 +316,7 @@ class ParameterServerExchange(ServedExchange):
         weight, share = leases.weight, leases.share
         reason = self.client.push(gradients, leases.lease, weight, share, known, pull=True, rows=pushes)
         if self.rows is not None and known and weight and reason in (None, Reason.DUPLICATE):
-            self.rows.finish(leases.lease, weight, share)
+            self.rows.finish(leases.lease, weight, share, reason is None)
         self._pulled = True
         # The lease is done when all ranks of the replica have pushed.
         leases.late = self.replica_group.any(reason == Reason.LATE)

@@ -1,4 +1,4 @@
-"""Rows of tables that servers were asked for, and those that moved between them."""
+"""Rows of tables that servers were asked for, those that moved between them, and those that workers had near."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.report.model.events import Attempt, of_kind
-from headrace.spec.events import HotRow, RowsAsked, RowsMoved
+from headrace.spec.events import HotRow, RowsAsked, RowsMoved, RowsRead
 
 _HOTTEST = 5
 
@@ -57,3 +57,29 @@ def row_moves_of(attempts: Sequence[Attempt]) -> RowMoveSummary | None:
         bytes=sum(event.bytes for event in moved),
         pauses_s=tuple(sorted(event.pause_s for event in moved)),
     )
+
+
+@dataclass(frozen=True)
+class RowReadSummary:
+    """What the steps of workers that keep rows near have read, of all tables, in all attempts together.
+
+    Attributes:
+        asked: how many rows; a row counts once each call of its layer.
+        copied: those of them that were read from copies of the hottest rows.
+        early: those of them that were pulled during the step before.
+        saved_bytes: of the copied rows, which did not travel.
+    """
+
+    asked: int
+    copied: int
+    early: int
+    saved_bytes: int
+
+
+def row_reads_of(attempts: Sequence[Attempt]) -> RowReadSummary | None:
+    """Returns what workers have read; None where none keeps rows near, or has written its end."""
+    tables = [table for attempt in attempts for event in of_kind(RowsRead, attempt.events) for table in event.tables]
+    if not tables:
+        return None
+    names = ("asked", "copied", "early", "saved_bytes")
+    return RowReadSummary(*(sum(getattr(each, name) for each in tables) for name in names))

@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.report.format import byte_count, duration, fixed
 from headrace.report.model.events import Attempt, of_kind
-from headrace.report.model.row_moves import RowMoveSummary, row_moves_of
+from headrace.report.model.row_moves import RowMoveSummary, RowReadSummary, row_moves_of, row_reads_of
 from headrace.report.model.training import STEPPED_PARTS, TrainingClock, step_began_s
 from headrace.spec.events import ServerStarted, ServerStats, ShardStats, Stepped
 from headrace.spec.plan import Plan
@@ -152,7 +152,7 @@ class ServerSummary:
     """All servers of a run. Work that a later attempt repeated counts twice: it was moved and applied twice.
 
     `staleness` is by worker (`ROUNDS` where the mean of a round was applied); `refused` counts shards' pushes by
-    reason; `row_moves` is None where rows of tables do not move.
+    reason; `row_moves` is None where rows of tables do not move, `row_reads` where no worker keeps some near.
     """
 
     by_rank: Mapping[int, ServerWork]
@@ -161,6 +161,7 @@ class ServerSummary:
     refused: Mapping[str, int]
     waiting: Mapping[int, Waiting]
     row_moves: RowMoveSummary | None = None
+    row_reads: RowReadSummary | None = None
 
     @property
     def staleness_of_all(self) -> Staleness | None:
@@ -212,6 +213,7 @@ def servers_of(attempts: Sequence[Attempt], clock: TrainingClock) -> ServerSumma
         refused=dict(sorted(refused.items())),
         waiting=_waiting(attempts, spoken),
         row_moves=row_moves_of(attempts),
+        row_reads=row_reads_of(attempts),
     )
 
 

@@ -111,6 +111,15 @@ def _hot_rows_text(servers: ServerSummary) -> str | None:
     return ", ".join(f"{row.table} {row.row} ({percent(rows.share(row))})" for row in rows.hottest)
 
 
+def _row_reads_text(servers: ServerSummary) -> str | None:
+    reads = servers.row_reads
+    if reads is None:
+        return None
+    copied, early = (percent(count / max(1, reads.asked)) for count in (reads.copied, reads.early))
+    saved = byte_count(reads.saved_bytes)
+    return f"{short(reads.asked)}; {copied} from copies of hot rows ({saved} not pulled), {early} pulled a step early"
+
+
 def _row_moves_text(servers: ServerSummary) -> str | None:
     rows = servers.row_moves
     if rows is None:
@@ -135,6 +144,7 @@ SERVERS: tuple[Field[ServerSummary], ...] = (
     Field(_refused_text, label="refused pushes"),
     Field(_row_load_text, label="row load"),
     Field(_hot_rows_text, label="hot rows"),
+    Field(_row_reads_text, label="rows read"),
     Field(_row_moves_text, label="row moves"),
     Field(lambda servers: _staleness_text(servers.staleness_of_all), label="staleness"),
     Field(lambda servers: to_json(STALENESS, servers.staleness_of_all), key="staleness"),
@@ -151,7 +161,7 @@ SERVERS: tuple[Field[ServerSummary], ...] = (
     Field(attrgetter("busy_share"), percent, key="busy_share", head="servers\nbusy"),
     Field(attrgetter("queue_longest"), key="queue_longest", head="longest\nqueue"),
     json_mapping(SERVER, "by_rank", key="by_rank"),
-    *json_fields("waiting", "row_moves"),
+    *json_fields("waiting", "row_moves", "row_reads"),
     *(Field(partial(_total, f"{name}_bytes"), byte_count, head=name) for name in ("pushed", "pulled")),
 )
 

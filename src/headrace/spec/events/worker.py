@@ -217,6 +217,42 @@ class PipelineStepTimed(Event, kind="passed"):
 
 
 @dataclass(frozen=True)
+class TableReads:
+    """What one worker's steps have read of a table.
+
+    Attributes:
+        asked: how many rows; a row counts once each call of the layer.
+        copied: those of them that it read from its copies of the hottest rows.
+        early: those of them that were pulled during the step before.
+        saved_bytes: of the copied rows, which did not travel.
+        unforeseen: whether rows should be pulled early, and the layer's indices are in no batch.
+    """
+
+    name: str
+    asked: int
+    copied: int
+    early: int
+    saved_bytes: int
+    unforeseen: bool = False
+
+
+@dataclass(frozen=True)
+class RowsRead(Event, kind="rows_read"):
+    """By a worker that keeps rows of tables near, at its end: what its training steps have read."""
+
+    tables: tuple[TableReads, ...]
+
+    @property
+    def line(self) -> str:
+        """What could not be pulled early, as a sentence for the user; "" if there is nothing."""
+        names = ", ".join(repr(each.name) for each in self.tables if each.unforeseen)
+        return names and (
+            f"prefetch pulls no rows of the sparse embedding {names} early: its indices are no part of a batch, and "
+            "forward computes them; compute them in the data, as with .map(...)"
+        )
+
+
+@dataclass(frozen=True)
 class WorkerEnded(Event, kind="worker_ended"):
     """The last event of a worker.
 

@@ -60,6 +60,7 @@ class SparseEmbedding(nn.Module):
         spec: of the table; `num_embeddings` and `embedding_dim` as in torch.
         source: of the rows.
         collects: whether the gradients of its rows are kept until `take`.
+        inputs: of the calls with gradients since the last `forget`; None to keep none.
     """
 
     def __init__(self, spec: TableSpec, source: RowSource, bag: BagOptions | None = None) -> None:
@@ -68,6 +69,7 @@ class SparseEmbedding(nn.Module):
         self.num_embeddings, self.embedding_dim, self.sparse = spec.rows, spec.width, True
         self.padding_idx = spec.padding if spec.padding >= 0 else None
         self.collects = False
+        self.inputs: list[Tensor] | None = None
         self._uses: list[tuple[Tensor, Tensor]] = []
 
     @property
@@ -86,6 +88,8 @@ class SparseEmbedding(nn.Module):
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Returns the embeddings of a batch of indices; raises DataError for what is no index of the table."""
         self._require(input)
+        if self.inputs is not None and torch.is_grad_enabled():
+            self.inputs.append(input.detach())
         ids, inverse = torch.unique(input.detach().cpu().long(), return_inverse=True)
         rows, inverse = self.source.pull(ids).to(input.device), inverse.to(input.device)
         if torch.is_grad_enabled() and self.spec.trainable:
@@ -119,8 +123,10 @@ class SparseEmbedding(nn.Module):
         return ids, gradient
 
     def forget(self) -> None:
-        """Drops calls whose gradient is not wanted."""
+        """Drops calls whose gradient is not wanted, and all inputs."""
         self._uses.clear()
+        if self.inputs is not None:
+            self.inputs.clear()
 
     def extra_repr(self) -> str:
         return f"{self.spec.rows}, {self.spec.width}, sparse=True"

@@ -35,6 +35,7 @@ class LeasedLoop(Loop):
         self._rest = range(0)
         self._point = -1  # rounds that are done at the sync point where this worker is; -1 elsewhere
         self._open = session.progress.done < session.progress.rounds
+        self._following: tuple[int, Share] | None = None
         control.statistics_weight = 0.0
         self._agreed = self._halted = self._asked = self._stepped = self._holds = self._leaving = False
 
@@ -152,13 +153,24 @@ class LeasedLoop(Loop):
             self.lease, progress.round = lease.lease, round_
             self._lease = lease if self._rest else None
             self._stepped = self._holds = True
-            share = loader.portion(round_, lease.part, lease.parts)
+            share = self._read(lease, round_)
         elif not self._stepped:
             self._stepped, self.lease, progress.round = True, -1, self._point - 1
             share = loader.nothing(progress.round)
         else:
             return None
         progress.waited_s += perf_counter() - began
+        return share
+
+    def _read(self, lease: Lease, round_: int) -> Share:
+        """Reads the share of a lease, and that of the next one already now, if something is prepared for it."""
+        loader, known, self._following = self._session.loader, self._following, None
+        share = known[1] if known and known[0] == lease.lease else loader.portion(round_, lease.part, lease.parts)
+        following, prepare = self._leases.following, self._leases.prepare
+        if following is not None and prepare is not None:
+            next_share = loader.portion(following.round, following.part, following.parts)
+            self._following = following.lease, next_share
+            prepare(following.lease, next_share.batch)
         return share
 
     def _ask(self) -> None:
