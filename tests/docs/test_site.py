@@ -41,6 +41,12 @@ def test_the_site_asks_no_other_host(site: Path) -> None:
     assert sorted(url for url in found if "canonical" not in url) == []
 
 
+def test_every_page_is_in_the_navigation() -> None:
+    shown = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in pages if f" {page}\n" not in shown] == []
+
+
 def test_twenty_tasks_are_found_within_three_clicks() -> None:
     docs, shown = ROOT / "docs", (ROOT / "docs" / "find.md").read_text(encoding="utf-8")
     rows = [row for row in shown.splitlines() if row.startswith("| ") and "](" in row]
