@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import headrace as hr
 from headrace.data import Loader
@@ -82,12 +83,18 @@ class Syringe:
     """Changes one element of one gradient while backward runs, or an input."""
 
     def __init__(self, module: nn.Module) -> None:
+        # Parts of parameters get no gradient from backward; all ranks come here together, and gather whole ones.
+        sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        for part in sharded:
+            part.unshard()
         # `extra` has a gradient in some rounds alone.
         named = [(n, p) for n, p in module.named_parameters() if p.numel() and not n.startswith("extra")]
         self._owners = [(index, element) for index, (_, p) in enumerate(named) for element in range(p.numel())]
         self._where, self._value = (-1, 0), 0.0
         for index, (_, parameter) in enumerate(named):
             parameter.register_hook(lambda gradient, index=index: self._prick(index, gradient))
+        for part in sharded:
+            part.reshard()
 
     def fill(self, poison: Poison, share: Share) -> Share:
         """Returns what is trained on in this round."""

@@ -17,7 +17,7 @@ from headrace.modules import restore
 from headrace.policies.roles import bounds
 from headrace.spec.job import Share
 from headrace.spec.options import Options
-from headrace.training.clipping import GradientClipper, StepDecision
+from headrace.training.clipping import GradientClipper, LossScale, StepDecision
 from headrace.training.compute import Compute, Computed
 from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import UsedParameters
@@ -36,6 +36,7 @@ class ShardedModel(Compute):
         used: takes of which parameters this worker has gradients.
         sample: returns a batch of a few examples.
         communicates: whether layers exchange statistics of their examples; then an empty share has none, and no sample.
+        scale: of the loss; None for none.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ShardedModel(Compute):
         used: UsedParameters,
         sample: Callable[[], Any],
         communicates: bool,
+        scale: LossScale | None,
     ) -> None:
         self.module = sharded.module
         self.device = torch.device("cpu")
@@ -58,6 +60,7 @@ class ShardedModel(Compute):
         self._used = used
         self._load_sample = sample
         self._communicates = communicates
+        self._scale = scale
         self._mark = torch.zeros(())
 
     def run(self, share: Share) -> Computed:
@@ -116,10 +119,13 @@ class ShardedModel(Compute):
         Those of a `Mean` are divided by the weight of all, which is known when all have been weighed.
         """
         if isinstance(loss, Mean):
-            loss.total.backward()
+            self._scaled(loss.total).backward()
             return Mean(loss.total.detach(), loss.weight)
-        (loss if examples == share.of else loss * (examples / share.of)).backward()
+        self._scaled(loss if examples == share.of else loss * (examples / share.of)).backward()
         return loss.detach()
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self._scale is None else loss * self._scale.value
 
     def _take_part(self, batch: Any) -> None:
         if self._communicates:

@@ -107,7 +107,8 @@ class FullySharded(Strategy):
         owned = sharded.owned([each for each in plan.segments if each.owner in (rank, EVERY_WORKER)])
         updater = context.updater(build_over_owned(template, owned), owned, template)
         used = UsedParameters(group, len(sharded.pieces))
-        compute = ShardedModel(sharded, context.objective, context.options, group, used, context.sample, communicates)
+        objective, options, sample = context.objective, context.options, context.sample
+        compute = ShardedModel(sharded, objective, options, group, used, sample, communicates, context.scale)
         if rank == 0:
             compute.notes = (sharded.describe(),)
         return Replica(compute, ShardedExchange(sharded, updater, context.clipper(), used, rank == 0))
