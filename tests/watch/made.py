@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import orjson
 
 from headrace.spec.events import LAUNCHER, Event, RunStarted, Stepped, WorkerStarted, encode
 from headrace.watch.state import WatchedRun
+from headrace.watch.steps import LineReader, Steps
 
 NAN = float("nan")
 
@@ -45,6 +47,22 @@ def steps(rank: int, numbers: Iterable[int], begin_s: float = 1.0, seconds: floa
 
 def begun(rank: int, time_s: float = 0.9, host: str = "mill") -> WorkerStarted:
     return WorkerStarted(rank, time_s, host, 100 + rank, "cpu", 1)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What lines hold: steps, other events, what is wrong, and the end of the last step."""
+
+    steps: Steps | None
+    events: list[Event]
+    bad: list[str]
+    last_s: float
+
+
+def read_lines(lines: Iterable[bytes], before_s: float = NAN) -> Found:
+    reader = LineReader()
+    last_s = reader.read(lines, "file", before_s)
+    return Found(reader.steps(), reader.events, reader.bad["file"], last_s)
 
 
 def read(run: WatchedRun) -> WatchedRun:

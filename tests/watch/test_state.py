@@ -29,8 +29,8 @@ from headrace.spec.events import (
 from headrace.watch.bins import LossBins, RecentLanes, RunLanes
 from headrace.watch.records import DriftCurve, Journal
 from headrace.watch.state import WatchedRun
-from headrace.watch.steps import Steps, read_lines
-from watch.made import NAN, Page, begun, read, started, steps, write
+from headrace.watch.steps import Steps
+from watch.made import NAN, Page, begun, read, read_lines, started, steps, write
 from watch.test_tail import lines
 
 EVIL = "<script>alert(1)</script>\x1b[2J"

@@ -12,9 +12,8 @@ from headrace.report.model.summary import summarize
 from headrace.spec.events import LAUNCHER, Notice, RunEnded, Stepped, encode
 from headrace.watch import tail
 from headrace.watch.state import WatchedRun
-from headrace.watch.steps import read_lines
 from headrace.watch.tail import RunTail
-from watch.made import NAN, Page, begun, read, started, steps, write
+from watch.made import NAN, Page, begun, read, read_lines, started, steps, write
 
 
 def lines(*events: object) -> list[bytes]:
@@ -95,7 +94,7 @@ def test_a_loss_that_is_not_finite_is_no_bad_line() -> None:
     lost = Stepped(0, 1.0, 0, 0, 8, NAN, 8.0, 0.0, 0.1, 0.0, 0.0)
     none = Stepped(0, 1.0, 0, 0, 0, None, 0.0, 0.0, 0.1, 0.0, 0.0)
     found = read_lines(lines(lost, none), NAN)
-    assert found.bad == ()
+    assert found.bad == []
     assert found.steps is not None
     assert all(map(math.isnan, found.steps.loss))
 

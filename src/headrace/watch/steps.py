@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -61,88 +64,81 @@ class Steps:
         """Returns the steps that a mask names."""
         return Steps(*(each[mask] for each in vars(self).values()))
 
-    @staticmethod
-    def joined(parts: Sequence[Steps]) -> Steps:
-        """Returns the steps of all parts, at least one."""
-        if len(parts) == 1:
-            return parts[0]
-        return Steps(*(np.concatenate(each) for each in zip(*(vars(part).values() for part in parts), strict=True)))
 
-
-@dataclass(frozen=True)
-class Lines:
-    """What some complete lines hold.
+class LineReader:
+    """Takes lines of event files; their steps become arrays all at once, since that costs as much for one as for many.
 
     Attributes:
         events: all but steps.
-        bad: what is wrong with lines that are no events.
-        last_s: end of the last step; NaN without one, and where a process started after it.
+        bad: by source, what is wrong with lines that are no events.
     """
 
-    steps: Steps | None
-    events: tuple[Event, ...]
-    bad: tuple[str, ...]
-    last_s: float
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.bad: dict[str, list[str]] = defaultdict(list)
+        self._rows: list[tuple[Any, ...]] = []
+        self._sources: list[tuple[int, str]] = []
 
+    def read(self, lines: Iterable[bytes], source: str, before_s: float = math.nan) -> float:
+        """Reads lines that follow each other in one file.
 
-def read_lines(lines: Iterable[bytes], before_s: float) -> Lines:
-    """Reads lines that follow each other in one file; `before_s` is the end of the step before them, NaN if unknown."""
-    rows: list[tuple[Any, ...]] = []
-    events: list[Event] = []
-    bad: list[str] = []
-    restarts: list[int] = []
-    for line in lines:
-        if line.startswith(_STEPPED):
-            try:
-                rows.append(_of(orjson.loads(line)))
+        Args:
+            before_s: the end of the step before them; NaN if unknown.
+
+        Returns:
+            the end of the last step; NaN where a process has started after it.
+        """
+        rows = self._rows
+        self._sources.append((len(rows), source))
+        for line in lines:
+            if line.startswith(_STEPPED):
+                try:
+                    row = _of(orjson.loads(line))
+                    rows.append((*row, before_s))
+                    before_s = row[1]
+                    continue
+                except (ValueError, KeyError):
+                    pass  # `decode` says what is wrong, and reads NaN.
+            elif line.startswith(_LEFT_OUT):
                 continue
-            except (ValueError, KeyError):
-                pass  # `decode` says what is wrong, and reads NaN.
-        elif line.startswith(_LEFT_OUT):
-            continue
+            try:
+                event = decode(line.decode())
+            except ValueError as error:
+                self.bad[source].append(str(error))
+                continue
+            if isinstance(event, Stepped):
+                rows.append((*(getattr(event, field) for field in _FIELDS), before_s))
+                before_s = event.time_s
+            elif _is_sound(event):
+                if isinstance(event, WorkerStarted | RunStarted):
+                    before_s = math.nan
+                self.events.append(event)
+            else:
+                self.bad[source].append(f"a number of {event.kind} is out of range")
+        return before_s if isinstance(before_s, float) else math.nan
+
+    def steps(self) -> Steps | None:
+        """Returns the steps of all lines; `bad` is complete then."""
+        if not self._rows:
+            return None
         try:
-            event = decode(line.decode())
-        except ValueError as error:
-            bad.append(str(error))
-            continue
-        if isinstance(event, Stepped):
-            rows.append(tuple(getattr(event, field) for field in _FIELDS))
-            continue
-        if not _is_sound(event):
-            bad.append(f"a number of {event.kind} is out of range")
-            continue
-        if isinstance(event, WorkerStarted | RunStarted):
-            restarts.append(len(rows))
-        events.append(event)
-    steps = _table(rows, before_s, restarts, bad)
-    if restarts and restarts[-1] == len(rows):
-        last_s = np.nan
-    else:
-        last_s = float(steps.time_s[-1]) if steps is not None else before_s
-    return Lines(steps, tuple(events), tuple(bad), last_s)
-
-
-def _table(rows: list[tuple[Any, ...]], before_s: float, restarts: list[int], bad: list[str]) -> Steps | None:
-    if not rows:
-        return None
-    try:
-        table = np.array(rows, dtype=np.float64)
-    except (TypeError, ValueError):
-        table = np.array([row for row in rows if _is_numeric(row)], dtype=np.float64).reshape(-1, len(_FIELDS))
-        restarts = [min(each, len(table)) for each in restarts]
-    before = np.concatenate(([before_s], table[:-1, 1])) if len(table) else np.empty(0)
-    before[[each for each in restarts if each < len(before)]] = np.nan
-    counts, times, spent = table[:, [0, 2, 3, 5]], table[:, 1], table[:, 6:]
-    # A comparison with NaN is false.
-    sound = (counts >= 0).all(1) & (counts < _MOST).all(1) & (times >= 0) & (times < _MOST_S)
-    sound &= (spent >= 0).all(1) & (spent < _MOST_S).all(1)
-    if wrong := len(rows) - int(sound.sum()):
-        bad += ["a step's numbers are out of range"] * wrong
-        table, before = table[sound], before[sound]
-    if not len(table):
-        return None
-    rank, step = table[:, 0].astype(np.int64), table[:, 2].astype(np.int64)
-    return Steps(rank, table[:, 1], step, table[:, 3], table[:, 4], table[:, 5], table[:, 6:], before)
+            table = np.array(self._rows, dtype=np.float64)
+        except (TypeError, ValueError):
+            empty = (-1.0,) * (len(_FIELDS) + 1)
+            table = np.array([row if _is_numeric(row) else empty for row in self._rows], dtype=np.float64)
+        counts, times, spent = table[:, [0, 2, 3, 5]], table[:, 1], table[:, 6:10]
+        # A comparison with NaN is false.
+        sound = (counts >= 0).all(1) & (counts < _MOST).all(1) & (times >= 0) & (times < _MOST_S)
+        sound &= (spent >= 0).all(1) & (spent < _MOST_S).all(1)
+        if not sound.all():
+            for index in np.flatnonzero(~sound).tolist():
+                source = self._sources[bisect_right(self._sources, index, key=itemgetter(0)) - 1][1]
+                self.bad[source].append("a step's numbers are out of range")
+            table = table[sound]
+        if not len(table):
+            return None
+        rank, step = table[:, 0].astype(np.int64), table[:, 2].astype(np.int64)
+        return Steps(rank, table[:, 1], step, table[:, 3], table[:, 4], table[:, 5], table[:, 6:10], table[:, 10])
 
 
 def _is_numeric(row: tuple[Any, ...]) -> bool:

@@ -6,21 +6,20 @@ import math
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.report.format import byte_count, clean, plural
 from headrace.spec.events import Event
-from headrace.watch.steps import Lines, Steps, read_lines
+from headrace.watch.steps import LineReader, Steps
 
 _BLOCK = 4 << 20
 """Bytes that are read at a time; no event is that long."""
-_PREVIEW = 48 << 20
+_PREVIEW = 32 << 20
 """Bytes of a run's history, all files together, that are read before the rest of it."""
-_WINDOWS = 256
-"""Places of a long file from which the preview is taken."""
+_WINDOWS, _ALL_WINDOWS = 256, 8192
+"""The most places of a long file from which the preview is taken, and of all files together."""
 _GROWTH_A_POLL_S = 1.0
 _PREVIEW_A_POLL_S = 0.3
 _HISTORY_A_POLL_S = 0.05
@@ -85,22 +84,24 @@ class RunTail:
     def poll(self) -> News:
         """Returns what was written since the last call, and a part of the history that has not been read yet."""
         found, anew = self._look()
-        lines: list[Lines] = []
+        reader = LineReader()
         began = time.monotonic()
         more = False
         for file in found:
-            for each in self._grown(file):
-                lines.append(each)
+            while self._grow(file, reader):
                 if more := time.monotonic() - began > _GROWTH_A_POLL_S:
                     break
         while self._preview and time.monotonic() - began < _PREVIEW_A_POLL_S:
-            lines.append(self._window(*self._preview.popleft()))
+            self._window(*self._preview.popleft(), reader)
         more |= bool(self._preview)
         while not more and (next_ := self._earliest_gap()) and time.monotonic() - began < _HISTORY_A_POLL_S:
-            lines.append(self._first_of_gap(next_))
-        steps = [each.steps for each in lines if each.steps is not None]
-        events = tuple(event for each in lines for event in each.events)
-        return News(Steps.joined(steps) if steps else None, events, anew, more)
+            self._first_of_gap(next_, reader)
+        steps = reader.steps()
+        for name, bad in reader.bad.items():
+            file = self._files[name]
+            file.first_bad = file.first_bad or clean(bad[0])[:_MOST_TEXT]
+            file.bad += len(bad)
+        return News(steps, tuple(reader.events), anew, more)
 
     @property
     def missing(self) -> float:
@@ -171,13 +172,14 @@ class RunTail:
     def _plan(self) -> None:
         """Divides the files that are there at first into what is read soon and what is read later."""
         each = _PREVIEW // max(1, len(self._files))
-        width = each // _WINDOWS
+        count = max(1, min(_WINDOWS, _ALL_WINDOWS // max(1, len(self._files))))
+        width = each // count
         for name, file in self._files.items():
             if file.size <= each or name == _LAUNCHER:
                 continue
             file.offset = self._last_line_end(file)
             file.gaps = [(0, file.offset)]
-            starts = [file.offset * index // _WINDOWS for index in range(_WINDOWS - 1)]
+            starts = [file.offset * index // count for index in range(count - 1)]
             self._preview += [(file, start, width) for start in starts]
             self._preview.append((file, max(0, file.offset - width), width))
         # By time, so that all curves are whole early; in one file from its begin to its end.
@@ -187,19 +189,21 @@ class RunTail:
         gaps = (file for file in self._files.values() if file.gaps)
         return min(gaps, key=lambda file: file.gaps[0][0] / file.size, default=None)
 
-    def _grown(self, file: _File) -> Iterator[Lines]:
-        """Yields what has been written to a file."""
-        while file.offset < file.size:
-            block = self._read(file, file.offset, min(_BLOCK, file.size - file.offset))
-            end = block.rfind(b"\n") + 1
-            if not end:
-                if len(block) < _BLOCK:
-                    return
-                end = len(block)
-            start, file.offset = file.offset, file.offset + end
-            yield self._lines(file, start, block[:end])
+    def _grow(self, file: _File, reader: LineReader) -> bool:
+        """Reads the next lines that have been written to a file; returns whether there were any."""
+        if file.offset >= file.size:
+            return False
+        block = self._read(file, file.offset, min(_BLOCK, file.size - file.offset))
+        end = block.rfind(b"\n") + 1
+        if not end:
+            if len(block) < _BLOCK:
+                return False
+            end = len(block)
+        self._lines(file, file.offset, block[:end], reader)
+        file.offset += end
+        return True
 
-    def _window(self, file: _File, start: int, count: int) -> Lines:
+    def _window(self, file: _File, start: int, count: int, reader: LineReader) -> None:
         """Reads the whole lines of a range, and takes them out of the last gap; ranges come in their order."""
         block = self._read(file, start, count)
         begin = block.find(b"\n") + 1 if start else 0
@@ -208,29 +212,25 @@ class RunTail:
         end = min(block.rfind(b"\n") + 1, stop - start)
         if end <= begin:
             file.gaps += [(first, stop)] * (first < stop)
-            return read_lines((), math.nan)
+            return
         parts = [(first, start + begin), (start + end, stop)]
         file.gaps += [part for part in parts if part[0] < part[1]]
-        return self._lines(file, start + begin, block[begin:end])
+        self._lines(file, start + begin, block[begin:end], reader)
 
-    def _first_of_gap(self, file: _File) -> Lines:
+    def _first_of_gap(self, file: _File, reader: LineReader) -> None:
         """Reads the first lines of a file's first gap."""
         start, stop = file.gaps[0]
         block = self._read(file, start, min(_BLOCK, stop - start))
         end = block.rfind(b"\n") + 1 or len(block)
         file.gaps[:1] = [(start + end, stop)] * (0 < end < stop - start)
-        return self._lines(file, start, block[:end])
+        self._lines(file, start, block[:end], reader)
 
-    def _lines(self, file: _File, start: int, block: bytes) -> Lines:
+    def _lines(self, file: _File, start: int, block: bytes, reader: LineReader) -> None:
         lines = block.split(b"\n")
         if not lines[-1]:
             lines.pop()
-        found = read_lines(lines, file.edges.pop(start, math.nan))
-        file.edges[start + len(block)] = found.last_s
-        if found.bad:
-            file.first_bad = file.first_bad or clean(found.bad[0])[:_MOST_TEXT]
-            file.bad += len(found.bad)
-        return found
+        before_s = file.edges.pop(start, math.nan)
+        file.edges[start + len(block)] = reader.read(lines, file.path.name, before_s)
 
     def _read(self, file: _File, start: int, count: int) -> bytes:
         name = file.path.name

@@ -73,7 +73,8 @@ export class Lanes {
     pen.scale(scale, scale);
     const last = Math.max(...bins.keys());
     const count = this.#bins || last + 1;
-    const first = Math.max(0, last + 1 - count);
+    // The last minute of a run that is younger begins before the run.
+    const first = last + 1 - count;
     const across = (width - LEFT) / count;
     this.#view = { rows, lane, first, last, across, count };
     const style = getComputedStyle(document.documentElement);
@@ -136,7 +137,7 @@ export class Lanes {
   }
 
   #times(pen, width, height, colour) {
-    const { first, last, count } = this.#view;
+    const { first, count } = this.#view;
     const seconds = this.#store.width;
     pen.fillStyle = colour;
     for (const part of [0, 0.5, 1]) {
@@ -145,7 +146,6 @@ export class Lanes {
       const text = this.#bins ? (part === 1 ? "now" : `${Math.round((1 - part) * count * seconds)} s ago`) : duration(at);
       pen.fillText(text, LEFT + part * (width - LEFT), height - 4);
     }
-    return last;
   }
 
   #summary(count) {
@@ -157,7 +157,7 @@ export class Lanes {
     if (!this.#view) return;
     const { rows, lane, first, last, across } = this.#view;
     const row = Math.floor(event.offsetY / (lane + GAP)), bin = first + Math.floor((event.offsetX - LEFT) / across);
-    this.#move(row >= 0 && row < rows.length && bin >= first && bin <= last ? { row, back: last - bin } : null);
+    this.#move(row >= 0 && row < rows.length && bin >= Math.max(0, first) && bin <= last ? { row, back: last - bin } : null);
   }
 
   #step(event) {
@@ -168,7 +168,7 @@ export class Lanes {
     const { row, back } = this.#cursor || { row: 0, back: 2 };
     const [down, left] = moves[event.key];
     const inside = (value, most) => Math.max(0, Math.min(most, value));
-    this.#move({ row: inside(row + down, rows.length - 1), back: inside(back + left, last - first) });
+    this.#move({ row: inside(row + down, rows.length - 1), back: inside(back + left, last - Math.max(0, first)) });
   }
 
   #move(cursor) {

@@ -85,7 +85,10 @@ function connect() {
       at("ask").hidden = true;
     },
     message: take,
-    lost: (text) => say(at("status"), `${text}; trying again`),
+    lost: (text) => {
+      say(at("status"), `${run ? `${panels.statusText(run.status)}; ` : ""}${text}, trying again`);
+      say(at("age"), "");
+    },
     refused,
   });
 }
@@ -223,7 +226,7 @@ function status() {
 
 // Told beside the status, which is read out when it changes: this changes all the time.
 function age() {
-  if (!run || run.age_s === null) return;
+  if (performance.now() - heardAt > 5000 || !run || run.age_s === null) return;
   const seconds = run.age_s + (performance.now() - heardAt) / 1000;
   const isOld = run.status === "running" && seconds > 10;
   say(at("age"), run.status === "running" ? (isOld ? `nothing written for ${duration(seconds)}` : "live") : "");
