@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from servers import Load, Request, binary_request, headrace_server, metrics, wrk
+from servers import Load, Request, binary_request, free_port, headrace_server, metrics, wrk
 
 _HEALTH_MS, _RECOVERY_S, _GROWTH_MB, _LATE_GROWTH = 100, 1.0, 256, 1.1
 _PROBE_S, _CONNECTING_S = 0.05, 2.0
@@ -23,12 +23,15 @@ class Probes:
     """What is seen from outside while the load runs.
 
     Attributes:
-        health: seconds after the begin, and ms, of each request for health, over a connection of its own.
+        health: seconds after the begin, and ms, of each request for health at the port of the probes, over a connection
+            of its own.
+        beside: the same at the port of the predictions.
         resident_mb: of the server.
         wrong: answers that are neither a prediction nor a 429 that says when to come again.
     """
 
     health: list[tuple[float, float]] = field(default_factory=list)
+    beside: list[tuple[float, float]] = field(default_factory=list)
     resident_mb: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
@@ -36,7 +39,8 @@ class Probes:
 def overload(folder: Path, model: Path, seconds: float, clients: int) -> None:
     """Prints what was seen; raises SystemExit where a claim does not hold."""
     request = binary_request(folder)
-    with headrace_server(model) as (url, pid):
+    port = free_port()
+    with headrace_server(model, "--health-port", str(port)) as (url, pid):
         infer = f"{url}/v2/models/model/infer"
         most = wrk(infer, request, 64, 4).rate
         before = resident_mb(pid)
@@ -46,7 +50,8 @@ def overload(folder: Path, model: Path, seconds: float, clients: int) -> None:
         seen, start = Probes(), time.monotonic()
         probes = [
             threading.Thread(target=_repeat, args=(load.is_alive, each))
-            for each in (lambda: _health(url, start, seen), lambda: seen.resident_mb.append(resident_mb(pid)),
+            for each in (lambda: _health(f"http://127.0.0.1:{port}", start, seen.health),
+                         lambda: _health(url, start, seen.beside), lambda: seen.resident_mb.append(resident_mb(pid)),
                          lambda: _predict(infer, request, seen))
         ]  # fmt: skip
         for probe in probes:
@@ -76,12 +81,8 @@ def _report(
     answered = (load.answers - load.not_answered) / seconds
     print(f"64 clients: {most:.0f}/s. {clients} clients, {seconds:.0f} s: {answered:.0f}/s answered, "
           f"{load.not_answered / seconds:.0f}/s refused, {load.socket_errors} socket errors, {codes}")  # fmt: skip
-    connecting = [ms for at, ms in seen.health if at < _CONNECTING_S]
-    later = sorted(ms for at, ms in seen.health if at >= _CONNECTING_S)
-    slow = later[int(0.99 * (len(later) - 1))]
-    print(f"health: {max(connecting):.0f} ms at most while all connect at once, {_CONNECTING_S:.0f} s; then, "
-          f"{len(later)} times: median {statistics.median(later):.1f} ms, 99 % {slow:.1f} ms, most "
-          f"{later[-1]:.1f} ms")  # fmt: skip
+    connecting, later = _told("health at its own port", seen.health)
+    _told("health at the port of the predictions", seen.beside)
     print(f"memory: {before:.0f} MB before, {early:.0f} MB in the first half, {late:.0f} MB in the second")
     print(f"10 predictions without a refusal {recovered:.2f} s after the end")
     claims = {
@@ -101,18 +102,29 @@ def _report(
         raise SystemExit(1)
 
 
+def _told(name: str, found: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Prints how long requests for health took; returns the ms while all connect, and those after that, sorted."""
+    connecting = [ms for at, ms in found if at < _CONNECTING_S]
+    later = sorted(ms for at, ms in found if at >= _CONNECTING_S)
+    slow = later[int(0.99 * (len(later) - 1))]
+    print(f"{name}: {max(connecting):.0f} ms at most while all connect at once, {_CONNECTING_S:.0f} s; then, "
+          f"{len(later)} times: median {statistics.median(later):.1f} ms, 99 % {slow:.1f} ms, most "
+          f"{later[-1]:.1f} ms")  # fmt: skip
+    return connecting, later
+
+
 def _repeat(going: Callable[[], bool], probe: Callable[[], None]) -> None:
     while going():
         probe()
         time.sleep(_PROBE_S)
 
 
-def _health(url: str, start: float, seen: Probes) -> None:
+def _health(url: str, start: float, found: list[tuple[float, float]]) -> None:
     began = time.monotonic()
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
     connection.request("GET", "/v2/health/live")
     assert connection.getresponse().status == 200
-    seen.health.append((began - start, (time.monotonic() - began) * 1e3))
+    found.append((began - start, (time.monotonic() - began) * 1e3))
     connection.close()
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -84,6 +85,12 @@ def _written(folder: Path, body: bytes, headers: dict[str, str]) -> Request:
     (folder / "body").write_bytes(body)
     (folder / "headers").write_text("".join(f"{name}: {value}\n" for name, value in headers.items()))
     return Request(folder / "body", folder / "headers")
+
+
+def free_port() -> int:
+    """Returns a port of this machine at which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        return int(bound.getsockname()[1])
 
 
 @contextmanager

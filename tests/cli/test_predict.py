@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.cli import run
+from headrace.export import signature
+from serving.folders import looked_up, scaled, signed
 
 JOB = """
 import functools, torch, headrace as hr
@@ -52,6 +54,43 @@ def test_predictions_of_a_run_and_of_its_export(tmp_path: Path, capsys: Capture)
     np.save(tmp_path / "x.npy", values[:, :, :2])
     assert run(["predict", str(tmp_path / "r"), str(tmp_path / "x.npy")]) == 5
     assert "expected input float32 (any, 2, 3), got the shape (150, 2, 2)" in capsys.readouterr().err
+
+
+def test_what_an_exported_model_does_not_compute_is_said(tmp_path: Path, capsys: Capture) -> None:
+    values = np.zeros((40, 3), np.float32)
+    values[33, 1] = np.nan
+    np.save(tmp_path / "x.npy", values)
+    assert run(["predict", str(scaled(tmp_path / "a", 2.0)), str(tmp_path / "x.npy")]) == 5
+    told = "the model returned NaN or infinity in y for 1 of 40 examples, the first at 33"
+    assert told in capsys.readouterr().err
+    np.savez(tmp_path / "x.npz", user=np.arange(5), item=np.array([0, 1, 2, 10, 3]))
+    assert run(["predict", str(looked_up(tmp_path / "b")), str(tmp_path / "x.npz")]) == 5
+    captured = capsys.readouterr()
+    assert "the model cannot compute examples 0 to 4" in captured.err
+    assert "out of data bounds, idx=10" in captured.err
+    assert captured.out == ""
+
+
+def test_an_exported_folder_that_is_forged_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((2, 3), np.float32))
+    folder = scaled(tmp_path / "a", 2.0)
+    facts = signature.read(folder)
+    (folder / "model.onnx").write_bytes(b"no model")
+    (folder / "model.pt2").write_bytes(b"no model")
+    command = ["predict", str(folder), str(tmp_path / "x.npy")]
+    assert run(command) == 5
+    assert "is not the file that was exported" in capsys.readouterr().err
+    for told in ("model.onnx cannot be run: InvalidProtobuf", "model.pt2 cannot be loaded"):
+        signed(folder, facts)
+        assert run(command) == 5
+        captured = capsys.readouterr()
+        assert told in captured.err
+        assert "Traceback" not in captured.err
+        (folder / told.split()[0]).rename(tmp_path / told.split()[0])
+    (folder / "model.onnx").symlink_to(tmp_path / "model.onnx")
+    signed(folder, facts)
+    assert run(command) == 5
+    assert "is a link" in capsys.readouterr().err
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: Capture) -> None:

@@ -161,7 +161,7 @@ def test_labels_are_lines_or_json(tmp_path: Path) -> None:
         ({"target": "fridge"}, "--target takes server, browser, mobile, got fridge"),
         ({"target": "browser", "formats": ("pt2",)}, "takes the format onnx alone, got pt2"),
         ({"onnxruntime_web": "x.tgz"}, "goes with --target browser"),
-        ({"formats": ()}, "--formats takes pt2, onnx, pte, got none"),
+        ({"formats": ()}, "--formats takes pt2, onnx, pte, tflite, got none"),
     ],
 )
 def test_what_does_not_go_together_is_refused(asked: dict[str, object], told: str) -> None:

@@ -117,6 +117,15 @@ def test_a_folder_that_is_not_what_was_exported_is_refused(
         open_program(folder)
 
 
+def test_a_torch_program_is_not_loaded_unless_it_is_trusted(tmp_path: Path) -> None:
+    """What torch would unpickle and evaluate while it loads such a file comes from whoever made the folder."""
+    folder = scaled(tmp_path / "a", 2.0)
+    (folder / "model.onnx").rename(folder / "model.pt2")
+    signed(folder, signature.read(folder))
+    with pytest.raises(DataError, match=r"has model\.pt2 and no model\.onnx; .* say --trust-pt2 where"):
+        open_program(folder)
+
+
 def test_folders_without_a_model_and_names_that_clash(tmp_path: Path) -> None:
     def catalog(*folders: Path) -> Catalog:
         return Catalog(folders, ServeSettings(), ServerMetrics())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,8 +24,8 @@ Capture = pytest.CaptureFixture[str]
 
 
 @contextmanager
-def server(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Yields a server of its own process, and its port."""
+def server(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
+    """Yields a server of its own process, its port, and that of its probes or 0."""
     program = "import sys; from headrace.cli import main; sys.argv[1:1] = ['serve', '--json', '--port', '0']; main()"
     with subprocess.Popen([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -33,7 +34,9 @@ def server(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
             while not lines or lines[-1] != "}\n":
                 lines.append(process.stdout.readline())
                 assert lines[-1], f"the server has ended with {process.wait()}"
-            yield process, int(json.loads("".join(lines))["url"].rpartition(":")[2])
+            told = json.loads("".join(lines))
+            port, health = (int(told.get(each, ":0").rpartition(":")[2]) for each in ("url", "health_url"))
+            yield process, port, health
         finally:
             process.kill()
 
@@ -57,8 +60,10 @@ def ask(port: int, path: str, content: str | None = None) -> bytes:
 
 @pytest.mark.slow
 def test_it_answers_and_imports_no_torch(tmp_path: Path, real_python: None) -> None:
-    with server(str(scaled(tmp_path / "a", 2.0))) as (process, port):
+    with server(str(scaled(tmp_path / "a", 2.0)), "--health-port", "0") as (process, port, health):
         assert infer(port) == [2.0, 4.0, 6.0]
+        assert json.loads(ask(health, "/v2/health/ready")) == {"ready": True}
+        assert json.loads(ask(health, "/v2/health/live")) == {"live": True}
         maps = Path(f"/proc/{process.pid}/maps").read_text()
         assert "onnxruntime" in maps
         assert "libtorch" not in maps
@@ -68,7 +73,7 @@ def test_it_answers_and_imports_no_torch(tmp_path: Path, real_python: None) -> N
 def test_what_has_come_before_sigterm_is_answered(tmp_path: Path, real_python: None) -> None:
     """Requests wait for two seconds for others to be computed with: at the signal, none has been answered."""
     folder = scaled(tmp_path / "a", 2.0)
-    with server(str(folder), "--max-batch", "100", "--max-wait-ms", "2000") as (process, port):
+    with server(str(folder), "--max-batch", "100", "--max-wait-ms", "2000") as (process, port, _):
         found: list[Any] = []
         threads = [threading.Thread(target=lambda: found.append(infer(port))) for _ in range(5)]
         for thread in threads:
@@ -107,6 +112,14 @@ def test_what_cannot_be_served_is_said(tmp_path: Path, capsys: Capture, monkeypa
     folder = str(scaled(tmp_path / "a", 2.0))
     assert run(["serve", folder, "--host", "192.0.2.77", "--public"]) == 2
     assert "cannot listen on 192.0.2.77 port 8000" in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = str(taken.getsockname()[1])
+        assert run(["serve", folder, "--port", "0", "--health-port", number]) == 2
+        told = capsys.readouterr().err
+        assert f"cannot listen on 127.0.0.1 port {number}" in told
+        assert "name another --health-port, 0 for a free one" in told
+    assert run(["serve", folder, "--cluster", "ray://auto", "--health-port", "0"]) == 2
+    assert "Ray Serve probes its replicas itself" in capsys.readouterr().err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert run(["serve", folder]) == 3
     assert "pip install 'headrace[serve]'" in capsys.readouterr().err

@@ -16,13 +16,14 @@ from headrace.api.run import load_model
 from headrace.checkpoint import Checkpoint, CheckpointFolder
 from headrace.errors import CheckpointMismatch, DataError, UsageError
 from headrace.export.choice import DEFAULT, FORMATS, ExportChoice
+from headrace.export.mobile.litert import one_by_one
 from headrace.export.opening import open_runner
 from headrace.export.predictor import answering_form, inputs_of, predictor_of
 from headrace.export.predictor import run as run_predictor
-from headrace.export.programs import free_lengths
+from headrace.export.programs import first_line, free_lengths
 from headrace.export.reading import read_inputs
 from headrace.export.signature import Signature, TensorForm, form_of, open_file, read, values_of
-from headrace.export.tensors import Array, check_lengths
+from headrace.export.tensors import Array, check_lengths, not_finite
 from headrace.export.writing import examples_of, write_model
 from headrace.modules import parameters_and_buffers
 from headrace.report.model.events import EventLog, of_kind, read_log
@@ -88,7 +89,8 @@ def trained(job: Job, run_dir: Path, step: int | None = None) -> tuple[nn.Module
     module = inspect_job(job).module
     path = run_dir / MODEL
     if step is None and path.is_file():
-        load_model(module, path)
+        with making_sense(path):
+            load_model(module, path)
         return module.eval(), None
     checkpoint = _checkpoint(run_dir, step)
     _load_checkpoint(module, checkpoint)
@@ -124,9 +126,11 @@ def predict_with_folder(folder: Path, data: Path) -> tuple[str, dict[str, Array]
     """
     facts = read(folder)
     # An error names ONNX where there is none of them.
-    name = next((FORMATS[each] for each in ("onnx", "pt2", "pte") if FORMATS[each] in facts.files), FORMATS["onnx"])
+    tried = ("onnx", "pt2", "pte", "tflite")
+    name = next((FORMATS[each] for each in tried if FORMATS[each] in facts.files), FORMATS["onnx"])
     runner = open_runner(open_file(folder, facts, name), facts.inputs, facts.outputs)
-    return facts.task, _predict(runner.run, read_inputs(data, facts.inputs), facts.inputs)
+    forms = one_by_one(facts.inputs) if name == FORMATS["tflite"] else facts.inputs
+    return facts.task, _predict(runner.run, read_inputs(data, forms), forms)
 
 
 def _predict(
@@ -142,11 +146,25 @@ def _predict(
             name: torch.from_numpy(np.ascontiguousarray(array[start : start + _SLICE]))
             for name, array in arrays.items()
         }
-        for name, output in run(tensors).items():
+        for name, output in _outputs(run, tensors, start).items():
             found.setdefault(name, []).append(output)
     if not count:
         raise DataError("there is no example; give one at least")
-    return {name: torch.cat(parts).numpy() for name, parts in found.items()}
+    whole = {name: torch.cat(parts).numpy() for name, parts in found.items()}
+    for name, array in whole.items():
+        if told := not_finite(name, array, len(array) == count):
+            raise DataError(told)
+    return whole
+
+
+def _outputs(
+    run: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]], tensors: Mapping[str, Tensor], start: int
+) -> Mapping[str, Tensor]:
+    try:
+        return run(tensors)
+    except Exception as error:  # of the user's model, or of the runtime, which has a class for each status
+        last = start + len(next(iter(tensors.values()))) - 1
+        raise DataError(f"the model cannot compute examples {start} to {last}: {first_line(error)}") from error
 
 
 def _started(log: EventLog, run_dir: Path) -> RunStarted:

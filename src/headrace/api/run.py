@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from headrace.checkpoint import forms
-from headrace.errors import RunFailed, UnfitMachine, UsageError
+from headrace.errors import CorruptCheckpoint, RunFailed, UnfitMachine, UsageError
 from headrace.export.choice import choose
 from headrace.export.signature import Signature
 from headrace.export.writing import write_model
@@ -276,9 +277,9 @@ class Run:
         Args:
             path: of the folder, which is made: the model's files, a sample, and `signature.json`, which says what goes
                 in and comes out.
-            formats: "pt2" (torch.export), "onnx", "pte"; None for those of the target.
+            formats: "pt2" (torch.export), "onnx"; of phones "pte" or "tflite"; None for those of the target.
             target: "server"; "browser": also a page that runs the model, for any static web server; "mobile":
-                ExecuTorch with XNNPACK.
+                ExecuTorch with XNNPACK ("pte"), or LiteRT ("tflite").
             labels: names of the classes in the order of the outputs; for a model of texts, of its tokens.
             onnxruntime_web: for the page, an archive or a folder of that package; None to let npm fetch it.
             quantize: "int8" or "fp16" for smaller files; the signature has the metrics before and after.
@@ -310,7 +311,12 @@ class Run:
 
 def load_model(module: nn.Module, path: Path) -> None:
     """Loads the tensors and the extra state of a whole model from `model.safetensors` of a run."""
-    saved = forms.decode(load_file(path))
+    try:
+        saved = forms.decode(load_file(path))
+    except SafetensorError as error:
+        raise CorruptCheckpoint(
+            path, f"it is not the whole model that was saved: {error}", "name a checkpoint by --step, or train again"
+        ) from None
     # It also holds the versions of the modules' forms, which a module may ask for.
     state = module.state_dict(keep_vars=True)
     with torch.no_grad():

@@ -8,12 +8,14 @@ from pathlib import Path
 
 from headrace.errors import UsageError
 
-FORMATS = {"pt2": "model.pt2", "onnx": "model.onnx", "pte": "model.pte"}
-PRECISIONS = ("int8", "fp16")
+FORMATS = {"pt2": "model.pt2", "onnx": "model.onnx", "pte": "model.pte", "tflite": "model.tflite"}
 """The file of each format."""
+PRECISIONS = ("int8", "fp16")
 TARGETS = {"server": ("pt2", "onnx"), "browser": ("onnx",), "mobile": ("pte",)}
-"""The formats of each target."""
-_WHOLE = ("pt2",)
+"""The formats of each target, if none is named."""
+_ALONE = {"browser": ("onnx",), "mobile": ("pte", "tflite")}
+"""Of these targets one format is written, and these may be named."""
+_WHOLE = ("pt2", "tflite")
 """Formats that are not quantized."""
 
 
@@ -53,12 +55,14 @@ def choose(
     unknown = [each for each in taken if each not in FORMATS]
     if unknown or not taken:
         raise UsageError(f"--formats takes {', '.join(FORMATS)}, got {', '.join(unknown) or 'none'}")
-    if target != "server" and taken != TARGETS[target]:
-        raise UsageError(f"--target {target} takes the format {TARGETS[target][0]} alone, got {', '.join(taken)}")
-    if target == "server" and "pte" in taken:
-        raise UsageError("the format pte goes with --target mobile")
+    if target in _ALONE and (len(taken) > 1 or taken[0] not in _ALONE[target]):
+        raise UsageError(
+            f"--target {target} takes the format {' or '.join(_ALONE[target])} alone, got {', '.join(taken)}"
+        )
+    if phones := [each for each in taken if each in _ALONE["mobile"] and target != "mobile"]:
+        raise UsageError(f"the format {phones[0]} goes with --target mobile")
     if quantize is not None and (target == "browser" or set(taken) & set(_WHOLE)):
-        raise UsageError("--quantize goes with --formats onnx for a server, and with --target mobile")
+        raise UsageError("--quantize goes with --formats onnx for a server, and with the format pte for phones")
     if onnxruntime_web is not None and target != "browser":
         raise UsageError("--onnxruntime-web goes with --target browser")
     if len(set(labels)) != len(labels):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from headrace.export import programs
 from headrace.export.mobile.executorch import PteRunner
+from headrace.export.mobile.litert import TfliteRunner
 from headrace.export.signature import TensorForm
 
 
@@ -14,4 +15,6 @@ def open_runner(path: Path, inputs: Sequence[TensorForm], outputs: Sequence[Tens
     """Returns what runs a file, by its suffix."""
     if path.suffix == ".pte":
         return PteRunner(path, inputs, outputs)
+    if path.suffix == ".tflite":
+        return TfliteRunner(path, inputs, outputs)
     return programs.TorchRunner(path, inputs, outputs) if path.suffix == ".pt2" else programs.OnnxRunner(path)

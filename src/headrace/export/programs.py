@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import traceback
 import warnings
 from abc import ABC, abstractmethod
@@ -17,13 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from headrace.errors import JobError, UnfitMachine
+from headrace.errors import DataError, JobError, UnfitMachine
+from headrace.export.pooling import pooled_by_slices
 from headrace.export.predictor import Predictor
 from headrace.export.recurrent import whole_recurrent_layers
 from headrace.export.signature import TensorForm
 
 BATCH, TIME = "batch", "time"
 _TORCH = str(Path(torch.__file__).parent)
+_NODE = re.compile(r"translating node %(\w+) ")
+"""Where torch names the node of the graph that has no ONNX form."""
 _ONE_FILE_BYTES = 2 << 30
 """A larger ONNX model needs a second file for its weights."""
 
@@ -76,11 +80,19 @@ def trace(predictor: Predictor, inputs: Mapping[str, Tensor], most: int | None =
         return replace(_traced(predictor, inputs, {0: batch}, not unrolled), why_fixed=why)
     except Exception as error:
         # Not "from error": torch adds the graph and a hundred frames of its own.
-        raise JobError(
-            f"the model cannot be exported{_where(predictor, error)}: {first_line(error)}; what depends on values "
-            "(`if x.sum() > 0`, .item()) or on one batch size cannot be traced: use torch.where, torch.cond, and "
-            "x.shape[0]"
-        ) from None
+        raise _untraceable(predictor, error) from None
+
+
+def trace_fixed(predictor: Predictor, inputs: Mapping[str, Tensor]) -> Traced:
+    """Traces the model for the shapes of these inputs alone; steps of recurrent layers are unrolled.
+
+    Raises:
+        JobError: the model cannot be traced.
+    """
+    try:
+        return _traced(predictor, inputs, {}, False)
+    except Exception as error:
+        raise _untraceable(predictor, error) from None
 
 
 def free_lengths(inputs: Mapping[str, Tensor]) -> tuple[int, ...]:
@@ -116,7 +128,10 @@ def save_onnx(traced: Traced, path: Path, inputs: Sequence[TensorForm], outputs:
                 verbose=False,
             )
         except Exception as error:
-            raise JobError(f"the model has no ONNX form: {first_line(error)}; model.pt2 has it") from None
+            raise JobError(
+                f"the model has no ONNX form{_translated(traced.program, error)}: {first_line(error)}; compute this "
+                "otherwise, or take --formats pt2"
+            ) from None
     assert made is not None
     for values, forms in ((made.model.graph.inputs, inputs), (made.model.graph.outputs, outputs)):
         for value, form in zip(values, forms, strict=True):
@@ -131,7 +146,10 @@ class TorchRunner(ProgramRunner):
     """Runs `model.pt2`."""
 
     def __init__(self, path: Path, inputs: Sequence[TensorForm], outputs: Sequence[TensorForm]) -> None:
-        self._call: Callable[..., Mapping[str, Tensor]] = torch.export.load(path).module()
+        try:
+            self._call: Callable[..., Mapping[str, Tensor]] = torch.export.load(path).module()
+        except Exception as error:  # of torch, which raises what its readers raise
+            raise DataError(f"{path} cannot be loaded: {first_line(error)}") from None
         self._inputs = [form.name for form in inputs]
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -150,7 +168,10 @@ class OnnxRunner(ProgramRunner):
         options.log_severity_level = 3
         if threads:
             options.intra_op_num_threads = threads
-        self._session: Any = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        try:
+            self._session: Any = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime has one class for each status, all unnamed in its interface
+            raise DataError(f"{path} cannot be run: {first_line(error)}") from None
         self._outputs = [output.name for output in self._session.get_outputs()]
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -172,7 +193,7 @@ def require(*modules: str) -> None:
 
 def _traced(predictor: Predictor, inputs: Mapping[str, Tensor], dims: dict[int, Dim], whole: bool) -> Traced:
     shapes = (tuple(dims for _ in inputs),)
-    with whole_recurrent_layers() if whole else nullcontext(), quiet():
+    with whole_recurrent_layers() if whole else nullcontext(), pooled_by_slices(), quiet():
         program = torch.export.export(predictor, tuple(inputs.values()), dynamic_shapes=shapes, strict=False)
     return Traced(program, tuple(dims), dynamic_shapes=shapes)
 
@@ -182,6 +203,26 @@ def _named_shape(form: TensorForm) -> Any:
 
     names = (BATCH, TIME)
     return onnx_ir.Shape([names[min(dim, 1)] if length < 0 else length for dim, length in enumerate(form.shape)])
+
+
+def _untraceable(predictor: Predictor, error: BaseException) -> JobError:
+    return JobError(
+        f"the model cannot be exported{_where(predictor, error)}: {first_line(error)}; what depends on values "
+        "(`if x.sum() > 0`, .item()) or on one batch size cannot be traced: use torch.where, torch.cond, and "
+        "x.shape[0]"
+    )
+
+
+def _translated(program: ExportedProgram, error: BaseException) -> str:
+    """Returns ", at layers.2 (Gate)", whose operation the exporter did not translate; "" where unknown."""
+    found, cause = None, error
+    while found is None and cause is not None:
+        found, cause = _NODE.search(str(cause)), cause.__cause__  # type: ignore[assignment]
+    for node in program.graph.nodes:
+        if found is not None and node.name == found[1] and (stack := node.meta.get("nn_module_stack")):
+            path, kind = list(stack.values())[-1]
+            return f", at {path.removeprefix('model').lstrip('.') or 'the model'} ({str(kind).rpartition('.')[2]})"
+    return ""
 
 
 def _where(predictor: Predictor, error: BaseException) -> str:

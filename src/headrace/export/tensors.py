@@ -131,3 +131,19 @@ def check_names(found: Sequence[str], forms: Sequence[TensorForm]) -> None:
             if found
             else f"expected {', '.join(map(form_text, forms))}; got no input"
         )
+
+
+def not_finite(name: str, output: Array, batched: bool) -> str:
+    """Returns what to say of an output with NaN or infinity; "" where it has none.
+
+    Args:
+        batched: whether the first dimension counts the examples; else it is one example.
+    """
+    if output.dtype.kind != "f" or np.isfinite(output).all():
+        return ""
+    examples = output.reshape((len(output), -1) if batched else (1, -1))
+    bad = np.flatnonzero(~np.isfinite(examples).all(axis=1))
+    return (
+        f"the model returned NaN or infinity in {name} for {len(bad)} of {len(examples)} examples, the first at "
+        f"{bad[0]}; are the inputs in the range that it was trained on?"
+    )

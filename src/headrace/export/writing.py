@@ -22,6 +22,7 @@ from headrace.export.browser.folder import write_page
 from headrace.export.browser.runtime import find_runtime
 from headrace.export.choice import DEFAULT, FORMATS, PRECISIONS, ExportChoice
 from headrace.export.mobile.executorch import MOST_EXAMPLES, require_executorch, save_pte, trace_for_phone
+from headrace.export.mobile.litert import require_litert, save_tflite
 from headrace.export.opening import open_runner
 from headrace.export.predictor import Predictor, answering_form, inputs_of, keeps_cache, predictor_of, run
 from headrace.export.programs import ProgramRunner
@@ -71,16 +72,17 @@ def write_model(
     few = {name: tensor[:_SAMPLE] for name, tensor in sample.tensors.items()}
     if min(map(len, few.values())) < 2:
         raise DataError("an export needs two examples at least, and the data has one")
+    if "tflite" in choice.formats:
+        few = {name: tensor[:1] for name, tensor in few.items()}
     expected = run(predictor, few)
     _check_labels(choice.labels, expected)
-    phone = choice.target == "mobile"
-    traced = trace_for_phone(predictor, few) if phone else programs.trace(predictor, few)
+    traced = _trace(predictor, few, choice)
     inputs = tuple(form_of(name, tensor, traced.free) for name, tensor in few.items())
     inputs = values_of(inputs, [inputs_of(job, model, batch).tensors for batch in batches])
     outputs = tuple(form_of(name, tensor, _free_of(tensor, few, traced.free)) for name, tensor in expected.items())
     made_by = {**versions(), **({} if web is None else {"onnxruntime-web": web.version})}
     facts = replace(facts, inputs=inputs, outputs=outputs, labels=choice.labels or facts.labels, versions=made_by)
-    facts = replace(facts, notes=_notes(traced, cached, phone))
+    facts = replace(facts, notes=_notes(traced, cached, choice))
     subject = _Subject(job, predictor, batches)
     try:
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as aside:
@@ -115,6 +117,12 @@ class _Subject:
         return [inputs_of(self.job, self.predictor.model, batch).tensors for batch in self.batches]
 
 
+def _trace(predictor: Predictor, few: Mapping[str, Tensor], choice: ExportChoice) -> programs.Traced:
+    if "tflite" in choice.formats:
+        return programs.trace_fixed(predictor, few)
+    return trace_for_phone(predictor, few) if "pte" in choice.formats else programs.trace(predictor, few)
+
+
 def _write_programs(
     place: Path, subject: _Subject, traced: programs.Traced, facts: Signature, choice: ExportChoice
 ) -> Signature:
@@ -131,6 +139,8 @@ def _write_programs(
         if each == "pte":
             few = {name: tensor[:_SAMPLE] for name, tensor in subject.inputs()[0].items()}
             how = save_pte(traced, path, subject.predictor, few, choice.quantize, calibration)
+        elif each == "tflite":
+            save_tflite(traced, path, {name: tensor[:1] for name, tensor in subject.inputs()[0].items()})
         elif each == "onnx":
             programs.save_onnx(traced, path, facts.inputs, facts.outputs)
             if choice.quantize:
@@ -229,8 +239,10 @@ def _free_of(output: Tensor, inputs: Mapping[str, Tensor], free: Sequence[int]) 
     return tuple(dim for dim in free if dim < output.dim() and output.shape[dim] == lengths[dim])
 
 
-def _notes(traced: programs.Traced, cached: bool, phone: bool) -> tuple[str, ...]:
-    notes = [f"a call takes at most {MOST_EXAMPLES} examples"] if phone else []
+def _notes(traced: programs.Traced, cached: bool, choice: ExportChoice) -> tuple[str, ...]:
+    notes = [f"a call takes at most {MOST_EXAMPLES} examples"] if "pte" in choice.formats else []
+    if "tflite" in choice.formats:
+        notes.append("a call takes one example, and the shapes are fixed")
     if traced.why_fixed:
         notes.append(
             f"sequences have a fixed length, because the model could not be traced with any: {traced.why_fixed}"
@@ -245,6 +257,8 @@ def _check(folder: Path, choice: ExportChoice) -> None:
         raise UsageError(f"{folder} exists already; name another folder, or delete it")
     if "pte" in choice.formats:
         require_executorch()
+    if "tflite" in choice.formats:
+        require_litert()
     if "onnx" in choice.formats:
         programs.require("onnx", "onnxscript", "onnxruntime")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -50,6 +50,8 @@ _log = logging.getLogger("headrace.serve")
 _LIVE, _READY = "/v2/health/live", "/v2/health/ready"
 _OPEN = {"/", _LIVE, _READY}
 """Answered without the token: probes of a scheduler, and the page, which asks for it."""
+_TURN_S, _STUCK_S = 1.0, 10.0
+"""How often the event loop says that it turns, and after how long without that probes are told."""
 
 _INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 _PREDICT = re.compile(r"/v1/models/([^/:]+)(?:/versions/([^/:]+))?:predict")
@@ -85,6 +87,8 @@ class PredictionServer:
         infer, tensorflow = _Endpoint(self._predicting(self._infer)), _Endpoint(self._predicting(self._tensorflow))
         self._predictions = ((_INFER, infer), (_PREDICT, tensorflow))
         self._health = {_LIVE: _Endpoint(self._live), _READY: _Endpoint(self._ready)}
+        self._probes = {_LIVE: _Endpoint(self._turning), _READY: _Endpoint(self._ready)}
+        self._turned = time.monotonic()
         self._guarded = ServerErrorMiddleware(self._dispatch, handler=_internal_error)
         self._app = Starlette(
             routes=self._routes(infer, tensorflow),
@@ -98,6 +102,15 @@ class PredictionServer:
             await error_reply(refusal).send(send)
             return
         await self._guarded(scope, receive, send)
+
+    async def probe(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers requests for health alone: an ASGI application for an event loop in another thread."""
+        refusal = self._refusal(scope)
+        if refusal is None and scope["method"] == "GET" and (endpoint := self._probes.get(scope["path"])) is not None:
+            await endpoint(scope, receive, send)
+            return
+        here = RequestError(404, f"this port answers GET {_LIVE} and {_READY} alone")
+        await error_reply(refusal or here).send(send)
 
     async def load(self) -> None:
         """Loads all models; raises what is wrong with one. Without it the first request would wait for that."""
@@ -151,13 +164,14 @@ class PredictionServer:
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         await self.load()
-        watching = asyncio.create_task(self.catalog.watch())
+        tasks = [asyncio.create_task(each) for each in (self.catalog.watch(), self._turn())]
         try:
             yield
         finally:
-            watching.cancel()
-            with suppress(asyncio.CancelledError):
-                await watching
+            for task in tasks:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
             await self.catalog.close()
 
     def _refusal(self, scope: Scope) -> RequestError | None:
@@ -225,6 +239,19 @@ class PredictionServer:
             )
         counters[0].inc()
         counters[1].observe(seconds)
+
+    async def _turn(self) -> None:
+        """Notes that the event loop turns, until it is cancelled."""
+        while True:
+            self._turned = time.monotonic()
+            await asyncio.sleep(_TURN_S)
+
+    async def _turning(self, scope: Scope, receive: Receive) -> HttpAnswer:
+        """Says for another thread whether this event loop is alive: a probe that it does not read would not show it."""
+        seconds = time.monotonic() - self._turned
+        if seconds > _STUCK_S:
+            raise RequestError(503, f"the event loop that reads requests has not turned for {seconds:.0f} s")
+        return await self._live(scope, receive)
 
     async def _live(self, scope: Scope, receive: Receive) -> HttpAnswer:
         return json_reply({"live": True})

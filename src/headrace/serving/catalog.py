@@ -9,11 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from headrace.errors import DataError, HeadraceError, UsageError
 from headrace.export.signature import NAME, Signature, read
-from headrace.export.tensors import Array, check_lengths
+from headrace.export.tensors import Array, check_lengths, not_finite
 from headrace.serving.batcher import Batcher
 from headrace.serving.metrics import ServerMetrics
 from headrace.serving.programs import ServedProgram, open_program
@@ -95,15 +93,9 @@ class LoadedVersion:
 
     def _check_finite(self, outputs: Sequence[Array]) -> None:
         for form, output in zip(self.facts.outputs, outputs, strict=True):
-            if output.dtype.kind == "f" and not np.isfinite(output).all():
+            if told := not_finite(form.name, output, self.batched):
                 self._not_finite.inc()
-                examples = output.reshape((len(output), -1) if self.batched else (1, -1))
-                bad = np.flatnonzero(~np.isfinite(examples).all(axis=1))
-                raise RequestError(
-                    422,
-                    f"the model returned NaN or infinity in {form.name} for {len(bad)} of {len(examples)} examples, "
-                    f"the first at {bad[0]}; are the inputs in the range that it was trained on?",
-                )
+                raise RequestError(422, told)
 
 
 @dataclass
@@ -236,9 +228,11 @@ class Catalog:
             self._retire(model.versions.pop(number))
 
     async def _load(self, model: ServedModel, number: int) -> None:
-        facts, program = await asyncio.to_thread(open_program, model.path(number), self._settings.threads)
+        settings = self._settings
+        path = model.path(number)
+        facts, program = await asyncio.to_thread(open_program, path, settings.threads, settings.trust_pt2)
         _log.info("version %d of %s is loaded", number, model.name)
-        model.versions[number] = LoadedVersion(model.name, number, facts, program, self._settings, self._metrics)
+        model.versions[number] = LoadedVersion(model.name, number, facts, program, settings, self._metrics)
 
     def _retire(self, version: LoadedVersion) -> None:
         task = asyncio.create_task(version.close())

@@ -76,8 +76,12 @@ class TorchProgram(ServedProgram):
         return [found[name].numpy() for name in self._outputs]
 
 
-def open_program(folder: Path, threads: int | None = None) -> tuple[Signature, ServedProgram]:
+def open_program(folder: Path, threads: int | None = None, trust_pt2: bool = False) -> tuple[Signature, ServedProgram]:
     """Returns the signature and the program of an exported model, after it has computed the folder's sample.
+
+    Args:
+        threads: that compute; None for all cores.
+        trust_pt2: whether `model.pt2` is loaded where there is no ONNX file: torch runs code that such a file may hold.
 
     Raises:
         DataError: the folder is not what was exported, or its program computes something else than its sample says.
@@ -93,6 +97,11 @@ def open_program(folder: Path, threads: int | None = None) -> tuple[Signature, S
         _open_others(folder, facts)
         program: ServedProgram = OnnxProgram(open_file(folder, facts, ONNX), facts, threads)
     elif TORCH in facts.files:
+        if not trust_pt2:
+            raise DataError(
+                f"{folder} has {TORCH} and no {ONNX}; torch runs code that a {TORCH} may hold: export with --formats "
+                "onnx, or say --trust-pt2 where all folders are your own"
+            )
         program = TorchProgram(open_file(folder, facts, TORCH), facts, threads)
     else:
         raise DataError(

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import uvicorn
 import uvloop
 
 from headrace.serving.application import PredictionServer
+from headrace.serving.health import HealthServer
 from headrace.serving.settings import ServeSettings
 from headrace.web.access import listening_socket, url_of
 from headrace.web.server import AnnouncedServer
@@ -36,10 +38,12 @@ class Listening:
     Attributes:
         url: "http://127.0.0.1:8000".
         models: their versions by name.
+        health: the same for probes alone; "" where they have no port of their own.
     """
 
     url: str
     models: dict[str, tuple[int, ...]]
+    health: str = ""
 
 
 def run_server(
@@ -49,6 +53,7 @@ def run_server(
     port: int,
     drain_s: float,
     listening: Callable[[Listening], None],
+    health_port: int | None = None,
 ) -> None:
     """Answers requests until a signal; then it takes no more connections, and answers what has come.
 
@@ -56,22 +61,29 @@ def run_server(
         port: 0 for a free one.
         drain_s: how long answers may take after the signal.
         listening: is told when the first request can come.
+        health_port: for probes alone, 0 for a free one; None where they come to the port of the predictions.
 
     Raises:
-        UsageError: a folder does not exist, two models have one name, or the port is in use.
+        UsageError: a folder does not exist, two models have one name, or a port is in use.
         DataError: a folder is not what was exported.
         UnfitMachine: the address is none of this machine.
     """
     sys.setswitchinterval(_SWITCH_S)
     logging.getLogger("headrace.serve").setLevel(logging.INFO)
-    with listening_socket(host, port, _BACKLOG) as bound, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(folders, settings, bound, drain_s, listening))
+    with ExitStack() as stack:
+        bound = stack.enter_context(listening_socket(host, port, _BACKLOG))
+        probed = None
+        if health_port is not None:
+            probed = stack.enter_context(listening_socket(host, health_port, _BACKLOG, "--health-port"))
+        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        runner.run(_run(folders, settings, bound, probed, drain_s, listening))
 
 
 async def _run(
     folders: Sequence[Path],
     settings: ServeSettings,
     bound: socket.socket,
+    probed: socket.socket | None,
     drain_s: float,
     listening: Callable[[Listening], None],
 ) -> None:
@@ -100,5 +112,15 @@ async def _run(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     models = {name: tuple(sorted(each.versions)) for name, each in application.catalog.models.items()}
-    server.told = lambda: listening(Listening(url_of(bound), models))
+    health = None if probed is None else HealthServer(application, probed)
+
+    def told() -> None:
+        if health is not None:
+            health.start()
+        listening(Listening(url_of(bound), models, "" if probed is None else url_of(probed)))
+
+    server.told = told
     await server.serve([bound, *(bound.dup() for _ in range(_ACCEPTED - 1))])
+    if health is not None:
+        # Until here it has said that the server is about to end.
+        await asyncio.to_thread(health.stop)

@@ -27,6 +27,7 @@ class ServeSettings:
         poll_s: seconds between two looks for new versions.
         token: that requests must name; "" for none.
         any_host: whether requests may name this machine by any name; else by a loopback name alone.
+        trust_pt2: whether `model.pt2` is loaded, which may hold code.
     """
 
     max_batch: int = 32
@@ -39,6 +40,7 @@ class ServeSettings:
     poll_s: float = 2.0
     token: str = ""
     any_host: bool = False
+    trust_pt2: bool = False
 
     def __post_init__(self) -> None:
         if self.max_body_bytes > self.max_held_bytes:

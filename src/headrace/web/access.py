@@ -64,8 +64,11 @@ def read_token(path: Path) -> str:
     return token
 
 
-def listening_socket(host: str, port: int, backlog: int) -> socket.socket:
+def listening_socket(host: str, port: int, backlog: int, option: str = "--port") -> socket.socket:
     """Returns a socket that listens; port 0 is a free one.
+
+    Args:
+        option: which names the port, for an error.
 
     Raises:
         UsageError: the port is in use, or may not be used.
@@ -78,7 +81,7 @@ def listening_socket(host: str, port: int, backlog: int) -> socket.socket:
         if isinstance(error, socket.gaierror):
             raise UnfitMachine(f"{host} is no address of this machine: {error.strerror}") from None
         raise UsageError(
-            f"cannot listen on {host} port {port}: {error.strerror}; name another --port, 0 for a free one"
+            f"cannot listen on {host} port {port}: {error.strerror}; name another {option}, 0 for a free one"
         ) from None
 
 

@@ -15,8 +15,8 @@ import headrace as hr
 from headrace.errors import UnfitMachine, UsageError
 from headrace.export.choice import choose
 from headrace.export.mobile import executorch
-from headrace.export.mobile.pooling import pooled_by_slices
 from headrace.export.opening import open_runner
+from headrace.export.pooling import pooled_by_slices
 from headrace.export.signature import Signature
 from headrace.export.writing import write_model
 from headrace.models import fashion_cnn
@@ -65,8 +65,8 @@ def test_the_runtime_computes_the_prediction_and_int8_is_small(cnn: tuple[hr.Job
         assert torch.allclose(runner.run({"input": images})["output"], wanted, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [(7, 7), (3, 5), (1, 9), (4, None)])
-def test_pooling_by_slices_is_that_of_torch(size: tuple[int, int | None]) -> None:
+@pytest.mark.parametrize("size", [(7, 7), (3, 5), (1, 9), (4, None), (7, 1), 1])
+def test_pooling_by_slices_is_that_of_torch(size: tuple[int, int | None] | int) -> None:
     images = torch.rand(2, 3, 7, 11)
     wanted = F.adaptive_max_pool2d(images, size)  # type: ignore[arg-type]
     with pooled_by_slices():
@@ -94,7 +94,7 @@ def test_without_executorch_the_release_that_pairs_is_named(
 
 def test_the_format_and_the_target_go_together() -> None:
     assert choose(target="mobile", quantize="fp16").formats == ("pte",)
-    with pytest.raises(UsageError, match="--target mobile takes the format pte alone, got onnx"):
+    with pytest.raises(UsageError, match="--target mobile takes the format pte or tflite alone, got onnx"):
         choose(target="mobile", formats=("onnx",))
     with pytest.raises(UsageError, match="pte goes with --target mobile"):
         choose(formats=("onnx", "pte"))

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import JobError, UnfitMachine
-from headrace.export.mobile.pooling import pooled_by_slices
 from headrace.export.predictor import Predictor
 from headrace.export.programs import ProgramRunner, Traced, first_line, quiet, trace, writing
 from headrace.export.signature import TensorForm
@@ -39,8 +38,7 @@ def trace_for_phone(predictor: Predictor, inputs: Mapping[str, Tensor]) -> Trace
     Raises:
         JobError: the model cannot be traced.
     """
-    with pooled_by_slices():
-        return trace(predictor, _repeated(inputs), MOST_EXAMPLES)
+    return trace(predictor, _repeated(inputs), MOST_EXAMPLES)
 
 
 def save_pte(

@@ -24,6 +24,7 @@ _EXAMPLES = """
   headrace export runs/a -o model --formats onnx --json | jq .files
   headrace export runs/a -o model --quantize int8
   headrace export runs/a -o phone --target mobile --quantize int8
+  headrace export runs/a -o phone --target mobile --formats tflite
   headrace export runs/a -o page --target browser --labels classes.txt
 """
 
@@ -44,10 +45,15 @@ class Target(StrEnum):
 
 
 _TargetOption = Annotated[
-    Target, typer.Option("--target", help="What will run it. browser: also a page that shows it; mobile: ExecuTorch.")
+    Target, typer.Option("--target", help="What will run it. browser: also a page that shows it; mobile: a phone.")
 ]
 _FormatsOption = Annotated[
-    str | None, option("--formats", metavar="NAME,NAME", help="pt2 (torch.export), onnx. Default: those of the target.")
+    str | None,
+    option(
+        "--formats",
+        metavar="NAME,NAME",
+        help="pt2 (torch.export), onnx; for mobile pte (ExecuTorch) or tflite (LiteRT). Default: those of the target.",
+    ),
 ]
 _LabelsOption = Annotated[
     Path | None,

@@ -36,6 +36,15 @@ _Models = Annotated[
 ]
 _Host = Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Where to listen.")]
 _Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="0 for a free one.")]
+_HealthPort = Annotated[
+    int | None,
+    option(
+        "--health-port",
+        min=0,
+        max=65535,
+        help="Also answer probes here, in a thread of their own: no load delays them. 0 for a free one.",
+    ),
+]
 _MaxBatch = Annotated[int, typer.Option("--max-batch", metavar="N", min=1, help="Examples that are computed together.")]
 _MaxWait = Annotated[
     float, typer.Option("--max-wait-ms", metavar="MS", min=0, max=10_000, help="How long a request waits for others.")
@@ -58,6 +67,9 @@ _TokenFile = Annotated[
         help=f"Requests must name the token in this file of mode 600; or that in {_TOKEN}.",
     ),
 ]
+_TrustPt2 = Annotated[
+    bool, typer.Option("--trust-pt2", help="Also load model.pt2, which may hold code: for folders of your own.")
+]
 _Public = Annotated[bool, typer.Option("--public", help="Other machines may ask without a token.")]
 _Drain = Annotated[
     float, typer.Option("--drain-s", metavar="SECONDS", min=1, help="How long answers may take after SIGTERM.")
@@ -72,6 +84,7 @@ def serve(
     models: _Models,
     host: _Host = "127.0.0.1",
     port: _Port = 8000,
+    health_port: _HealthPort = None,
     max_batch: _MaxBatch = 32,
     max_wait_ms: _MaxWait = 2.0,
     max_queue: _MaxQueue = 256,
@@ -80,6 +93,7 @@ def serve(
     keep: _Keep = 2,
     token_file: _TokenFile = None,
     public: _Public = False,
+    trust_pt2: _TrustPt2 = False,
     drain_s: _Drain = 30.0,
     cluster: _Cluster = None,
     replicas: _Replicas = 1,
@@ -111,14 +125,17 @@ def serve(
             keep=keep,
             token=token,
             any_host=not is_loopback(host),
+            trust_pt2=trust_pt2,
         )
         if cluster is None and replicas > 1:
             raise UsageError("--replicas is for a Ray cluster; say which by --cluster ray://auto")
+        if cluster is not None and health_port is not None:
+            raise UsageError("--health-port is for this machine alone; Ray Serve probes its replicas itself")
         if cluster is not None and not cluster.startswith(_RAY):
             raise UsageError(f"--cluster {cluster}: expected ray://auto, or the address of a Ray cluster")
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
         if cluster is None:
-            run_server(models, settings, host, port, drain_s, lambda where: _tell(answer, where))
+            run_server(models, settings, host, port, drain_s, lambda where: _tell(answer, where), health_port)
         else:
             from headrace.serving.ray_cluster import run_on_ray
 
@@ -127,7 +144,12 @@ def serve(
 
 def _tell(answer: Answer, where: Listening) -> None:
     lines = [f"serving at {where.url}"]
+    if where.health:
+        lines.append(f"  probes: {where.health}/v2/health/live, {where.health}/v2/health/ready")
     for name, versions in where.models.items():
         lines.append(f"  {name}, version {', '.join(map(str, versions))}: {where.url}/v2/models/{name}/infer")
     models = {name: list(versions) for name, versions in where.models.items()}
-    answer.give({"url": where.url, "models": models}, "\n".join(lines))
+    document = {"url": where.url, "models": models}
+    if where.health:
+        document["health_url"] = where.health
+    answer.give(document, "\n".join(lines))

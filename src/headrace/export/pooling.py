@@ -1,4 +1,4 @@
-"""Adaptive pooling by slices, which ExecuTorch has, where it has no operation for the pooling itself."""
+"""Adaptive pooling by slices, which every format has, where it has no operation for the pooling itself."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ def _pool1d(input: Tensor, output_size: Any, return_indices: bool = False) -> Te
 def _pool2d(input: Tensor, output_size: Any, return_indices: bool = False) -> Tensor:
     _refuse(return_indices)
     height, width = (output_size, output_size) if isinstance(output_size, int) else output_size
+    rows, columns = input.shape[-2:]
+    if height and width and rows % height == 0 and columns % width == 0:
+        return F.max_pool2d(input, (rows // height, columns // width))
     return _pooled(_pooled(input, height, -2), width, -1)
 
 

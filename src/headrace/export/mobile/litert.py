@@ -1,0 +1,95 @@
+"""`model.tflite`: how it is made by litert-torch, and how it is run here, by LiteRT's own interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.errors import JobError, UnfitMachine
+from headrace.export.programs import ProgramRunner, Traced, first_line, quiet, writing
+from headrace.export.signature import TensorForm
+
+_TRIED = "litert-torch 0.10 with torch 2.13"
+
+
+def require_litert() -> None:
+    """Raises an UnfitMachine with what to install where LiteRT is not there."""
+    missing = [name for name in ("litert-torch", "ai-edge-litert") if find_spec(name.replace("-", "_")) is None]
+    if missing:
+        raise UnfitMachine(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed; `pip install "
+            f"'headrace[litert]'` brings them ({_TRIED} was tried, here is torch {torch.__version__}), or write the "
+            "format pte"
+        )
+
+
+def save_tflite(traced: Traced, path: Path, inputs: Mapping[str, Tensor]) -> None:
+    """Writes `model.tflite`, whose signature has the names of the inputs and outputs.
+
+    Raises:
+        JobError: LiteRT cannot convert the model.
+    """
+    with quiet():
+        try:
+            import litert_torch
+
+            named = _Named(traced.program.module(), tuple(inputs))
+            content = litert_torch.convert(named, sample_kwargs=dict(inputs)).model_content()
+        except Exception as error:  # of the converter, which raises what its passes raise
+            raise JobError(
+                f"LiteRT cannot convert the model: {first_line(error)}; {_TRIED} was tried; the format pte may have it"
+            ) from None
+    with writing(path):
+        path.write_bytes(content)
+
+
+def one_by_one(forms: Sequence[TensorForm]) -> tuple[TensorForm, ...]:
+    """Returns the forms of what `TfliteRunner` takes: any number of examples, each of which is a call."""
+    return tuple(replace(form, shape=(-1, *form.shape[1:])) for form in forms)
+
+
+class TfliteRunner(ProgramRunner):
+    """Runs `model.tflite`, example by example: the file has fixed shapes."""
+
+    def __init__(self, path: Path, inputs: Sequence[TensorForm], outputs: Sequence[TensorForm]) -> None:
+        require_litert()
+        self._inputs, self._outputs = ([form.name for form in forms] for forms in (inputs, outputs))
+        with quiet():
+            try:
+                from ai_edge_litert.interpreter import Interpreter
+
+                # The signature's memory is the interpreter's, so that it is kept.
+                self._interpreter: Any = Interpreter(str(path))
+                self._call: Any = self._interpreter.get_signature_runner()
+            except (RuntimeError, ValueError, ImportError) as error:
+                raise JobError(
+                    f"LiteRT's interpreter cannot load {path.name}: {first_line(error)}; {_TRIED} was tried"
+                ) from None
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found: dict[str, list[Tensor]] = {name: [] for name in self._outputs}
+        for index in range(len(next(iter(inputs.values())))):
+            given = {name: inputs[name][index : index + 1].numpy() for name in self._inputs}
+            answer = self._call(**given)
+            for name in self._outputs:
+                found[name].append(torch.from_numpy(answer[name]))
+        return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+class _Named(nn.Module):
+    """A program that takes its inputs by name, which become those of the file's signature."""
+
+    def __init__(self, program: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.program = program
+        self._names = names
+
+    def forward(self, **inputs: Tensor) -> Any:
+        """Passes the inputs on in their order."""
+        return self.program(*(inputs[name] for name in self._names))
