@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +85,20 @@ def test_no_text_of_a_picture_is_outside_of_it(name: str, drawing: ModuleType) -
                 - length * {"start": 0.0, "middle": 0.5, "end": 1.0}[text.get("text-anchor", "")]
             )
             assert -1 <= left <= left + length <= width + 1, text.text
+
+
+@pytest.mark.slow
+def test_what_was_measured_again_stands_in_both_pages(tmp_path: Path) -> None:
+    name, wrong = "what-micro-batches-do", "an old figure"
+    shutil.copytree(ENGLISH, tmp_path / "docs" / "answers")
+    shutil.copytree(SPANISH, tmp_path / "docs" / "es" / "answers")
+    pages = [tmp_path / page.relative_to(ROOT) / f"{name}.md" for page in (ENGLISH, SPANISH)]
+    for page in pages:
+        page.write_text(re.sub(r"^ 8 micro-batches.*$", wrong, page.read_text(), flags=re.MULTILINE))
+        assert wrong in page.read_text()
+    subprocess.run([sys.executable, tmp_path / "docs" / "answers" / "measure.py", name], timeout=60, check=True)
+    for page in pages:
+        assert page.read_text() == (ROOT / page.relative_to(tmp_path)).read_text()
 
 
 def test_a_picture_of_lines_that_are_not_there_is_an_error(drawing: ModuleType) -> None:
