@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from headrace.api.comparison import Comparison, compare
     from headrace.api.fit import fit, launch
     from headrace.api.model_profile import profile
+    from headrace.api.probes.model_summary import ModelSummary, summary
     from headrace.api.rehearsal.rehearse import Rehearsal, rehearse
     from headrace.api.run import Run
     from headrace.api.setup import setup
@@ -18,17 +19,21 @@ if TYPE_CHECKING:
     from headrace.engine.ray.engine import RayEngine
     from headrace.engine.threads import ThreadEngine
     from headrace.metrics import Mean
+    from headrace.modules import frozen
     from headrace.parameter_server.server.optimizer import Remedies
     from headrace.parameter_server.sparse.planning import RowOptions
     from headrace.prediction.calibration import calibrate
     from headrace.prediction.recommendation.recommend import Recommendation, recommend
     from headrace.prediction.simulation.scene import Assumptions
     from headrace.prediction.simulation.simulate import Prediction, simulate
-    from headrace.report.views.tensorboard import TensorBoard
+    from headrace.report.trackers.mlflow import MLflow
+    from headrace.report.trackers.tensorboard import TensorBoard
+    from headrace.report.trackers.wandb import WandB
     from headrace.spec.cluster import Cluster
     from headrace.spec.job import Job
     from headrace.spec.model import ModelSpec
     from headrace.spec.options import Checkpoints, EarlyStopping, Options
+    from headrace.spec.patterns import grouped
     from headrace.strategies import (
         EASGD,
         CentralStorage,
@@ -51,12 +56,14 @@ if TYPE_CHECKING:
     )
     from headrace.training.embeddings.optimizers import LazyAdam, RowwiseAdagrad
     from headrace.training.embeddings.vocabulary.limit import limit_rows
+    from headrace.worker.callbacks.callback import Callback, Moment
     from headrace.worker.worker import Worker
 
 __all__ = [
     "EASGD",
     "Assumptions",
     "AutoPeriod",
+    "Callback",
     "CentralStorage",
     "Checkpoints",
     "Cluster",
@@ -71,9 +78,12 @@ __all__ = [
     "Job",
     "LazyAdam",
     "LocalSGD",
+    "MLflow",
     "Mean",
     "Mirrored",
     "ModelSpec",
+    "ModelSummary",
+    "Moment",
     "MultiWorkerMirrored",
     "Nesterov",
     "OneDevice",
@@ -95,11 +105,14 @@ __all__ = [
     "TensorParallel",
     "ThreadEngine",
     "Unconnected",
+    "WandB",
     "Worker",
     "calibrate",
     "compare",
     "data",
     "fit",
+    "frozen",
+    "grouped",
     "launch",
     "limit_rows",
     "metrics",
@@ -108,6 +121,7 @@ __all__ = [
     "rehearse",
     "setup",
     "simulate",
+    "summary",
     "tasks",
 ]
 
@@ -116,6 +130,7 @@ _MODULES = {
     "api.comparison": ("Comparison", "compare"),
     "api.fit": ("fit", "launch"),
     "api.model_profile": ("profile",),
+    "api.probes.model_summary": ("ModelSummary", "summary"),
     "api.rehearsal.rehearse": ("Rehearsal", "rehearse"),
     "api.run": ("Run",),
     "api.setup": ("setup",),
@@ -124,19 +139,24 @@ _MODULES = {
     "engine.ray.engine": ("RayEngine",),
     "engine.threads": ("ThreadEngine",),
     "metrics": ("Mean",),
+    "modules": ("frozen",),
     "parameter_server.server.optimizer": ("Remedies",),
     "parameter_server.sparse.planning": ("RowOptions",),
     "prediction.calibration": ("calibrate",),
     "prediction.recommendation.recommend": ("Recommendation", "recommend"),
     "prediction.simulation.scene": ("Assumptions",),
     "prediction.simulation.simulate": ("Prediction", "simulate"),
-    "report.views.tensorboard": ("TensorBoard",),
+    "report.trackers.mlflow": ("MLflow",),
+    "report.trackers.tensorboard": ("TensorBoard",),
+    "report.trackers.wandb": ("WandB",),
     "spec.cluster": ("Cluster",),
     "spec.job": ("Job",),
     "spec.model": ("ModelSpec",),
     "spec.options": ("Checkpoints", "EarlyStopping", "Options"),
+    "spec.patterns": ("grouped",),
     "training.embeddings.optimizers": ("LazyAdam", "RowwiseAdagrad"),
     "training.embeddings.vocabulary.limit": ("limit_rows",),
+    "worker.callbacks.callback": ("Callback", "Moment"),
     "worker.worker": ("Worker",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

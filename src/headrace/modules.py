@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from headrace.spec.model import ModelSpec, ParameterSpec
+from headrace.spec.patterns import require_matches
 
 
 @contextmanager
@@ -60,6 +63,30 @@ def copy_module(module: nn.Module) -> nn.Module:
         if isinstance(value, Tensor) and value.layout not in (torch.strided, torch.sparse_coo)
     )
     return copy.deepcopy(module, {id(tensor): tensor.clone() for tensor in compressed})
+
+
+def frozen(model: Callable[[], nn.Module] | nn.Module, *patterns: str) -> Callable[[], nn.Module]:
+    """Returns a job's model whose parameters with such names are not trained: `model=hr.frozen(make, "encoder.*")`.
+
+    Running statistics of frozen BatchNorm layers still follow the data, unless the model keeps them in eval mode.
+
+    Args:
+        model: a function that builds the model, or a model, which is copied.
+        patterns: of names as in `named_parameters()`, as in a shell: "encoder.*", "*.bias".
+
+    Raises:
+        UnknownName: when the model is built, a pattern fits no parameter.
+    """
+    return partial(_build_frozen, model, patterns)
+
+
+def _build_frozen(model: Callable[[], nn.Module] | nn.Module, patterns: Sequence[str]) -> nn.Module:
+    module = copy_module(model) if isinstance(model, nn.Module) else model()
+    require_matches(patterns, (name for name, _ in module.named_parameters()))
+    for name, parameter in module.named_parameters():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+    return module
 
 
 def is_dense(tensor: Tensor) -> bool:

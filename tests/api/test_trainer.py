@@ -220,8 +220,10 @@ def test_a_loop_that_ends_early() -> None:
 
 
 def test_tensorboard_gets_what_happened(tmp_path: Path) -> None:
-    with hr.TensorBoard(tmp_path / "board") as board:
-        run = hr.fit(make_job(eval_data=(INPUTS, TARGETS)), hr.Mirrored(2), engine=THREADS, on_event=board)
+    heard: list[Event] = []
+    listeners = [heard.append, hr.TensorBoard(tmp_path / "board", every_s=0)]
+    run = hr.fit(make_job(eval_data=(INPUTS, TARGETS)), hr.Mirrored(2), engine=THREADS, on_event=listeners)
+    assert len(heard) == len(run.events)
     read = EventAccumulator(str(tmp_path / "board"))
     read.Reload()
     assert [point.step for point in read.Scalars("loss")] == list(range(8))

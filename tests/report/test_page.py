@@ -209,7 +209,7 @@ def test_strategies_keep_their_colours():
 @pytest.mark.slow
 def test_importing_the_room_imports_nothing_slow():
     slow = ("torch", "matplotlib", "rich", "numpy", "tensorboard")
-    views = "headrace.report.views.page, headrace.report.views.live, headrace.report.views.tensorboard"
+    views = "headrace.report.views.page, headrace.report.views.live, headrace.report.trackers.tensorboard"
     code = f"import sys, {views}; print([name for name in {slow} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -20,6 +20,7 @@ from headrace.modules import copy_module, describe, evaluating, set_train_modes
 from headrace.spec.job import Job, Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
+from headrace.spec.patterns import GroupedOptimizer
 from headrace.tasks import Task
 from headrace.training.embeddings.building import tables_of
 from headrace.training.embeddings.updater import RowUpdater, check_tables
@@ -80,6 +81,8 @@ def inspect_job(job: Job, closures: bool = False) -> JobInfo:
         if not any(parameter.requires_grad for _, parameter in named):
             raise JobError("the model has no parameter to train: all are frozen, or there is none")
         _check_precision(job.options, module)
+        if isinstance(job.optimizer, GroupedOptimizer):
+            job.optimizer.check(name for name, _ in named)
         sliceable, kept = _guarded("the optimizer cannot be made", lambda: _try_optimizer(job, named, closures))
         _try_schedule(job, module)
     # Each parameter, its gradient, and its optimizer state.

@@ -20,9 +20,9 @@ from headrace.machine import load_average
 from headrace.policies.measurement import Measurement
 from headrace.report.model.summary import Summary
 from headrace.report.model.verdict import References, compared, verdict
-from headrace.report.views.page import write_page
+from headrace.report.trackers.listeners import OnEvent
+from headrace.report.views.page import page_fragment, write_page
 from headrace.report.views.table import comparison_plain, comparison_table
-from headrace.spec.events import Event
 from headrace.spec.job import Job
 from headrace.strategies import OneDevice, Strategy, Unconnected, resolve
 
@@ -57,6 +57,10 @@ class Comparison:
         console.print(verdict(self.summaries, self.references))
         return text.getvalue()
 
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows."""
+        return page_fragment(self.summaries, self.references)
+
     @property
     def summaries(self) -> tuple[Summary, ...]:
         """What the runs' events say, in numbers; of the last measurement, where a rate was measured again."""
@@ -69,7 +73,7 @@ def compare(
     *,
     device: str = "auto",
     run_dir: Path | str | None = None,
-    on_event: Callable[[Event], None] | None = None,
+    on_event: OnEvent | Sequence[OnEvent] | None = None,
     timeout_s: float = 10.0,
     engine: Engine | None = None,
     retries: int = 2,

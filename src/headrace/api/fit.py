@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from headrace.api.checks import JobInfo, check_options, inspect_job
 from headrace.api.probes.probing import needs_probes, probe, said_by
 from headrace.api.resume import IF_SAVED, ResumeRequest, describe_run
 from headrace.api.run import Run, TemporaryRunDir
-from headrace.api.supervision import OnEvent, supervise
+from headrace.api.supervision import supervise
 from headrace.data import as_pipeline
 from headrace.engine.base import LEFT, TERMINATED, Engine, Terminated
 from headrace.engine.local.engine import kept_engine
@@ -29,6 +29,7 @@ from headrace.engine.torchrun.store import join, launched_ranks, of_first, total
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, UsageError
 from headrace.machine import detect
 from headrace.pipeline.profile import MeasuredLayers, measure
+from headrace.report.trackers.listeners import Listeners, OnEvent
 from headrace.spec.cluster import Cluster
 from headrace.spec.compute import LayerSpec
 from headrace.spec.job import Job
@@ -39,6 +40,7 @@ from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, resolve
 from headrace.strategies.context import ModelProbe
 from headrace.training.embeddings.naming import made_sparse
+from headrace.worker.callbacks.callback import Callback
 from headrace.worker.run_spec import RunSpec
 from headrace.worker.session import objective_of, sample_of
 from headrace.worker.worker import Worker
@@ -55,7 +57,8 @@ def fit(
     *,
     device: str = "auto",
     run_dir: Path | str | None = None,
-    on_event: OnEvent | None = None,
+    on_event: OnEvent | Sequence[OnEvent] | None = None,
+    callbacks: Sequence[Callback] = (),
     timeout_s: float = 10.0,
     engine: Engine | None = None,
     seconds: float | None = None,
@@ -73,7 +76,9 @@ def fit(
         strategy: how, by name ("mirrored") or as a value (`hr.Mirrored(workers=2)`).
         device: "auto" takes CUDA where there is one, else the CPU; or "cpu", "cuda".
         run_dir: where events, logs, checkpoints and the model go; None for a directory that goes with the returned run.
-        on_event: called in this process with every event, in the order of their writing.
+        on_event: called in this process with every event, in the order of their writing; a tracker as
+            `hr.TensorBoard("logs")`; or a list of such.
+        callbacks: what rank 0 calls at named moments, see `hr.Callback`.
         timeout_s: a process without a sign of life for this long counts as lost.
         engine: what runs the workers; None for the launcher's processes (torchrun) where there are some, else for
             local ones, which fork from a process that has imported torch and is kept until this one ends.
@@ -95,18 +100,9 @@ def fit(
         RunFailed: a worker failed or was lost.
     """
     arguments = FitArguments(
-        device,
-        run_dir,
-        on_event,
-        timeout_s,
-        engine,
-        seconds,
-        checkpoints,
-        resume,
-        reset_optimizer,
-        check,
-        cluster,
-        encrypt,
+        *(device, run_dir, on_event, timeout_s, engine, seconds),
+        *(checkpoints, resume, reset_optimizer, check, cluster, encrypt),
+        callbacks=callbacks,
     )
     return run_job(job, None, strategy, arguments)
 
@@ -118,7 +114,8 @@ def launch(
     *,
     device: str = "auto",
     run_dir: Path | str | None = None,
-    on_event: OnEvent | None = None,
+    on_event: OnEvent | Sequence[OnEvent] | None = None,
+    callbacks: Sequence[Callback] = (),
     timeout_s: float = 10.0,
     engine: Engine | None = None,
     checkpoints: Checkpoints | bool | None = None,
@@ -137,22 +134,13 @@ def launch(
     Args:
         train: the loop; it is called with a `Worker` in each worker. A resumed one begins with the first batch
             that the checkpoint has not seen.
-        job, strategy, device, run_dir, on_event, timeout_s, engine, checkpoints, resume, reset_optimizer, check,
-            cluster, encrypt: as for `fit`, with the same errors.
+        job, strategy, device, run_dir, on_event, callbacks, timeout_s, engine, checkpoints, resume, reset_optimizer,
+            check, cluster, encrypt: as for `fit`, with the same errors.
     """
     arguments = FitArguments(
-        device,
-        run_dir,
-        on_event,
-        timeout_s,
-        engine,
-        None,
-        checkpoints,
-        resume,
-        reset_optimizer,
-        check,
-        cluster,
-        encrypt,
+        *(device, run_dir, on_event, timeout_s, engine, None),
+        *(checkpoints, resume, reset_optimizer, check, cluster, encrypt),
+        callbacks=callbacks,
     )
     return run_job(job, train, strategy, arguments)
 
@@ -163,7 +151,7 @@ class FitArguments:
 
     device: str
     run_dir: Path | str | None
-    on_event: OnEvent | None
+    on_event: OnEvent | Sequence[OnEvent] | None
     timeout_s: float
     engine: Engine | None
     seconds: float | None
@@ -174,6 +162,7 @@ class FitArguments:
     cluster: Cluster | Path | str | None = None
     encrypt: bool = True
     told: frozenset[str] = frozenset()
+    callbacks: Sequence[Callback] = ()
 
 
 def run_job(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strategy, arguments: FitArguments) -> Run:
@@ -191,6 +180,10 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
         raise UsageError(f"timeout_s must be a number of at least {_LEAST_TIMEOUT_S:.0f}, got {timeout_s!r}")
     if train is not None and not callable(train):
         raise UsageError(f"train must be a function that takes a worker, got {type(train).__name__}")
+    listeners = Listeners(arguments.on_event)
+    for each in arguments.callbacks:
+        if not isinstance(each, Callback):
+            raise UsageError(f"callbacks are objects of subclasses of hr.Callback, got {each!r:.60}")
     # Now, because building the user's model may change the working directory.
     wanted = None if arguments.run_dir is None else Path(arguments.run_dir).absolute()
     request = _resume_request(arguments)
@@ -222,8 +215,9 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
                 seconds=arguments.seconds,
                 checkpoints=checkpoints,
                 description=description,
+                callbacks=tuple(arguments.callbacks),
             )
-            status = supervise(spec, info, engine, request, arguments.on_event)
+            status = supervise(spec, info, engine, request, listeners)
     if status == LEFT:
         # The others have the model, and this process has nothing more to do.
         sys.stderr.write("headrace: this worker has left the run, as it was asked to\n")

@@ -28,7 +28,7 @@ from headrace.export.writing import write_model
 from headrace.modules import copy_module, is_dense, restore
 from headrace.report.model.events import EventLog, read_log
 from headrace.report.model.summary import Summary, summarize
-from headrace.report.views.page import write_page
+from headrace.report.views.page import page_fragment, write_page
 from headrace.spec.events import LAUNCHER, Event, decode
 from headrace.spec.job import Job
 from headrace.spec.plan import Plan
@@ -303,6 +303,10 @@ class Run:
             metrics=self.metrics,
         )
         return write_model(self.job, self.model, Path(path), facts, choice)
+
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows."""
+        return page_fragment([self.summary])
 
     def report(self, path: Path | str | None = None) -> Path:
         """Writes the page of this run; returns where."""

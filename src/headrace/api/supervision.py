@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -28,26 +28,25 @@ from headrace.policies.roles import split
 from headrace.report.model.events import DiskMonitor, LogTail, Tail
 from headrace.report.model.pipeline import replica_lines, stage_lines
 from headrace.report.model.servers import imbalances
+from headrace.report.trackers.listeners import Listeners
 from headrace.report.views.live import Console
-from headrace.spec.events import LAUNCHER, Event, Notice, RunEnded, RunStarted, ServerStats
+from headrace.report.views.notebook import notebook_display
+from headrace.spec.events import LAUNCHER, Notice, RunEnded, RunStarted, ServerStats
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import describe_processes
 from headrace.worker.events import EventWriter
 from headrace.worker.run_spec import LAST_LOG_LINE, SNAPSHOTS, AttemptInfo, ResumePoint, RunSpec, log_path
 
-OnEvent = Callable[[Event], None]
-"""Is called with every event of a run."""
 
-
-def supervise(spec: RunSpec, info: JobInfo, engine: Engine, request: ResumeRequest, on_event: OnEvent | None) -> str:
+def supervise(spec: RunSpec, info: JobInfo, engine: Engine, request: ResumeRequest, listeners: Listeners) -> str:
     """Runs to the end; returns "ok", "interrupted" or "terminated"."""
     if isinstance(engine, LaunchedEngine):
         leads = (engine.group.rank, engine.group.incarnation) == (0, 0)
-        status = _lead(spec, info, engine, request, on_event) if leads else _join(spec, info, engine)
+        status = _lead(spec, info, engine, request, listeners) if leads else _join(spec, info, engine)
         engine.group.agree("read")
         return status
     with begin_attempt(spec, info, request) as (begun, notices):
-        return _follow(begun, info, notices, engine, on_event)
+        return _follow(begun, info, notices, engine, listeners)
 
 
 def _join(spec: RunSpec, info: JobInfo, engine: LaunchedEngine) -> str:
@@ -157,9 +156,7 @@ def _resume_point(plain: Mapping[str, Any]) -> ResumePoint:
     return ResumePoint(Path(plain["folder"]), plain["step"], plain["same"], plain["reset_optimizer"], snapshots)
 
 
-def _lead(
-    spec: RunSpec, info: JobInfo, engine: LaunchedEngine, request: ResumeRequest, on_event: OnEvent | None
-) -> str:
+def _lead(spec: RunSpec, info: JobInfo, engine: LaunchedEngine, request: ResumeRequest, listeners: Listeners) -> str:
     group = engine.group
     with ExitStack() as stack:
         try:
@@ -179,14 +176,13 @@ def _lead(
             }
             group.agree(json.dumps(begin))
             _check_seen(begun, group, True)
-        status = _follow(begun, info, notices, engine, on_event)
+        status = _follow(begun, info, notices, engine, listeners)
         group.agree("written")
         return status
 
 
-def _follow(spec: RunSpec, info: JobInfo, notices: tuple[str, ...], engine: Engine, on_event: OnEvent | None) -> str:
-    # Without a callback steps are not read, which costs less.
-    tail = Tail(spec.run_dir, skip=() if on_event else ("stepped",), new_only=True)
+def _follow(spec: RunSpec, info: JobInfo, notices: tuple[str, ...], engine: Engine, listeners: Listeners) -> str:
+    tail = Tail(spec.run_dir, skip=listeners.skips, new_only=True, wanted=listeners.wants)
     show = _console(spec, info)
 
     served: dict[int, ServerStats] = {}
@@ -203,8 +199,9 @@ def _follow(spec: RunSpec, info: JobInfo, notices: tuple[str, ...], engine: Engi
             show.event(event)
             if isinstance(event, ServerStats):
                 served[event.rank] = event
-            if on_event:
-                on_event(event)
+            listeners(event)
+        for line in listeners.lines():
+            show.line(line)
 
     try:
         with _begin_and_end(spec, info) as events:
@@ -222,6 +219,8 @@ def _follow(spec: RunSpec, info: JobInfo, notices: tuple[str, ...], engine: Engi
         raise
     finally:
         follow()
+        for line in listeners.close():
+            show.line(line)
         show.close()
 
 
@@ -261,7 +260,8 @@ class _Successor:
 
 
 def _console(spec: RunSpec, info: JobInfo) -> Console:
-    return Console(spec.plan.strategy, _rounds(spec, info), plain=not can_paint(sys.stderr), told=info.told)
+    plain, show_html = not can_paint(sys.stderr), notebook_display()
+    return Console(spec.plan.strategy, _rounds(spec, info), plain, told=info.told, show_html=show_html)
 
 
 def _remedy(spec: RunSpec) -> str:

@@ -84,6 +84,9 @@ class LocalStepsExchange(Exchange):
         self._local.load(every, settings)
         self._sync.load(every, settings)
 
+    def scale_rates(self, factor: float) -> None:
+        self._local.scale_rates(factor)
+
     def memory(self) -> tuple[int, int]:
         parameters, state = self._local.memory()
         return parameters, state + self._sync.kept_bytes

@@ -6,7 +6,7 @@ import ast
 import contextlib
 import importlib.util
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from enum import StrEnum
@@ -18,11 +18,10 @@ import typer
 from headrace.engine.base import Terminated
 from headrace.errors import RunFailed, UnfitMachine, UnknownName, UsageError
 from headrace.spec.call import parse_call, split_calls
-from headrace.spec.events import Event, RunStarted
 from headrace.spec.options import Checkpoints
 
 if TYPE_CHECKING:
-    from headrace.report.views.tensorboard import TensorBoard
+    from headrace.report.trackers.tensorboard import TensorBoard
 
 
 class Distribution(StrEnum):
@@ -286,22 +285,12 @@ def check_tensorboard(log_dir: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def tensorboards(log_dir: Path | None) -> Iterator[Callable[[Event], None] | None]:
-    """Yields a function that writes the events of each run to a folder of its own in `log_dir`, or None."""
+def tensorboards(log_dir: Path | None) -> Iterator[TensorBoard | None]:
+    """Yields what writes the events of each run to a folder of its own in `log_dir`, or None."""
     if log_dir is None:
         yield None
         return
-    # Lazily: it imports torch, which `--help` does not need.
-    from headrace.report.views.tensorboard import TensorBoard
+    from headrace.report.trackers.tensorboard import TensorBoard
 
-    with contextlib.ExitStack() as opened:
-        boards: list[TensorBoard] = []
-
-        def take(event: Event) -> None:
-            if isinstance(event, RunStarted):
-                opened.close()
-                boards[:] = [opened.enter_context(TensorBoard(log_dir / f"{event.strategy}-{event.workers}"))]
-            for board in boards:
-                board(event)
-
-        yield take
+    with TensorBoard(log_dir, per_run=True) as board:
+        yield board

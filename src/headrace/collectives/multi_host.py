@@ -65,8 +65,9 @@ class Watch:
 class MultiHostGroup(ProcessGroup):
     """The processes of all hosts of a run, or some of them: those with the places `seats` in the page, None for all.
 
-    `sum` and `barrier` bring rank 0's `stop_after` and `save_after` into every page. `tell` returns the texts of all
-    ranks of this group, by rank; every rank makes the group at the same time. `ends` is None where the page tells.
+    `sum` and `barrier` bring rank 0's `stop_after`, `save_after` and `rate_after` into every page. `tell` returns
+    the texts of all ranks of this group, by rank; every rank makes the group at the same time. `ends` is None where the
+    page tells.
 
     Attributes:
         abandoned: whether it is closed in the middle of what it does, so that nothing more is sent.
@@ -138,11 +139,12 @@ class MultiHostGroup(ProcessGroup):
 
     def sum(self, values: Sequence[float]) -> list[float]:
         page = self._watch.page
-        own = torch.tensor([page.stop_after, page.save_after, *values], dtype=torch.float64)
+        own = torch.tensor([page.stop_after, page.save_after, page.rate_after, *values], dtype=torch.float64)
         rows = self.gather(own.view(torch.uint8)).view(torch.float64).tolist()
         # They only grow, and in a subgroup any rank may be the one that knows.
-        page.stop_after, page.save_after = (int(max(row[index] for row in rows)) for index in (0, 1))
-        return [sum(column) for column in zip(*(row[2:] for row in rows), strict=True)]
+        decided = [int(max(row[index] for row in rows)) for index in range(3)]
+        page.stop_after, page.save_after, page.rate_after = decided
+        return [sum(column) for column in zip(*(row[3:] for row in rows), strict=True)]
 
     def all_reduce(self, tensor: Tensor) -> None:
         self._now(partial(self._all_reduce, _flat(tensor), PLAIN))

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -81,6 +81,17 @@ class Exchange(SwappableWeights):
         """Returns the bytes of parameters and of optimizer state that this rank adds to the host."""
 
 
+@runtime_checkable
+class ScalesRates(Protocol):
+    """An exchange whose ranks update the parameters at learning rates of their own."""
+
+    def scale_rates(self, factor: float) -> None:
+        """Multiplies the learning rates from the next round on, in the place of the factor before; all ranks call it.
+
+        The factor is part of `settings`.
+        """
+
+
 class UpdatingExchange(Exchange):
     """An exchange whose rank itself updates the parameters that it owns.
 
@@ -110,6 +121,9 @@ class UpdatingExchange(Exchange):
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
         self.updater.load(pieces, settings)
+
+    def scale_rates(self, factor: float) -> None:
+        self.updater.schedule.factor = factor
 
     def memory(self) -> tuple[int, int]:
         return self.parameter_bytes, self.updater.state_bytes()

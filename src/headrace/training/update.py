@@ -25,6 +25,9 @@ class Schedule:
 
     A scheduler needs all groups of the job, and an optimizer over pieces may have only some of them. So the scheduler
     drives `template`, which has all of them, by name.
+
+    Attributes:
+        factor: multiplies the learning rates beside schedule and warm-up.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class Schedule:
     ) -> None:
         self._template = template
         self._optimizer = optimizer
+        self.factor = 1.0
         self._warmup = options.warmup
         self._every = rounds_per_epoch if options.schedule_every == "epoch" else 1
         self._scheduler = make(options.schedule, template) if options.schedule else None
@@ -48,16 +52,16 @@ class Schedule:
         self._spread()
 
     def warmth(self, round_: int) -> float:
-        """Returns the share of the learning rates that warm-up allows a round."""
-        return (round_ + 1) / self._warmup if round_ < self._warmup else 1.0
+        """Returns the share of the learning rates that warm-up and `factor` allow a round."""
+        return self.factor * ((round_ + 1) / self._warmup if round_ < self._warmup else 1.0)
 
     @contextmanager
     def warmed(self, round_: int, factor: float = 1.0) -> Iterator[None]:
         """Multiplies the learning rates by the share of warm-up and `factor` for one round."""
-        if round_ >= self._warmup and factor == 1.0:
+        factor *= self.warmth(round_)
+        if factor == 1.0:
             yield
             return
-        factor *= self.warmth(round_)
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates, strict=True):
@@ -71,7 +75,8 @@ class Schedule:
     def settings(self) -> dict[str, Any]:
         """Returns the groups and the scheduler's state as JSON values."""
         state = None if self._scheduler is None else plain(self._scheduler.state_dict(), "the schedule's state")
-        return {"groups": group_settings(self._template), "schedule": state}
+        settings = {"groups": group_settings(self._template), "schedule": state}
+        return settings if self.factor == 1.0 else {**settings, "factor": self.factor}
 
     def load(self, settings: Mapping[str, Any]) -> None:
         """Loads what `settings` returned in a run with the same groups."""
@@ -81,6 +86,7 @@ class Schedule:
             group.update({key: _restored(saved["options"][key]) for key in known})
         if self._scheduler is not None and settings["schedule"] is not None:
             self._scheduler.load_state_dict(_restored(settings["schedule"]))
+        self.factor = float(settings.get("factor", 1.0))
         self._spread()
 
     def _spread(self) -> None:
@@ -187,6 +193,7 @@ class Updater:
         scale: of the loss, kept with the rest of the state; None for none.
 
     Attributes:
+        schedule: of the learning rates.
         averages: the moving averages, by index in `owned`.
         swapped: whether they are in the parameters' place.
     """
@@ -202,7 +209,7 @@ class Updater:
     ) -> None:
         self.optimizer = optimizer
         self.owned = tuple(owned)
-        self._schedule = Schedule(options, template or optimizer, optimizer, rounds_per_epoch)
+        self.schedule = Schedule(options, template or optimizer, optimizer, rounds_per_epoch)
         self._tensors = [tensor.detach() for _, tensor in owned]
         groups = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
         self._groups = [groups.get(id(tensor), {}) for _, tensor in owned]
@@ -214,14 +221,14 @@ class Updater:
     def step(self, round_: int) -> None:
         """Applies the optimizer once."""
         self.apply(range(len(self._tensors)), round_)
-        self._schedule.advance(round_)
+        self.schedule.advance(round_)
 
     def apply(self, indices: Sequence[int], round_: int, share: float = 1.0, factor: float = 1.0) -> None:
         """Applies the optimizer to those of some pieces that have gradients; the schedule does not advance.
 
         `indices` are those of `owned`; `share` is the part of a round that the gradients are of.
         """
-        with self._schedule.warmed(round_, factor):
+        with self.schedule.warmed(round_, factor):
             self.optimizer.step()
         if self._decay is None:
             return
@@ -240,14 +247,14 @@ class Updater:
         """
         if self._decay is not None or not is_plain_sgd(self.optimizer):
             return False
-        factor *= self._schedule.warmth(round_)
+        factor *= self.schedule.warmth(round_)
         for index, gradient in gradients:
             self._tensors[index].add_(gradient, alpha=-factor * self._groups[index]["lr"])
         return True
 
     def skip(self, round_: int) -> None:
         """Ends a round without an update, or one whose updates were made piece by piece: the schedule counts rounds."""
-        self._schedule.advance(round_)
+        self.schedule.advance(round_)
 
     def swap_weights(self, averaged: bool) -> None:
         """Puts the moving averages in the parameters' place, or the parameters back."""
@@ -286,13 +293,13 @@ class Updater:
 
     def load_settings(self, settings: Mapping[str, Any]) -> None:
         """Loads what `settings` returned."""
-        self._schedule.load(settings)
+        self.schedule.load(settings)
         if self._scale is not None and settings["scale"] is not None:
             self._scale.load(settings["scale"])
 
     def settings(self) -> dict[str, Any]:
         """Returns the state that is no tensor, the same on every rank, as JSON values."""
-        return {**self._schedule.settings(), "scale": None if self._scale is None else self._scale.settings()}
+        return {**self.schedule.settings(), "scale": None if self._scale is None else self._scale.settings()}
 
     def state_bytes(self) -> int:
         """Returns the bytes of the optimizer's state and of the averages."""

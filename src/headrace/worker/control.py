@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from time import monotonic
 
+from headrace.worker.callbacks.runner import CallbackRunner
 from headrace.worker.evaluation import EarlyStopper
 from headrace.worker.losses import LossReader
 from headrace.worker.saving import Saver
@@ -15,19 +16,21 @@ class RunControl:
     """Rank 0 decides at one synchronization what all workers do at the next; the control page carries the decision.
 
     Attributes:
+        callbacks: the user's.
         statistics_weight: weight of this worker's running statistics in their mean over the workers.
     """
 
     def __init__(self, session: WorkerSession) -> None:
         run, group, page = session.run, session.group, session.page
         self.stopper = EarlyStopper(run.job.options.early_stopping)
+        self.callbacks = CallbackRunner(session)
         self.statistics_weight = 1.0
         self._progress = session.progress
         self._group = group
         self._page = page
         self.losses = LossReader(session)
         self._saves = run.checkpoints is not None
-        self._saver = Saver(run, group, page, session.events)
+        self._saver = Saver(run, group, page, session.events, self.callbacks.saved)
         self._state = WorkerState(session, self.stopper)
         self._is_replacement = session.is_replacement
         self._deadline = run.deadline(session.is_replacement)
@@ -40,13 +43,17 @@ class RunControl:
         It decides before its first barrier, so that every worker knows after it.
         """
         page = self._page
-        if self._group.rank == 0 and (page.stop or monotonic() > self._deadline) and not page.stop_after:
+        if self._group.rank == 0 and (page.stop or self._must_end()) and not page.stop_after:
             page.stop_after = next_synchronization
+        self.callbacks.ask(next_synchronization)
         self._saver.ask(self._progress.done, next_synchronization)
 
     def wants_sync_point(self) -> bool:
         """Whether the run is to end soon, or a checkpoint is due by the clock."""
-        return bool(self._page.stop) or monotonic() > self._deadline or self._saver.overdue
+        return bool(self._page.stop) or self._must_end() or self._saver.overdue
+
+    def _must_end(self) -> bool:
+        return self.callbacks.stops or monotonic() > self._deadline
 
     def is_last(self) -> bool:
         """Whether the run ends after the current round."""
@@ -54,7 +61,8 @@ class RunControl:
         return done >= self._progress.rounds or self.stopper.over or 0 < self._page.stop_after <= done
 
     def save_if_due(self) -> None:
-        """Saves where rank 0 has decided so; the last checkpoint of a run is `save_last`'s."""
+        """Saves and changes the learning rate where rank 0 has decided so; a run's last checkpoint is `save_last`'s."""
+        self.callbacks.change_rate_if_due()
         if self._saver.wanted(self._progress.done) and not self.is_last():
             self._save()
 

@@ -92,6 +92,7 @@ def work(
             _wait_for_all(session)
             _finish(session, control, loop)
             group.together(lambda: leave_model(run, rank, group, compute))
+            control.callbacks.ended()
         _tell_rows(session)
         events.write(_ended(session, loop.moved_bytes + session.devices.moved_bytes, runtime_bytes))
         if stays:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     # For the type only: strategies import torch, and an engine starts before that.
     from headrace.parameter_server.server.snapshots import SnapshotSet
     from headrace.strategies.strategy import Strategy
+    from headrace.worker.callbacks.callback import Callback
 
 SNAPSHOTS = "snapshots"
 """The folder of the servers' snapshots in a run's directory."""
@@ -83,6 +84,7 @@ class RunSpec:
         seconds: end the run after this time; None for the job's own end.
         checkpoints: when to save; None for never.
         resume: where to resume from; None to start anew.
+        callbacks: the user's, which rank 0 calls.
     """
 
     job: Job
@@ -99,6 +101,7 @@ class RunSpec:
     resume: ResumePoint | None = None
     description: Mapping[str, Any] = field(default_factory=dict)
     attempt: AttemptInfo = AttemptInfo()
+    callbacks: tuple[Callback, ...] = ()
 
     def deadline(self, replaces: bool) -> float:
         """Returns when the run is to end, on the host's monotonic clock.

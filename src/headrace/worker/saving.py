@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import Any
@@ -36,11 +36,22 @@ class Saver:
 
     A disk that fails does not end a run: earlier checkpoints stay, and rank 0 writes a notice.
 
+    Args:
+        tell: is called in the worker's own thread when a checkpoint is complete.
+
     Attributes:
         saved: rounds in the last checkpoint of this history; -1 if there is none.
     """
 
-    def __init__(self, run: RunSpec, group: ProcessGroup, page: ControlPage, events: EventWriter) -> None:
+    def __init__(
+        self,
+        run: RunSpec,
+        group: ProcessGroup,
+        page: ControlPage,
+        events: EventWriter,
+        tell: Callable[[Saved], None] = lambda _: None,
+    ) -> None:
+        self._tell = tell
         self.folder = CheckpointFolder(run.run_dir / "checkpoints")
         self._when = run.checkpoints
         self._group = group
@@ -139,7 +150,10 @@ class Saver:
     def _report(self) -> None:
         # Only the worker's own thread writes events and raises errors.
         while self._news:
-            self._events.write(self._news.popleft())
+            event = self._news.popleft()
+            self._events.write(event)
+            if isinstance(event, Saved):
+                self._tell(event)
         if self._failure:
             raise self._failure
 

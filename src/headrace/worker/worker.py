@@ -139,6 +139,7 @@ class Worker:
             self._progress.share = Share(None, 0, 0, self._progress.share.epoch)
         loss = loss if finite else None
         self._record(computed, loss)
+        self._control.callbacks.stepped(loss)
         self._loop.advance()
         return loss
 
@@ -160,6 +161,7 @@ class Worker:
             session.events.write(Evaluated(self.rank, now, done, epochs, examples, metrics, monotonic() - began))
             if ending:
                 session.events.write(Notice(self.rank, now, ending))
+            self._control.callbacks.evaluated(metrics)
         return metrics
 
     def _begin(self, compute: Callable[[], Computed]) -> None:

@@ -25,6 +25,44 @@ def document(title: str, body: Iterable[str]) -> str:
     )
 
 
+_EMBEDDED = """
+{ background: var(--paper); color: var(--ink); padding: 12px 16px; font-size: 14px; line-height: 1.5; }
+p { margin: 0 0 10px; max-width: 80ch; overflow-wrap: anywhere; }
+h3 { font-size: 14px; margin: 12px 0 4px; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; background: none; }
+th, td { padding: 3px 0 3px 14px; text-align: right; vertical-align: baseline; border: 0; }
+th:first-child { text-align: left; padding-left: 0; font-weight: 600; }
+thead th { color: var(--quiet); font-weight: 500; vertical-align: bottom; border-bottom: 1px solid var(--quiet); }
+dl { display: grid; grid-template-columns: minmax(90px, max-content) 1fr; gap: 2px 20px; margin: 0 0 10px; }
+dt, figcaption, .quiet { color: var(--quiet); font-weight: 400; }
+dd { margin: 0; overflow-wrap: anywhere; }
+.best { font-weight: 650; }
+.swatch { display: inline-block; width: 26px; height: 10px; margin-right: 8px; }
+.key { display: flex; flex-wrap: wrap; gap: 2px 20px; margin: 0 0 8px; padding: 0; list-style: none; font-size: 13px; }
+.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 480px)); gap: 16px 32px; }
+figure { margin: 0; min-width: 0; }
+figure svg { display: block; width: 100%; height: auto; overflow: visible; }
+figcaption { font-size: 12.5px; margin-top: 4px; }
+"""
+"""Rules for what is inside an element of another document: a line is a selector's list and its declarations."""
+
+
+def embedded(body: Iterable[str]) -> str:
+    """Returns an element for another document, as a notebook's: its style sheet changes nothing around it."""
+    rules = []
+    for line in _EMBEDDED.strip().splitlines():
+        selectors, _, declarations = line.partition("{")
+        scoped = ", ".join(f".headrace {each.strip()}".strip() for each in selectors.split(","))
+        rules.append(f"{scoped} {{{declarations}")
+    return (
+        f'<div class="headrace">\n<style>\n.headrace {{ {style_variables(dark=False)} }}\n'
+        f"@media (prefers-color-scheme: dark) {{ .headrace {{ {style_variables(dark=True)} }} }}\n"
+        + "\n".join([*rules, "</style>", *body])
+        + "\n</div>"
+    )
+
+
 def html_text(text: str) -> str:
     """Returns text without control characters, escaped."""
     return escape(clean(text))
@@ -47,12 +85,17 @@ def table_row(head: str, cells: Sequence[str], kind: str = "") -> str:
 
 def figures(title: str, drawn: Iterable[tuple[Picture, str]]) -> str:
     """Returns a section of pictures, each with its key."""
+    return f"<section>\n<h2>{html_text(title)}</h2>\n{picture_list(drawn)}\n</section>"
+
+
+def picture_list(drawn: Iterable[tuple[Picture, str]]) -> str:
+    """Returns pictures side by side, each with its key."""
     shown = "\n".join(
         f"<figure>\n<h3>{html_text(each.title)}</h3>\n{of_key}{each.svg}\n"
         f"<figcaption>{html_text(each.reading)}</figcaption>\n</figure>"
         for each, of_key in drawn
     )
-    return f'<section>\n<h2>{html_text(title)}</h2>\n<div class="pictures">\n{shown}\n</div>\n</section>'
+    return f'<div class="pictures">\n{shown}\n</div>'
 
 
 def picture_key(items: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Self, TextIO
 
 from headrace.report.format import MISSING, byte_count, clean, duration, plural, short
+from headrace.report.views.notebook import ShowHtml, progress_html
 from headrace.spec.events import (
     Evaluated,
     Event,
@@ -31,11 +32,11 @@ _LINE_PERIOD_S = 10.0
 
 
 class ProgressBar:
-    """Shows one run's progress until it is closed: as a bar on a terminal, else as lines.
+    """Shows one run's progress until it is closed: as a bar on a terminal, one line below a notebook's cell, or lines.
 
     No thread draws: `update` draws at most 4 times a second (or once in 10 s, without a terminal), so that a run in
     this process is not disturbed. `plain` forces lines (True) or a bar (False); `total_steps` is None where it is not
-    known.
+    known; `show_html` is a notebook's.
     """
 
     def __init__(
@@ -45,7 +46,9 @@ class ProgressBar:
         stream: TextIO | None = None,
         plain: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
+        show_html: ShowHtml | None = None,
     ) -> None:
+        self._show_html = show_html
         self._total = total_steps
         self._label = clean(label)
         self._stream = sys.stderr if stream is None else stream
@@ -54,7 +57,7 @@ class ProgressBar:
         self._bar: Bar | None = None
         self._task: TaskID | None = None
         self._closed = False
-        if not (plain if plain is not None else not self._stream.isatty()):
+        if show_html is None and not (plain if plain is not None else not self._stream.isatty()):
             self._open_bar()
 
     def __enter__(self) -> Self:
@@ -66,10 +69,14 @@ class ProgressBar:
     def update(self, step: int, loss: float | None = None, examples_per_s: float | None = None) -> None:
         """Shows where the run is, if it is time to draw: steps done, loss of the last step, rate of all workers."""
         now = self._clock()
-        period_s = _LINE_PERIOD_S if self._bar is None else _BAR_PERIOD_S
-        if self._closed or (now - self._drawn < period_s and not (step == self._total and self._bar)):
+        moves = self._bar is not None or self._show_html is not None
+        period_s = _BAR_PERIOD_S if moves else _LINE_PERIOD_S
+        if self._closed or (now - self._drawn < period_s and not (step == self._total and moves)):
             return
         self._drawn = now
+        if self._show_html is not None:
+            self._show_html(progress_html(self._label, step, self._total, loss, examples_per_s, now - self._began))
+            return
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=step, loss=short(loss), rate=short(examples_per_s))
             self._bar.refresh()
@@ -157,10 +164,11 @@ class Console:
         plain: bool | None = None,
         stream: TextIO | None = None,
         told: Container[str] = (),
+        show_html: ShowHtml | None = None,
     ) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._plain = not self._stream.isatty() if plain is None else plain
-        self._progress = ProgressBar(rounds, label, self._stream, self._plain)
+        self._progress = ProgressBar(rounds, label, self._stream, self._plain, show_html=show_html)
         self._label = label
         self._told = told
         self._non_finite = 0

@@ -10,8 +10,17 @@ from headrace.report.format import MISSING, duration, fixed, short, to_cells, to
 from headrace.report.model.summary import Summary
 from headrace.report.model.training import STEP_PARTS, WARM_UP_STEPS
 from headrace.report.model.verdict import References, verdict
-from headrace.report.views.document import document, figures, html_text, picture_key, scrolled_table, table_row
-from headrace.report.views.pictures import pictures
+from headrace.report.views.document import (
+    document,
+    embedded,
+    figures,
+    html_text,
+    picture_key,
+    picture_list,
+    scrolled_table,
+    table_row,
+)
+from headrace.report.views.pictures import main_pictures, pictures
 from headrace.report.views.server_subjects import SERVERS
 from headrace.report.views.style import PARTS, STAND_INS, Picture, RunStyle, run_styles
 from headrace.report.views.subjects import BOTTLENECK, INPUT, INPUT_STAGE, PREDICTED, predicted_figures
@@ -52,6 +61,20 @@ def write_page(path: Path | str, summaries: Sequence[Summary], references: Refer
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_page(summaries, references or References()), encoding="utf-8")
     return path
+
+
+def page_fragment(summaries: Sequence[Summary], references: References | None = None) -> str:
+    """Returns one run or a comparison as an element for another document: a table and the main pictures."""
+    known = references or References()
+    if len(summaries) > 1:
+        above = [f"<p>{html_text(verdict(summaries, known))}</p>", _table(summaries, known)]
+    else:
+        above = [_run_list(summaries[0], known)]
+    alerts = (f"<p><strong>{html_text(ending(each))}</strong></p>" for each in summaries if each.status != "ok")
+    drawn = main_pictures(summaries, known)
+    key = _runs_key(summaries)
+    shown = picture_list((each, key if each.key == "runs" else "") for each in drawn)
+    return embedded([*alerts, *above, shown])
 
 
 def _page(summaries: Sequence[Summary], references: References) -> str:
@@ -104,13 +127,18 @@ def _runs(summaries: Sequence[Summary], references: References) -> str:
         differ = differing_line(summaries, references)
         below = f'\n<p class="quiet">{html_text(differ)}</p>' if differ else ""
         return f"<section>\n<h2>Side by side</h2>\n{_table(summaries, references)}{below}\n</section>{more}"
-    rows = [(name, value) for name, value in run_rows(summaries[0]) if name not in ("run", "notice", "predicted")]
-    against = references.to_one_device(summaries[0])
+    run = f"<section>\n<h2>The run</h2>\n{_run_list(summaries[0], references)}\n</section>"
+    return f"{run}{_predicted(summaries[0])}{_stages(summaries[0])}"
+
+
+def _run_list(summary: Summary, references: References) -> str:
+    """Returns what is known of one run, as names and values."""
+    rows = [(name, value) for name, value in run_rows(summary) if name not in ("run", "notice", "predicted")]
+    against = references.to_one_device(summary)
     if against is not None:
         rows.append(("× one process", f"{fixed(against)} of one process with all threads"))
     pairs = "".join(f"<dt>{html_text(name)}</dt><dd>{html_text(value)}</dd>" for name, value in rows)
-    run = f'<section>\n<h2>The run</h2>\n<dl class="run">{pairs}</dl>\n</section>'
-    return f"{run}{_predicted(summaries[0])}{_stages(summaries[0])}"
+    return f'<dl class="run">{pairs}</dl>'
 
 
 def _predicted(summary: Summary) -> str:

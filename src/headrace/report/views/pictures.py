@@ -161,6 +161,14 @@ def pictures(summaries: Sequence[Summary], references: References) -> tuple[Pict
     return tuple(picture for picture in drawn if picture is not None)
 
 
+def main_pictures(summaries: Sequence[Summary], references: References) -> tuple[Picture, ...]:
+    """Returns the pictures to show where there is little room: the loss, and the rates where runs are compared."""
+    if len(summaries) == 1:
+        return tuple(_losses(summaries)[:1])
+    rates = _throughput(summaries, references)
+    return (*_losses(summaries)[1:], *([rates] if rates else []))
+
+
 def _losses(summaries: Sequence[Summary]) -> list[Picture]:
     values = [point.loss for each in summaries for point in each.curves.loss]
     if not values:

@@ -253,6 +253,23 @@ class RowsRead(Event, kind="rows_read"):
 
 
 @dataclass(frozen=True)
+class ValuesLogged(Event, kind="values_logged"):
+    """By rank 0: a callback has logged numbers, after `step` rounds."""
+
+    step: int
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class PictureLogged(Event, kind="picture_logged"):
+    """By rank 0: a callback has saved a picture, after `step` rounds, as the PNG file `path`."""
+
+    step: int
+    name: str
+    path: str
+
+
+@dataclass(frozen=True)
 class WorkerEnded(Event, kind="worker_ended"):
     """The last event of a worker.
 

@@ -1,24 +1,26 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
 
-from headrace.errors import UnfitMachine
 from headrace.report.model.events import read_events
-from headrace.report.views.tensorboard import TensorBoard
+from headrace.report.trackers.tensorboard import TensorBoard
 from headrace.spec.events import LAUNCHER, Evaluated, NonFinite, ParametersAveraged, RunStarted, Saved, Stepped
 
 
 @pytest.mark.slow
 def test_a_run_read_back_with_tensorboards_own_reader(tmp_path, make_run):
     run_dir = make_run(tmp_path / "mirrored")
+    *begun, end = read_events(run_dir)
     with TensorBoard(tmp_path / "board") as board:
-        for event in read_events(run_dir):
+        for event in begun:
             board(event)
         board(Stepped(0, 2.7, 10, 2, 8, 0.25, 8.0, 0.0, 0.1, 0.0, 0.0))
         board(ParametersAveraged(0, 2.7, 10, 5, 8, "as asked for", 0.125, 0.01))
+        board(end)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     read = EventAccumulator(str(tmp_path / "board"))
@@ -42,7 +44,7 @@ def test_a_run_read_back_with_tensorboards_own_reader(tmp_path, make_run):
 class _Writer:
     """Keeps the losses that TensorBoard is given."""
 
-    def __init__(self, log_dir):
+    def __init__(self, log_dir, purge_step):
         self.losses = []
         _Writer.last = self
 
@@ -58,12 +60,14 @@ class _Writer:
 def test_rounds_of_workers_that_do_not_go_in_step_are_written_while_the_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", _Writer)
     board = TensorBoard(tmp_path)
-    losses = _Writer.last.losses
 
     def step(rank, time_s, number, loss):
         board(Stepped(rank, time_s, number, 0, 4, loss, 4.0, 0.0, 0.1, 0.0, 0.0))
+        board.flush()
 
     board(RunStarted(LAUNCHER, 0.0, "parameter_server", 2, "cpu", 1, 8, 80, "1970-01-01T00:00:00+00:00", {}, {}))
+    board.flush()
+    losses = _Writer.last.losses
     # Worker 0 takes both portions of round 0, and one of each of 1 and 2; worker 1 is slow, and then takes one of 3.
     for time_s, number in enumerate((0, 0, 1, 2)):
         step(0, float(time_s), number, float(number + time_s))
@@ -113,5 +117,23 @@ def test_a_resumed_run_goes_on_in_the_same_curves(tmp_path):
 
 def test_without_tensorboard_the_remedy_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UnfitMachine, match=r"pip install headrace\[tensorboard\]"):
-        TensorBoard(tmp_path)
+    said = []
+    with TensorBoard(tmp_path) as board:
+        board.say = said.append
+        for time_s in range(3):
+            board(_started(float(time_s), "2026-10-03T14:00:00+00:00"))
+    (line,) = said
+    assert "pip install 'headrace[tensorboard]'" in line
+    assert line.endswith("training goes on without it")
+
+
+@pytest.mark.slow
+def test_each_run_may_have_a_folder_of_its_own(tmp_path):
+    with TensorBoard(tmp_path, per_run=True) as board:
+        for strategy in ("one_device", "mirrored"):
+            board(replace(_started(0.0, "2026-10-03T14:00:00+00:00"), strategy=strategy))
+            board(Evaluated(0, 1.0, 4, 1, 5, {"accuracy": 0.5}, 0.1))
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["mirrored-1", "one_device-1"]
+    for folder in tmp_path.iterdir():
+        (file,) = folder.glob("events.out.tfevents.*")
+        assert b"evaluation/accuracy" in file.read_bytes()

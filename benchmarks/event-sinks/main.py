@@ -1,0 +1,75 @@
+"""What a tracker costs a step: the same training with each of them, and without any."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import torch
+from harness import alternate, difference, report
+from overhead_job import make_data, make_model
+
+import headrace as hr
+from headrace.engine.local.engine import LocalEngine
+from headrace.report.trackers.tracker import Tracker
+from headrace.spec.events import Stepped
+from headrace.strategies import Strategy
+
+TRACKERS: dict[str, tuple[str, Callable[[Path], Tracker]]] = {
+    "TensorBoard": ("tensorboard", hr.TensorBoard),
+    "MLflow": ("mlflow", hr.MLflow),
+    "Weights & Biases": ("wandb", hr.WandB),
+}
+STRATEGIES: dict[str, Strategy] = {"one_device": hr.OneDevice(threads=1), "mirrored": hr.Mirrored(workers=2)}
+
+
+def train(strategy: str, tracker: str, seconds: float, engine: LocalEngine) -> float:
+    """Returns us a step: the mean over the second half of the run, when every tracker has been imported and opened."""
+    job = hr.Job(
+        model=partial(make_model, "tiny"),
+        task=hr.tasks.multiclass(10),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.01),
+        data=hr.data.from_arrays(*make_data("tiny")).shuffle(),
+        global_batch_size=64,
+        steps=10**7,
+    )
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        sinks = [stack.enter_context(TRACKERS[tracker][1](Path(folder) / "tracker"))] if tracker else []
+        run = hr.fit(
+            job, STRATEGIES[strategy], run_dir=Path(folder) / "run", on_event=sinks, seconds=seconds,
+            engine=engine, checkpoints=False,
+        )  # fmt: skip
+        times = [event.time_s for event in run.events if isinstance(event, Stepped) and event.rank == 0]
+        if any(sink.failed for sink in sinks):
+            raise SystemExit(f"{tracker} failed, see above: nothing was measured")
+    half = times[len(times) // 2 :]
+    return 1e6 * (half[-1] - half[0]) / (len(half) - 1)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=12.0)
+    arguments = parser.parse_args()
+    installed = [name for name, (package, _) in TRACKERS.items() if importlib.util.find_spec(package)]
+    with LocalEngine() as engine:
+        contestants = {
+            f"{strategy}, {tracker or 'no tracker'}": partial(train, strategy, tracker, arguments.seconds, engine)
+            for strategy in STRATEGIES
+            for tracker in ("", *installed)
+        }
+        figures = alternate(contestants, arguments.rounds)
+    extra = {
+        f"{strategy}, {tracker} more": difference(figures, f"{strategy}, {tracker}", f"{strategy}, no tracker")
+        for strategy in STRATEGIES
+        for tracker in installed
+    }
+    report(Path(__file__).parent, "event-sinks", "us a step", figures, extra)

@@ -1,0 +1,1 @@
+"""A run's events for the services that keep curves: TensorBoard, MLflow, Weights & Biases."""

@@ -1,0 +1,64 @@
+"""A run's events as scalars for TensorBoard, while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import UnfitMachine
+from headrace.report.trackers.curves import Tracked, TrackedPicture, TrackedText, TrackedValue
+from headrace.report.trackers.tracker import Tracker
+from headrace.spec.events import RunStarted
+
+
+class TensorBoard(Tracker):
+    """Takes events (`fit(..., on_event=TensorBoard("runs/a/tensorboard"))`) and writes them as scalars.
+
+    `loss` by step is the weighted mean over the workers; `seconds/<part>/rank-<n>` where each worker's step went;
+    `evaluation/<metric>`; `checkpoints/stall_s` and `checkpoints/bytes` by step; notices, failures and rounds that were
+    not finite as text. A resumed run continues the same curves.
+
+    Args:
+        log_dir: where to; made if missing.
+        every_s: seconds between two rounds that are written where rounds are shorter; 0 for every round.
+        per_run: gives each run a folder of its own in `log_dir`, `<strategy>-<workers>`, as a comparison needs it.
+    """
+
+    def __init__(self, log_dir: Path | str, every_s: float = 0.25, per_run: bool = False) -> None:
+        super().__init__("TensorBoard", every_s)
+        # Now, because a run may change the working directory.
+        self._log_dir = Path(log_dir).absolute()
+        self._per_run = per_run
+        self._writer: Any = None
+
+    def begin(self, started: RunStarted) -> None:
+        try:
+            # Inside, since this room is imported without torch and most users have no tensorboard.
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UnfitMachine(
+                f"the package is not here ({error}); remedy: pip install 'headrace[tensorboard]'"
+            ) from error
+        folder = self._log_dir / f"{started.strategy}-{started.workers}" if self._per_run else self._log_dir
+        # It drops what an earlier attempt wrote of the rounds that are repeated. Not from `resumed_step` on: the
+        # evaluation after so many rounds stays, and the loss of that round is the same again.
+        purge = started.resumed_step + 1 if started.resumed_step else None
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
+
+    def write(self, entries: Sequence[Tracked]) -> None:
+        for each in entries:
+            match each:
+                case TrackedValue():
+                    self._writer.add_scalar(each.tag, each.value, each.step, each.time_s)
+                case TrackedText():
+                    self._writer.add_text(each.tag, each.text, each.step, each.time_s)
+                case TrackedPicture():
+                    # Here, because it takes a tenth of a second, and most runs have no pictures.
+                    from matplotlib.image import imread
+
+                    pixels = imread(each.path)
+                    self._writer.add_image(each.tag, pixels, each.step, each.time_s, dataformats="HWC")
+
+    def end(self, status: str) -> None:
+        self._writer.close()

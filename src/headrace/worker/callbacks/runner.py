@@ -1,0 +1,121 @@
+"""Calls the callbacks on rank 0, and brings their wishes to all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from headrace.errors import UsageError
+from headrace.spec.events import Notice, PictureLogged, Saved, ValuesLogged
+from headrace.training.exchange import ScalesRates
+from headrace.training.synchronization import DataLeases
+from headrace.worker.callbacks.callback import Callback, Moment, RunActions
+from headrace.worker.session import WorkerSession
+
+
+class CallbackRunner:
+    """The callbacks of a run, as every worker has them: they act where this worker is the first of the group.
+
+    Attributes:
+        stops: whether one of them has asked for the end of the run.
+    """
+
+    def __init__(self, session: WorkerSession) -> None:
+        self.stops = False
+        self._session = session
+        self._callbacks: tuple[Callback, ...] = session.run.callbacks
+        self._factor: float | None = None
+        actions = RunActions(self._log_values, self._log_picture, self._stop, self._set_factor)
+        self._moment = Moment(session.replica.compute.module, session.run.run_dir, actions)
+
+    def stepped(self, loss: float | None) -> None:
+        """Calls them after a step of this worker."""
+        self._moment.loss = loss
+        for callback, moment in self._here():
+            callback.on_step(moment)
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Calls them after an evaluation."""
+        for callback, moment in self._here():
+            callback.on_evaluation(moment, metrics)
+
+    def saved(self, event: Saved) -> None:
+        """Calls them when a checkpoint is on the disk."""
+        path = self._session.run.run_dir / "checkpoints" / f"step-{event.step:08d}"
+        for callback, moment in self._here():
+            callback.on_checkpoint(moment, path)
+
+    def ended(self) -> None:
+        """Calls them at the end of the run."""
+        for callback, moment in self._here():
+            callback.on_end(moment)
+
+    def ask(self, next_synchronization: int) -> None:
+        """Lets rank 0 announce that the learning rate changes at the next synchronization."""
+        if self._factor is not None:
+            self._session.page.rate_after = next_synchronization
+
+    def change_rate_if_due(self) -> None:
+        """Changes the learning rate where rank 0 has announced it; every worker calls it after each round."""
+        session = self._session
+        due = session.page.rate_after
+        if not self._callbacks or due != session.progress.done or not due:
+            return
+        # Only in such a round, so that a run pays nothing for what it does not use.
+        (factor,) = session.group.sum([self._factor or 0.0 if session.group.rank == 0 else 0.0])
+        self._factor = None
+        exchange = session.replica.exchange
+        # Rank 0 announces nothing under other strategies.
+        assert isinstance(exchange, ScalesRates)
+        exchange.scale_rates(factor)
+
+    def _here(self) -> list[tuple[Callback, Moment]]:
+        session, moment = self._session, self._moment
+        if not self._callbacks or session.group.rank != 0:
+            return []
+        moment.step = session.progress.done
+        moment.epoch = moment.step // session.loader.rounds_per_epoch
+        return [(callback, moment) for callback in self._callbacks]
+
+    def _log_values(self, values: Mapping[str, float]) -> None:
+        events = self._session.events
+        events.write(ValuesLogged(events.rank, events.now(), self._moment.step, values))
+
+    def _log_picture(self, name: str, path: Path) -> None:
+        events = self._session.events
+        events.write(PictureLogged(events.rank, events.now(), self._moment.step, name, str(path)))
+
+    def _stop(self, why: str) -> None:
+        strategy = self._session.run.strategy
+        if not strategy.one_model:
+            raise UsageError(
+                f"{strategy.name} trains several models whose workers never meet, so that a callback cannot end all of "
+                "them after the same round; use fit(..., seconds=...) or a job with fewer steps"
+            )
+        if not self.stops:
+            self.stops = True
+            events = self._session.events
+            events.write(Notice(events.rank, events.now(), f"ends early: a callback asked for it: {why}"))
+
+    def _set_factor(self, factor: float) -> None:
+        session = self._session
+        strategy, replica = session.run.strategy, session.replica
+        tables = session.run.model.tables
+        if tables:
+            raise UsageError(
+                f"a callback cannot change the learning rate of the sparse embedding {tables[0].name!r}: its rows are "
+                "updated apart; use Options(schedule=...), or sparse=False there"
+            )
+        alone = not strategy.one_model or isinstance(replica.sync, DataLeases)
+        if alone or not isinstance(replica.exchange, ScalesRates):
+            raise UsageError(
+                f"under {strategy.name} a callback cannot change the learning rate: its workers do not update the "
+                "parameters together; use Options(schedule=...), or mirrored, central_storage, parameter_averaging "
+                "without servers, pipeline or tensor_parallel"
+            )
+        if not session.group.fixed:
+            raise UsageError(
+                "a callback cannot change the learning rate where workers may come and go; use Options(schedule=...), "
+                "or leave out min_workers"
+            )
+        self._factor = factor
