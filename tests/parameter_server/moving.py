@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.parameter_server.core.row_moves import Move, RowMap, RowMoves, RowRange
+from headrace.parameter_server.core.row_moves import Move, Placed, RowMap, RowMoves, RowRange
 from headrace.parameter_server.sparse.moves import from_json, to_json
 from headrace.parameter_server.sparse.moves_state import MovesState, load_machine, machine_state
 
@@ -35,28 +35,20 @@ class Node:
     number: int
     moves: RowMoves
     rows: dict[int, list[int]] = field(default_factory=dict)
-    aside: dict[int, dict[int, list[int]]] = field(default_factory=dict)
+    apart: dict[int, dict[int, list[int]]] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
-    held: list[tuple[int, str, Any]] = field(default_factory=list)
-
-    def leaves(self, row: int) -> bool:
-        move = self.moves.leaving
-        return move is not None and any(each.start <= row < each.stop for each in move.rows)
 
     def handle(self, worker: int, kind: str, what: Any) -> Any:
-        """Returns the answer; None while it is held."""
+        """Returns the answer."""
         try:
-            return self.moved(worker, kind, what) if kind not in ("push", "rest") else self.pushed(worker, kind, what)
+            return self.moved(worker, kind, what) if kind not in ("push", "rest") else self.pushed(kind, what)
         except ValueError:
-            assert kind in ("freeze", "install", "release")
+            assert kind == "take"
             return "refused"
 
-    def pushed(self, worker: int, kind: str, what: Any) -> Any:
+    def pushed(self, kind: str, what: Any) -> Any:
         lease, version, rows = what
         assert version <= self.moves.map.version
-        if any(map(self.leaves, rows)):
-            self.held.append((worker, kind, what))
-            return None
         later = self.moves.later_than(version) if kind == "push" else []
         own = [row for row in rows if owner(self.moves.map, row) == self.number]
         here = [row for row in own if not any(each.start <= row < each.stop for each in later)]
@@ -68,32 +60,34 @@ class Node:
         moves = self.moves
         if kind == "claim":
             return moves.claim(what, worker)
-        if kind == "freeze":
-            moving = moves.freeze(what, worker, self.done)
-            return moving, {row: leases[:] for row, leases in self.rows.items() if self.leaves(row)}
+        if kind == "take":
+            moving = moves.take(what, worker, self.done)
+            left = [row for row in self.rows if any(each.start <= row < each.stop for each in what.rows)]
+            rows = {row: self.rows.pop(row) for row in left}
+            self.apart = {number: each for number, each in self.apart.items() if number in moves.aside}
+            self.apart[what.number] = rows
+            return moving, rows
+        if kind == "kept":
+            return (moves.kept[what], self.apart[what]) if what in moves.kept else None
         if kind == "install":
-            number, moving, rows = what
-            moves.install(number, moving)
-            self.aside = {number: rows}
-        elif kind == "release":
-            move = moves.leaving
-            changes = moves.release(what).changed_since(what - 1)
-            for row in [row for row in self.rows if move and any(e.start <= row < e.stop for e in move.rows)]:
-                del self.rows[row]
-            return changes
-        elif kind == "stay" and moves.leaving and moves.leaving.number == what:
-            moves.give_up()
+            before, number, moving, rows = what
+            if moves.install(number, moving):
+                self.apart[number] = {row: leases[:] for row, leases in rows.items()}
+                if before is not None:
+                    placed = tuple(Placed(each.rows, self.number, number) for each in moving.rows)
+                    self.adopt(before, RowMap(number, tuple(sorted(placed, key=lambda each: each.rows))))
         elif kind == "map":
-            base, changes = what
-            assert base <= moves.map.version
-            came, gone = moves.adopt(changes, self.done)
-            for number in came:
-                self.rows.update(self.aside.pop(number))
-            for number in gone:
-                del self.aside[number]
+            return self.adopt(*what)
         elif kind == "ask":
             return moves.map.changed_since(what), moves.seen
         return "done"
+
+    def adopt(self, base: int, changes: RowMap) -> list[int]:
+        assert base <= self.moves.map.version
+        came, missing = self.moves.adopt(changes, self.done)
+        for number in came:
+            self.rows.update(self.apart[number])
+        return missing
 
     def counted(self, kind: str, lease: int, version: int, rows: list[int]) -> list[int]:
         def within(ranges: list[RowRange]) -> list[int]:
@@ -135,14 +129,10 @@ class Moving:
     def run(self) -> list[str]:
         """Runs to the end; returns what is wrong then."""
         for _ in range(20_000):
-            if len(self.committed) == len(self.touched) and not self.moving:
+            if len(self.committed) == len(self.touched):
                 return self.wrong()
             self.turn()
         return ["it does not end"]
-
-    @property
-    def moving(self) -> bool:
-        return any(node.moves.leaving for node in self.nodes)
 
     def turn(self) -> None:
         if self.deaths and self.chance.random() < 0.03:
@@ -166,32 +156,22 @@ class Moving:
 
     def fail_over(self, node: Node) -> None:
         """Lets a server's backup, which has handled the same messages, take its place: all workers connect anew."""
-        state: MovesState = from_json(MovesState, to_json(machine_state(node.moves, {})))
+        state: MovesState = from_json(MovesState, to_json(machine_state(node.moves)))
         node.moves = self._machine(node.number)
         self._load(node.moves, state)
-        node.moves.give_up(for_good=True)
+        node.moves.mover = -1
         self.failed_over += 1
-        held, node.held = node.held, []
-        for worker, kind, what in reversed(held):
-            if worker in self.workers and not self.workers[worker].dead:
-                self.workers[worker].queues[node.number].appendleft((kind, what))
-
-    def release_held(self, node: Node) -> None:
-        held, node.held = node.held, []
-        for worker, kind, what in held:
-            answer = node.handle(worker, kind, what)
-            if answer is not None:
-                self.answered(worker, node.number, answer)
 
     def wrong(self) -> list[str]:
         map_ = max((node.moves.map for node in self.nodes), key=lambda each: each.version)
         found = []
         for row in range(ROWS):
             own = self.nodes[owner(map_, row)]
-            if map_.version > own.moves.map.version and any(row in rows for rows in own.aside.values()):
-                # Its mover was lost before it could say so; what asks for the row next does.
-                for number in own.moves.adopt(map_, own.done)[0]:
-                    own.rows.update(own.aside.pop(number))
+            # Its mover was lost before it could say so; what asks for the row next does.
+            for number in own.adopt(0, map_) if map_.version > own.moves.map.version else ():
+                (copy,) = [node.handle(-1, "kept", number) for node in self.nodes if number in node.moves.kept]
+                own.handle(-1, "install", (None, number, *copy))
+            assert own.adopt(0, map_) == []
             should = sorted(lease for lease, rows in enumerate(self.touched) if row in rows)
             if sorted(own.rows.get(row, [])) != should:
                 found.append(f"row {row}: {sorted(own.rows.get(row, []))} for {should}")
@@ -222,24 +202,19 @@ class _Worker:
     def deliver(self, node: Node) -> None:
         kind, what = self.queues[node.number].popleft()
         if kind == "lost":
-            node.held = [each for each in node.held if each[0] != self.number]
             if node.moves.mover == self.number:
-                node.moves.give_up(for_good=True)
-                self.world.release_held(node)
+                node.moves.mover = -1
             return
         chance = self.world.chance
         if self.world.failovers and chance.random() < 0.02:
             self.world.failovers -= 1
             # Before the message came, or when the answer was on its way.
-            if chance.random() < 0.3 or node.handle(self.number, kind, what) is not None:
-                self.queues[node.number].appendleft((kind, what))
+            if chance.random() < 0.7:
+                node.handle(self.number, kind, what)
+            self.queues[node.number].appendleft((kind, what))
             self.world.fail_over(node)
             return
-        answer = node.handle(self.number, kind, what)
-        if answer is not None:
-            self.world.answered(self.number, node.number, answer)
-        if node.held and not node.moves.leaving:
-            self.world.release_held(node)
+        self.world.answered(self.number, node.number, node.handle(self.number, kind, what))
 
     def take(self, number: int, answer: Any) -> None:
         self.waits.discard(number)
@@ -285,8 +260,14 @@ class _Worker:
         before = self.map.version
         if changes.version > before:
             self.map = self.map.updated(changes)
-            told = before, self.map.changed_since(before)
-            yield [(number, "map", told) for number in range(SERVERS)]
+            told, servers = (before, self.map.changed_since(before)), list(range(SERVERS))
+            while servers:
+                missing = dict(zip(servers, (yield [(number, "map", told) for number in servers]), strict=True))
+                for server, number in [(server, number) for server, own in missing.items() for number in own]:
+                    copies = yield [(each, "kept", number) for each in range(SERVERS)]
+                    for copy in [each for each in copies if each is not None][:1]:
+                        yield [(server, "install", (None, number, *copy))]
+                servers = [server for server, own in missing.items() if own]
 
     def gather(self) -> Generator[list[Ask], list[Any], int]:
         known = yield [(number, "ask", self.map.version) for number in range(SERVERS)]
@@ -313,16 +294,10 @@ class _Worker:
         if chosen == list(range(chosen[0], chosen[-1] + 1)):
             rows = (RowRange(0, chosen[0], chosen[-1] + 1),)
         move = Move(own_number, rows, source, target)
-        (frozen,) = yield [(source, "freeze", move)]
-        if frozen == "refused":
+        (taken,) = yield [(source, "take", move)]
+        if taken == "refused":
             return False
-        (installed,) = yield [(target, "install", (move.number, *frozen))]
-        if installed == "refused":
-            yield [(source, "stay", move.number)]
-            return False
-        (changes,) = yield [(source, "release", move.number)]
-        if changes == "refused":
-            return False
-        yield from self.adopt(changes)
+        yield [(target, "install", (self.map.version, move.number, *taken))]
+        yield from self.adopt(RowMap().after(move))
         self.world.moved += 1
         return True

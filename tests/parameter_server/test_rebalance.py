@@ -123,9 +123,9 @@ def _moves_of(server: Server) -> ServedMoves:
 @pytest.mark.parametrize(
     "kind",
     [
-        MoveKind.RELEASE,
-        pytest.param(MoveKind.FREEZE, marks=pytest.mark.full),
+        MoveKind.TAKE,
         pytest.param(MoveKind.INSTALL, marks=pytest.mark.full),
+        pytest.param(MoveKind.CLAIM, marks=pytest.mark.full),
     ],
     ids=lambda kind: kind.name.lower(),
 )

@@ -26,7 +26,7 @@ def test_loads_hot_rows_and_moves_are_shown(tmp_path, make_served_run):
         "rank 2 520, rank 3 480 pulled at the last look; most: 1.04 × the mean (at the first look 1.80)"
     )
     assert rows["hot rows"] == "item 9 (25 %), item 7 (15 %), user 1 (5.0 %)"
-    assert rows["row moves"] == "100 of 1000 rows, 100 kB; pushes waited 51.0 ms, 99 % at most 99.0 ms"
+    assert rows["row moves"] == "100 of 1000 rows, 100 kB; on the way for 51.0 ms, 99 % at most 99.0 ms"
     assert summary.servers.row_moves.pauses_s[-1] == 0.1
     told = json.loads(json.dumps(run_plain(summary)))["servers"]["row_moves"]
     assert (told["asked"], told["moves"]) == ({"2": 520, "3": 480}, 100)

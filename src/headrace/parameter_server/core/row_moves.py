@@ -2,22 +2,22 @@
 
     worker that moves    source                       target
     claim ─────────────► from now on it alone moves ► likewise, at all servers
-    freeze ────────────► holds what is asked of them
+    take ──────────────► they are gone: the new map
              ◄────────── rows, and which leases they have
-    install ────────────────────────────────────────► keeps them aside
-    release ───────────► they are gone: the new map
-    map ────────────────────────────────────────────► they are here
-
-One worker moves at a time. Its claim is at all servers before it freezes anything, and ends at each server with the
-claim of another worker: a server takes the moves of the worker that has claimed it last.
+    install ────────────────────────────────────────► they are here
+    map ───────────────► to all servers
 
 A lease's gradient counts once for each row, and a push of the lease may come to the source before the move and to the
 target after it, or the other way round. So moved rows know by which leases they differ from the rest of their server:
 those that they have `besides`, and those that they `lack`. A push names the map by which it was divided, so that the
 target knows whether moved rows could be part of it.
 
-The release is the moment of the move. If the worker is lost before it, the source goes on as if nothing had been asked;
-what the target keeps aside never becomes part of a map.
+Taking the rows is the moment of the move. The source keeps a copy until all servers know the move: whoever learns a map
+tells it to all servers before anything else, and a server that misses the rows of a move refuses the map until it is
+brought the copy. So nothing waits for the worker that moves, and it may be lost at any message.
+
+One worker moves at a time. Its claim is at all servers before it takes anything, and ends at each server with the claim
+of another worker. After its claim it learns all moves until then, and so tells them to all servers.
 """
 
 from __future__ import annotations
@@ -155,28 +155,33 @@ class MovingRows:
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """The rows of a move, and the leases of the server that they leave, as intervals."""
+    """The rows of a move, and the leases of the server `source` that they leave, as intervals.
+
+    `taken_s` is when they left it, in seconds since 1970.
+    """
 
     done: tuple[tuple[int, ...], ...] = ()
     rows: tuple[MovingRows, ...] = ()
+    source: int = -1
+    taken_s: float = 0.0
 
 
 class RowMoves:
     """The moves of one server's rows; `server` is its number.
 
     `map` is the latest that it knows: it has all moves from this server. `seen` is the greatest number of a move, or of
-    a claim. `mover` is the worker that has claimed it, -1 for none, and `leaving` its move that is under way from here;
-    None for none. `here` are the rows that were moved here, in their order; `aside` is what may come, by move.
+    a claim. `mover` is the worker that has claimed it last, -1 for none. `here` are the rows that were moved here, in
+    their order; `aside` is what may come, and `kept` what has left, by move.
     """
 
     def __init__(self, server: int) -> None:
         self.map = RowMap()
         self.seen = 0
-        self.leaving: Move | None = None
         self.mover = -1
         self._server = server
         self.here: list[MovedRows] = []
         self.aside: dict[int, Moving] = {}
+        self.kept: dict[int, Moving] = {}
 
     # ----- the move
 
@@ -188,74 +193,62 @@ class RowMoves:
         """
         if number <= self.seen:
             return False
-        self.leaving, self.seen, self.mover = None, number, mover
+        self.seen, self.mover = number, mover
         return True
 
-    def freeze(self, move: Move, mover: int, done: Iterable[int]) -> Moving:
-        """Begins a move from here, for a worker; `done` are the leases of this server.
+    def take(self, move: Move, mover: int, done: Iterable[int], now_s: float = 0.0) -> Moving:
+        """Moves rows away from here, for a worker; `done` are the leases of this server, `now_s` the time.
 
-        The rows must not change until `release` or `give_up`. Raises ValueError if it cannot be done.
+        All servers know all moves before it. Raises ValueError if it cannot be done.
         """
         if mover != self.mover:
             raise ValueError(f"move {move.number} by worker {mover}, and worker {self.mover} moves rows")
-        if self.leaving is not None or move.source != self._server or move.number < self.seen:
+        if move.source != self._server or move.number < self.seen or move.number <= self.map.version:
             raise ValueError(
                 f"move {move.number} from server {move.source} at server {self._server}, after {self.seen}"
             )
-        self.leaving, self.seen = move, move.number
-        moving: list[MovingRows] = []
-        for rows in move.rows:
-            left = [rows]
-            for each in self.here[overlapping(self.here, rows)]:
-                if part := rows.within(each.rows):
-                    moving.append(MovingRows(part, tuple(each.besides), tuple(each.lack)))
+        self.seen = move.number
+        rows: list[MovingRows] = []
+        for each in move.rows:
+            left = [each]
+            for own in self.here[overlapping(self.here, each)]:
+                if part := each.within(own.rows):
+                    rows.append(MovingRows(part, tuple(own.besides), tuple(own.lack)))
                     left = [piece for whole in left for piece in whole.without(part)]
-            moving += [MovingRows(part) for part in left]
-        return Moving(intervals_of(done), tuple(moving))
-
-    def install(self, number: int, moving: Moving) -> None:
-        """Keeps what leases rows have that may come here; raises ValueError for a move that is over."""
-        if number < self.seen or number <= self.map.version:
-            raise ValueError(f"move {number} at server {self._server}, which has seen move {self.seen}")
-        self.seen = number
-        self.aside = {number: moving}
-
-    def release(self, number: int) -> RowMap:
-        """Ends a move from here; returns the new map. Raises ValueError if it was given up."""
-        if self.leaving is None or self.leaving.number != number:
-            raise ValueError(f"move {number} is not under way at server {self._server}")
-        move, self.leaving = self.leaving, None
-        self._remove(move.rows)
+            rows += [MovingRows(part) for part in left]
+            _replaced(self.here, each, [], _cut)
         self.map = self.map.after(move)
-        return self.map
+        moving = Moving(intervals_of(done), tuple(rows), self._server, now_s)
+        self.kept = {move.number: moving}
+        return moving
 
-    def give_up(self, for_good: bool = False) -> None:
-        """Ends a move from here that will not be; the rows stay. `for_good` ends its worker's claim, too."""
-        self.leaving = None
-        if for_good:
-            self.mover = -1
+    def install(self, number: int, moving: Moving) -> bool:
+        """Keeps aside what may come here; returns False for a move that is known here already."""
+        if number <= self.map.version:
+            return False
+        self.aside[number] = moving
+        return True
 
-    def adopt(self, map_: RowMap, done: Iterable[int]) -> tuple[list[int], list[int]]:
+    def adopt(self, changes: RowMap, done: Iterable[int]) -> tuple[dict[int, Moving], list[int]]:
         """Takes over a later map, or what has changed since this one; `done` are the leases of this server.
 
-        Returns the numbers of the moves whose rows are here from now on, and of those that are not to come.
+        Returns the moves whose rows are here from now on, and the numbers of those whose rows are missing here: if
+        there are any, nothing is taken over.
         """
-        if map_.version <= self.map.version:
-            return [], []
-        map_ = self.map.updated(map_)
-        came: list[int] = []
-        base = set(done)
-        mine = {(placed.since, placed.rows) for placed in map_.of(self._server)}
-        for number, moving in list(self.aside.items()):
-            if any(since == number for since, _ in mine):
-                came.append(number)
-                self._come(number, moving, base)
-        gone = [number for number in self.aside if number <= map_.version and number not in came]
-        for number in (*came, *gone):
-            del self.aside[number]
+        if changes.version <= self.map.version:
+            return {}, []
+        map_ = self.map.updated(changes)
+        numbers = sorted({placed.since for placed in map_.of(self._server) if placed.since > self.map.version})
+        missing = [number for number in numbers if number not in self.aside]
+        if missing:
+            return {}, missing
+        base, came = set(done), {number: self.aside[number] for number in numbers}
+        for number, moving in came.items():
+            self._come(number, moving, base)
         self.map = map_
         self.seen = max(self.seen, map_.version)
-        return came, gone
+        self.aside = {number: each for number, each in self.aside.items() if number > map_.version}
+        return came, []
 
     # ----- pushes
 
@@ -302,10 +295,8 @@ class RowMoves:
         for each in self.here:
             each.besides.clear()
             each.lack.clear()
-        self.aside = {
-            number: Moving(rows=tuple(MovingRows(each.rows) for each in moving.rows))
-            for number, moving in self.aside.items()
-        }
+        self.aside = {number: _settled(moving) for number, moving in self.aside.items()}
+        self.kept = {number: _settled(moving) for number, moving in self.kept.items()}
 
     def _come(self, number: int, moving: Moving, base: set[int]) -> None:
         """Counts the rows of a move as being here; `base` are the leases of this server."""
@@ -316,9 +307,9 @@ class RowMoves:
             moved = MovedRows(each.rows, number, (more | besides - base) - lack, (less - besides) | (lack & base))
             self.here.insert(overlapping(self.here, each.rows).start, moved)
 
-    def _remove(self, gone: Iterable[RowRange]) -> None:
-        for rows in gone:
-            _replaced(self.here, rows, [], _cut)
+
+def _settled(moving: Moving) -> Moving:
+    return replace(moving, done=(), rows=tuple(MovingRows(each.rows) for each in moving.rows))
 
 
 def _cut(each: MovedRows, rows: RowRange) -> MovedRows:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace.checkpoint.forms import pack, unpack
+from headrace.errors import ServerRefused
 from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.core.row_moves import RowMap
 from headrace.parameter_server.sparse.messages import Rows, decode_rows, encode_pull, encode_push, moved_to
@@ -112,12 +113,17 @@ class RowClient:
     # ----- moves
 
     def ask_move(
-        self, kind: MoveKind, number: int = -1, blob: bytes = b"", servers: Sequence[int] | None = None
+        self,
+        kind: MoveKind,
+        number: int = -1,
+        blob: bytes = b"",
+        servers: Sequence[int] | None = None,
+        numbers: tuple[int, ...] = (),
     ) -> list[bytes]:
         """Sends all servers, or some, a MOVE_ROWS message, and returns their answers."""
         asked = self._client.servers if servers is None else [self._client.servers[server] for server in servers]
         for server in asked:
-            server.tell(Message(Kind.MOVE_ROWS, flag=kind, lease=number), blob)
+            server.tell(Message(Kind.MOVE_ROWS, flag=kind, lease=number, numbers=numbers), blob)
         return [bytes(server.answer()) for server in asked]
 
     def adopt(self, changes: RowMap) -> None:
@@ -126,8 +132,28 @@ class RowClient:
         So the servers know what this worker knows, and of any later map they need the changes alone.
         """
         before = self.places.map.version
-        if self.places.adopt(changes):
-            self.ask_move(MoveKind.MAP, before, to_json(self.places.map.changed_since(before)))
+        if not self.places.adopt(changes):
+            return
+        told, servers = to_json(self.places.map.changed_since(before)), list(range(self._servers))
+        brought: set[tuple[int, int]] = set()
+        while servers:
+            asked = self.ask_move(MoveKind.MAP, before, told, servers)
+            answers: list[MoveAnswer] = [from_json(MoveAnswer, each) for each in asked]
+            missing = [(server, each.missing) for server, each in zip(servers, answers, strict=True) if each.missing]
+            for server, moves in missing:
+                for number in moves:
+                    self._bring(number, server, brought)
+            servers = [server for server, _ in missing]
+
+    def _bring(self, number: int, server: int, brought: set[tuple[int, int]]) -> None:
+        """Brings a server the rows of a move, whose worker has not yet done so."""
+        copies = [each for each in self.ask_move(MoveKind.KEPT, number) if each]
+        if copies:
+            self.ask_move(MoveKind.INSTALL, number, copies[0], [server])
+        elif (number, server) in brought:
+            raise ServerRefused(f"the rows of move {number} are at no server, and server {server} should have them")
+        # Without a copy, another worker has brought them meanwhile.
+        brought.add((number, server))
 
     def gather_map(self) -> int:
         """Makes sure that all servers know all moves that have been; returns the greatest number of a move."""

@@ -6,17 +6,17 @@ The state machine is `RowMoves`; here are the rows themselves, and the messages.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import IntEnum
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace.checkpoint.forms import pack, unpack
-from headrace.parameter_server.core.row_moves import Move, Moving, RowMap, RowMoves, RowRange
+from headrace.parameter_server.core.row_moves import Move, Moving, Placed, RowMap, RowMoves, RowRange
 from headrace.parameter_server.core.shard import Shard
 from headrace.parameter_server.server.counters import ServerCounters
 from headrace.parameter_server.sparse.messages import Rows
@@ -32,35 +32,37 @@ from headrace.training.optimizer import StatePiece
 
 _ROWS = "moving"
 _HOTTEST = 8
-FROZEN = b"rows"
-"""Before the rows of a move that has begun."""
+TAKEN = b"rows"
+"""Before the rows of a move."""
 
 
 class MoveKind(IntEnum):
     """What a MOVE_ROWS message asks for, in its `flag`; the number of the move is in its `lease`.
 
-    Of MAP, `lease` is the version of the map that the changes follow: those that it brings, or is answered with.
+    Of MAP, `lease` is the version of the map that the changes follow: those that it brings, or is answered with. An
+    INSTALL of the worker that moves has in `numbers` the version before the move, so that the rows are here at once;
+    that of another worker is followed by a MAP. KEPT asks for what a TAKE was answered with.
     """
 
     CLAIM = 1
-    FREEZE = 2
+    TAKE = 2
     INSTALL = 3
-    RELEASE = 4
-    STAY = 5
-    MAP = 6
-    LOAD = 7
+    KEPT = 4
+    MAP = 5
+    LOAD = 6
 
 
 @dataclass(frozen=True, slots=True)
 class MoveAnswer:
     """What a server says to a worker that moves rows: whether it has done so, and the greatest number seen.
 
-    `changes` of the map are those that a MAP asks for, or those of the move that is released.
+    `changes` of the map are those that a MAP asks for; `missing` are the moves whose rows must be brought first.
     """
 
     done: bool
     changes: RowMap
     seen: int
+    missing: tuple[int, ...] = ()
 
 
 def to_json(value: Any) -> bytes:
@@ -90,10 +92,8 @@ class ServedMoves:
         self._counters = counters
         self.machine = RowMoves(server)
         self.traffic = RowTraffic(places, server, tables)
-        self.resume: Callable[[], None] = lambda: None
         self._server, self._places, self._tables, self._shard = server, places, tables, shard
-        self._aside: dict[int, tuple[int, RowBlock]] = {}
-        self._frozen: tuple[float, int, int] = 0.0, 0, 0
+        self._blocks: dict[int, tuple[int, RowBlock]] = {}
 
     # ----- the worker that moves
 
@@ -101,51 +101,41 @@ class ServedMoves:
         """Handles a MOVE_ROWS message; raises ValueError if it is none."""
         kind, number = MoveKind(message.flag), message.lease
         if kind == MoveKind.LOAD:
-            load = self.traffic.take()
-            names = [spec.name for spec in self._tables.specs]
-            hottest = tuple(
-                HotRow(names[piece.table], piece.start, piece.load)
-                for piece in load.pieces
-                if piece.stop - piece.start == 1
-            )[:_HOTTEST]
-            self._counters.events.append(lambda rank, time_s: RowsAsked(rank, time_s, load.load, hottest))
-            return to_json(load)
-        done, changes = True, RowMap()
-        if kind == MoveKind.MAP:
-            if len(blob):
-                self._adopt(number, from_json(RowMap, blob))
-            else:
-                changes = self.machine.map.changed_since(number)
+            return self._load()
+        if kind == MoveKind.KEPT:
+            moving = self.machine.kept.get(number)
+            return b"" if moving is None else self._packed(moving, *self._blocks[number])
+        done, changes, missing = True, RowMap(), list[int]()
+        if kind == MoveKind.MAP and len(blob):
+            missing = self._adopt(number, from_json(RowMap, blob))
+        elif kind == MoveKind.MAP:
+            changes = self.machine.map.changed_since(number)
         elif kind == MoveKind.CLAIM:
             done = self.machine.claim(number, worker)
-            if done:
-                # A move of another worker is over.
-                self.resume()
-        elif kind == MoveKind.STAY:
-            if self.machine.leaving is not None and self.machine.leaving.number == number:
-                self.give_up()
-        elif kind == MoveKind.FREEZE:
+        elif kind == MoveKind.TAKE:
             move = from_json(Move, blob)
             if self._may_leave(move, worker):
-                return self._freeze(move, worker)
+                return TAKEN + self._take(move, worker)
             done = False
-        elif kind == MoveKind.INSTALL:
-            done = self._install(number, bytes(blob))
         else:
-            done = self._release(number)
-            # The worker knows all moves before it: none can have come between since it has claimed this server.
-            changes = self.machine.map.changed_since(number - 1) if done else changes
-        return to_json(MoveAnswer(done, changes, self.machine.seen))
+            done = self._install(number, bytes(blob), message.numbers)
+        return to_json(MoveAnswer(done, changes, self.machine.seen, tuple(missing)))
 
     def lost(self, worker: int) -> None:
-        """Gives up the move of a worker that is not there any more, or comes back."""
+        """Ends the claim of a worker that is not there any more, or comes back."""
         if self.machine.mover == worker:
-            self.give_up(for_good=True)
+            self.machine.mover = -1
 
-    def give_up(self, for_good: bool = False) -> None:
-        """Lets the rows of an open move stay."""
-        self.machine.give_up(for_good)
-        self.resume()
+    def _load(self) -> bytes:
+        load = self.traffic.take()
+        names = [spec.name for spec in self._tables.specs]
+        hottest = tuple(
+            HotRow(names[piece.table], piece.start, piece.load)
+            for piece in load.pieces
+            if piece.stop - piece.start == 1
+        )[:_HOTTEST]
+        self._counters.events.append(lambda rank, time_s: RowsAsked(rank, time_s, load.load, hottest))
+        return to_json(load)
 
     def _may_leave(self, move: Move, worker: int) -> bool:
         tables = self._places.tables
@@ -154,25 +144,29 @@ class ServedMoves:
                 raise ValueError(f"there are no rows {rows.start:,} to {rows.stop:,} of table {rows.table}")
         if not move.rows or len({rows.table for rows in move.rows}) > 1 or not 0 <= move.target < self._places.servers:
             raise ValueError(f"move {move.number} is of no table, of several, or to server {move.target}")
-        mine = self.machine.mover == worker and move.source == self._server and move.number >= self.machine.seen
-        return mine and self.machine.leaving is None and all(self._places.has(self._server, rows) for rows in move.rows)
+        machine = self.machine
+        mine = machine.mover == worker and move.source == self._server != move.target
+        later = move.number >= machine.seen and move.number > machine.map.version
+        return mine and later and all(self._places.has(self._server, rows) for rows in move.rows)
 
-    def _freeze(self, move: Move, worker: int) -> bytes:
-        began = perf_counter()
-        moving = self.machine.freeze(move, worker, self._shard.done)
+    def _take(self, move: Move, worker: int) -> bytes:
+        moving = self.machine.take(move, worker, self._shard.done, _now())
         table = move.rows[0].table
-        block = self._tables.tables[table].within(_ids_of(move))
-        blob = self._packed(moving, table, block)
-        self._frozen = began, len(block.ids), len(blob)
-        return FROZEN + blob
+        block = self._tables.tables[table].within([(rows.start, rows.stop) for rows in move.rows], remove=True)
+        self._blocks[move.number] = table, block
+        self._forget_blocks()
+        self._places.adopt(self.machine.map.changed_since(self._places.map.version))
+        return self._packed(moving, table, block)
 
-    def _install(self, number: int, blob: bytes) -> bool:
-        if number < self.machine.seen or number <= self.machine.map.version:
-            return False
+    def _install(self, number: int, blob: bytes, before: Sequence[int]) -> bool:
         moving, table, block = self._unpacked(blob)
-        self.machine.install(number, moving)
-        self._aside = {number: (table, block)}
-        return True
+        done = self.machine.install(number, moving)
+        if done:
+            self._blocks[number] = table, block
+            if before:
+                placed = tuple(Placed(each.rows, self._server, number) for each in moving.rows)
+                self._adopt(before[0], RowMap(number, tuple(sorted(placed, key=lambda each: each.rows))))
+        return done
 
     def _packed(self, moving: Moving, table: int, block: RowBlock) -> bytes:
         listed = torch.frombuffer(bytearray(to_json(moving)), dtype=torch.uint8)
@@ -190,46 +184,43 @@ class ServedMoves:
             raise ValueError(f"no rows that move: {error}") from error
         return moving, table, block
 
-    def _release(self, number: int) -> bool:
-        move = self.machine.leaving
-        if move is None or move.number != number:
-            return False
-        self._places.adopt(self.machine.release(number).changed_since(number - 1))
-        table = self._tables.tables[move.rows[0].table]
-        table.within(_ids_of(move), remove=True)
-        began, count, nbytes = self._frozen
-        pause_s = perf_counter() - began
-        shift, counts = move.target - move.source, (len(move.rows), count, nbytes)
-        self._counters.events.append(
-            lambda rank, time_s: RowsMoved(rank, time_s, number, table.spec.name, *counts, rank + shift, pause_s)
-        )
-        self.resume()
-        return True
-
-    def _adopt(self, version: int, changes: RowMap) -> None:
+    def _adopt(self, version: int, changes: RowMap) -> list[int]:
+        """Takes over changes of the map after a version; returns the moves whose rows are missing."""
         if version > self.machine.map.version:
             raise ValueError(
                 f"moves after {version} at server {self._server}, which knows those until {self.machine.map.version}"
             )
-        came, gone = self.machine.adopt(changes, self._shard.done)
-        for number in came:
-            table, block = self._aside.pop(number)
+        came, missing = self.machine.adopt(changes, self._shard.done)
+        for number, moving in came.items():
+            table, block = self._blocks[number]
             self._tables.tables[table].load(block)
-        for number in gone:
-            del self._aside[number]
+            self._tell(number, moving, self._tables.tables[table].row_bytes * len(block.ids), len(block.ids), table)
+        self._forget_blocks()
         self._places.adopt(self.machine.map.changed_since(self._places.map.version))
+        return missing
+
+    def _tell(self, number: int, moving: Moving, nbytes: int, count: int, table: int) -> None:
+        pause_s, shift = max(0.0, _now() - moving.taken_s), moving.source - self._server
+        name, ranges = self._tables.specs[table].name, len(moving.rows)
+        self._counters.events.append(
+            lambda rank, time_s: RowsMoved(rank + shift, time_s, number, name, ranges, count, nbytes, rank, pause_s)
+        )
+
+    def _forget_blocks(self) -> None:
+        live = self.machine.aside.keys() | self.machine.kept.keys()
+        self._blocks = {number: block for number, block in self._blocks.items() if number in live}
 
     # ----- the state, for a backup
 
-    def kept_aside(self) -> dict[int, bytes]:
-        """Returns the rows that may come here, by move."""
-        return {number: self._packed(self.machine.aside[number], *rows) for number, rows in self._aside.items()}
+    def blocks(self) -> dict[int, bytes]:
+        """Returns the rows that may come here, and copies of those that have left, by move."""
+        every = self.machine.aside | self.machine.kept
+        return {number: self._packed(every[number], *rows) for number, rows in self._blocks.items()}
 
-    def load(self, aside: Mapping[int, bytes]) -> None:
-        """Takes over what `kept_aside` returned, when the machine's state is there."""
-        self._aside = {number: self._unpacked(blob)[1:] for number, blob in aside.items()}
+    def load(self, blocks: Mapping[int, bytes]) -> None:
+        """Takes over what `blocks` returned, when the machine's state is there."""
+        self._blocks = {number: self._unpacked(blob)[1:] for number, blob in blocks.items()}
         self._places.adopt(self.machine.map)
-        self._frozen = perf_counter(), 0, 0
 
     # ----- requests for rows
 
@@ -241,13 +232,6 @@ class ServedMoves:
     def has(self, number: int, ids: Tensor) -> bool:
         """Tells whether all rows are here."""
         return bool((self._places.owners(number, ids) == self._server).all())
-
-    def waits(self, rows: Mapping[int, Rows]) -> bool:
-        """Tells whether a push must wait for a move to be over, which takes some of its rows away."""
-        move = self.machine.leaving
-        return move is not None and any(
-            bool(_within(ids, number, move.rows).any()) for number, (ids, _) in rows.items()
-        )
 
     def count(
         self, lease: int, version: int, rows: Mapping[int, Rows], was_done: bool
@@ -281,8 +265,9 @@ class ServedMoves:
         return found
 
 
-def _ids_of(move: Move) -> list[tuple[int, int]]:
-    return [(rows.start, rows.stop) for rows in move.rows]
+def _now() -> float:
+    """Returns the time in seconds since 1970: servers on several hosts have no other clock in common."""
+    return datetime.now(UTC).timestamp()
 
 
 def _within(ids: Tensor, number: int, ranges: Sequence[RowRange]) -> Tensor:

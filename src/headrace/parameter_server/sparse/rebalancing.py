@@ -9,9 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from headrace.parameter_server.core.row_moves import Move, RowRange
+from headrace.parameter_server.core.row_moves import Move, RowMap, RowRange
 from headrace.parameter_server.sparse.client import RowClient
-from headrace.parameter_server.sparse.moves import FROZEN, MoveAnswer, MoveKind, from_json, to_json
+from headrace.parameter_server.sparse.moves import TAKEN, MoveAnswer, MoveKind, from_json, to_json
 from headrace.policies.row_balance import EVEN, LoadPiece, ServerLoad, choose_moves, unevenness
 from headrace.spec.embedding import TableSpec
 
@@ -61,15 +61,14 @@ class RowMover:
         client, number = self._client, self._seen
         self._seen += 1
         move = Move(number, tuple(sorted(rows)), source, target)
-        (frozen,) = client.ask_move(MoveKind.FREEZE, number, to_json(move), [source])
-        if not frozen.startswith(FROZEN):
+        # All servers know what this worker knows.
+        before = (client.places.map.version,)
+        (taken,) = client.ask_move(MoveKind.TAKE, number, to_json(move), [source])
+        if not taken.startswith(TAKEN):
             return False
-        (kept,) = client.ask_move(MoveKind.INSTALL, number, frozen[len(FROZEN) :], [target])
-        kind = MoveKind.RELEASE if from_json(MoveAnswer, kept).done else MoveKind.STAY
-        (ended,) = client.ask_move(kind, number, servers=[source])
-        answer: MoveAnswer = from_json(MoveAnswer, ended)
-        client.adopt(answer.changes)
-        return answer.changes.version >= number
+        client.ask_move(MoveKind.INSTALL, number, taken[len(TAKEN) :], [target], numbers=before)
+        client.adopt(RowMap().after(move))
+        return True
 
 
 def grouped(

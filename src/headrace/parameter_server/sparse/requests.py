@@ -55,11 +55,9 @@ class RowRequests:
         counters.tables = lambda: tuple(table.stats() for table in tables.tables)
         self._transport = transport
         self._tables = tables
-        self._held: dict[int, int] = {}
         self.moves: ServedMoves | None = None
         if tables.moving is not None:
             self.moves = ServedMoves(*tables.moving, tables, machine, counters)
-            self.moves.resume = self._resume
 
     def take(self, member: Member, message: Message, blob: memoryview) -> None:
         """Handles a push; raises ValueError if it is none."""
@@ -69,10 +67,7 @@ class RowRequests:
             raise ValueError(f"worker {member.worker} may not push rows now")
         self.add(member.worker, member.peer, message, bytes(blob))
         self._counters.moved_rows(pushes=1, pushed_bytes=len(blob))
-        if self.moves is not None and self.moves.waits(self.open[member.worker].rows):
-            self._held[member.worker] = member.incarnation
-        else:
-            self._handle(member.worker, member.incarnation)
+        self._handle(member.worker, member.incarnation)
 
     def _handle(self, worker: int, incarnation: int) -> None:
         request = self.open[worker]
@@ -99,23 +94,16 @@ class RowRequests:
         if finite and message.weight:
             self._tables.add(rows, message.share)
 
-    def _resume(self) -> None:
-        """Handles the pushes that waited for a move."""
-        held, self._held = self._held, {}
-        for worker, incarnation in held.items():
-            if worker in self.open:
-                self._handle(worker, incarnation)
-
     def state(self) -> dict[str, Tensor]:
         """Returns what open pushes have sent, and the state of moves."""
         pushed = {f"rows/{worker}": as_tensor(push.blob) for worker, push in self.open.items()}
-        return pushed | (moves_state(self.moves, self._held) if self.moves is not None else {})
+        return pushed | (moves_state(self.moves) if self.moves is not None else {})
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes over the state of another server, without its open pushes, which `add` brings."""
         self.open.clear()
         if self.moves is not None:
-            self._held = load_moves(self.moves, tensors)
+            load_moves(self.moves, tensors)
 
     def add(self, worker: int, peer: int, message: Message, blob: bytes) -> None:
         """Keeps a push that the machine knows, or is about to."""
@@ -183,7 +171,6 @@ class RowRequests:
     def drop(self, worker: int) -> None:
         """Drops a worker's open push."""
         self.open.pop(worker, None)
-        self._held.pop(worker, None)
 
     def _carry_out(self, actions: Sequence[events.Action]) -> None:
         for action in actions:

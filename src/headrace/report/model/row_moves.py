@@ -21,7 +21,7 @@ class RowMoveSummary:
         first: the same for the first comparison.
         hottest: the rows that were pulled most in the last one.
         moves, rows, bytes: how many moves, the rows that travelled, and their bytes.
-        pauses_s: how long each move let pushes of its rows wait, ascending.
+        pauses_s: for how long the rows of each move were at no server, ascending.
     """
 
     asked: Mapping[int, int]

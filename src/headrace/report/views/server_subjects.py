@@ -128,7 +128,7 @@ def _row_moves_text(servers: ServerSummary) -> str | None:
         return "none"
     pauses = rows.pauses_s
     most = pauses[-(-len(pauses) * 99 // 100) - 1]
-    waited = f"pushes waited {duration(pauses[len(pauses) // 2])}, 99 % at most {duration(most)}"
+    waited = f"on the way for {duration(pauses[len(pauses) // 2])}, 99 % at most {duration(most)}"
     return f"{rows.moves} of {short(rows.rows)} rows, {byte_count(rows.bytes)}; {waited}"
 
 

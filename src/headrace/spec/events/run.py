@@ -269,7 +269,7 @@ class RowsAsked(Event, kind="rows_asked"):
 
 @dataclass(frozen=True)
 class RowsMoved(Event, kind="rows_moved"):
-    """By the server that rows of a table have left while workers pushed.
+    """Rows of a table have left the server `rank` while workers pushed; the server that has them now writes it.
 
     Attributes:
         number: of the move, in the order of all moves of the run.
@@ -278,7 +278,7 @@ class RowsMoved(Event, kind="rows_moved"):
         rows: how many rows travelled; those that were never changed do not.
         bytes: of these rows with their optimizer's state.
         to: the rank of the server that has them now.
-        pause_s: for how long pushes of these rows waited.
+        pause_s: for how long no server had these rows, by the clocks of both servers' hosts.
     """
 
     number: int
