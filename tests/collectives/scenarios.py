@@ -224,8 +224,8 @@ def meet_between_hosts(
     for turn in range(2):
         used.publish([None if index in missing[host.rank] else torch.ones(1) for index in range(3)])
         if host.rank == 0:
-            own.stop_after, own.save_after = 7 + turn, 2**40
-        found.append([used.settle(), own.stop_after, own.save_after])
+            own.stop_after, own.save_after, own.rate_after = 7 + turn, 2**40, 5 * turn
+        found.append([used.settle(), own.stop_after, own.save_after, own.rate_after])
     wire.close()
     return found
 

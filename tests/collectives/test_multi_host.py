@@ -22,7 +22,7 @@ def test_every_verb_gives_what_the_collective_promises(play: Play, tmp_path: Pat
 def test_a_meeting_brings_what_rank_0_has_decided(
     play: Play, tmp_path: Path, missing: list[list[int]], missing_everywhere: list[int]
 ) -> None:
-    expected = [[missing_everywhere, 7, 2**40], [missing_everywhere, 8, 2**40]]
+    expected = [[missing_everywhere, 7, 2**40, 0], [missing_everywhere, 8, 2**40, 5]]
     assert play("meet_between_hosts", 2, store=str(tmp_path / "store"), missing=missing) == [expected] * 2
 
 

@@ -145,14 +145,14 @@ def read(record: object) -> object:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_fields_of_a_control_page_do_not_overlap(ranks: int) -> None:
     page, other = pages(ranks)
-    page.abort, page.stop, page.stop_after, page.save_after = 901, 902, 903, 904
+    page.abort, page.stop, page.stop_after, page.save_after, page.rate_after = 901, 902, 903, 904, 905
     for record in page.ranks:
         fill(record, itertools.cycle(range(1, 252)))
     for record in other.ranks:
         expected = RankRecord()
         fill(expected, itertools.cycle(range(1, 252)))
         assert read(record) == read(expected)
-    assert (other.abort, other.stop, other.stop_after, other.save_after) == (901, 902, 903, 904)
+    assert (other.abort, other.stop, other.stop_after, other.save_after, other.rate_after) == (901, 902, 903, 904, 905)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -149,6 +149,7 @@ def test_seconds_that_make_no_sense_are_refused(every_s: object) -> None:
         Kept(every_s=every_s)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_fast_run_gives_some_rounds_of_all_workers_and_a_slow_one_all(tmp_path) -> None:
     for period_s, least, most in ((0.001, 10, 30), (0.3, 2000, 2000)):
         folder = tmp_path / f"{period_s}" / "events"
@@ -194,6 +195,15 @@ def test_the_first_round_is_chosen_and_old_ones_are_forgotten() -> None:
     assert all(sampler.see(number, float(number)) for number in range(7, 3000))
     assert 2999 in sampler
     assert 7 not in sampler
+
+
+def test_a_round_is_chosen_before_any_worker_has_told_of_it() -> None:
+    sampler = RoundSampler(1.0)
+    for number in range(11):
+        sampler.see(number, 0.0)
+    # A worker that is behind makes it due, and the other is in round 11 now.
+    assert not sampler.see(3, 2.0)
+    assert (4 in sampler, 11 in sampler) == (False, True)
 
 
 def test_the_round_of_a_line_is_read_without_decoding_it() -> None:
