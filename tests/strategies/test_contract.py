@@ -47,7 +47,7 @@ ROWS = {
     "downpour": Row(
         partial(hr.Downpour, fetch_every=2, push_every=2, overlap=False), references.downpour, many=(1, 1), servers=1
     ),
-    "fully_sharded": Row(hr.FullySharded, workers=(3,), refuses=MATRICES),
+    "fully_sharded": Row(hr.FullySharded, workers=(2,), refuses=MATRICES),
     "gossip": Row(hr.Gossip, references.gossip),
     "hybrid": Row(
         lambda workers: hr.Hybrid(hr.Mirrored(workers=max(1, workers // 2)), hr.TensorParallel(devices=2)),
