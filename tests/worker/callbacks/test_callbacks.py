@@ -270,3 +270,11 @@ def test_a_loop_of_ones_own_has_the_same_moments() -> None:
     job = make_job(eval_data=(INPUTS, TARGETS), model=functools.partial(nn.Linear, 4, 1))
     hr.launch(train, job, hr.Mirrored(2), engine=ENGINE, callbacks=[seen])
     assert [entry[0] for entry in seen.told] == ["step"] * 8 + ["evaluation", "end"]
+
+
+@pytest.mark.slow
+def test_where_workers_may_come_and_go_the_learning_rate_stays_and_a_stop_counts_for_all() -> None:
+    strategy = hr.Mirrored(2, min_workers=1)
+    with pytest.raises(WorkerFailed, match="a callback cannot change the learning rate where workers may come and go"):
+        hr.fit(make_job(), strategy, callbacks=[Slower({2: 0.5})], check=False)
+    assert steps_of(hr.fit(make_job(epochs=1000), strategy, callbacks=[Stopper()], check=False)) == {0: 4, 1: 4}
