@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -179,14 +178,19 @@ def _cell(row: Row | None) -> str:
     return f"{row.difference:.1e}" + ("" if row.shorter is None else f" ({row.shorter:.1e})")
 
 
-def merged(rows: list[Row]) -> list[Row]:
-    """Returns these rows and those of earlier calls, for no interpreter has every converter."""
-    kept: dict[tuple[str, str], Any] = {}
-    if RESULTS.is_file():
-        kept = {(each["model"], each["target"]): each for each in json.loads(RESULTS.read_text())["rows"]}
-    kept |= {(row.model, row.target): asdict(row) for row in rows if not row.refused.startswith("not here")}
-    order = [(model, target) for model in JOBS for target in TARGETS]
-    return [Row(**kept[each]) for each in order if each in kept]
+def keep(row: Row) -> None:
+    """Adds a figure to those of earlier calls, for no interpreter has every converter."""
+    if row.refused.startswith("not here"):
+        return
+    rows = [each for each in kept() if (each.model, each.target) != (row.model, row.target)] + [row]
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps({**machine(), "rows": [asdict(each) for each in rows]}, indent=1) + "\n")
+
+
+def kept() -> list[Row]:
+    """Returns the figures of all calls, in the order of the table."""
+    found = [Row(**each) for each in json.loads(RESULTS.read_text())["rows"]] if RESULTS.is_file() else []
+    return sorted(found, key=lambda row: (list(JOBS).index(row.model), list(TARGETS).index(row.target)))
 
 
 if __name__ == "__main__":
@@ -202,10 +206,8 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as place:
             for target in chosen.targets:
                 rows.append(measured(name, target, zoo, examples, Path(place)))
-                print(f"{name}, {target}, {examples.count} examples: {_cell(rows[-1])}", file=sys.stderr, flush=True)
-    if chosen.keep:
-        rows = merged(rows)
-        RESULTS.parent.mkdir(exist_ok=True)
-        document = {**machine(), "rows": [asdict(row) for row in rows]}
-        RESULTS.write_text(json.dumps(document, indent=1) + "\n")
-    show(rows)
+                told = f"{name}, {target}, {examples.count} examples: {_cell(rows[-1])} {rows[-1].refused}"
+                print(told, file=sys.stderr, flush=True)
+                if chosen.keep:
+                    keep(rows[-1])
+    show(kept() if chosen.keep else rows)

@@ -242,7 +242,7 @@ def _free_of(output: Tensor, inputs: Mapping[str, Tensor], free: Sequence[int]) 
 def _notes(traced: programs.Traced, cached: bool, choice: ExportChoice) -> tuple[str, ...]:
     notes = [f"a call takes at most {MOST_EXAMPLES} examples"] if "pte" in choice.formats else []
     if "tflite" in choice.formats:
-        notes.append("a call takes one example, and the shapes are fixed")
+        notes.append("a call takes one example, and the shapes are fixed; in the file int32 stands for int64")
     if traced.why_fixed:
         notes.append(
             f"sequences have a fixed length, because the model could not be traced with any: {traced.why_fixed}"

@@ -55,7 +55,7 @@ def one_by_one(forms: Sequence[TensorForm]) -> tuple[TensorForm, ...]:
 
 
 class TfliteRunner(ProgramRunner):
-    """Runs `model.tflite`, example by example: the file has fixed shapes."""
+    """Runs `model.tflite`, example by example: the file has fixed shapes, and whole numbers of 32 bits for 64."""
 
     def __init__(self, path: Path, inputs: Sequence[TensorForm], outputs: Sequence[TensorForm]) -> None:
         require_litert()
@@ -67,6 +67,7 @@ class TfliteRunner(ProgramRunner):
                 # The signature's memory is the interpreter's, so that it is kept.
                 self._interpreter: Any = Interpreter(str(path))
                 self._call: Any = self._interpreter.get_signature_runner()
+                self._types = {name: each["dtype"] for name, each in self._call.get_input_details().items()}
             except (RuntimeError, ValueError, ImportError) as error:
                 raise JobError(
                     f"LiteRT's interpreter cannot load {path.name}: {first_line(error)}; {_TRIED} was tried"
@@ -75,7 +76,7 @@ class TfliteRunner(ProgramRunner):
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found: dict[str, list[Tensor]] = {name: [] for name in self._outputs}
         for index in range(len(next(iter(inputs.values())))):
-            given = {name: inputs[name][index : index + 1].numpy() for name in self._inputs}
+            given = {name: inputs[name][index : index + 1].numpy().astype(self._types[name]) for name in self._inputs}
             answer = self._call(**given)
             for name in self._outputs:
                 found[name].append(torch.from_numpy(answer[name]))
