@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import headrace as hr
-from headrace.errors import UnfitMachine, UsageError
+from headrace.errors import JobError, UnfitMachine, UsageError
 from headrace.export.choice import choose
 from headrace.export.mobile import executorch
 from headrace.export.opening import open_runner
@@ -90,6 +90,19 @@ def test_without_executorch_the_release_that_pairs_is_named(
     with pytest.raises(UnfitMachine, match=f"executorch and torchao are not installed; {told}"):
         write_model(*cnn, tmp_path / "m", FACTS, choose(target="mobile"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_call_that_the_runtime_does_not_compute_is_told_with_what_else_may_do() -> None:
+    class Method:
+        def execute(self, inputs: list[torch.Tensor]) -> None:
+            raise RuntimeError("method->execute() failed with error 0x12")
+
+    runner = executorch.PteRunner.__new__(executorch.PteRunner)
+    runner._inputs, runner._outputs, runner._name, runner._method = ["x"], ["y"], "model.pte", Method()
+    with pytest.raises(
+        JobError, match=r"cannot compute 5 examples with model\.pte: .* 0x12; .* --formats tflite, or ONNX"
+    ):
+        runner.run({"x": torch.zeros(5, 2)})
 
 
 def test_the_format_and_the_target_go_together() -> None:

@@ -19,6 +19,7 @@ from headrace.modules import copy_module
 
 MOST_EXAMPLES = 32
 """Of one call: memory for so many is planned when the file is made."""
+_OTHERS = "--formats tflite, or ONNX for a server or a browser, may have it"
 _PAIRS = {(2, 13): "1.4", (2, 14): "1.5"}
 """The releases of executorch that were made for a release of torch."""
 
@@ -86,6 +87,7 @@ class PteRunner(ProgramRunner):
     def __init__(self, path: Path, inputs: Sequence[TensorForm], outputs: Sequence[TensorForm]) -> None:
         require_executorch()
         self._inputs, self._outputs = ([form.name for form in forms] for forms in (inputs, outputs))
+        self._name = path.name
         with quiet():
             try:
                 from executorch.runtime import Runtime
@@ -100,7 +102,13 @@ class PteRunner(ProgramRunner):
                 ) from None
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = self._method.execute([inputs[name].contiguous() for name in self._inputs])
+        try:
+            found = self._method.execute([inputs[name].contiguous() for name in self._inputs])
+        except RuntimeError as error:
+            raise JobError(
+                f"ExecuTorch's runtime cannot compute {len(next(iter(inputs.values())))} examples with {self._name}: "
+                f"{first_line(error)}; an operation of the model has one size in it; {_OTHERS}"
+            ) from None
         # They lie in memory that the next call writes to.
         return {name: output.clone() for name, output in zip(self._outputs, found, strict=True)}
 
@@ -172,7 +180,7 @@ def _quantized(traced: Traced, inputs: Mapping[str, Tensor], batches: Sequence[M
 
 
 def _unconverted(error: BaseException) -> JobError:
-    return JobError(f"ExecuTorch cannot convert the model: {first_line(error)}; {_pairing()}")
+    return JobError(f"ExecuTorch cannot convert the model: {first_line(error)}; {_OTHERS}; {_pairing()}")
 
 
 def _pairing() -> str:
