@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -79,17 +79,6 @@ class Exchange(SwappableWeights):
     @abstractmethod
     def memory(self) -> tuple[int, int]:
         """Returns the bytes of parameters and of optimizer state that this rank adds to the host."""
-
-
-@runtime_checkable
-class ScalesRates(Protocol):
-    """An exchange whose ranks update the parameters at learning rates of their own."""
-
-    def scale_rates(self, factor: float) -> None:
-        """Multiplies the learning rates from the next round on, in the place of the factor before; all ranks call it.
-
-        The factor is part of `settings`.
-        """
 
 
 class UpdatingExchange(Exchange):

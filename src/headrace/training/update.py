@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -182,6 +182,17 @@ PARAMETER = "headrace.parameter"
 """Key of the pieces that hold the weights themselves: they are loaded, never part of `state`."""
 _OURS = "headrace."
 """What the keys of pieces begin with that are no optimizer's."""
+
+
+@runtime_checkable
+class ScalesRates(Protocol):
+    """An exchange whose ranks update the parameters at learning rates of their own."""
+
+    def scale_rates(self, factor: float) -> None:
+        """Multiplies the learning rates from the next round on, in the place of the factor before; all ranks call it.
+
+        The factor is part of `settings`.
+        """
 
 
 class Updater:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from headrace.errors import UsageError
 from headrace.spec.events import Notice, PictureLogged, Saved, ValuesLogged
-from headrace.training.exchange import ScalesRates
 from headrace.training.synchronization import DataLeases
+from headrace.training.update import ScalesRates
 from headrace.worker.callbacks.callback import Callback, Moment, RunActions
 from headrace.worker.session import WorkerSession
 
