@@ -32,7 +32,9 @@ def _pool2d(input: Tensor, output_size: Any, return_indices: bool = False) -> Te
     height, width = (output_size, output_size) if isinstance(output_size, int) else output_size
     rows, columns = input.shape[-2:]
     if height and width and rows % height == 0 and columns % width == 0:
-        return F.max_pool2d(input, (rows // height, columns // width))
+        window = rows // height, columns // width
+        # XNNPACK's partitioner wants the stride named.
+        return F.max_pool2d(input, window, window)
     return _pooled(_pooled(input, height, -2), width, -1)
 
 
