@@ -227,7 +227,9 @@ def step(replica: Replica, share: Share, round_: int) -> StepDecision:
 
 def held(replica: Replica) -> Saved:
     """Returns a copy of what a rank holds, with whole parameters; all ranks call it together."""
-    tensors = {name.partition("/")[2]: each.detach().clone() for name, each in replica.compute.whole_tensors(True)}
+    tensors = {name: tensor.detach().clone() for name, tensor in replica.compute.module.state_dict().items()}
+    # Those of which the module holds a part alone. A stage's whole tensors are its own, and not all of the model.
+    tensors |= {name.partition("/")[2]: each.detach().clone() for name, each in replica.compute.whole_tensors(True)}
     return Saved(tensors, replica.state(), json.loads(json.dumps(replica.exchange.settings())))
 
 
