@@ -89,8 +89,12 @@ def _field_builders(kind: type) -> dict[str, Callable[[Any], Any]]:
 
 
 def _build_float(value: Any) -> float:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return float(value) if whole else typing.cast(float, _expect(float, value))
+    if not isinstance(value, int) or isinstance(value, bool):
+        return typing.cast(float, _expect(float, value))
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise TypeError(f"expected float, got an int of {value.bit_length()} bits") from error
 
 
 def _expect(kind: type, value: Any) -> Any:

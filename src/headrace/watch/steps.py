@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from headrace.spec.events import Event, RunStarted, ServerStats, Stepped, WorkerStarted, decode
+from headrace.spec.events import Event, RunStarted, ServerStats, SharesBalanced, Stepped, WorkerStarted, decode
 from headrace.spec.plain import to_plain
 
 Floats = npt.NDArray[np.float64]
@@ -142,12 +142,20 @@ class LineReader:
 
 
 def _is_numeric(row: tuple[Any, ...]) -> bool:
-    return all(isinstance(value, int | float) or value is None for value in row)
+    return all(value is None or isinstance(value, float) or _is_count(value) for value in row)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and abs(value) < _MOST
 
 
 def _is_sound(event: Event) -> bool:
     """Whether the page can add an event up: a file that was changed may hold any number."""
     if not (0 <= event.time_s < _MOST_S and -1 <= event.rank < _MOST):
+        return False
+    if isinstance(event, RunStarted) and min(event.resumed_step, event.global_batch_size, event.examples_per_epoch) < 0:
+        return False
+    if isinstance(event, SharesBalanced) and not event.seconds:
         return False
     if isinstance(event, ServerStats):
         names = {*event.staleness, *event.waited_s, *(key for each in event.staleness.values() for key in each)}
@@ -161,4 +169,4 @@ def _is_bounded(value: Any) -> bool:
         return all(map(_is_bounded, value.values()))
     if isinstance(value, list):
         return all(map(_is_bounded, value))
-    return not isinstance(value, int) or abs(value) < _MOST
+    return not isinstance(value, int) or _is_count(value)

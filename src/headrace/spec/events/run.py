@@ -50,7 +50,7 @@ def decode(line: str) -> Event:
     try:
         plain = json.loads(line)
         return from_plain(_KINDS[plain.pop("kind")], plain)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not an event: {line[:120]!r} ({error})") from error
 
 
