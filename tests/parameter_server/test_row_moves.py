@@ -1,4 +1,4 @@
-"""Rows that are moved while workers push: each lease counts once for each of its rows, whoever dies when."""
+"""Rows that are moved while workers push: each lease counts once for each of its rows, whichever process dies."""
 
 from __future__ import annotations
 

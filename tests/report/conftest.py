@@ -28,19 +28,19 @@ Write = Callable[[Path, Iterable[Event]], Path]
 MakeRun = Callable[..., Path]
 
 
+def append(run_dir: Path, events: Iterable[Event]) -> Path:
+    """Appends events in a run directory, each to its process's file."""
+    (run_dir / "events").mkdir(parents=True, exist_ok=True)
+    for event in events:
+        name = "launcher" if event.rank == LAUNCHER else f"rank-{event.rank}"
+        with (run_dir / "events" / f"{name}.jsonl").open("a") as file:
+            file.write(encode(event) + "\n")
+    return run_dir
+
+
 @pytest.fixture
 def write_events() -> Write:
-    """Writes events into a run directory, each to its process's file."""
-
-    def write(run_dir: Path, events: Iterable[Event]) -> Path:
-        (run_dir / "events").mkdir(parents=True, exist_ok=True)
-        for event in events:
-            name = "launcher" if event.rank == LAUNCHER else f"rank-{event.rank}"
-            with (run_dir / "events" / f"{name}.jsonl").open("a") as file:
-                file.write(encode(event) + "\n")
-        return run_dir
-
-    return write
+    return append
 
 
 @pytest.fixture

@@ -118,7 +118,7 @@ def test_a_folder_that_is_not_what_was_exported_is_refused(
 
 
 def test_a_torch_program_is_not_loaded_unless_it_is_trusted(tmp_path: Path) -> None:
-    """What torch would unpickle and evaluate while it loads such a file comes from whoever made the folder."""
+    """What torch would unpickle and evaluate while it loads such a file comes from the author of the folder."""
     folder = scaled(tmp_path / "a", 2.0)
     (folder / "model.onnx").rename(folder / "model.pt2")
     signed(folder, signature.read(folder))

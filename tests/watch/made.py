@@ -9,21 +9,17 @@ from typing import Any
 
 import orjson
 
-from headrace.spec.events import LAUNCHER, Event, RunStarted, Stepped, WorkerStarted, encode
+from headrace.spec.events import LAUNCHER, Event, RunStarted, Stepped, WorkerStarted
 from headrace.watch.state import WatchedRun
 from headrace.watch.steps import LineReader, Steps
+from report.conftest import append
 
 NAN = float("nan")
 
 
 def write(run_dir: Path, *events: Event) -> Path:
     """Appends events to the files of their processes."""
-    (run_dir / "events").mkdir(parents=True, exist_ok=True)
-    for event in events:
-        name = "launcher" if event.rank == LAUNCHER else f"rank-{event.rank}"
-        with (run_dir / "events" / f"{name}.jsonl").open("a") as file:
-            file.write(encode(event) + "\n")
-    return run_dir
+    return append(run_dir, events)
 
 
 def started(time_s: float = 0.0, workers: int = 2, resumed: int = 0, strategy: str = "mirrored") -> RunStarted:

@@ -31,9 +31,9 @@ from headrace.report.model.summary import summarize
 from headrace.spec.events import RunStarted
 from headrace.spec.job import Job, JobSource
 from headrace.training.update import AVERAGE
+from headrace.worker.run_spec import model_path
 from headrace.worker.state import LoadedCheckpoint, making_sense
 
-MODEL = "model.safetensors"
 _SLICE = 32
 
 
@@ -87,7 +87,7 @@ def export_run(
 def trained(job: Job, run_dir: Path, step: int | None = None) -> tuple[nn.Module, Checkpoint | None]:
     """Returns the trained model of a run, and the checkpoint that it comes from if it is not that of the run's end."""
     module = inspect_job(job).module
-    path = run_dir / MODEL
+    path = model_path(run_dir)
     if step is None and path.is_file():
         with making_sense(path):
             load_model(module, path)

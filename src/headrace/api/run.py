@@ -35,7 +35,7 @@ from headrace.spec.plan import Plan
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.embeddings.saving import load_rows
 from headrace.training.whole_model import call
-from headrace.worker.run_spec import events_path
+from headrace.worker.run_spec import events_path, model_path
 
 _LOCK = "lock"
 
@@ -181,7 +181,7 @@ class Run:
         Raises:
             RunFailed: no model was saved.
         """
-        path = self.run_dir / "model.safetensors"
+        path = model_path(self.run_dir)
         if not path.is_file():
             raise RunFailed(
                 f"there is no {path}: the run ended before a model was saved, or no worker was on this host: then name "

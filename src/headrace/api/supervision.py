@@ -35,7 +35,7 @@ from headrace.spec.events import LAUNCHER, Notice, RunEnded, RunStarted, ServerS
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import describe_processes
 from headrace.worker.events import EventWriter
-from headrace.worker.run_spec import LAST_LOG_LINE, SNAPSHOTS, AttemptInfo, ResumePoint, RunSpec, log_path
+from headrace.worker.run_spec import LAST_LOG_LINE, SNAPSHOTS, AttemptInfo, ResumePoint, RunSpec, log_path, model_path
 
 
 def supervise(spec: RunSpec, info: JobInfo, engine: Engine, request: ResumeRequest, listeners: Listeners) -> str:
@@ -138,7 +138,7 @@ def _begin_and_end(spec: RunSpec, info: JobInfo) -> Iterator[_LauncherEvents]:
         deleted = events.writer.is_deleted
         events.writer.close()
     if deleted:
-        model = spec.run_dir / "model.safetensors"
+        model = model_path(spec.run_dir)
         kept = f"the trained model is in {model}" if model.is_file() else "train again"
         raise RunFailed(
             f"{spec.run_dir} was deleted or moved while the run trained, and its events and checkpoints with it; {kept}"

@@ -14,18 +14,16 @@ from torch import Tensor, nn
 from headrace.checkpoint.forms import encode
 from headrace.errors import UnfitMachine
 
-_NAME = "model.safetensors"
-
 
 def save_model(
     module: nn.Module,
     saved: Mapping[str, Tensor],
     extra: Mapping[str, Tensor],
-    run_dir: Path,
+    path: Path,
     place: tuple[int, str],
     remedy: str,
 ) -> None:
-    """Writes a model's state to a run's directory.
+    """Writes a model's state to a file of a run's directory.
 
     Args:
         saved: the gathered tensors of the state.
@@ -45,36 +43,36 @@ def save_model(
     dense = {name: tensor.contiguous() for name, tensor in encode({**tensors, **extra}).items()}
     try:
         # It may have been deleted while the run trained.
-        run_dir.mkdir(parents=True, exist_ok=True)
-        _write(dense, run_dir, place[0])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(dense, path, place[0])
     except (OSError, SafetensorError) as error:
         size = sum(tensor.nbytes for tensor in dense.values())
-        kept = _keep(dense, place[0])
+        kept = _keep(dense, path.name, place[0])
         then = f"it is kept in {kept}" if kept else f"make room there, then {remedy}"
         who = f"rank {place[0]} on {place[1]}"
         raise UnfitMachine(
-            f"{who} cannot save the trained model, {size:,} bytes, in {run_dir}: {error}; {then}"
+            f"{who} cannot save the trained model, {size:,} bytes, in {path.parent}: {error}; {then}"
         ) from None
 
 
-def _write(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> Path:
+def _write(tensors: Mapping[str, Tensor], path: Path, rank: int) -> Path:
     # A name of its own, because several hosts may have one file system.
-    part = folder / f"{_NAME}.part-{rank}"
+    part = path.with_name(f"{path.name}.part-{rank}")
     try:
         save_file(dict(tensors), part)
-        return part.rename(folder / _NAME)
+        return part.rename(path)
     except (OSError, SafetensorError):
         with suppress(OSError):
             part.unlink()
         raise
 
 
-def _keep(tensors: Mapping[str, Tensor], rank: int) -> Path | None:
+def _keep(tensors: Mapping[str, Tensor], name: str, rank: int) -> Path | None:
     """Writes it to a temporary directory; returns the file, or None where that has no room either."""
     folder = None
     try:
         folder = Path(tempfile.mkdtemp(prefix="headrace-model-"))
-        return _write(tensors, folder, rank)
+        return _write(tensors, folder / name, rank)
     except (OSError, SafetensorError):
         # The error that is raised is that of the run's directory.
         if folder:

@@ -20,6 +20,7 @@ from headrace.report.model.summary import Summary, summarize
 from headrace.report.model.verdict import References, verdict
 from headrace.report.views.table import comparison_plain, comparison_table, run_plain, run_table
 from headrace.tracebacks import user_traceback
+from headrace.worker.run_spec import model_path
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -176,13 +177,10 @@ def _fail(answer: Answer, error: BaseException, code: int) -> None:
     raise typer.Exit(code) from None
 
 
-_MODEL = "model.safetensors"
-
-
 def show_run(answer: Answer, run_dir: Path, page: Path | None = None) -> None:
     """Prints the summary of a run and where its files are."""
     summary = summarize(run_dir)
-    model = run_dir / _MODEL
+    model = model_path(run_dir)
     places = {"run_dir": run_dir, "model": model if model.is_file() else None, "page": page}
     if answer.as_json:
         answer.document({**run_plain(summary), **_paths(places)})

@@ -71,7 +71,7 @@ class ShardedModule:
             for unit, parameters in named.items()
         }
         names = [list(parameters) for parameters in named.values()]
-        # Whoever keeps a parameter as it was keeps the whole of it in memory.
+        # A reference to a parameter as it was keeps the whole of it in memory.
         del named
         largest = max(self.unit_bytes.values()) if group.world > 1 else 0
         units = tuple(self.unit_bytes)

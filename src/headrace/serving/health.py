@@ -8,6 +8,7 @@ import threading
 import uvicorn
 
 from headrace.serving.application import PredictionServer
+from headrace.web.server import server_config
 
 _JOIN_S = 5.0
 
@@ -24,16 +25,12 @@ class HealthServer:
 
     def __init__(self, application: PredictionServer, bound: socket.socket) -> None:
         self._bound = bound
-        config = uvicorn.Config(
+        config = server_config(
             application.probe,
             interface="asgi3",
             http="httptools",
-            ws="none",
             lifespan="off",
             log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)

@@ -12,14 +12,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import uvicorn
 import uvloop
 
 from headrace.serving.application import PredictionServer
 from headrace.serving.health import HealthServer
 from headrace.serving.settings import ServeSettings
 from headrace.web.access import listening_socket, url_of
-from headrace.web.server import AnnouncedServer
+from headrace.web.server import AnnouncedServer, server_config
 
 _BACKLOG = 4096
 """Connections that wait to be accepted. Linux drops what comes beyond; the client tries again a second later."""
@@ -89,15 +88,11 @@ async def _run(
 ) -> None:
     application = PredictionServer(folders, settings)
     await application.load()
-    config = uvicorn.Config(
+    config = server_config(
         application,
         http="httptools",
-        ws="none",
         lifespan="on",
         log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
         timeout_graceful_shutdown=max(1, round(drain_s)),
         backlog=_BACKLOG,
     )

@@ -63,23 +63,13 @@ async def _run(
     listening: Callable[[str], None],
     lifeline: int | None,
 ) -> None:
-    import uvicorn
-
     from headrace.watch.application import WatchServer
     from headrace.watch.runs import RunWatcher
-    from headrace.web.server import AnnouncedServer
+    from headrace.web.server import AnnouncedServer, server_config
 
     watcher = RunWatcher(paths, expected)
-    config = uvicorn.Config(
-        WatchServer(watcher, access),
-        ws="none",
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=2,
-    )
+    application = WatchServer(watcher, access)
+    config = server_config(application, lifespan="off", log_level="warning", timeout_graceful_shutdown=2)
     server = AnnouncedServer(config)
     server.told = lambda: listening(url_of(bound))
     closing: list[asyncio.Task[None]] = []

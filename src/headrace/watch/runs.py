@@ -21,7 +21,7 @@ _DEPTH = 2
 """A directory of comparisons has runs two levels below."""
 _MOST_RUNS = 1000
 _KEPT = 8
-"""Runs that nobody looks at any more and that stay in memory."""
+"""Runs that no page shows any more and that stay in memory."""
 _GLANCE = 16 << 10
 
 
@@ -113,7 +113,7 @@ class RunWatcher:
         self.changed = asyncio.Event()
 
     def _survey(self) -> tuple[dict[str, Path], dict[str, dict[str, Any]]]:
-        """Returns the runs that there are, and the rows of those that have changed and that nobody looks at."""
+        """Returns the runs that there are, and the rows of those that have changed and that no page shows."""
         found: dict[str, Path] = {}
         for path in self._paths:
             for run_dir in _runs_below(path) or ([path] if self._expected else []):

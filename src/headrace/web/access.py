@@ -1,4 +1,4 @@
-"""Where a server listens, and who may ask it: this machine alone, or whoever has the token."""
+"""Where a server listens, and who may ask it: this machine alone, or clients that have the token."""
 
 from __future__ import annotations
 

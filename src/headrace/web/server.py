@@ -5,8 +5,18 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
+
+
+def server_config(application: Any, **own: Any) -> uvicorn.Config:
+    """Returns what all servers here have in common: no web sockets, no access log, no header that names the server.
+
+    Args:
+        own: other arguments of `uvicorn.Config`.
+    """
+    return uvicorn.Config(application, ws="none", access_log=False, server_header=False, proxy_headers=False, **own)
 
 
 class AnnouncedServer(uvicorn.Server):

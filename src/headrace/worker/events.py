@@ -97,7 +97,7 @@ class EventWriter:
 
     @property
     def is_deleted(self) -> bool:
-        """Whether the file has no name any more: nobody else can read what is written."""
+        """Whether the file has no name any more: no other process can read what is written."""
         return os.fstat(self._file).st_nlink == 0
 
     def close(self) -> None:

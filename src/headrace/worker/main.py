@@ -34,7 +34,7 @@ from headrace.worker.events import EventWriter, InputReporter
 from headrace.worker.loops.base import Loop
 from headrace.worker.loops.leased import LeasedLoop
 from headrace.worker.loops.rounds import LockstepLoop, PeriodicLoop
-from headrace.worker.run_spec import RunSpec
+from headrace.worker.run_spec import RunSpec, model_path
 from headrace.worker.session import (
     DeviceGroup,
     WorkerSession,
@@ -222,7 +222,7 @@ def leave_model(run: RunSpec, rank: int, group: ProcessGroup, compute: Compute) 
     if first:
         extra |= rows_of_layers(sparse_layers(compute.module))
         remedy = "resume=True (--resume) goes on from the last checkpoint" if run.checkpoints else "train again"
-        save_model(compute.module, tensors, extra, run.run_dir, (rank, roles[rank].host), remedy)
+        save_model(compute.module, tensors, extra, model_path(run.run_dir), (rank, roles[rank].host), remedy)
     # Under a launcher every rank continues with the saved model.
     group.barrier()
 

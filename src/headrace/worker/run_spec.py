@@ -37,6 +37,11 @@ def log_path(run_dir: Path, rank: int) -> Path:
     return run_dir / "logs" / f"rank-{rank}.log"
 
 
+def model_path(run_dir: Path) -> Path:
+    """Returns the file of the trained model."""
+    return run_dir / "model.safetensors"
+
+
 @dataclass(frozen=True)
 class ResumePoint:
     """Where a run resumes from: a checkpoint, and the servers' snapshots if they are newer.

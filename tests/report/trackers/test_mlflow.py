@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from headrace.report.model.events import read_events
@@ -41,13 +39,3 @@ def test_a_store_that_cannot_be_written_does_not_end_the_run(tmp_path):
         tracker(RunEnded(LAUNCHER, 1.0, "ok"))
     (line,) = said
     assert line.startswith("MLflow gets nothing more: ")
-
-
-def test_without_mlflow_the_remedy_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "mlflow", None)
-    said = []
-    with MLflow(tmp_path) as tracker:
-        tracker.say = said.append
-        tracker(RunStarted(LAUNCHER, 0.0, "mirrored", 2, "cpu", 1, 8, 80, "2026-10-03T14:05:11+02:00", {}, {}))
-    (line,) = said
-    assert "pip install 'headrace[mlflow]'" in line

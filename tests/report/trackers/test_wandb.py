@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import struct
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +10,6 @@ from engine.conftest import until
 from headrace.errors import UsageError
 from headrace.report.model.events import read_events
 from headrace.report.trackers.wandb import WandB
-from headrace.spec.events import LAUNCHER, RunStarted
 
 BLOCK = 32768
 FULL, LAST = 1, 4
@@ -70,13 +68,3 @@ def test_a_run_read_back_from_the_file_that_would_be_synced(tmp_path, make_run):
 def test_another_mode_is_refused():
     with pytest.raises(UsageError, match="mode is 'offline' or 'online', got 'cloud'"):
         WandB(mode="cloud")
-
-
-def test_without_wandb_the_remedy_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    said = []
-    with WandB(tmp_path) as tracker:
-        tracker.say = said.append
-        tracker(RunStarted(LAUNCHER, 0.0, "mirrored", 2, "cpu", 1, 8, 80, "2026-10-03T14:05:11+02:00", {}, {}))
-    (line,) = said
-    assert "pip install 'headrace[wandb]'" in line

@@ -6,7 +6,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-MODEL = "model.safetensors"
+from headrace.worker.run_spec import model_path
+
 _ASK_EVERY_S = 1.0
 
 _Source = tuple[int, str]
@@ -55,7 +56,7 @@ class FolderMirror:
         for source, agent in self._sources.items():
             self._take(source)
             self._asked[source] = agent.files.remote(source[1], self._read[source])
-            models.append(agent.file.remote(f"{source[1]}/{MODEL}"))
+            models.append(agent.file.remote(str(model_path(Path(source[1])))))
         # Together, because an agent whose node is lost may not answer.
         asked = [*self._asked.values(), *models]
         ray.wait(asked, num_returns=len(asked), timeout=within_s)
@@ -66,8 +67,8 @@ class FolderMirror:
                 model = ray.get(each, timeout=0)
             except ray.exceptions.RayError:
                 continue  # the node is lost, and its files with it
-            if model is not None and not (self._run_dir / MODEL).exists():
-                (self._run_dir / MODEL).write_bytes(model)
+            if model is not None and not model_path(self._run_dir).exists():
+                model_path(self._run_dir).write_bytes(model)
 
     def _take(self, source: _Source) -> None:
         import ray

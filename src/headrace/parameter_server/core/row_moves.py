@@ -12,9 +12,9 @@ target after it, or the other way round. So moved rows know by which leases they
 those that they have `besides`, and those that they `lack`. A push names the map by which it was divided, so that the
 target knows whether moved rows could be part of it.
 
-Taking the rows is the moment of the move. The source keeps a copy until all servers know the move: whoever learns a map
-tells it to all servers before anything else, and a server that misses the rows of a move refuses the map until it is
-brought the copy. So nothing waits for the worker that moves, and it may be lost at any message.
+Taking the rows is the moment of the move. The source keeps a copy until all servers know the move: a worker that learns
+a map tells it to all servers before anything else, and a server that misses the rows of a move refuses the map until it
+is brought the copy. So nothing waits for the worker that moves, and it may be lost at any message.
 
 One worker moves at a time. Its claim is at all servers before it takes anything, and ends at each server with the claim
 of another worker. After its claim it learns all moves until then, and so tells them to all servers.

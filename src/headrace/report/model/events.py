@@ -108,7 +108,7 @@ def round_of(line: bytes) -> tuple[int, float] | None:
     if not line.startswith(_STEPPED):
         return None
     try:
-        # Both are among the first fields, whoever writes the line.
+        # Both are among the first fields, by `encode` and by `EventWriter.stepped`.
         _, _, time_s, step, _ = line.split(b",", 4)
         return int(step.removeprefix(b'"step":')), float(time_s.removeprefix(b'"time_s":'))
     except ValueError:

@@ -67,7 +67,7 @@ class Listeners:
 
     @property
     def skips(self) -> tuple[str, ...]:
-        """The kinds of events that nobody wants: without a listener steps are not read, which costs less."""
+        """The kinds of events that no listener wants: without a listener steps are not read, which costs less."""
         return () if self._named else ("stepped",)
 
     def wants(self, line: bytes) -> bool:
