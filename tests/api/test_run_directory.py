@@ -18,7 +18,7 @@ import pytest
 
 import headrace as hr
 from engine import lasting
-from engine.conftest import below, state, until
+from engine.conftest import below, ended, state, until
 from engine.lasting import OFTEN, files_of, lasting_job
 from headrace.api.run import RunDirLock, refuse_living
 from headrace.errors import UnfitMachine, UsageError, WorkerFailed
@@ -206,14 +206,15 @@ def test_a_run_that_lives_is_left_alone(tmp_path: Path) -> None:
             with pytest.raises(UsageError, match=rf"in use by a run that lives \(process {process.pid}\)"):
                 hr.fit(job, hr.Mirrored(2), run_dir=run_dir, resume=resume, engine=hr.ThreadEngine())
         # The launcher is killed while a worker cannot end: it is stopped.
-        workers = [pid for child in below(process.pid) for pid in below(child)]
+        everything = below(process.pid)
+        workers = [pid for child in everything for pid in below(child)]
         assert len(workers) == 2
         os.kill(workers[1], signal.SIGSTOP)
         assert until(lambda: state(workers[1]) == "T", 30)
         process.kill()
         process.wait()
     # It ends as the others do: by the signal that the end of its parent is.
-    assert until(lambda: all(state(pid) in ("", "Z") for pid in workers), 30)
+    assert until(lambda: all(map(ended, everything)), 30)
     run = hr.fit(lasting_job("plain", steps=files_of(run_dir)[0] + 5, epochs=None), hr.Mirrored(2), run_dir=run_dir,
                  resume=True, engine=hr.ThreadEngine(), checkpoints=OFTEN)  # fmt: skip
     assert run.status == "ok"

@@ -53,6 +53,15 @@ def state(pid: int) -> str:
         return ""
 
 
+def ended(pid: int) -> bool:
+    """Whether a process has ended with all its threads: the first one may be "Z" while others hold its files."""
+    try:
+        threads = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):
+        return not Path(f"/proc/{pid}").exists()
+    return set(threads) <= {"Z"}
+
+
 def below(pid: int) -> list[int]:
     """All processes that a process has started, and theirs; those of warm programs too."""
     parents = {}

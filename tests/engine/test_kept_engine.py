@@ -14,7 +14,7 @@ import pytest
 
 import headrace as hr
 from belongings import belongings, left_since
-from engine.conftest import below, fork_servers, state, until
+from engine.conftest import below, ended, fork_servers, until
 from engine.victims import make_job
 from headrace.engine.local.engine import close_kept_engine, kept_engine
 
@@ -52,7 +52,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def is_alive(pid: int) -> bool:
-    return state(pid) not in ("", "Z")
+    return not ended(pid)
 
 
 @pytest.mark.slow

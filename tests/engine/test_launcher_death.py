@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.conftest import below, state, until
+from engine.conftest import below, ended, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("real_python")]
 
@@ -74,8 +74,8 @@ def test_nothing_outlives_it(tmp_path: Path, stopped: tuple[str, ...]) -> None:
             os.kill(fork_server if name == "fork server" else workers[0], signal.SIGSTOP)
         launcher.kill()
         launcher.wait()
-    gone = until(lambda: all(state(pid) in ("", "Z") for pid in everything), GONE_WITHIN_S)
-    left = [pid for pid in everything if state(pid) not in ("", "Z")]
+    gone = until(lambda: all(map(ended, everything)), GONE_WITHIN_S)
+    left = [pid for pid in everything if not ended(pid)]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert gone, left

@@ -16,7 +16,7 @@ import pytest
 
 import headrace as hr
 from engine import lasting
-from engine.conftest import below, state, until
+from engine.conftest import below, ended, state, until
 from engine.lasting import OFTEN, ROUNDS, STRATEGIES, files_of, lasting_job, left_by
 from engine.ranks import free_port
 from headrace.checkpoint import CheckpointFolder
@@ -139,7 +139,7 @@ def test_before_it_has_begun(tmp_path: Path, after_s: float) -> None:
     # Before Python has come to our first line, the system ends it.
     assert process.returncode in (143, -signal.SIGTERM)
     # No process goes on importing. When ended processes are reaped is up to the system.
-    assert until(lambda: all(state(pid) in ("", "Z") for pid in children), 30)
+    assert until(lambda: all(map(ended, children)), 30)
     run_dir = tmp_path / "run"
     there = CheckpointFolder(run_dir / "checkpoints").latest()
     assert there[1] == ()

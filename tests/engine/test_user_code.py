@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import headrace as hr
 from engine import victims
-from engine.conftest import state, until
+from engine.conftest import ended, until
 from engine.victims import EXAMPLES, INPUTS, TARGETS, faulty, make_job
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import PeerLost, WorkerFailed
@@ -107,7 +107,7 @@ def test_its_processes_go_with_a_worker_that_fails(
         hr.fit(make_job(model=faulty(start, None)), PAIR, engine=engine, timeout_s=1)
     sleepers = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
     assert len(sleepers) == 2
-    assert until(lambda: all(state(pid) in ("", "Z") for pid in sleepers), 30)
+    assert until(lambda: all(map(ended, sleepers)), 30)
 
 
 class Examples(Dataset[tuple[Tensor, Tensor]]):

@@ -95,12 +95,16 @@ class Stand:
         self, worker: int = 0, incarnation: int = 0, lasts: bool = True, observes: bool = False
     ) -> tuple[Client, torch.Tensor]:
         """Returns a client and the copy that it pulls to; one that opens other links, if it `lasts`."""
-        copy = torch.zeros(WIDTH)
-        reopen = self.link if lasts else None
-        connection = ServerConnection(self.link(), self.layout, [copy], 7, "there", reopen, self._patience_s, PROBE_S)
+        connection = self.connection(lasts)
         client = Client([connection], worker, incarnation, observes=observes)
         self._clients.append(client)
-        return client, copy
+        return client, connection.places[0]
+
+    def connection(self, lasts: bool = True) -> ServerConnection:
+        """Returns a connection to it, for a client of several servers."""
+        reopen = self.link if lasts else None
+        places = [torch.zeros(WIDTH)]
+        return ServerConnection(self.link(), self.layout, places, 7, "there", reopen, self._patience_s, PROBE_S)
 
     def between(self, act: Callable[[], object]) -> None:
         """Does something in the server's thread, between two turns."""

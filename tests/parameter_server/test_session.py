@@ -9,6 +9,7 @@ import torch
 
 from headrace.errors import PeerLost, Replaced
 from headrace.parameter_server.client.client import Client
+from headrace.parameter_server.core.events import Reason
 from headrace.parameter_server.wire import Kind, Message
 from headrace.policies.staleness import FirstPushes
 from parameter_server.stands import WIDTH, counted, one_hot, standing
@@ -229,3 +230,17 @@ def test_whose_data_is_on_its_way_does_not_rest(way: str) -> None:
         assert not client.rested
         assert client.lease(rests=True).kind == Kind.GRANT
         assert set(stand.machine.clocks) == {0, 1}
+
+
+def test_of_two_that_push_for_one_lease_the_first_server_says_which_counts(way: str) -> None:
+    with standing(way, workers=2) as one, standing(way, workers=2) as two:
+        slow, fast = (Client([one.connection(), two.connection()], worker, 0) for worker in range(2))
+        # Each is the first at one of the servers.
+        fast.servers[1].push(range(1), one_hot(0)[0], Message(Kind.PUSH, 0, True, 0, 1.0, 1.0))
+        assert fast.servers[1].finish(pulls=False) is None
+        assert slow.push(one_hot(0) * 2, 0) == Reason.DUPLICATE
+        assert slow.first_reason is None
+        assert fast.push(one_hot(0) * 2, 0) == fast.first_reason == Reason.DUPLICATE
+        assert slow.push(one_hot(1) * 2, 1) is slow.first_reason is None
+        for client in (slow, fast):
+            client.close()

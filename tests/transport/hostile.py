@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
@@ -38,10 +40,39 @@ _PADDING = range(8, 80)
 _DEADLINE_S = 30.0
 
 
-def genuine() -> list[Frame]:
-    """Returns what a link says: its hello, then messages that are all different."""
-    messages = [numbered(control_frame(FrameKind.LAST, b"genuine %d" % number), 1 + number) for number in range(FRAMES)]
+def genuine(trial: int = 0) -> list[Frame]:
+    """Returns what a link says: its hello, then messages that are all different, also from those of other trials."""
+    messages = [
+        numbered(control_frame(FrameKind.LAST, b"genuine %d of %d" % (number, trial)), 1 + number)
+        for number in range(FRAMES)
+    ]
     return [control_frame(FrameKind.HELLO, TransportLayout(SLOTS, SLOTS).hello()), *messages]
+
+
+@dataclass
+class Trial:
+    """One attack on one link: what the port has heard of it, some of it while the next one ran already."""
+
+    kind: str
+    target: int
+    expected: list[bytes]
+    heard: list[bytes] = field(default_factory=list)
+
+    def wrong(self) -> str:
+        """Says what the port should not have heard; "" if there is nothing."""
+        # A message is two frames, and the hello is the first.
+        last = self.target + 1 if self.kind == "replayed at once" else self.target
+        most = FRAMES if self.kind in _HARMLESS else max(0, (last - FIRST) // 2 - 1)
+        if self.heard == self.expected[: len(self.heard)] and len(self.heard) <= most:
+            return ""
+        return f"{self.kind} frame {self.target}: the port heard {self.heard}"
+
+
+_TRIALS: dict[int, Trial] = {}
+"""The last ones in this process, by number: a port may hear them late."""
+
+_KEPT = 100
+_NUMBERS = itertools.count()
 
 
 class Attacker:
@@ -79,6 +110,10 @@ class Attacker:
         # Later ones follow, so that the port would notice a frame that is missing.
         target = rng.randrange(FIRST if kind in ("removed", "reordered", "replayed later") else 0, last)
         held: list[bytes] = []
+        number = next(_NUMBERS)
+        said = genuine(number)
+        trial = _TRIALS[number] = Trial(kind, target, [b"genuine %d of %d" % (each, number) for each in range(FRAMES)])
+        _TRIALS.pop(number - _KEPT, None)
 
         def alter(number: int, sent: bytes, heard: Sequence[bytes]) -> list[bytes]:
             if number == target + 1 and held:
@@ -97,33 +132,36 @@ class Attacker:
         worker.connect(middle.address)
         # A link that is cut off early has no peer for the rest.
         with suppress(zmq.Again):
-            for parts in genuine():
+            for parts in said:
                 worker.send_multipart(parts, zmq.NOBLOCK)
-        heard = self._listen(worker)
-        self._earlier = list(middle.seen) or self._earlier
-        expected = [b"genuine %d" % number for number in range(FRAMES)]
-        # A letter is two frames, and the hello is the first.
-        most = (
-            max(0, (target - FIRST) // 2 - 1) if kind != "replayed at once" else max(0, (target + 1 - FIRST) // 2 - 1)
-        )
-        if kind in _HARMLESS:
-            most = FRAMES
-        if heard != expected[: len(heard)] or len(heard) > most or (kind == NOTHING and len(heard) < most):
-            return f"{kind} frame {target}: the port heard {heard}"
-        return ""
+        return self._listen(worker, trial)
 
-    def _listen(self, worker: zmq.Socket[bytes]) -> list[bytes]:
-        """Returns what the port hears until the connection has ended."""
-        heard: list[bytes] = []
-        began = monotonic()
+    def _listen(self, worker: zmq.Socket[bytes], trial: Trial) -> str:
+        """Hears the port until the connection has ended; returns what was wrong."""
+        began, last = monotonic(), [*_TRIALS][-1]
+        quiet_s = _DEADLINE_S / 2 if trial.kind == NOTHING else self._quiet_s
+        touched = {last}
         while not (over := self._middle.over.is_set()) or worker is not None:
-            heard += [mail.message for mail in self._port.receive(0.001) if mail.message]
-            if worker is not None and (over or monotonic() - began > self._quiet_s or len(heard) == FRAMES):
+            touched |= self._hear(0.001)
+            all_heard = len(trial.heard) == FRAMES
+            if worker is not None and (over or monotonic() - began > quiet_s or all_heard):
                 worker.close()
                 worker = None  # type: ignore[assignment]
             if monotonic() - began > _DEADLINE_S:
                 raise TimeoutError("the port has not ended an attacked connection")
-        return heard + [mail.message for mail in self._port.receive(0.0) if mail.message]
+        touched |= self._hear(0.0)
+        self._earlier = list(self._middle.seen) or self._earlier
+        if trial.kind == NOTHING and len(trial.heard) < FRAMES:
+            return f"{NOTHING} was changed, and the port heard {trial.heard}"
+        return "; ".join(said for number in sorted(touched) if (said := _TRIALS[number].wrong()))
+
+    def _hear(self, wait_s: float) -> set[int]:
+        """Notes what the port hears; returns the trials that it is of."""
+        heard = [mail.message for mail in self._port.receive(wait_s) if mail.message]
+        numbers = [int(message.rpartition(b" ")[2]) for message in heard]
+        for number, message in zip(numbers, heard, strict=True):
+            _TRIALS[number].heard.append(message)
+        return set(numbers)
 
     def _altered(self, kind: str, number: int, sent: bytes, heard: Sequence[bytes]) -> list[bytes]:
         rng = self._rng

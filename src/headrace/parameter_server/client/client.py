@@ -103,6 +103,8 @@ class Client:
         head = Message(Kind.PUSH_PULL if pull else Kind.PUSH, 0, finite, lease, weight, share, steps=steps)
         if self._in_turn:
             return self._push_in_turn(gradients, head, pull, patience_s)
+        for server in self.servers:
+            server.begin_push()
         for index in range(max((len(server.buckets) for server in self.servers), default=0)):
             for number, server in enumerate(self.servers):
                 if index < len(server.buckets):
@@ -146,6 +148,14 @@ class Client:
     def versions(self) -> list[list[int]]:
         """The versions of the parameters pulled last, by server and shard."""
         return [server.versions[:] for server in self.servers]
+
+    @property
+    def first_reason(self) -> Reason | None:
+        """Why the last push did not count in the first bucket of the first server, or None.
+
+        Of two workers that push for one lease, each may be the first in some buckets: this one tells which counts.
+        """
+        return next((server.first_reason for server in self.servers if server.buckets), None)
 
     @property
     def is_behind(self) -> bool:
@@ -201,9 +211,15 @@ class _Server:
         self._connection = connection
         self.apart, self._told, self._pending = 0.0, 0, 0
         self.moved = False
+        self.first_reason: Reason | None = None
         self._reason: Reason | None = None
+        self._first_pending = False
         self._leases: deque[Message] = deque()
         self._early: dict[int, memoryview | None] = {}
+
+    def begin_push(self) -> None:
+        """Says that the next answer is that to the first bucket of a push."""
+        self._first_pending, self.first_reason = True, None
 
     def push(
         self, shards: range, gradients: Sequence[Tensor | None], head: Message, versions: Sequence[int] | None = None
@@ -254,6 +270,9 @@ class _Server:
         self._pending -= 1
         self.apart += message.weight
         self.moved |= message.kind == Kind.MOVED
+        if self._first_pending:
+            self._first_pending = False
+            self.first_reason = Reason(message.flag) if message.flag else None
         if message.flag:
             self._reason = _graver(self._reason, Reason(message.flag))
         if pulls:

@@ -126,8 +126,8 @@ class PortionExchange(ServedExchange):
         gradients = self.buffer.by_shard()
         if known is None:
             known = all_finite([each for own in gradients for each in own if each is not None])
-        reason = self.client.push(gradients, leases.lease, leases.weight, leases.share, known)
+        self.client.push(gradients, leases.lease, leases.weight, leases.share, known)
         # Late where a faster worker has pushed it; then all servers have it, too.
-        self._portions.late = reason == Reason.DUPLICATE
+        self._portions.late = self.client.first_reason == Reason.DUPLICATE
         leases.report = (self._portions.loss, leases.weight)
         return decision
