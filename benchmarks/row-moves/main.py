@@ -135,7 +135,7 @@ class Counted:
 def one_run(counted: Counted, options: argparse.Namespace, until: float) -> None:
     """Trains while rows move and workers die; adds what every row has counted, against what it should have."""
     workers, rounds = options.workers, options.rounds
-    ids = zipf(4 * workers * rounds, 16, drifts=max(1, rounds // 64))
+    ids = zipf(4 * workers * rounds, 16, drifts=max(1, rounds // options.drift))
     kills = Kills(options.kill_every, until, seed=counted.runs)
     strategy = hr.ParameterServer(
         workers, servers=options.servers, backups=options.backups, row_placement="range:rebalance"
@@ -181,6 +181,7 @@ def main() -> None:
     parser.add_argument(
         "--moves", type=int, default=0, help="runs of so many rounds are repeated until there were these"
     )
+    parser.add_argument("--drift", type=int, default=64, help="rounds after which other rows are hot")
     parser.add_argument("--backups", type=int, default=0, help="of each server")
     parser.add_argument("--limit", type=float, default=3_600.0, help="seconds for all moves; more is an error")
     options = parser.parse_args()

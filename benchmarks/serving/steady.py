@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import deque
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -31,7 +32,8 @@ async def _load(url: str, request: Request, rate: float, seconds: float) -> list
     lines = [f"POST {parts.path} HTTP/1.1", f"Host: {parts.netloc}", *request.header_lines()]
     message = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
     latencies: list[float] = []
-    free: list[_Connection] = []
+    # The one that has been free the longest is next: the server closes connections that are idle for 5 s.
+    free: deque[_Connection] = deque()
     loop = asyncio.get_running_loop()
     for _ in range(_CONNECTIONS):
         _, connection = await loop.create_connection(lambda: _Connection(free, latencies), parts.hostname, parts.port)
@@ -45,7 +47,7 @@ async def _load(url: str, request: Request, rate: float, seconds: float) -> list
         if (wait := due - time.perf_counter()) > 0.0005:
             await asyncio.sleep(wait)
         assert free, f"{_CONNECTIONS} requests wait for their answers: this rate is too high"
-        free.pop().send(message)
+        free.popleft().send(message)
         count += 1
     until = time.perf_counter() + 30
     while len(latencies) < count:
@@ -57,7 +59,7 @@ async def _load(url: str, request: Request, rate: float, seconds: float) -> list
 
 
 class _Connection(asyncio.Protocol):
-    def __init__(self, free: list[_Connection], latencies: list[float]) -> None:
+    def __init__(self, free: deque[_Connection], latencies: list[float]) -> None:
         self._free, self._latencies = free, latencies
         self._transport: asyncio.Transport
         self._got = b""
