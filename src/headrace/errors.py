@@ -119,7 +119,7 @@ class CorruptCheckpoint(HeadraceError):
     """A checkpoint is not what was saved: damaged, incomplete, exchanged, of another version, or hostile.
 
     Args:
-        path: the file or folder that is wrong.
+        path: the file or folder that is wrong; of a copy elsewhere its URL.
         reason: what is wrong with it, with the numbers.
         remedy: what to do.
     """
@@ -127,7 +127,7 @@ class CorruptCheckpoint(HeadraceError):
     exit_code = 5
 
     def __init__(
-        self, path: Path, reason: str, remedy: str = "resume from an older checkpoint, or restore it from a copy"
+        self, path: Path | str, reason: str, remedy: str = "resume from an older checkpoint, or restore it from a copy"
     ) -> None:
         super().__init__(f"{path}: {reason}; {remedy}")
         self.path = path

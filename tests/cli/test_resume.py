@@ -34,6 +34,7 @@ def job(lr=0.1, epochs=2, width=1):
         (["--checkpoint-every", "30s", "--keep", "1"], Checkpoints(every_s=30.0, keep=1)),
         (["--checkpoint-every", "0.5s"], Checkpoints(every_s=0.5)),
         (["--checkpoint-every", "0"], False),
+        (["--copy-to", "s3://bucket/runs/a"], Checkpoints(copy_to="s3://bucket/runs/a")),
         (["--checkpoint-every", "0s"], False),
     ],
 )
@@ -49,6 +50,7 @@ def test_when_to_save(stage, job_file: Path, arguments: list[str], expected: Che
         (["--run-dir", "a", "--resume"], True, False),
         (["--run-dir", "a", "--resume-if-saved"], "if_saved", False),
         (["--run-dir", "a", "--resume-from", "b"], Path("b"), False),
+        (["--run-dir", "a", "--resume-from", "s3://bucket/a"], "s3://bucket/a", False),
         (
             ["--resume-from", "b/checkpoints/step-00000100", "--reset-optimizer"],
             Path("b/checkpoints/step-00000100"),
@@ -68,6 +70,8 @@ def test_what_to_go_on_from(
     [
         (["--resume"], "--resume goes on with a run: name it by --run-dir, or another one by --resume-from"),
         (["--run-dir", "a", "--resume", "--resume-from", "b"], "--resume-from with another run; give one of them"),
+        (["--copy-to", "bucket/a"], "copy_to must be a URL, for example 's3://bucket/runs/a', got 'bucket/a'"),
+        (["--copy-to", "s3://b/a", "--checkpoint-every", "0"], "--copy-to copies checkpoints, and --checkpoint-every"),
         (["--checkpoint-every", "soon"], "--checkpoint-every takes steps (100) or seconds (30s), got 'soon'"),
         (["--checkpoint-every", "1.5"], "--checkpoint-every takes steps (100) or seconds (30s), got '1.5'"),
         (["--checkpoint-every", "s"], "--checkpoint-every takes steps (100) or seconds (30s), got 's'"),

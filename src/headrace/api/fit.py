@@ -34,7 +34,7 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.compute import LayerSpec
 from headrace.spec.job import Job
 from headrace.spec.model import ModelSpec, ProfileRequest
-from headrace.spec.options import Checkpoints
+from headrace.spec.options import Checkpoints, is_url
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, resolve
@@ -84,8 +84,8 @@ def fit(
             local ones, which fork from a process that has imported torch and is kept until this one ends.
         seconds: ends the run in order after this time.
         checkpoints: when to save; None for `Checkpoints()` where there is a `run_dir`; True, False.
-        resume: True goes on from the last checkpoint of `run_dir`; "if_saved" begins where there is none; or from
-            another run's directory, or one checkpoint. Strategy and number of workers may be others than the saver's.
+        resume: True goes on from the last checkpoint of `run_dir`, or of `copy_to`; "if_saved" begins where there is
+            none; or from another run's directory or URL, or one checkpoint. Strategy and number of workers may differ.
         reset_optimizer: leaves the checkpoint's optimizer state and schedule behind; its class may be another.
         check: runs the model on a few examples before the start, and says what would differ from one device.
         cluster: links between hosts, or their file (`headrace doctor` writes one); None for 1 Gbit/s. Rank 0's counts.
@@ -313,13 +313,17 @@ def _inspected(
 def _resume_request(arguments: FitArguments) -> ResumeRequest:
     resume = arguments.resume
     if not isinstance(resume, bool | str | Path):
-        raise UsageError(f"resume is True, '{IF_SAVED}', a run's directory or one checkpoint, got {resume!r:.60}")
+        raise UsageError(
+            f"resume is True, '{IF_SAVED}', a run's directory, one checkpoint or a URL of such, got {resume!r:.60}"
+        )
     if resume and arguments.run_dir is None:
         raise UsageError("resume needs the run_dir of the run that goes on")
     if arguments.reset_optimizer and not resume:
         raise UsageError("reset_optimizer (--reset-optimizer) is for a run that goes on; say from what by resume")
     if resume == IF_SAVED:
         return ResumeRequest(True, arguments.reset_optimizer, or_begin=True)
+    if isinstance(resume, str) and is_url(resume):
+        return ResumeRequest(resume, arguments.reset_optimizer)
     return ResumeRequest(resume if isinstance(resume, bool) else Path(resume).absolute(), arguments.reset_optimizer)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,11 +14,14 @@ import torch
 from headrace.api.checks import JobInfo
 from headrace.api.run import RunDirLock, refuse_living
 from headrace.checkpoint import Checkpoint, CheckpointFolder
-from headrace.errors import CheckpointMismatch, CorruptCheckpoint, UsageError
+from headrace.checkpoint.folder import step_of
+from headrace.checkpoint.remote import RemoteFolder
+from headrace.errors import CheckpointMismatch, CorruptCheckpoint, HeadraceError, UnfitMachine, UsageError
 from headrace.machine import versions
 from headrace.modules import parameters_and_buffers
 from headrace.parameter_server.server.snapshots import SnapshotSet, forget, newest_of
 from headrace.spec.job import Job
+from headrace.spec.options import is_url
 from headrace.spec.plain import to_plain
 from headrace.spec.plan import Plan
 from headrace.training.optimizer import build
@@ -31,6 +34,8 @@ IF_SAVED = "if_saved"
 
 _LEFT_BEHIND = " (reset_optimizer=True leaves its state behind)"
 _NEW_ONE = " (reset_optimizer=True takes the new one)"
+_COPIED_TO = "copied-to"
+"""The file in a run's directory that names the URLs to which it has copied."""
 _CHECKPOINT = re.compile("step-[0-9]{8,18}")
 
 
@@ -116,19 +121,15 @@ def resumption(
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """Where a run resumes from: True is its own last checkpoint; or another run's directory, or one checkpoint.
+    """Where a run resumes from: True is its own last checkpoint; or another run's, one checkpoint, or a URL.
 
     Attributes:
-        or_begin: begins, in the same directory, where it holds no checkpoint.
+        or_begin: begins, in the same directory, where there is none.
     """
 
     resume: bool | Path | str = False
     reset_optimizer: bool = False
     or_begin: bool = False
-
-    def begins(self, run_dir: Path) -> bool:
-        """Whether there is nothing to resume from, and that is no error."""
-        return self.or_begin and not CheckpointFolder(run_dir / "checkpoints").steps()
 
 
 @contextmanager
@@ -138,15 +139,31 @@ def begin_attempt(spec: RunSpec, info: JobInfo, request: ResumeRequest) -> Itera
     Raises:
         UsageError: the directory holds a run already, or one that lives; there is nothing to resume.
         CheckpointMismatch, CorruptCheckpoint: what there is cannot be resumed.
-        UnfitMachine: the directory cannot be written to.
+        UnfitMachine: the directory cannot be written to, or the copies' service fails.
     """
-    begins = request.begins(spec.run_dir)
-    resume, notices = _resume(spec, info, request) if request.resume and not begins else (None, ())
-    # An attempt that has ended before its first save is one of this run's, too.
-    continues = begins or (resume is not None and resume.folder.parent.resolve() == spec.run_dir.resolve())
+    own = CheckpointFolder(spec.run_dir / "checkpoints")
+    copy_to = spec.checkpoints.copy_to if spec.checkpoints else None
+    copies = RemoteFolder(copy_to) if copy_to else None
+    source = _source(own, request, copies)
+    begins = request.or_begin and source is None and not own.steps()
     # The weights, and about as much again for an optimizer's state.
     needed_bytes = 2 * info.model.parameter_bytes if spec.checkpoints else 0
-    with closing(RunDirLock(spec.run_dir, continues, needed_bytes)) as locked:
+    resume, notices = None, tuple[str, ...]()
+    with ExitStack() as stack:
+        if source:
+            # Locked first, because it is written to.
+            continues = request.resume is True
+            locked = stack.enter_context(closing(RunDirLock(spec.run_dir, continues, needed_bytes)))
+            resume, notices = _fetch(spec, info, request, own, source)
+        else:
+            if request.resume and not begins:
+                refuse_living(spec.run_dir)
+                resume, notices = _resume(spec, info, request)
+            # An attempt that has ended before its first save is one of this run's, too.
+            continues = begins or (resume is not None and resume.folder.parent.resolve() == spec.run_dir.resolve())
+            locked = stack.enter_context(closing(RunDirLock(spec.run_dir, continues, needed_bytes)))
+        if copies:
+            _claim(copies, spec.run_dir, came_from=source.folder.url if source else None)
         if continues:
             forget(spec.run_dir / SNAPSHOTS, resume.snapshots.names if resume and resume.snapshots else ())
         began = spec.started - locked.attempt_s
@@ -154,15 +171,68 @@ def begin_attempt(spec: RunSpec, info: JobInfo, request: ResumeRequest) -> Itera
         yield replace(spec, resume=resume, started=began, attempt=attempt), notices
 
 
+@dataclass(frozen=True)
+class _Source:
+    """Copies of checkpoints elsewhere, or one of them."""
+
+    folder: RemoteFolder
+    step: int | None = None
+
+
+def _source(own: CheckpointFolder, request: ResumeRequest, copies: RemoteFolder | None) -> _Source | None:
+    """Returns where checkpoints are fetched from: a URL that was asked for, or the run's own copies."""
+    if isinstance(request.resume, str) and is_url(request.resume):
+        url, _, last = request.resume.rstrip("/").rpartition("/")
+        step = step_of(last)
+        return _Source(RemoteFolder(request.resume)) if step is None else _Source(RemoteFolder(url), step)
+    if copies is None or request.resume is not True or own.steps() or not copies.steps():
+        return None
+    return _Source(copies)
+
+
+def _fetch(
+    spec: RunSpec, info: JobInfo, request: ResumeRequest, own: CheckpointFolder, source: _Source
+) -> tuple[ResumePoint, tuple[str, ...]]:
+    """Brings a checkpoint into the run's directory, and returns how to resume from it."""
+    try:
+        step, wrong = source.folder.receive(own, source.step)
+    except OSError as error:
+        raise UnfitMachine(
+            f"cannot write the checkpoint from {source.folder.url} to {own.path}: {error.strerror}; make room there, "
+            "or name another run_dir"
+        ) from error
+    try:
+        resume, notices = _resume(spec, info, replace(request, resume=True))
+    except HeadraceError:
+        # The next attempt in this directory may be another job's.
+        own.discard(step)
+        raise
+    return resume, (*_left_out(wrong), f"fetched the checkpoint of step {step} from {source.folder.url}", *notices)
+
+
+def _claim(copies: RemoteFolder, run_dir: Path, came_from: str | None) -> None:
+    """Sees to it that a run deletes its own copies alone, and that it can write there."""
+    mark = run_dir / _COPIED_TO
+    claimed = mark.read_text(encoding="utf-8").splitlines() if mark.exists() else []
+    if copies.url in claimed:
+        return
+    steps = () if copies.url == came_from else copies.steps()
+    if steps:
+        raise UsageError(
+            f"{copies.url} holds checkpoints of another run, the last of step {steps[-1]}; name another copy_to "
+            f"(--copy-to), or go on from them by resume={copies.url!r} (--resume-from)"
+        )
+    copies.require_writable()
+    mark.write_text("".join(f"{url}\n" for url in (*claimed, copies.url)), encoding="utf-8")
+
+
 def _resume(spec: RunSpec, info: JobInfo, request: ResumeRequest) -> tuple[ResumePoint, tuple[str, ...]]:
-    refuse_living(spec.run_dir)
     checkpoint, wrong = find(spec.run_dir, True if isinstance(request.resume, bool) else request.resume)
     resume, changes = resumption(checkpoint, spec.description, info, request.reset_optimizer)
     rounds = spec.rounds_of(info.examples)
     kept, damaged = _snapshots(spec, request, resume, rounds)
     resume = replace(resume, snapshots=kept)
-    notices = [f"damaged, left out: {error.path}: {error.reason}" for error in (*wrong, *damaged)]
-    notices.append(f"goes on from {checkpoint.path}")
+    notices = [*_left_out((*wrong, *damaged)), f"goes on from {checkpoint.path}"]
     if kept:
         leases = sum(stop - first for first, stop in kept.committed)
         notices.append(
@@ -172,6 +242,10 @@ def _resume(spec: RunSpec, info: JobInfo, request: ResumeRequest) -> tuple[Resum
     if checkpoint.step >= rounds:
         notices.append(f"the checkpoint has {checkpoint.step} rounds and the job {rounds}: nothing is left to do")
     return resume, tuple(notices)
+
+
+def _left_out(wrong: Iterable[CorruptCheckpoint]) -> list[str]:
+    return [f"damaged, left out: {error.path}: {error.reason}" for error in wrong]
 
 
 def _snapshots(

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -17,6 +17,8 @@ from typing import Any
 from headrace.api.checks import JobInfo
 from headrace.api.resume import ResumeRequest, begin_attempt
 from headrace.checkpoint import CheckpointFolder
+from headrace.checkpoint.copier import CheckpointCopier
+from headrace.checkpoint.remote import RemoteFolder
 from headrace.engine.base import LEFT, TERMINATED, Engine, RunProgress
 from headrace.engine.torchrun.engine import LaunchedEngine
 from headrace.engine.torchrun.group import LaunchedGroup
@@ -31,11 +33,15 @@ from headrace.report.model.servers import imbalances
 from headrace.report.trackers.listeners import Listeners
 from headrace.report.views.live import Console
 from headrace.report.views.notebook import notebook_display
-from headrace.spec.events import LAUNCHER, Notice, RunEnded, RunStarted, ServerStats
+from headrace.spec.events import LAUNCHER, Notice, RunEnded, RunStarted, Saved, ServerStats
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import describe_processes
 from headrace.worker.events import EventWriter
 from headrace.worker.run_spec import LAST_LOG_LINE, SNAPSHOTS, AttemptInfo, ResumePoint, RunSpec, log_path, model_path
+
+_PATIENCE_S = 2.0
+"""How long a copy of the last checkpoint may take until the user is told."""
+_FOLLOW_EVERY_S = 0.2
 
 
 def supervise(spec: RunSpec, info: JobInfo, engine: Engine, request: ResumeRequest, listeners: Listeners) -> str:
@@ -188,6 +194,7 @@ def _follow(spec: RunSpec, info: JobInfo, notices: tuple[str, ...], engine: Engi
     served: dict[int, ServerStats] = {}
     log = LogTail(log_path(spec.run_dir, 0), until=LAST_LOG_LINE, new_only=True)
     disk = DiskMonitor(spec.run_dir, show.line)
+    copier = _copier(spec)
 
     def follow(progress: RunProgress | None = None) -> None:
         if progress:
@@ -199,6 +206,8 @@ def _follow(spec: RunSpec, info: JobInfo, notices: tuple[str, ...], engine: Engi
             show.event(event)
             if isinstance(event, ServerStats):
                 served[event.rank] = event
+            if copier and isinstance(event, Saved):
+                copier.wake()
             listeners(event)
         for line in listeners.lines():
             show.line(line)
@@ -208,7 +217,8 @@ def _follow(spec: RunSpec, info: JobInfo, notices: tuple[str, ...], engine: Engi
             plan = spec.plan
             for line in (_first_line(spec, info), *replica_lines(plan), *stage_lines(plan), *info.notices, *notices):
                 events.note(line)
-            status = engine.run(spec, follow)
+            with _copying(copier, events.note, follow) as follow_both:
+                status = engine.run(spec, follow_both)
             events.status = status
             follow()
             for uneven in imbalances(plan, served):
@@ -224,6 +234,42 @@ def _follow(spec: RunSpec, info: JobInfo, notices: tuple[str, ...], engine: Engi
         show.close()
 
 
+def _copier(spec: RunSpec) -> CheckpointCopier | None:
+    when = spec.checkpoints
+    if when is None or when.copy_to is None:
+        return None
+    return CheckpointCopier(CheckpointFolder(spec.run_dir / "checkpoints"), RemoteFolder(when.copy_to), when.keep)
+
+
+@contextmanager
+def _copying(
+    copier: CheckpointCopier | None, say: Callable[[str], object], follow: Callable[[RunProgress | None], None]
+) -> Iterator[Callable[[RunProgress | None], None]]:
+    """Yields what follows the run and its copier; at the end, also after an error, waits for the last copy."""
+    if copier is None:
+        yield follow
+        return
+
+    def follow_both(progress: RunProgress | None) -> None:
+        follow(progress)
+        for line in copier.lines():
+            say(line)
+
+    copier.start()
+    try:
+        yield follow_both
+    finally:
+        copier.finish()
+        try:
+            if not copier.wait(_PATIENCE_S):
+                say("waits for the copy of the last checkpoint; Ctrl-C leaves it out, the checkpoint itself is saved")
+                while not copier.wait(_FOLLOW_EVERY_S):
+                    follow_both(None)
+        except KeyboardInterrupt:
+            say("the last checkpoint was not copied to its end; resume=True (--resume) copies it")
+        follow_both(None)
+
+
 class _Successor:
     """Shows the run on the rank that takes the place of rank 0, from then on, and writes the run's last event."""
 
@@ -231,6 +277,9 @@ class _Successor:
         self.status = "failed"
         self._spec, self._info, self._group = spec, info, group
         self._shown: tuple[Tail, Console] | None = None
+        self._copier: CheckpointCopier | None = None
+        self._closing = ExitStack()
+        self._follow: Callable[[RunProgress | None], None] = self._show
 
     def __enter__(self) -> _Successor:
         return self
@@ -238,6 +287,7 @@ class _Successor:
     def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         if not self._group.leads:
             return
+        self._closing.close()
         with closing(EventWriter(self._spec.run_dir, LAUNCHER, self._spec.started)) as events:
             _write_end(events, LEFT if isinstance(error, LeftBehind) else self.status)
         if self._shown:
@@ -250,13 +300,23 @@ class _Successor:
             return
         if self._shown is None:
             tail = Tail(self._spec.run_dir, skip=("stepped",), new_only=True)
-            self._shown = tail, _console(self._spec, self._info)
-            self._shown[1].line(f"rank {self._group.rank} leads from now on, because rank 0 was lost")
+            console = _console(self._spec, self._info)
+            self._shown = tail, console
+            console.line(f"rank {self._group.rank} leads from now on, because rank 0 was lost")
+            self._copier = _copier(self._spec)
+            self._follow = self._closing.enter_context(_copying(self._copier, console.line, self._show))
+        self._follow(progress)
+
+    def _show(self, progress: RunProgress | None) -> None:
+        if self._shown is None:
+            return
         tail, show = self._shown
         if progress:
             show.update(progress.step, progress.loss, progress.examples)
         for event in tail.read():
             show.event(event)
+            if self._copier and isinstance(event, Saved):
+                self._copier.wake()
 
 
 def _console(spec: RunSpec, info: JobInfo) -> Console:

@@ -11,6 +11,8 @@
 A checkpoint is written aside, synced and renamed, and the folder synced, before old ones are deleted:
 
     begin ─► write (every rank) ─► commit: manifest ─► rename .part ─► sync ─► rename to .old ─► sync ─► delete
+
+A committed one may be copied to another file system, in the same layout, its manifest last.
 """
 
 from headrace.checkpoint.folder import Checkpoint, CheckpointFolder

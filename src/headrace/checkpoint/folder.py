@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,17 @@ class Checkpoint:
             _read_rest(file, record, digest, (memory[at : at + CHUNK] for at in range(0, count, CHUNK)))
             return forms.decode(tensors.views(buffer, entries))
 
+    @contextmanager
+    def contents(self) -> Iterator[Sequence[tuple[FileRecord, Iterator[memoryview]]]]:
+        """Opens all files at once, so that they can be read while they are deleted; yields each with its content.
+
+        A piece is valid until the next one is asked for. At the end of a file whose content has changed, and where one
+        cannot be opened, there is a `CorruptCheckpoint`.
+        """
+        with ExitStack() as stack:
+            files = [(record, stack.enter_context(self._opened(record.name))) for record in self.manifest.files]
+            yield [(record, self._pieces(file, record)) for record, file in files]
+
     def shapes(self, rank: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """Returns the shapes and types ("float32") of a rank's tensors, from the header of its file alone."""
         record = self._record(rank)
@@ -100,6 +112,17 @@ class Checkpoint:
         if rank not in self.ranks:
             raise CorruptCheckpoint(self.path, f"rank {rank} has no file in it, only ranks {self.ranks}")
         return self.manifest.files[self.ranks.index(rank)]
+
+    def _pieces(self, file: File, record: FileRecord) -> Iterator[memoryview]:
+        digest, buffer = hashlib.sha256(), memoryview(bytearray(min(CHUNK, record.bytes)))
+        for at in range(0, record.bytes, CHUNK):
+            piece = buffer[: record.bytes - at]
+            with blaming(self.path / record.name):
+                _fill(file, piece)
+            digest.update(piece)
+            yield piece
+        with blaming(self.path / record.name):
+            _check_digest(digest.hexdigest(), record)
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[File]:
@@ -137,7 +160,10 @@ def _read_rest(file: File, record: FileRecord, digest: Digest, buffers: Iterable
     for buffer in buffers:
         _fill(file, buffer)
         digest.feed(buffer)
-    found = digest.hexdigest()
+    _check_digest(digest.hexdigest(), record)
+
+
+def _check_digest(found: str, record: FileRecord) -> None:
     if found != record.sha256:
         raise ValueError(f"its content has changed: SHA-256 {found[:16]}..., saved as {record.sha256[:16]}...")
 
@@ -170,7 +196,7 @@ class CheckpointFolder:
             self._storage.sync("")
             for name in leftovers:
                 self._delete(name)
-        self._storage.make_folder(_name(step, ".part"))
+        self._storage.make_folder(folder_name(step, ".part"))
 
     def write(self, step: int, rank: int, tensors: Mapping[str, Tensor]) -> FileRecord:
         """Writes and syncs a rank's file; returns the record for `commit`."""
@@ -178,8 +204,18 @@ class CheckpointFolder:
         from headrace.checkpoint.tensors import write
 
         name = manifest.file_name(rank)
-        with self._storage.create(f"{_name(step, '.part')}/{name}") as file:
+        with self._storage.create(f"{folder_name(step, '.part')}/{name}") as file:
             return write(file, name, encode(tensors))
+
+    def write_copy(self, step: int, record: FileRecord, chunks: Iterable[bytes]) -> None:
+        """Writes and syncs a rank's file of which there is a record; a ValueError if its content is another."""
+        digest = hashlib.sha256()
+        with self._storage.create(f"{folder_name(step, '.part')}/{record.name}") as file:
+            for chunk in chunks:
+                digest.update(chunk)
+                file.write_all(memoryview(chunk))
+            file.sync()
+        _check_digest(digest.hexdigest(), record)
 
     def commit(self, step: int, files: Sequence[FileRecord], description: Mapping[str, Any], keep: int) -> bool:
         """Makes what was written the newest checkpoint, durably, and deletes all but the last `keep`.
@@ -191,7 +227,7 @@ class CheckpointFolder:
         if keep < 1:
             raise UsageError(f"cannot keep the last {keep} checkpoints; keep 1 or more")
         content = manifest.encode(Manifest(step, tuple(files), description))
-        part, final = _name(step, ".part"), _name(step)
+        part, final = folder_name(step, ".part"), folder_name(step)
         fresh = not self._holds(step, content)
         if fresh:
             with self._storage.create(f"{part}/{manifest.NAME}") as file:
@@ -199,7 +235,7 @@ class CheckpointFolder:
                 file.sync()
             self._storage.sync(part)
             if step in self._steps():
-                self._storage.rename(final, _name(step, ".old"))
+                self._storage.rename(final, folder_name(step, ".old"))
             self._storage.rename(part, final)
             self._storage.sync("")
         else:
@@ -210,7 +246,13 @@ class CheckpointFolder:
     def abandon(self, step: int) -> None:
         """Deletes what was written aside, as far as the disk allows; `begin` deletes the rest."""
         with suppress(OSError):
-            self._delete(_name(step, ".part"))
+            self._delete(folder_name(step, ".part"))
+
+    def discard(self, step: int) -> None:
+        """Deletes a committed checkpoint."""
+        self._storage.rename(folder_name(step), folder_name(step, ".old"))
+        self._storage.sync("")
+        self._delete(folder_name(step, ".old"))
 
     def steps(self) -> tuple[int, ...]:
         """Returns the steps of the committed checkpoints, ascending. It does not check them."""
@@ -219,7 +261,7 @@ class CheckpointFolder:
 
     def open(self, step: int, verify: bool = False) -> Checkpoint:
         """Returns a checkpoint; a `CorruptCheckpoint` if it is not sound, with `verify` in its content, too."""
-        checkpoint = Checkpoint(self.path / _name(step), self._storage, step)
+        checkpoint = Checkpoint(self.path / folder_name(step), self._storage, step)
         if verify:
             checkpoint.verify()
         return checkpoint
@@ -245,14 +287,14 @@ class CheckpointFolder:
         kept = [older for older in steps if older <= step][-keep:]
         doomed = [other for other in steps if other not in kept]
         for other in doomed:
-            self._storage.rename(_name(other), _name(other, ".old"))
+            self._storage.rename(folder_name(other), folder_name(other, ".old"))
         if doomed:
             self._storage.sync("")
         for name in self._named(".old"):
             self._delete(name)
 
     def _steps(self) -> tuple[int, ...]:
-        return tuple(sorted(int(name.partition("-")[2]) for name in self._named("")))
+        return tuple(sorted(step for name in self._named("") if (step := step_of(name)) is not None))
 
     def _named(self, ending: str) -> list[str]:
         """Returns the names of steps with this ending."""
@@ -261,8 +303,7 @@ class CheckpointFolder:
             for count, name in enumerate(self._storage.entries("")):
                 if count == _MOST_ENTRIES:
                     raise OSError(errno.E2BIG, f"it holds more than {_MOST_ENTRIES:,} entries", str(self.path))
-                match = _NAME.fullmatch(name)
-                if match and name == _name(int(match[1]), ending):
+                if step_of(name, ending) is not None:
                     found.append(name)
         return found
 
@@ -281,5 +322,12 @@ class CheckpointFolder:
         self._storage.delete_folder(place)
 
 
-def _name(step: int, ending: str = "") -> str:
+def folder_name(step: int, ending: str = "") -> str:
+    """Returns the name of a checkpoint's folder; with an ending, of one that is being written or deleted."""
     return f"step-{step:08d}{ending}"
+
+
+def step_of(name: str, ending: str = "") -> int | None:
+    """Returns the step of the folder with a name; None if no folder with this ending is called so."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match and name == folder_name(int(match[1]), ending) else None

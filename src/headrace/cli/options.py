@@ -106,8 +106,14 @@ ResumeIfSavedOption = Annotated[
     bool, typer.Option("--resume-if-saved", help="Go on as --resume does, or begin where nothing is saved.")
 ]
 ResumeFromOption = Annotated[
-    Path | None,
-    option("--resume-from", metavar="DIR", help="Go on from another run's last checkpoint, or from one checkpoint."),
+    str | None,
+    option(
+        "--resume-from", metavar="DIR|URL", help="Go on from another run's last checkpoint, or from one checkpoint."
+    ),
+]
+CopyToOption = Annotated[
+    str | None,
+    option("--copy-to", metavar="URL", help="Copy the last checkpoints there, too, s3://bucket/runs/a."),
 ]
 ResetOptimizerOption = Annotated[
     bool,
@@ -195,15 +201,17 @@ def check_strategies(names: Sequence[str]) -> None:
             raise UnknownName("strategy", call.name, known)
 
 
-def checkpoints_of(every: str | None, keep: int, snapshots: str | None = None) -> Checkpoints | None:
+def checkpoints_of(
+    every: str | None, keep: int, snapshots: str | None = None, copy_to: str | None = None
+) -> Checkpoints | None:
     """Returns the meaning of "100" (steps), "30s" (seconds), "0" (never) or None (the default) between checkpoints.
 
-    `snapshots` is the time between two snapshots of a server, "5s", or "0" for none.
+    `snapshots` is the time between two snapshots of a server, "5s", or "0" for none; `copy_to` is a URL.
 
     Raises:
         UsageError: a value has another form.
     """
-    chosen = Checkpoints(keep=keep)
+    chosen = Checkpoints(keep=keep, copy_to=copy_to)
     if every is not None:
         in_seconds = every.endswith("s")
         try:
@@ -211,6 +219,8 @@ def checkpoints_of(every: str | None, keep: int, snapshots: str | None = None) -
         except ValueError:
             raise UsageError(f"--checkpoint-every takes steps (100) or seconds (30s), got {every!r}") from None
         if number == 0:
+            if copy_to:
+                raise UsageError("--copy-to copies checkpoints, and --checkpoint-every 0 saves none; give one of them")
             return None
         chosen = replace(
             chosen, every_s=number if in_seconds else None, every_steps=None if in_seconds else int(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -131,6 +132,26 @@ def require_count(name: str, value: object, least: int = 1) -> None:
         raise UsageError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
 
+def require_url(name: str, value: object) -> None:
+    """Raises UsageError unless `value` is a URL; one with a password, which notices would show, is refused, too."""
+    if not isinstance(value, str) or not is_url(value):
+        raise UsageError(f"{name} must be a URL, for example 's3://bucket/runs/a', got {value!r:.60}")
+    if _PASSWORD.match(value):
+        raise UsageError(
+            f"{name} holds a password, and would be shown; leave it out, and give it to the client of the file system "
+            "in its own way: environment variables, its configuration, or fsspec's"
+        )
+
+
+def is_url(value: object) -> bool:
+    """Whether `value` is text with a scheme, "s3://bucket/runs/a"."""
+    return isinstance(value, str) and _URL.fullmatch(value) is not None
+
+
+_URL = re.compile(r"[A-Za-z][\w+.:-]*://[^\n]*[^/\n][^\n]*")
+_PASSWORD = re.compile(r".*://[^/@]*:[^/@]*@")
+
+
 @dataclass(frozen=True)
 class Checkpoints:
     """When a run saves: at each interval, when it receives SIGTERM or SIGINT, and at its end.
@@ -141,12 +162,15 @@ class Checkpoints:
         keep: how many of the last checkpoints are kept.
         snapshots_every_s: seconds between two snapshots of each parameter server without a backup, taken while workers
             continue; None for none.
+        copy_to: a URL, "s3://bucket/runs/a", to which finished checkpoints are copied in the background, and where the
+            last `keep` stay; any file system that fsspec knows. None for no copies.
     """
 
     every_steps: int | None = None
     every_s: float | None = 600.0
     keep: int = 3
     snapshots_every_s: float | None = 30.0
+    copy_to: str | None = None
 
     def __post_init__(self) -> None:
         if self.every_steps is not None:
@@ -157,3 +181,5 @@ class Checkpoints:
             number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
             if seconds is not None and not (number and seconds > 0):
                 raise UsageError(f"{name} must be a number of seconds above 0, got {seconds!r}; None switches it off")
+        if self.copy_to is not None:
+            require_url("copy_to", self.copy_to)

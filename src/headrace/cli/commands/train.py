@@ -13,6 +13,7 @@ from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.options import (
     CheckOption,
     CheckpointEveryOption,
+    CopyToOption,
     Device,
     DeviceOption,
     EncryptOption,
@@ -49,6 +50,7 @@ from headrace.cli.ray_cluster import PlacementOption, ResourcesOption, RuntimeEn
 from headrace.cli.watching import watching
 from headrace.errors import UsageError
 from headrace.spec.call import parse_call
+from headrace.spec.options import is_url
 
 if TYPE_CHECKING:
     from headrace.spec.job import Job
@@ -97,6 +99,7 @@ def train(
     checkpoint_every: CheckpointEveryOption = None,
     snapshots_every: SnapshotsEveryOption = None,
     keep: KeepOption = 3,
+    copy_to: CopyToOption = None,
     resume: ResumeOption = False,
     resume_if_saved: ResumeIfSavedOption = False,
     resume_from: ResumeFromOption = None,
@@ -118,15 +121,14 @@ def train(
     with answering(as_json) as answer:
         strategy = _checked(path, tensorboard, strategy, servers)
         ray = ray_engine(cluster, secret_file, runtime_env, resources, placement)
-        checkpoints = checkpoints_of(checkpoint_every, keep, snapshots_every)
+        checkpoints = checkpoints_of(checkpoint_every, keep, snapshots_every, copy_to)
         going = _going(resume, resume_if_saved, resume_from, run_dir)
         where = run_dir or default_run_dir(f"{job_name(path)}-{parse_call(strategy).name}")
         # In this order: the engine forks this process, which must not have run the job file before.
         with own_engine(secret_file, path, ray) as engine, saying_where(where):
-            job = load_job(path, settings or ())
+            job, chosen = load_job(path, settings or ()), _resolved(strategy, workers, servers)
             from headrace.api.fit import fit
 
-            chosen = _resolved(strategy, workers, servers)
             _keep_prediction(predict, None if ray else cluster, job, chosen, device, where)
             with tensorboards(tensorboard) as on_event, watching(where, watch):
                 run = fit(
@@ -137,7 +139,7 @@ def train(
                     on_event=on_event,
                     timeout_s=timeout_s,
                     engine=engine,
-                    checkpoints=(checkpoints or False) if chosen.one_model else None,
+                    checkpoints=(checkpoints or False) if chosen.one_model or copy_to else None,
                     resume=going,
                     reset_optimizer=reset_optimizer,
                     check=check,
@@ -210,14 +212,16 @@ def _resolved(strategy: str, workers: int | None, servers: int | None = None) ->
     return replace(chosen, servers=servers)  # type: ignore[type-var]
 
 
-def _going(resume: bool, if_saved: bool, resume_from: Path | None, run_dir: Path | None) -> bool | str | Path:
+def _going(resume: bool, if_saved: bool, resume_from: str | None, run_dir: Path | None) -> bool | str | Path:
     if (resume or if_saved) and run_dir is None:
         raise UsageError("--resume goes on with a run: name it by --run-dir, or another one by --resume-from")
     if resume + if_saved + bool(resume_from) > 1:
         raise UsageError(
             "--resume and --resume-if-saved go on with --run-dir, --resume-from with another run; give one of them"
         )
-    return resume_from or ("if_saved" if if_saved else resume)
+    if resume_from:
+        return resume_from if is_url(resume_from) else Path(resume_from)
+    return "if_saved" if if_saved else resume
 
 
 def compare(

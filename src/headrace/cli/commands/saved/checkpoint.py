@@ -125,7 +125,7 @@ def _look(folder: CheckpointFolder, step: int) -> dict[str, Any]:
     try:
         found = folder.open(step)
     except CorruptCheckpoint as error:
-        return {"step": step, **row, "wrong": f"{error.path.name}: {error.reason}"}
+        return {"step": step, **row, "wrong": f"{Path(error.path).name}: {error.reason}"}
     facts = {key: found.description.get(key) for key in ("strategy", "workers", "saved_at")}
     return {"step": step, **row, **facts, "bytes": _size(found)}
 
