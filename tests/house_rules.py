@@ -29,7 +29,7 @@ MODULES = 12
 FORBIDDEN_WORDS = {"common", "helper", "helpers", "manager", "managers", "util", "utils", "v2"}
 FILE_LINES, FUNCTION_LINES, METHODS, ARGUMENTS, FIELDS = 400, 60, 10, 8, 15
 
-READS_ENVIRONMENT = {"engine", "cli", "machine"}
+READS_ENVIRONMENT = {"engine", "cli", "devices", "machine"}
 SHIPS_CODE = {"engine"}
 PICKLES = {"pickle", "_pickle", "dill", "joblib", "marshal", "shelve"}
 PICKLING_CALLS = {

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+import house_devices
 import house_plan
 import house_rules as rules
 from house import PACKAGE, Modules, Rule, read
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / PACKAGE
-RULES: tuple[Rule, ...] = (*rules.RULES, house_plan.plan_questions)
+RULES: tuple[Rule, ...] = (*rules.RULES, house_devices.device_names, house_plan.plan_questions)
 TO_COME: tuple[Rule, ...] = (house_plan.size,)
 """Rules that the package does not keep yet."""
 
@@ -181,6 +182,14 @@ PLANTED: list[tuple[Rule, Mapping[str, str], str]] = [
     (house_plan.size, {f"a{i}.py": "" for i in range(241)}, "files, at most 240"),
     (house_plan.size, {f"a{i}.py": "x = 1\n" * 401 for i in range(100)}, "lines, at most 40,000"),
     (house_plan.size, {f"a{i}.py": "x = 1\n" * 331 for i in range(10)}, "10 files over 330 lines"),
+    (
+        house_devices.device_names,
+        {"training/a.py": "if device.type == 'cuda':\n    pass"},
+        "a:1: 'cuda' is for devices.py alone",
+    ),
+    (house_devices.device_names, {"strategies/a.py": "'May say cuda.'\nname = f'{index} of cuda:0'"}, "a:2: 'cuda'"),
+    (house_devices.device_names, {"worker/a.py": "import torch\ntorch.xpu.synchronize()"}, "a:2: 'xpu' is for"),
+    (house_devices.device_names, {"collectives/a.py": "BACKEND = 'gloo'"}, "a:1: 'gloo'"),
     (rules.asking, {"collectives/a.py": "print(hasattr(1, 'x'))"}, "hasattr"),
     (rules.hiding, {"collectives/a.py": "try:\n    f()\nexcept:\n    raise"}, "a:3"),
     (rules.hiding, {"collectives/a.py": "try:\n    f()\nexcept (OSError, Exception):\n    pass"}, "a:3"),

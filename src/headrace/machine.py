@@ -14,7 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TextIO
 
-from headrace.errors import UnfitMachine, UsageError
+from headrace.devices import choose
+from headrace.errors import UnfitMachine
 from headrace.spec.cluster import Cluster, Host
 
 HOST_CORES = "HEADRACE_HOST_CORES"
@@ -235,23 +236,12 @@ def require_linux() -> None:
         )
 
 
-def detect(device: str, ranks: int | None = None) -> Cluster:
-    """Describes this machine; "auto" takes CUDA where there is one, else the CPU.
-
-    Raises:
-        UsageError: an unknown device.
-        UnfitMachine: "cuda" on a machine without.
-    """
+def detect(device: str, ranks: int | None = None, fixed_shapes: bool = True) -> Cluster:
+    """Describes this machine, with the devices that `devices.choose` takes of it; raises what that raises."""
     require_linux()
-    if device not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"device is 'auto', 'cpu' or 'cuda', got {device!r}")
-    found = _accelerators() if device != "cpu" else ()
-    if device == "cuda" and not found:
-        raise UnfitMachine(
-            "device='cuda' and torch sees no CUDA device here; use device='cpu', or a CUDA build of torch"
-        )
+    kind, found = choose(device, fixed_shapes)
     host = Host(host_name(), cores(), spare_memory_bytes(), found)
-    return Cluster((host,), ranks, "cuda" if found else "cpu")
+    return Cluster((host,), ranks, kind)
 
 
 @cache
@@ -267,16 +257,6 @@ def can_paint(stream: TextIO) -> bool:
     if os.environ.get("CI", "").lower() not in ("", "0", "false"):
         return False
     return os.environ.get("TERM") != "dumb" and stream.isatty()
-
-
-def _accelerators() -> tuple[str, ...]:
-    # Counting by NVML leaves CUDA uninitialised, so that the workers may still be forked.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    import torch
-
-    if not torch.backends.cuda.is_built():
-        return ()
-    return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))
 
 
 def _meminfo(root: Path, name: str) -> int:

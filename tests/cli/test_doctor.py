@@ -47,8 +47,11 @@ def fake_torch(monkeypatch: pytest.MonkeyPatch, version: str, devices: tuple[str
 
     module = types.ModuleType("torch")
     module.__version__ = version  # type: ignore[attr-defined]
-    module.cuda = types.SimpleNamespace(  # type: ignore[attr-defined]
-        is_available=is_available, device_count=lambda: len(devices), get_device_name=devices.__getitem__
+    module.cuda = types.SimpleNamespace(get_device_name=devices.__getitem__)  # type: ignore[attr-defined]
+    module.accelerator = types.SimpleNamespace(  # type: ignore[attr-defined]
+        current_accelerator=lambda: types.SimpleNamespace(type="cuda"),
+        device_count=lambda: len(devices),
+        is_available=is_available,
     )
     module.__spec__ = importlib.util.spec_from_loader("torch", None)
     monkeypatch.setitem(sys.modules, "torch", module)

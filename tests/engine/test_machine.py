@@ -177,12 +177,12 @@ def test_detect_describes_this_host() -> None:
 
 
 def test_detect_refuses_other_devices() -> None:
-    with pytest.raises(UsageError, match="device is 'auto', 'cpu' or 'cuda', got 'gpu'"):
+    with pytest.raises(UsageError, match="device is 'auto', 'cpu', 'cuda', 'tpu', 'xpu' or 'mps', got 'gpu'"):
         detect("gpu")
 
 
 def test_cuda_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_accelerators", lambda: ())
+    monkeypatch.setattr("headrace.devices.found", lambda kind: ())
     with pytest.raises(UnfitMachine, match="sees no CUDA device here; use device='cpu'"):
         detect("cuda")
     assert detect("auto").device == "cpu"

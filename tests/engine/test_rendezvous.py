@@ -36,7 +36,7 @@ def test_the_links_are_those_that_rank_0_knows() -> None:
 
 def test_devices_of_two_kinds_are_refused() -> None:
     gpu = Cluster((Host("b", 2, 2**30, ("cuda:0",)),), 2, "cuda")
-    with pytest.raises(InfeasiblePlan, match=r"different devices: cpu on a, cuda on b; say device='cpu' or 'cuda'"):
+    with pytest.raises(InfeasiblePlan, match=r"different devices: cpu on a, cuda on b; say the same device= on all"):
         joined([seen("a", "a")[0], gpu])
 
 

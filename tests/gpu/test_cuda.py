@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import headrace as hr
-from headrace import errors, machine
+from headrace import devices, errors
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.collectives.torch_distributed import TorchDistributed
 from headrace.engine.local.engine import LocalEngine
@@ -76,7 +76,7 @@ def test_one_gpu_gives_what_the_cpu_gives(job: hr.Job, engine: LocalEngine, stra
 def test_two_workers_share_one_gpu_and_the_one_copy(
     job: hr.Job, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_accelerators", lambda: ("cuda:0", "cuda:0"))
+    monkeypatch.setattr(devices, "found", lambda kind: ("cuda:0", "cuda:0") if kind.name == "cuda" else ())
     # Without BatchNorm: its exchange goes over NCCL, which refuses two ranks on one GPU.
     dense = [nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)]
     local = replace(job, options=hr.Options(clip_norm=1.0), model=nn.Sequential(*dense).double())

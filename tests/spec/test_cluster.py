@@ -83,7 +83,7 @@ def test_the_slower_direction_counts_and_shared_links_are_divided(load) -> None:
     [
         ("hosts = 3", r"hosts must be tables, \[\[hosts\]\]"),
         ("", "no hosts; a host begins with"),
-        ("device = 'tpu'", "device is 'cpu' or 'cuda', got 'tpu'"),
+        ("device = 'gpu'", "device is 'cpu', 'cuda', 'tpu', 'xpu' or 'mps', got 'gpu'"),
         ("hots = []", "there is no key 'hots' of the file; did you mean 'hosts'"),
         (HOSTS.replace('"b"', '"a"'), r"hosts\[0\] and hosts\[1\] have one name, 'a'"),
         (HOSTS.replace("memory_gb", "memory", 1), r"no key 'memory' of hosts\[0\]; did you mean 'memory_gb'"),

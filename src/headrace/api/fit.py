@@ -18,6 +18,7 @@ from headrace.api.resume import IF_SAVED, ResumeRequest, describe_run
 from headrace.api.run import Run, TemporaryRunDir
 from headrace.api.supervision import supervise
 from headrace.data import as_pipeline
+from headrace.devices import AUTO, notice_of_auto
 from headrace.engine.base import LEFT, TERMINATED, Engine, Terminated
 from headrace.engine.local.engine import kept_engine
 from headrace.engine.torchrun.agreement import require_same
@@ -27,7 +28,7 @@ from headrace.engine.torchrun.refusal import tell_uncaught
 from headrace.engine.torchrun.secret import NOT_ENCRYPTED
 from headrace.engine.torchrun.store import join, launched_ranks, of_first, total_of_hosts
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, UsageError
-from headrace.machine import detect
+from headrace.machine import detect, host_name
 from headrace.pipeline.profile import MeasuredLayers, measure
 from headrace.report.trackers.listeners import Listeners, OnEvent
 from headrace.spec.cluster import Cluster
@@ -39,6 +40,7 @@ from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, resolve
 from headrace.strategies.context import ModelProbe
+from headrace.strategies.strategy import check_device
 from headrace.training.embeddings.naming import made_sparse
 from headrace.worker.callbacks.callback import Callback
 from headrace.worker.run_spec import RunSpec
@@ -74,7 +76,8 @@ def fit(
     Args:
         job: what to train.
         strategy: how, by name ("mirrored") or as a value (`hr.Mirrored(workers=2)`).
-        device: "auto" takes CUDA where there is one, else the CPU; or "cpu", "cuda".
+        device: "auto" takes the first kind of accelerator that there is, else the CPU; or a name in the device table:
+            "cpu", "cuda", "tpu", "xpu".
         run_dir: where events, logs, checkpoints and the model go; None for a directory that goes with the returned run.
         on_event: called in this process with every event, in the order of their writing; a tracker as
             `hr.TensorBoard("logs")`; or a list of such.
@@ -234,7 +237,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
 def _machines(strategy: Strategy, arguments: FitArguments, ranks: int | None) -> Iterator[Cluster]:
     """Yields the machines that the engine has, or this one, and gives back what the engine has placed there."""
     if arguments.engine is None:
-        yield detect(arguments.device, ranks)
+        yield detect(arguments.device, ranks, strategy.fixed_shapes)
         return
     cluster = arguments.engine.cluster(strategy, arguments.device, arguments.encrypt)
     try:
@@ -275,6 +278,9 @@ def _planned(
     _check_tables(info.model, chosen)
     info = _inspected(job, info, chosen, cluster, arguments.encrypt, shares_measure=(ranks or 1) > 1)
     plan = chosen.plan(info.model, cluster)
+    check_device(chosen, plan, cluster)
+    if arguments.device == AUTO and cluster.hosts[0].name == host_name() and (said := notice_of_auto(cluster.device)):
+        info = replace(info, notices=(*info.notices, said))
     _check_split(job, info, plan)
     if arguments.check and needs_probes(plan, job.options.accumulate):
         findings = probe(job, info.module, objective_of(job, info.weighed))

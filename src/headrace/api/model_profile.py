@@ -19,6 +19,7 @@ from headrace.api.profiling import with_ready_data, without_end
 from headrace.api.run import Run
 from headrace.bench.advice import JobFacts
 from headrace.data import Loader, as_pipeline
+from headrace.devices import AUTO, HOST
 from headrace.engine.base import Engine
 from headrace.errors import HeadraceError, JobError, UnfitMachine, UsageError
 from headrace.machine import cores, detect, give_back
@@ -132,8 +133,8 @@ def job_facts(job: Job, name: str, seconds: float = 1.0, say: Callable[[str], ob
     examples = examples_of(batch)
     passes = measuring.passes(examples)
     gpu_step_s = None
-    if detect("auto").device == "cuda":
-        there = _Measuring(info, "cuda", cores(), seconds, None, say)
+    if (kind := detect(AUTO, fixed_shapes=False).device) != HOST:
+        there = _Measuring(info, kind, cores(), seconds, None, say)
         on_gpu = there.passes(examples)
         gpu_step_s = on_gpu.forward_s + on_gpu.backward_s
     say("the input alone")

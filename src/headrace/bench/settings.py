@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace import devices
 from headrace.machine import cores, host_name, memory_limit_bytes, processor_name, versions
 from headrace.report.format import byte_count
 
@@ -41,7 +42,7 @@ class Setting:
     @property
     def on_gpu(self) -> bool:
         """Whether it is one of CUDA's devices."""
-        return self.device.type == "cuda"
+        return self.device.type == devices.GPU
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,11 @@ def processor_settings() -> list[Setting]:
 
 def gpu_settings() -> list[Setting]:
     """Returns the first CUDA device, if there is one."""
-    return [Setting(GPU, torch.device("cuda", 0), cores())] if torch.cuda.is_available() else []
+    return [Setting(GPU, torch.device(devices.GPU, 0), cores())] if _gpu_names() else []
+
+
+def _gpu_names() -> list[str]:
+    return devices.device_names(devices.kind_of(devices.GPU))
 
 
 def repeat(act: Callable[[], object], setting: Setting, seconds: float) -> list[float]:
@@ -102,23 +107,20 @@ def repeat(act: Callable[[], object], setting: Setting, seconds: float) -> list[
 
 
 def _timed(act: Callable[[], object], setting: Setting, count: int) -> float:
-    if setting.on_gpu:
-        torch.cuda.synchronize(setting.device)
+    devices.synchronize(setting.device)
     began = time.perf_counter()
     for _ in range(count):
         act()
-    if setting.on_gpu:
-        torch.cuda.synchronize(setting.device)
+    devices.synchronize(setting.device)
     return time.perf_counter() - began
 
 
 def machine_facts() -> Mapping[str, str]:
     """Returns what a reader must know of this machine."""
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "host": host_name(),
         "processor": f"{processor_name()}, {cores()} cores",
         "memory": byte_count(memory_limit_bytes()),
-        "GPU": ", ".join(gpus) or "none",
+        "GPU": ", ".join(_gpu_names()) or "none",
         **versions(),
     }

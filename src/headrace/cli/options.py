@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.devices import AUTO, DEVICES
 from headrace.engine.base import Terminated
 from headrace.errors import RunFailed, UnfitMachine, UnknownName, UsageError
 from headrace.spec.call import parse_call, split_calls
@@ -31,12 +32,10 @@ class Distribution(StrEnum):
     CYCLIC = "cyclic"
 
 
-class Device(StrEnum):
-    """The device that tensors live on."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
+def _known_device(name: str) -> str:
+    if name not in (AUTO, *DEVICES):
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(map(repr, (AUTO, *DEVICES)))}.")
+    return name
 
 
 def option(name: str, help: str, **settings: Any) -> Any:
@@ -55,7 +54,16 @@ WorkersOption = Annotated[
     int | None,
     option("--workers", min=1, help="How many processes compute. Default: what the launcher or the machine gives."),
 ]
-DeviceOption = Annotated[Device, typer.Option("--device", help="What tensors live on.")]
+DeviceOption = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        metavar=f"[{'|'.join((AUTO, *DEVICES))}]",
+        autocompletion=lambda incomplete: [name for name in (AUTO, *DEVICES) if name.startswith(incomplete)],
+        callback=_known_device,
+        help="What tensors live on.",
+    ),
+]
 SettingsOption = Annotated[
     list[str] | None,
     option(

@@ -1,4 +1,4 @@
-"""Collectives by torch.distributed: NCCL among GPUs."""
+"""Collectives by torch.distributed, with the backend that the device table names: NCCL among GPUs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch._C._distributed_c10d import Store
 
 from headrace.collectives.base import Collective
 from headrace.collectives.compression import PLAIN, Compression
-
-BACKENDS = {"cpu": "gloo", "cuda": "nccl", "tpu": "tpu_dist"}
-"""Which backend of torch.distributed carries a device's tensors."""
+from headrace.devices import kind_of
+from headrace.errors import UnfitMachine
 
 
 class TorchDistributed(Collective):
@@ -23,14 +22,17 @@ class TorchDistributed(Collective):
     def __init__(self, store: Store, rank: int, world: int, device: str, timeout_s: float) -> None:
         self.rank = rank
         self.world = world
+        kind = kind_of(device)
+        if not kind.backend:
+            raise UnfitMachine(f"torch.distributed has no backend for {kind.row()}; use one worker, or device='cpu'")
         self._device = torch.device(device)
         dist.init_process_group(
-            BACKENDS[self._device.type],
+            kind.backend,
             store=store,
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=timeout_s),
-            device_id=self._device if self._device.type == "cuda" else None,
+            device_id=self._device if kind.binds else None,
         )
 
     def barrier(self) -> None:

@@ -67,7 +67,7 @@ class Engine(ABC):
 
     def cluster(self, strategy: Strategy, device: str, encrypt: bool) -> Cluster:
         """Returns the machines that a run will have; an engine of other machines places its processes now."""
-        return detect(device)
+        return detect(device, fixed_shapes=strategy.fixed_shapes)
 
     def release(self) -> None:  # noqa: B027  (most hold nothing between `cluster` and `run`)
         """Gives back what `cluster` has placed; a run that has ended has none."""

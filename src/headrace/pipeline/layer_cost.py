@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from headrace.devices import HOST, synchronize
 from headrace.modules import is_dense
 
 
@@ -24,8 +25,8 @@ class LayerTiming:
 
 def clock(device: torch.device) -> tuple[float, float]:
     """Returns the time of the clock, and of the processor, when the device has done all that was asked."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != HOST:
+        synchronize(device)
         now = perf_counter()
         return now, now
     # Of this thread, which autograd's backward runs in, too: neighbours who take its processor do not count.

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from headrace.devices import random_states, set_random_states
 from headrace.errors import UnfitMachine
 from headrace.machine import resident_bytes
 from headrace.pipeline.backward import WeightGradient
@@ -34,6 +35,10 @@ RECOMPUTE = ("never", "except_last", "always")
 _LESS = "use more micro-batches or stages, schedule='1f1b', or recompute='always'"
 _FEWER = "use a smaller global_batch_size, which an evaluation takes whole, or more stages"
 _PARTS = {PassKind.BACKWARD_INPUT: "input", PassKind.BACKWARD_WEIGHT: "weights"}
+
+
+_RandomStates = tuple[Tensor, Mapping[str, Tensor]]
+"""Of torch's generators: the CPU's, and those of accelerators."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class _Saved:
     values: dict[str, Any]
     received: dict[int, list[str]]
     outputs: dict[str, Any] = field(default_factory=dict)
-    rng_state: tuple[Tensor, ...] = ()
+    rng_state: _RandomStates | None = None
     buffers: Sequence[SavedBuffer | SavedState] = ()
 
 
@@ -167,7 +172,7 @@ class Runner:
     def _forward(self, key: tuple[int, int], micro_batch: MicroBatch, again: bool) -> None:
         stage = self._stages[key[0]]
         values, received = self._receive_values(stage, micro_batch.inputs)
-        saved = _Saved(values, received, rng_state=_rng_state() if again else ())
+        saved = _Saved(values, received, rng_state=_rng_state() if again else None)
         if again:
             with torch.no_grad(), self._buffers[stage.index].watched() as saved.buffers:
                 outputs = self._run_stage(key, micro_batch, saved, first=True)
@@ -270,14 +275,12 @@ def _needs_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _rng_state() -> tuple[Tensor, ...]:
-    """Returns the states of torch's generators."""
-    on_device = (torch.cuda.get_rng_state(),) if torch.cuda.is_initialized() else ()
-    return (torch.get_rng_state(), *on_device)
+def _rng_state() -> _RandomStates:
+    return torch.get_rng_state(), random_states()
 
 
 @contextmanager
-def _drawing_from(state: tuple[Tensor, ...]) -> Iterator[None]:
+def _drawing_from(state: _RandomStates) -> Iterator[None]:
     """Lets the generators draw from an earlier state, and go on from the present one afterwards."""
     now = _rng_state()
     _set_rng_state(state)
@@ -287,10 +290,9 @@ def _drawing_from(state: tuple[Tensor, ...]) -> Iterator[None]:
         _set_rng_state(now)
 
 
-def _set_rng_state(states: tuple[Tensor, ...]) -> None:
+def _set_rng_state(states: _RandomStates) -> None:
     torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.cuda.set_rng_state(state)
+    set_random_states(states[1])
 
 
 @contextmanager

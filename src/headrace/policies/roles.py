@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+from headrace.devices import kind_of
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.policies.sharding import everywhere
 from headrace.spec.cluster import Cluster
@@ -146,7 +147,9 @@ def elastic_plan(plan: Plan, min_workers: int | None, max_workers: int | None, c
 def require_cpu(strategy: str, cluster: Cluster) -> None:
     """Refuses accelerators with an `InfeasiblePlan`."""
     if cluster.device != "cpu":
-        raise InfeasiblePlan(f"{strategy} runs on CPUs, and the devices are {cluster.device}; use device='cpu'")
+        raise InfeasiblePlan(
+            f"{strategy} runs on CPUs, and the devices are {kind_of(cluster.device).row()}; use device='cpu'"
+        )
 
 
 def require_memory(strategy: str, needed_bytes: int, cluster: Cluster) -> None:

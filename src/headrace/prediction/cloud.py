@@ -10,6 +10,7 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
+from headrace.devices import GPU, HOST
 from headrace.errors import UnknownName
 from headrace.spec.cluster import Cluster, Host
 
@@ -52,7 +53,7 @@ def _machine(name: str, figures: Mapping[str, float | str], priced: str) -> Clou
         name,
         cores=int(number("cores")),
         memory_bytes=round(number("memory_gb") * 1e9),
-        accelerators=tuple(f"cuda:{index}" for index in range(int(number("accelerators")))),
+        accelerators=tuple(f"{GPU}:{index}" for index in range(int(number("accelerators")))),
         price_per_hour=number("price_per_hour"),
         device_memory_bytes=round(number("device_memory_gb") * 1e9),
         bus_bytes_per_s=number("bus_gb_per_s", Host.bus_bytes_per_s / 1e9) * 1e9,
@@ -67,7 +68,7 @@ def cloud_cluster(name: str, count: int = 1) -> Cluster:
         raise UnknownName("machine", name, known, "the clouds' list")
     machine = known[name]
     hosts = tuple(replace(machine.host, name=f"{name}-{index}") for index in range(count))
-    device = "cuda" if machine.device else "cpu"
+    device = GPU if machine.device else HOST
     return Cluster(hosts, device=device, link_bytes_per_s=machine.bytes_per_s)
 
 

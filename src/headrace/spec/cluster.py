@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from headrace.devices import GPU, HOST, check_name
 from headrace.errors import UnknownName, UsageError
 from headrace.spec.tables import check_keys, number, read_toml, tables, text, whole
 
@@ -71,7 +72,7 @@ class Cluster:
     Attributes:
         hosts: in the order of their first ranks.
         ranks: number of processes that a launcher has started (torchrun's WORLD_SIZE); None without a launcher.
-        device: where tensors live, "cpu" or "cuda".
+        device: where tensors live, a row of the device table.
         link_bytes_per_s: bandwidth between two hosts that no link names; 1 Gbit/s is an assumption.
         link_latency_s: latency between them.
         links: between hosts, as measured or as said.
@@ -79,7 +80,7 @@ class Cluster:
 
     hosts: tuple[Host, ...]
     ranks: int | None = None
-    device: str = "cpu"
+    device: str = HOST
     link_bytes_per_s: float = 125e6
     link_latency_s: float = 0.0
     links: tuple[Link, ...] = ()
@@ -190,11 +191,10 @@ _LEAST_MBIT, _LEAST_GB, _LEAST_TFLOPS, _LEAST_BUS_GB = 0.01, 0.01, 1e-4, 0.01
 
 def _cluster(document: Mapping[str, Any]) -> Cluster:
     check_keys(document, _TOP, "the file")
-    device = text(document, "device", "", "cpu")
-    if device not in ("cpu", "cuda"):
-        raise UsageError(f"device is 'cpu' or 'cuda', got {device!r}")
+    device = text(document, "device", "", HOST)
+    check_name(device)
     items = tables(document, "hosts")
-    places = [(place, host) for place, item in enumerate(items) for host in _hosts(item, f"hosts[{place}]")]
+    places = [(place, host) for place, item in enumerate(items) for host in _hosts(item, f"hosts[{place}]", device)]
     if not places:
         raise UsageError("no hosts; a host begins with [[hosts]] and has a name, cores and memory_gb")
     first: dict[str, int] = {}
@@ -212,7 +212,7 @@ def _cluster(document: Mapping[str, Any]) -> Cluster:
     return Cluster(hosts, None, device, *_rate_and_latency(network, "network"), links=links)
 
 
-def _hosts(item: Mapping[str, Any], where: str) -> list[Host]:
+def _hosts(item: Mapping[str, Any], where: str, device: str) -> list[Host]:
     """Returns the host of a table, or as many like it as its `count` says, "a-0", "a-1" and so on."""
     check_keys(item, _HOST, where)
     name = text(item, "name", where)
@@ -220,7 +220,7 @@ def _hosts(item: Mapping[str, Any], where: str) -> list[Host]:
         name,
         cores=whole(item, "cores", where),
         memory_bytes=round(number(item, "memory_gb", where, least=_LEAST_GB, most=_MOST_GB) * 1e9),
-        accelerators=_accelerators(item, where),
+        accelerators=_accelerators(item, where, GPU if device == HOST else device),
         address=text(item, "address", where, ""),
         price_per_hour=number(item, "price_per_hour", where, 0.0),
         device_memory_bytes=round(number(item, "device_memory_gb", where, 0.0, least=_LEAST_GB, most=_MOST_GB) * 1e9),
@@ -240,13 +240,13 @@ def _hosts(item: Mapping[str, Any], where: str) -> list[Host]:
     return [replace(host, name=f"{name}-{index}") for index in range(whole(item, "count", where))]
 
 
-def _accelerators(item: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """Returns the devices by name; a number of them stands for "cuda:0" and so on."""
+def _accelerators(item: Mapping[str, Any], where: str, kind: str) -> tuple[str, ...]:
+    """Returns the devices by name; a number of them stands for "cuda:0" and so on, of the kind."""
     devices = item.get("accelerators", [])
     if isinstance(devices, int) and not isinstance(devices, bool) and devices >= 0:
-        return tuple(f"cuda:{index}" for index in range(devices))
+        return tuple(f"{kind}:{index}" for index in range(devices))
     if not isinstance(devices, list) or not all(isinstance(device, str) for device in devices):
-        raise UsageError(f'{where}.accelerators must be a number, or a list like ["cuda:0"], got {devices!r}')
+        raise UsageError(f'{where}.accelerators must be a number, or a list like ["{kind}:0"], got {devices!r}')
     return tuple(devices)
 
 

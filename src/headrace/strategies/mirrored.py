@@ -61,6 +61,7 @@ class Mirrored(Strategy):
 
     name = "mirrored"
     equals_one_device = True
+    collectives = True
     sparse_tables = True
 
     def __post_init__(self) -> None:

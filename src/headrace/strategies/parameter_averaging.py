@@ -106,6 +106,7 @@ class ParameterAveraging(ServedStrategy):
 
     name = "parameter_averaging"
     equals_one_device = False
+    collectives = True
     lock_step = False
 
     def __post_init__(self) -> None:

@@ -10,6 +10,8 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from headrace.collectives.base import Collective
+from headrace.devices import kind_of
+from headrace.errors import InfeasiblePlan
 from headrace.modules import is_dense
 from headrace.parameter_server.server.server import Server
 from headrace.spec.cluster import Cluster
@@ -34,6 +36,8 @@ class Strategy(ABC):
         sparse_tables: whether it trains embeddings with `sparse=True`, of which only rows travel.
         closures: whether it trains with `torch.optim.LBFGS`, which evaluates the loss several times a step, and with no
             other optimizer.
+        fixed_shapes: whether all steps have the same shapes, as devices need that compile a program for every shape.
+        collectives: whether workers exchange tensors between devices, not through host memory.
         snapshots: whether servers' snapshots that are taken at different moments can be used together.
     """
 
@@ -44,6 +48,8 @@ class Strategy(ABC):
     one_host: ClassVar[bool] = False
     sparse_tables: ClassVar[bool] = False
     closures: ClassVar[bool] = False
+    fixed_shapes: ClassVar[bool] = False
+    collectives: ClassVar[bool] = False
     snapshots: ClassVar[bool] = True
 
     def sparse_names(self) -> tuple[str, ...]:
@@ -80,6 +86,31 @@ class ServedStrategy(Strategy):
     @abstractmethod
     def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
         """Builds what the process of a rank runs that is a server or a backup in the plan."""
+
+
+def check_device(strategy: Strategy, plan: Plan, cluster: Cluster) -> None:
+    """Refuses a device that cannot run a strategy, with its row of the device table.
+
+    Raises:
+        InfeasiblePlan: it compiles a program for every shape and the steps have several, it has no collectives, or its
+            processes must be a launcher's.
+    """
+    kind = kind_of(cluster.device)
+    if kind.fixed_shapes and not strategy.fixed_shapes:
+        raise InfeasiblePlan(
+            f"{strategy.name} has steps of several shapes (the last batch of an epoch is short), and the device is "
+            f"{kind.row()}; use device='cpu'"
+        )
+    if plan.workers > 1 and strategy.collectives and not kind.backend:
+        raise InfeasiblePlan(
+            f"{plan.workers} workers of {strategy.name} exchange tensors between devices, and the device is "
+            f"{kind.row()}; use workers=1, or device='cpu'"
+        )
+    if plan.workers > 1 and kind.launched and cluster.ranks is None:
+        raise InfeasiblePlan(
+            f"{plan.workers} workers on {kind.row()} must know their ranks before they import torch; start them by "
+            f"torchrun --nproc-per-node {plan.workers}, or use workers=1"
+        )
 
 
 def describe_options(strategy: Strategy) -> dict[str, object]:

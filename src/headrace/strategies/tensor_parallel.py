@@ -63,6 +63,7 @@ class TensorParallel(Strategy):
 
     name = "tensor_parallel"
     equals_one_device = True
+    collectives = True
 
     def __post_init__(self) -> None:
         check_count("devices", self.devices)

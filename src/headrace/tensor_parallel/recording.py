@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from headrace.devices import forked_generators
 from headrace.tensor_parallel.analysis import has_hooks, is_compiled, is_elementwise
 from headrace.tensor_parallel.rules import ValueStep
 from headrace.training.whole_model import call
@@ -102,7 +103,6 @@ def unchanged(module: nn.Module, seed: bool = True) -> Iterator[None]:
     held = [(vars(part), dict(vars(part))) for part in parts]
     tables = [(table, dict(table)) for own, _ in held for table in own.values() if isinstance(table, dict)]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    devices = {parameter.device.index or 0 for parameter in module.parameters() if parameter.device.type == "cuda"}
     compiled = any(is_compiled(part) for part in parts)
     python_state = random.getstate()
     numpy_state = np.random.get_state()
@@ -111,7 +111,7 @@ def unchanged(module: nn.Module, seed: bool = True) -> Iterator[None]:
             # Kernels for two examples would be compiled for nothing.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         if seed:
-            stack.enter_context(torch.random.fork_rng(devices=sorted(devices)))
+            stack.enter_context(forked_generators(module))
             torch.manual_seed(0)
             random.seed(0)
             np.random.seed(0)

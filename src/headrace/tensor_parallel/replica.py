@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective
+from headrace.devices import HOST, random_state, set_random_state
 from headrace.errors import UsageError
 from headrace.metrics import Mean
 from headrace.modules import parameters_and_buffers
@@ -229,8 +230,8 @@ class SplitModel(Compute):
         group, device = self._split.group, self.device
         if not isinstance(group, ThreadCollective):
             torch.set_rng_state(_broadcast_rng_state(torch.get_rng_state(), group, device))
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(_broadcast_rng_state(torch.cuda.get_rng_state(device), group, device), device)
+        if device.type != HOST:
+            set_random_state(_broadcast_rng_state(random_state(device), group, device), device)
 
 
 def _broadcast_rng_state(state: Tensor, group: Collective, device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ from time import perf_counter
 
 import torch
 
+from headrace.devices import synchronize
 from headrace.policies.balance import balanced_sizes
 from headrace.policies.roles import split
 from headrace.spec.events import SharesBalanced
@@ -33,8 +34,7 @@ class ShareBalancer:
         # The last batch of an epoch is short.
         if 2 * self._session.progress.share.of <= self._session.loader.full_batch:
             return
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+        synchronize(self._device)
         self._seconds.append(perf_counter() - began)
 
     def reassigns(self) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import CpuBudget, Hosts, InputPipeline, Loader, as_pipeline
+from headrace.devices import use
 from headrace.errors import UsageError
 from headrace.machine import cores
 from headrace.modules import copy_module, set_train_modes
@@ -164,7 +165,7 @@ def build_context(
     group = devices.group
     group.ends.names = [name_of(run.plan, rank) for rank in range(len(group.ends.names))]
     if role.device != "cpu":
-        torch.cuda.set_device(role.device)
+        use(role.device)
         module.to(role.device)
     return WorkerContext(
         module=module,

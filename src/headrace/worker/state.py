@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from headrace.checkpoint import Checkpoint
 from headrace.checkpoint.forms import extra_states, load_extra_states
 from headrace.checkpoint.spool import Spool
+from headrace.devices import HOST, random_state, set_random_state
 from headrace.errors import CorruptCheckpoint, HeadraceError
 from headrace.modules import parameters_and_buffers, restore
 from headrace.spec.plan import EVERY_WORKER, Plan
@@ -147,8 +148,8 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
         ),
         "random/numpy-normal": torch.tensor([numpy["gauss"]], dtype=torch.float64),
     }
-    if device.type == "cuda":
-        states["random/cuda"] = torch.cuda.get_rng_state(device)
+    if device.type != HOST:
+        states[f"random/{device.type}"] = random_state(device)
     return states
 
 
@@ -160,8 +161,8 @@ def restore_random_states(states: Mapping[str, Tensor], device: torch.device) ->
     *keys, position, has_normal = states["random/numpy"].tolist()
     cached = states["random/numpy-normal"].item()
     np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_normal, cached))
-    if device.type == "cuda" and "random/cuda" in states:
-        torch.cuda.set_rng_state(states["random/cuda"].clone(), device)
+    if device.type != HOST and f"random/{device.type}" in states:
+        set_random_state(states[f"random/{device.type}"].clone(), device)
 
 
 @contextmanager

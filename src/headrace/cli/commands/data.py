@@ -12,7 +12,6 @@ import typer
 from headrace.cli.engines import own_engine, refuse_launcher
 from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.options import (
-    Device,
     DeviceOption,
     JobFile,
     JsonOption,
@@ -24,6 +23,7 @@ from headrace.cli.options import (
     job_name,
 )
 from headrace.cli.output import Answer, answering
+from headrace.devices import AUTO
 from headrace.errors import UsageError
 from headrace.report.format import MISSING, clean, percent, short, to_cells, to_json
 from headrace.report.model.training import STEP_PARTS
@@ -60,7 +60,7 @@ def data(
         typer.Option("--strategy", metavar="NAME", autocompletion=complete_strategy, help="How it is distributed."),
     ] = "one_device",
     workers: WorkersOption = None,
-    device: DeviceOption = Device.AUTO,
+    device: DeviceOption = AUTO,
     seconds: Annotated[
         float,
         typer.Option("--seconds", metavar="SECONDS", min=0.1, help="How long each of three measurements takes."),
@@ -100,7 +100,7 @@ def data(
             found = profile(
                 job,
                 chosen,
-                device=device.value,
+                device=device,
                 seconds=seconds,
                 engine=engine,
                 say=lambda line: typer.echo(f"measuring {line}", err=True),

@@ -23,6 +23,7 @@ from headrace.cli.options import ClusterOption, JsonOption, SettingsOption, SshO
 from headrace.cli.output import Answer, ExitCode, answering
 from headrace.cli.survey import checks_of, measured, own_facts
 from headrace.cli.verdict import Check, Verdict, ok, problem, table, warning, worst
+from headrace.devices import HOST, accelerators, device_names, explain_auto, package_problem
 from headrace.errors import HeadraceError, UsageError
 from headrace.machine import core_quota, cores, memory_limit_bytes, spare_memory_bytes
 from headrace.report.format import byte_count
@@ -65,10 +66,16 @@ def _torch() -> Iterator[Check]:
     if importlib.util.find_spec("torch") is None:
         yield problem("torch", "not installed", _TORCH_REMEDY)
         return
+    for kind in accelerators():
+        # Before torch is imported, which loads the package, and ends where the two do not fit.
+        if kind.package and importlib.util.find_spec(kind.package) and (said := package_problem(kind)):
+            found, _, remedy = said.partition(": ")
+            yield problem(kind.package, found, f"{remedy}, or pip uninstall {kind.package}")
+            return
     try:
         # Here alone: it takes a second, and `--help` has none.
         import torch
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, RuntimeError) as error:
         yield problem("torch", f"installed, but does not load: {error}", _TORCH_REMEDY)
         return
     release = str(torch.__version__).partition("+")[0].split(".")
@@ -76,18 +83,21 @@ def _torch() -> Iterator[Check]:
         yield problem("torch", f"{torch.__version__}, too old", _TORCH_REMEDY)
         return
     yield ok("torch", str(torch.__version__))
+    yield _accelerators()
+
+
+def _accelerators() -> Check:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        usable = torch.cuda.is_available()
-    if usable:
-        yield ok("accelerators", ", ".join(devices))
-    elif caught:
-        yield warning("accelerators", f"not usable: {caught[0].message}", "update the driver")
-    elif Path("/proc/driver/nvidia/version").exists():
-        yield warning("accelerators", "an NVIDIA driver, but torch finds no GPU", "install a torch build with CUDA")
-    else:
-        yield ok("accelerators", "none; the CPU computes")
+        names = {kind.name: device_names(kind) for kind in accelerators()}
+    if any(names.values()):
+        return ok("accelerators", ", ".join(name for every in names.values() for name in every))
+    if caught:
+        return warning("accelerators", f"not usable: {caught[0].message}", "update the driver")
+    for kind in accelerators():
+        if kind.driver and Path(kind.driver).exists():
+            return warning("accelerators", f"a driver ({kind.driver}), but torch finds no {kind.title}", kind.remedy)
+    return ok("accelerators", f"none; {explain_auto(HOST)}")
 
 
 def _packages() -> Iterator[Check]:

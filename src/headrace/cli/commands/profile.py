@@ -11,8 +11,9 @@ import typer
 
 from headrace.cli.engines import own_engine, refuse_launcher
 from headrace.cli.jobfile import find_job, load_job
-from headrace.cli.options import Device, DeviceOption, JobFile, JsonOption, SettingsOption, help_option, job_name
+from headrace.cli.options import DeviceOption, JobFile, JsonOption, SettingsOption, help_option, job_name
 from headrace.cli.output import answering
+from headrace.devices import AUTO
 from headrace.errors import UnfitMachine, UsageError
 from headrace.report.format import byte_count, clean, deviation, duration, fixed, percent, short
 from headrace.spec.plain import to_plain
@@ -44,7 +45,7 @@ def profile(
             help="Where the profile is written. Default: the job's name with .profile.json, here.",
         ),
     ] = None,
-    device: DeviceOption = Device.AUTO,
+    device: DeviceOption = AUTO,
     threads: Annotated[
         int | None,
         typer.Option(
@@ -78,7 +79,7 @@ def profile(
 
             found = measure(
                 job,
-                device=device.value,
+                device=device,
                 threads=threads,
                 batch_sizes=sizes,
                 seconds=seconds,

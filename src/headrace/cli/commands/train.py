@@ -14,7 +14,6 @@ from headrace.cli.options import (
     CheckOption,
     CheckpointEveryOption,
     CopyToOption,
-    Device,
     DeviceOption,
     EncryptOption,
     JobFile,
@@ -48,6 +47,7 @@ from headrace.cli.options import (
 from headrace.cli.output import Answer, ExitCode, answering, show_comparison, show_run
 from headrace.cli.ray_cluster import PlacementOption, ResourcesOption, RuntimeEnvOption, ray_engine
 from headrace.cli.watching import watching
+from headrace.devices import AUTO
 from headrace.errors import UsageError
 from headrace.spec.call import parse_call
 from headrace.spec.options import is_url
@@ -92,7 +92,7 @@ def train(
     strategy: _StrategyOption = "one_device",
     workers: WorkersOption = None,
     servers: ServersOption = None,
-    device: DeviceOption = Device.AUTO,
+    device: DeviceOption = AUTO,
     run_dir: RunDirOption = None,
     settings: SettingsOption = None,
     timeout_s: TimeoutOption = 10.0,
@@ -134,7 +134,7 @@ def train(
                 run = fit(
                     job,
                     strategy=chosen,
-                    device=device.value,
+                    device=device,
                     run_dir=where,
                     on_event=on_event,
                     timeout_s=timeout_s,
@@ -150,7 +150,7 @@ def train(
 
 
 def _keep_prediction(
-    profile: Path | None, cluster: Path | str | None, job: Job, strategy: Strategy, device: Device, run_dir: Path
+    profile: Path | None, cluster: Path | str | None, job: Job, strategy: Strategy, device: str, run_dir: Path
 ) -> None:
     """Predicts what a run on the machines of a file takes, or on this one, and keeps it in the run's directory."""
     if profile is None or launched_rank() not in (None, 0):
@@ -160,7 +160,7 @@ def _keep_prediction(
 
     if cluster is None and launched_rank() is not None:
         raise UsageError("--predict needs --cluster FILE on several hosts: headrace doctor measures one")
-    machines = cluster or detect(device.value)
+    machines = cluster or detect(device)
     simulate(profile, machines, strategy, global_batch_size=job.global_batch_size).save(run_dir)
 
 
@@ -236,7 +236,7 @@ def compare(
         ),
     ] = "one_device,mirrored,central_storage",
     workers: WorkersOption = None,
-    device: DeviceOption = Device.AUTO,
+    device: DeviceOption = AUTO,
     run_dir: RunDirOption = None,
     settings: SettingsOption = None,
     timeout_s: TimeoutOption = 10.0,
@@ -268,7 +268,7 @@ def compare(
                 comparison = compare_strategies(
                     job,
                     chosen,
-                    device=device.value,
+                    device=device,
                     run_dir=where,
                     on_event=on_event,
                     timeout_s=timeout_s,

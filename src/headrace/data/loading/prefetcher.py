@@ -16,12 +16,13 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from headrace.data.loading.reader import ReadResult
+from headrace.devices import kind_of, runtime_of
 from headrace.spec.job import Share
 from headrace.trees import map_tensors
 
@@ -214,24 +215,25 @@ def delivered(shares: Generator[Share, None, None], device: torch.device) -> Gen
         copy     | batch 0 | batch 1 | batch 2 |
         compute            | step 0  | step 1  | step 2
 
-    On any other device than a CUDA one, batches stay where they are.
+    On a device without streams, by the device table, batches stay where they are.
     """
-    return _double_buffered(shares, device) if device.type == "cuda" else shares
+    return _double_buffered(shares, device) if kind_of(device.type).streams else shares
 
 
 def _double_buffered(shares: Generator[Share, None, None], device: torch.device) -> Generator[Share, None, None]:
-    stream = torch.cuda.Stream(device)
+    runtime = runtime_of(device.type)
+    stream = runtime.Stream(device)
 
-    def copy_next() -> tuple[Share, torch.cuda.Event] | None:
+    def copy_next() -> tuple[Share, Any] | None:
         if (share := next(shares, None)) is None:
             return None
-        with torch.cuda.stream(stream):
+        with runtime.stream(stream):
             batch = map_tensors(lambda tensor: tensor.pin_memory().to(device, non_blocking=True), share.batch)
             return replace(share, batch=batch), stream.record_event()
 
     def adopt(tensor: Tensor) -> Tensor:
         # The memory belongs to the copying stream; the computing stream may use it longer.
-        tensor.record_stream(torch.cuda.current_stream(device))
+        tensor.record_stream(runtime.current_stream(device))
         return tensor
 
     try:
@@ -239,7 +241,7 @@ def _double_buffered(shares: Generator[Share, None, None], device: torch.device)
         while upcoming is not None:
             share, arrived = upcoming
             upcoming = copy_next()
-            torch.cuda.current_stream(device).wait_event(arrived)
+            runtime.current_stream(device).wait_event(arrived)
             yield replace(share, batch=map_tensors(adopt, share.batch))
     finally:
         shares.close()

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from headrace.devices import AUTO, GPU
 from headrace.engine.base import Engine, RunProgress, orderly_interrupts
 from headrace.engine.ray.agent import RankAgent
 from headrace.engine.ray.connection import connect, naming_runtime_env
@@ -103,7 +104,7 @@ class RayEngine(Engine):
         # Not before, because it may not be installed.
         import ray
 
-        on_gpus = device == "cuda" or (device == "auto" and self._gpus > 0)
+        on_gpus = device == GPU or (device == AUTO and self._gpus > 0)
         worker = {"CPU": self._cpus or 1, **({"GPU": 1} if on_gpus else {}), **self._resources}
         groups = bundle_groups(strategy.processes(), worker, self._placement)
         nodes = [node for node in ray.nodes() if node["Alive"]]

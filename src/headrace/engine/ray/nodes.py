@@ -9,6 +9,7 @@ from importlib.metadata import version
 from itertools import chain, zip_longest
 from typing import Any
 
+from headrace.devices import GPU, HOST
 from headrace.errors import UnfitMachine
 from headrace.spec.cluster import Cluster, Host
 
@@ -87,7 +88,7 @@ def _by_node(told: Sequence[Description], agents: range, first: str) -> list[lis
 
 def cluster_of(places: Sequence[RankPlace], told: Sequence[Description], workers: int, cpus: int | None) -> Cluster:
     """Returns the cluster of the ranks; with `cpus` a host has so many cores for each of its workers."""
-    return Cluster(tuple(_hosts(places, told, workers, cpus)), len(places), "cuda" if places[0].gpus else "cpu")
+    return Cluster(tuple(_hosts(places, told, workers, cpus)), len(places), GPU if places[0].gpus else HOST)
 
 
 def _hosts(places: Sequence[RankPlace], told: Sequence[Description], workers: int, cpus: int | None) -> Iterator[Host]:
@@ -97,5 +98,5 @@ def _hosts(places: Sequence[RankPlace], told: Sequence[Description], workers: in
         each = told[place.agent]
         cores = cpus * max(1, sum(rank < workers for rank in ranks)) if cpus else each["cores"]
         count = len(place.gpus.split(",")) if place.gpus else 0
-        devices = tuple(f"cuda:{index}" for index in range(count))
+        devices = tuple(f"{GPU}:{index}" for index in range(count))
         yield Host(name, cores, each["memory_bytes"], devices, ranks, place.address)

@@ -185,7 +185,7 @@ def joined(seen: Sequence[Cluster]) -> Cluster:
     kinds = {each.device: each.hosts[0].name for each in seen}
     if len(kinds) > 1:
         found = ", ".join(f"{kind} on {name}" for kind, name in kinds.items())
-        raise InfeasiblePlan(f"the launcher's processes have different devices: {found}; say device='cpu' or 'cuda'")
+        raise InfeasiblePlan(f"the launcher's processes have different devices: {found}; say the same device= on all")
     ranks: dict[str, list[int]] = {}
     for rank, each in enumerate(seen):
         ranks.setdefault(each.hosts[0].name, []).append(rank)

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 from torch.utils import checkpoint
 
+from headrace.devices import autocast_states
 from headrace.pipeline.trace.inputs import tensors_of
 from headrace.pipeline.trace.proxies import RecordingTracer, ValueProxy, is_instance, item_of, value_of
 from headrace.pipeline.trace.recorded_forward import Recording, Untraceable, answer, execute
@@ -78,7 +79,7 @@ class _Recorder(RecordingTracer):
         self._owners = [module]
         self._busy = False
         self._placed: Tensor | None = None
-        self._autocast = _autocast()
+        self._autocast = autocast_states()
         self._rng = _rng_state()
         self._names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
         self._buffers = [(name, buffer) for name, buffer in module.named_buffers()]
@@ -289,7 +290,7 @@ class _Recorder(RecordingTracer):
         return self.create_proxy("get_attr", f"{path}.training" if path else "training", (), {})
 
     def _check(self) -> None:
-        if _autocast() != self._autocast:
+        if autocast_states() != self._autocast:
             self.refuse("it switches autocast")
         if _rng_state() != self._rng:
             self.refuse("it draws random numbers that decide what it does, or that no input has a part in")
@@ -311,11 +312,6 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
-
-
-def _autocast() -> list[bool]:
-    """Returns whether autocast is on, by device."""
-    return [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
 
 
 def _rng_state() -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headrace.devices import forked_generators
 from headrace.errors import JobError
 from headrace.modules import stateful_modules
 from headrace.pipeline.replay.recording import Irreplayable
@@ -77,11 +78,10 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     # What a forward has kept in attributes may belong to a graph, which cannot be copied.
     attributes = [(part, dict(vars(part))) for part in module.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    devices = {parameter.device.index for parameter in module.parameters() if parameter.device.type == "cuda"}
     states = [(part, copy.deepcopy(part.get_extra_state())) for _, part in stateful_modules(module)]
     python_state = random.getstate()
     try:
-        with torch.random.fork_rng(devices=sorted(index or 0 for index in devices)):
+        with forked_generators(module):
             yield
     finally:
         random.setstate(python_state)

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from headrace.devices import GPU, HOST, device_names, kind_of
 from headrace.errors import UsageError
 from headrace.machine import cores, processor_name, versions
 from headrace.spec.cluster import Cluster, Host
@@ -22,10 +22,10 @@ _NAMES = {"digest": "the model, its optimizer or the form of its examples"}
 
 
 def origin_here(device: str) -> dict[str, str]:
-    """Returns the versions and the machine; `device` is "cpu" or "cuda"."""
+    """Returns the versions and the machine; `device` is a kind of device."""
     facts = dict(versions())
     facts["machine"] = f"{processor_name()}, {cores()} cores"
-    facts["device"] = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    facts["device"] = HOST if device == HOST else device_names(kind_of(device))[0]
     return facts
 
 
@@ -91,7 +91,7 @@ def require_usable(model: ModelSpec, cluster: Cluster, force: bool = False) -> t
     """
     here = {name: value for name, value in versions().items() if name != "python"}
     told = all(host.speed != Host.speed or host.device_flops for host in cluster.hosts)
-    measured_on = "cpu" if model.origin.get("device", "cpu") == "cpu" else "cuda"
+    measured_on = HOST if model.origin.get("device", HOST) == HOST else GPU
     if measured_on != cluster.device and not told:
         here["device"] = f"{cluster.device} (each host may say the speed of its devices relative to the profile's)"
     return require_origin(model, here, force)

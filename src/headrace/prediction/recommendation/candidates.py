@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 
+from headrace.devices import HOST
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.strategies import (
@@ -85,7 +86,7 @@ def counts(total: int) -> list[int]:
 
 def candidates(model: ModelSpec, cluster: Cluster, examples: int) -> Iterator[Candidate]:
     """Yields what is tried; a global batch has `examples`, so that no more replicas can have one each."""
-    total = cluster.accelerators if cluster.device == "cuda" else sum(host.cores for host in cluster.hosts)
+    total = cluster.accelerators if cluster.device != HOST else sum(host.cores for host in cluster.hosts)
     yield Candidate(OneDevice(), 1)
     for count in counts(total):
         if count < 2:

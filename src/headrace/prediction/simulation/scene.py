@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from headrace.collectives.base import Collective
 from headrace.collectives.multi_host import MultiHostGroup
+from headrace.devices import HOST
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.policies.roles import split, threads_per_worker
 from headrace.prediction.simulation.network import ALGORITHMS, Network
@@ -77,7 +78,7 @@ class Assumptions:
         """Returns `network_share`, or what it is where it is None."""
         if self.network_share is not None:
             return self.network_share
-        return 1.0 if device == "cuda" else _PAYLOAD
+        return _PAYLOAD if device == HOST else 1.0
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Scene:
         assumed = self.assumptions.bucket_bytes
         if assumed:
             return assumed, assumed
-        return Collective.bucket_bytes if self.cluster.device == "cuda" else MultiHostGroup.bucket_bytes
+        return MultiHostGroup.bucket_bytes if self.cluster.device == HOST else Collective.bucket_bytes
 
     def shares(self, replicas: int, by_speed: bool = False) -> tuple[int, ...]:
         """Returns how many examples of a global batch each replica gets."""
@@ -236,7 +237,7 @@ def place(cluster: Cluster, workers: int, servers: int) -> tuple[tuple[Host, ...
             )
         ordered = [of_rank[rank] for rank in sorted(of_rank)]
         return tuple(ordered[:workers]), tuple(ordered[workers:])
-    if cluster.device == "cuda":
+    if cluster.device != HOST:
         devices = [host for host in hosts for _ in host.accelerators]
         if len(devices) < workers:
             where = f"{len(hosts)} host{'s' * (len(hosts) > 1)}"

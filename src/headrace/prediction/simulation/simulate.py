@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.devices import HOST
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.prediction.cloud import cluster_of
 from headrace.prediction.plausibility import doubtful_units
@@ -147,7 +148,7 @@ def counted(strategy: Strategy, cluster: Cluster) -> Strategy:
     if cluster.ranks is not None:
         devices = cluster.ranks - servers
     else:
-        devices = cluster.accelerators if cluster.device == "cuda" else len(cluster.hosts)
+        devices = cluster.accelerators if cluster.device != HOST else len(cluster.hosts)
     if devices < 1:
         raise UsageError(f"{strategy.name} does not say how many {option} it has, and the cluster has no device")
     return replace(strategy, **{option: devices})  # type: ignore[type-var]

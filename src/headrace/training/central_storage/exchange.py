@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.collectives.base import ProcessGroup
+from headrace.devices import register_host_memory
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.plan import Segment
 from headrace.training.clipping import GradientClipper, StepDecision
@@ -37,7 +38,7 @@ class CentralCopy:
         self.sink = shared.sink
         if device.type != "cpu":
             for region in (self.parameters, self._own):
-                _pin(region)
+                register_host_memory(region, device)
             self._near = torch.empty_like(self.parameters, device=device)
             self._local = torch.zeros_like(self._own, device=device)
             self.sink = FlatGradients(shared.layout, self._local, shared.used)
@@ -140,11 +141,3 @@ class CentralStorageExchange(ReducingExchange):
 
 def _without(regions: Sequence[Tensor], rank: int) -> list[Tensor]:
     return [region for peer, region in enumerate(regions) if peer != rank]
-
-
-def _pin(region: Tensor) -> None:
-    """Lets a GPU copy to and from shared memory directly."""
-    if region.numel():
-        code = torch.cuda.cudart().cudaHostRegister(region.data_ptr(), region.numel(), 0)
-        if int(code) != 0:
-            raise RuntimeError(f"cudaHostRegister of {region.numel():,} bytes failed with code {int(code)}")

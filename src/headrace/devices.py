@@ -1,0 +1,325 @@
+"""The device table, and what headrace asks torch of a device. No other file names an accelerator.
+
+To add a device, add its row to `DEVICES` and a test. Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.errors import UnfitMachine, UnknownName, UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+HOST = "cpu"
+"""The device whose memory processes share."""
+
+GPU = "cuda"
+"""What Ray, the price lists of clouds and `headrace bench` call a GPU."""
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """A row of the device table.
+
+    Attributes:
+        name: torch's, of the type of device: "cuda", of which the first device is "cuda:0".
+        title: of one of them, in messages.
+        backend: of torch.distributed, which carries its tensors between processes; "" if there is none.
+        remedy: where torch sees none.
+        package: the distribution that adds the device to torch; "" if torch itself has it.
+        driver: a file that is there if the hardware has a driver; "" if none is known.
+        environment: set, where it is not yet, before devices are counted.
+        streams: whether a batch can be copied to it while it computes.
+        binds: whether its backend takes the device when it connects.
+        registers: whether host memory that processes share can be registered for its copies.
+        fixed_shapes: whether it compiles a program for every new shape, so that all steps must have the same shapes.
+        launched: whether each process must know its rank before it imports torch, as under torchrun.
+    """
+
+    name: str
+    title: str
+    backend: str = ""
+    remedy: str = ""
+    package: str = ""
+    driver: str = ""
+    environment: tuple[tuple[str, str], ...] = ()
+    streams: bool = False
+    binds: bool = False
+    registers: bool = False
+    fixed_shapes: bool = False
+    launched: bool = False
+
+    def row(self) -> str:
+        """Returns the row as a message says it: "mps (collectives: none)"."""
+        more = f"; package: {self.package}" * bool(self.package)
+        more += "; a program compiled for every new shape" * self.fixed_shapes
+        return f"{self.name} (collectives: {self.backend or 'none'}{more})"
+
+
+_ROWS = (
+    DeviceKind(HOST, "CPU", backend="gloo"),
+    DeviceKind(
+        GPU,
+        "CUDA device",
+        backend="nccl",
+        remedy="a CUDA build of torch",
+        driver="/proc/driver/nvidia/version",
+        # Counting by NVML leaves CUDA uninitialised, so that the workers may still be forked.
+        environment=(("PYTORCH_NVML_BASED_CUDA_CHECK", "1"),),
+        streams=True,
+        binds=True,
+        registers=True,
+    ),
+    DeviceKind(
+        "tpu",
+        "TPU",
+        backend="tpu_dist",
+        remedy="a host with TPUs",
+        package="torch_tpu",
+        fixed_shapes=True,
+        launched=True,
+    ),
+    DeviceKind("xpu", "XPU", backend="xccl", remedy="an XPU build of torch", streams=True),
+    DeviceKind("mps", "MPS device", remedy="a Mac, on which headrace does not run"),
+)
+
+DEVICES: dict[str, DeviceKind] = {each.name: each for each in _ROWS}
+"""The device table, by name; device="auto" takes the first accelerator of which there is one, in this order."""
+
+AUTO = "auto"
+
+
+def accelerators() -> tuple[DeviceKind, ...]:
+    """Returns the rows of all devices but the CPU."""
+    return tuple(each for each in DEVICES.values() if each.name != HOST)
+
+
+def kind_of(device: str) -> DeviceKind:
+    """Returns the row of a device, "cuda" or "cuda:0"; raises UnknownName."""
+    name = device.partition(":")[0]
+    if name not in DEVICES:
+        raise UnknownName("device", name, DEVICES)
+    return DEVICES[name]
+
+
+def check_name(device: str, *more: str) -> None:
+    """Raises a `UsageError` unless a device has a row, or is one of `more` names."""
+    names = [*more, *DEVICES]
+    if device not in names:
+        raise UsageError(f"device is {', '.join(map(repr, names[:-1]))} or {names[-1]!r}, got {device!r}")
+
+
+def found(kind: DeviceKind) -> tuple[str, ...]:
+    """Returns the devices of a kind that torch sees here, by name; () of the CPU, which is not counted."""
+    if kind.name == HOST or package_problem(kind):
+        return ()
+    for name, value in kind.environment:
+        os.environ.setdefault(name, value)
+    import torch
+
+    # By torch.accelerator, because some packages refuse to be asked by others than torch.
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != kind.name:
+        return ()
+    # A process that a launcher has given a device sees that one alone, as its current one.
+    names = (
+        kind.name if kind.launched else f"{kind.name}:{index}" for index in range(torch.accelerator.device_count())
+    )
+    return tuple(names)
+
+
+def choose(device: str, fixed_shapes: bool = True) -> tuple[str, tuple[str, ...]]:
+    """Returns which kind of device a name means here, and the devices; "auto" takes the first there is, else the CPU.
+
+    `fixed_shapes` says whether all steps have the same shapes; "auto" leaves out devices that need it otherwise.
+
+    Raises:
+        UsageError: an unknown device.
+        UnfitMachine: there is none of that kind here.
+    """
+    check_name(device, AUTO)
+    if device == HOST:
+        return HOST, ()
+    kinds = accelerators() if device == AUTO else (DEVICES[device],)
+    for kind in kinds:
+        if device == AUTO and kind.fixed_shapes and not fixed_shapes:
+            continue
+        if devices := found(kind):
+            return kind.name, devices
+    if device != AUTO:
+        kind = DEVICES[device]
+        raise UnfitMachine(f"device={device!r} and {_why_not(kind)}; use device='cpu', or {_remedy(kind)}")
+    return HOST, ()
+
+
+def explain_auto(chosen: str) -> str:
+    """Returns one line that says why device="auto" takes a kind of device here."""
+    reasons = []
+    for kind in accelerators():
+        if kind.name == chosen:
+            count = len(found(kind))
+            reasons.append(f"torch sees {count} {kind.title}{'s' * (count != 1)} here")
+            break
+        reasons.append(_why_not(kind))
+    return f"device='auto' takes {chosen}: {'; '.join(reasons)}"
+
+
+def notice_of_auto(chosen: str) -> str:
+    """Returns `explain_auto`'s line where a user may wonder; "" for the CPU of a machine that has nothing else."""
+    signs = [kind for kind in accelerators() if _installed(kind) or (kind.driver and Path(kind.driver).exists())]
+    return explain_auto(chosen) if chosen != HOST or signs else ""
+
+
+def package_problem(kind: DeviceKind) -> str:
+    """Returns what is wrong with the package that adds a device to torch, with the remedy; "" if nothing is."""
+    if not kind.package:
+        return ""
+    # Here, because it takes some milliseconds.
+    from packaging.requirements import Requirement
+
+    version = _installed(kind)
+    if not version:
+        return f"{kind.package} is not installed: pip install {kind.package}"
+    here = importlib.metadata.version("torch")
+    for text in importlib.metadata.requires(kind.package) or ():
+        needed = Requirement(text)
+        if needed.name == "torch" and not needed.specifier.contains(here, prereleases=True):
+            wanted = f"torch{needed.specifier}"
+            return f"{kind.package} {version} takes {wanted}, and torch {here} is installed: pip install '{wanted}'"
+    return ""
+
+
+def device_names(kind: DeviceKind) -> list[str]:
+    """Returns what the devices of a kind are called by their makers, where torch can use them."""
+    import torch
+
+    devices = found(kind)
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != kind.name or not torch.accelerator.is_available():
+        return []
+    return [runtime_of(kind.name).get_device_name(index) for index in range(len(devices))]
+
+
+def use(device: str) -> None:
+    """Makes a device the current one of this process."""
+    import torch
+
+    if (index := torch.device(device).index) is not None:
+        torch.accelerator.set_device_index(index)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until a device has done all that was asked; the CPU has."""
+    if device.type != HOST:
+        import torch
+
+        torch.accelerator.synchronize(device)
+
+
+def random_state(device: torch.device) -> Tensor:
+    """Returns the state of an accelerator's generator, in host memory."""
+    if kind_of(device.type).package:
+        import torch
+        from torch.utils.checkpoint import get_device_states
+
+        _, (state,) = get_device_states(torch.empty(1, device=device))
+        return state
+    own: Tensor = runtime_of(device.type).get_rng_state(device)
+    return own
+
+
+def set_random_state(state: Tensor, device: torch.device) -> None:
+    """Sets the state of an accelerator's generator."""
+    if kind_of(device.type).package:
+        from torch.utils.checkpoint import set_device_states
+
+        set_device_states([device.index or 0], [state], device_type=device.type)
+        return
+    runtime_of(device.type).set_rng_state(state, device)
+
+
+def random_states() -> Mapping[str, Tensor]:
+    """Returns the states of the generators of the accelerators that this process has begun to use, by kind."""
+    runtimes = {kind.name: _runtime(kind.name) for kind in accelerators() if not kind.package}
+    # A runtime that cannot be asked has nothing to begin.
+    begun = {name: each for name, each in runtimes.items() if getattr(each, "is_initialized", bool)()}
+    return {name: each.get_rng_state() for name, each in begun.items()}
+
+
+def set_random_states(states: Mapping[str, Tensor]) -> None:
+    """Sets what `random_states` returned."""
+    for name, state in states.items():
+        runtime_of(name).set_rng_state(state)
+
+
+@contextmanager
+def forked_generators(module: nn.Module) -> Iterator[None]:
+    """Gives random numbers back as they were: the CPU's, and those of the accelerators that hold the parameters."""
+    import torch
+
+    devices = {parameter.device for parameter in module.parameters() if parameter.device.type not in (HOST, "meta")}
+    kind = {device.type for device in devices}
+    if len(kind) > 1:
+        raise UsageError(f"the model lies on devices of several kinds, {', '.join(sorted(kind))}; move it to one")
+    indices = sorted(device.index or 0 for device in devices)
+    with torch.random.fork_rng(devices=indices, device_type=kind.pop() if kind else GPU):
+        yield
+
+
+def autocast_states() -> list[bool]:
+    """Returns whether autocast is on: on the CPU, and on this process's accelerator if it has one."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator()
+    return [torch.is_autocast_enabled(name) for name in (HOST, *([accelerator.type] if accelerator else []))]
+
+
+def register_host_memory(region: Tensor, device: torch.device) -> None:
+    """Lets a device copy to and from host memory directly, where it can."""
+    if not region.numel() or not kind_of(device.type).registers:
+        return
+    import torch
+
+    code = torch.cuda.cudart().cudaHostRegister(region.data_ptr(), region.numel(), 0)
+    if int(code) != 0:
+        raise RuntimeError(f"cudaHostRegister of {region.numel():,} bytes failed with code {int(code)}")
+
+
+def runtime_of(device: str) -> Any:
+    """Returns torch's module for a kind of device, torch.cuda; raises an `UnfitMachine` if torch has none."""
+    kind = kind_of(device)
+    runtime = _runtime(kind.name)
+    if runtime is None:
+        raise UnfitMachine(f"{_why_not(kind)}; use device='cpu', or {_remedy(kind)}")
+    return runtime
+
+
+def _runtime(name: str) -> Any:
+    import torch
+
+    return getattr(torch, name, None)
+
+
+def _installed(kind: DeviceKind) -> str:
+    """Returns the version of a device's package; "" if it has none, or it is not installed."""
+    try:
+        return importlib.metadata.version(kind.package) if kind.package else ""
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _why_not(kind: DeviceKind) -> str:
+    return package_problem(kind) or f"torch sees no {kind.title} here" + f", with {kind.package}" * bool(kind.package)
+
+
+def _remedy(kind: DeviceKind) -> str:
+    return f"install {kind.package}" if package_problem(kind) else kind.remedy

@@ -1,0 +1,195 @@
+"""The device table: a device is a row, and everything else reads it. The fake device here touches one file."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import types
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+
+import headrace as hr
+from headrace import devices
+from headrace.collectives.torch_distributed import TorchDistributed
+from headrace.devices import DEVICES, DeviceKind, choose, explain_auto, found, kind_of, notice_of_auto
+from headrace.errors import InfeasiblePlan, UnfitMachine, UnknownName, UsageError
+from headrace.machine import detect
+from headrace.spec.cluster import Cluster, Host
+from headrace.spec.model import ModelSpec, ParameterSpec
+from headrace.strategies import Strategy
+from headrace.strategies.strategy import check_device
+
+MODEL = ModelSpec((ParameterSpec("weight", (4,)),))
+
+
+class Fake:
+    """A runtime of torch with two devices and a generator, that writes down what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+        self.state = torch.arange(3)
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_device_name(self, index: int) -> str:
+        return f"Fake {index}"
+
+    def get_rng_state(self, device: object = None) -> torch.Tensor:
+        return self.state.clone()
+
+    def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
+        self.state = state
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Adds a device: its row."""
+    runtime = Fake()
+    monkeypatch.setitem(DEVICES, "fake", DeviceKind("fake", "fake device", backend="gloo"))
+    monkeypatch.setattr(torch, "fake", runtime, raising=False)
+    here = {
+        "current_accelerator": lambda: types.SimpleNamespace(type="fake"),
+        "device_count": lambda: 2,
+        "is_available": lambda: True,
+        "set_device_index": runtime.asked.append,
+        "synchronize": runtime.asked.append,
+    }
+    for name, function in here.items():
+        monkeypatch.setattr(torch.accelerator, name, function)
+    return runtime
+
+
+def test_a_new_device_is_a_row(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("fake", "auto"):
+        cluster = detect(name)
+        assert (cluster.device, cluster.hosts[0].accelerators) == ("fake", ("fake:0", "fake:1"))
+    assert [role.device for role in hr.Mirrored().plan(MODEL, cluster).roles] == ["fake:0", "fake:1"]
+    check_device(hr.Mirrored(), hr.Mirrored().plan(MODEL, cluster), cluster)
+    with pytest.raises(InfeasiblePlan, match=r"asks for 3 workers on fake and .* has 2 such devices"):
+        hr.Mirrored(3).plan(MODEL, cluster)
+    with pytest.raises(InfeasiblePlan, match=r"fully_sharded runs on CPUs, and the devices are fake \(collect"):
+        hr.FullySharded(2).plan(MODEL, cluster)
+    assert devices.device_names(kind_of("fake:1")) == ["Fake 0", "Fake 1"]
+    monkeypatch.setattr(torch, "device", lambda name: types.SimpleNamespace(index=int(name[-1])))
+    devices.use("fake:1")
+    devices.synchronize(types.SimpleNamespace(type="fake"))  # type: ignore[arg-type]
+    devices.set_random_states({"fake": torch.ones(3)} | {name: s + 1 for name, s in devices.random_states().items()})
+    assert [fake.asked[0], len(fake.asked)] == [1, 2]
+    assert fake.state.tolist() == [1, 2, 3]
+
+
+def test_a_cluster_file_may_name_it(fake: Fake, tmp_path: object) -> None:
+    file = types.SimpleNamespace(path=f"{tmp_path}/cluster.toml")
+    with open(file.path, "w") as text:
+        text.write('device = "fake"\n[[hosts]]\nname = "a"\ncores = 2\nmemory_gb = 1\naccelerators = 2\n')
+    cluster = Cluster.load(file.path)
+    assert (cluster.device, cluster.hosts[0].accelerators) == ("fake", ("fake:0", "fake:1"))
+
+
+def test_auto_says_why(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert explain_auto("fake") == (
+        "device='auto' takes fake: torch sees no CUDA device here; torch_tpu is not installed: pip install torch_tpu; "
+        "torch sees no XPU here; torch sees no MPS device here; torch sees 2 fake devices here"
+    )
+    assert notice_of_auto("fake") == explain_auto("fake")
+    monkeypatch.setattr(devices, "DEVICES", {name: kind for name, kind in DEVICES.items() if name != "fake"})
+    assert choose("auto") == ("cpu", ())
+    assert explain_auto("cpu").startswith("device='auto' takes cpu: torch sees no CUDA device here; ")
+
+
+def test_the_plain_choice_of_a_machine_without_anything_is_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "DEVICES", {name: DEVICES[name] for name in ("cpu", "mps")})
+    assert notice_of_auto("cpu") == ""
+    monkeypatch.setitem(devices.DEVICES, "odd", DeviceKind("odd", "odd device", driver="/proc/self/status"))
+    assert "torch sees no odd device here" in notice_of_auto("cpu")
+
+
+def test_auto_leaves_out_what_the_strategy_cannot_run(monkeypatch: pytest.MonkeyPatch, fake: Fake) -> None:
+    monkeypatch.setitem(DEVICES, "fake", DeviceKind("fake", "fake device", fixed_shapes=True))
+    assert choose("auto", fixed_shapes=False) == ("cpu", ())
+    assert choose("auto", fixed_shapes=True)[0] == "fake"
+    assert choose("fake", fixed_shapes=False)[0] == "fake", "named, so that the strategy is refused with the row"
+
+
+def test_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnfitMachine, match="device='mps' and torch sees no MPS device here; use device='cpu'"):
+        choose("mps")
+    with pytest.raises(UnfitMachine, match="device='tpu' and torch_tpu is not installed: pip install torch_tpu; use"):
+        choose("tpu")
+    with pytest.raises(UnknownName, match="there is no device 'gpu'"):
+        kind_of("gpu:0")
+    with pytest.raises(UsageError, match="device is 'auto', 'cpu', 'cuda', 'tpu', 'xpu' or 'mps', got 'gpu'"):
+        choose("gpu")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "device", "ranks", "said"),
+    [
+        (
+            hr.Mirrored(1),
+            "tpu",
+            None,
+            r"mirrored has steps of several shapes .* tpu \(collectives: tpu_dist; package",
+        ),
+        (hr.OneDevice(), "tpu", None, "use device='cpu'"),
+        (hr.Mirrored(2), "mps", None, r"2 workers of mirrored exchange .* mps \(collectives: none\); use workers=1"),
+        (hr.LocalSGD(2), "mps", None, "2 workers of parameter_averaging exchange tensors between devices"),
+    ],
+    ids=str,
+)
+def test_a_strategy_that_a_device_cannot_run(strategy: Strategy, device: str, ranks: int | None, said: str) -> None:
+    cluster = Cluster((Host("a", 4, 2**30, tuple(f"{device}:{index}" for index in range(2))),), ranks, device)
+    with pytest.raises(InfeasiblePlan, match=said):
+        check_device(strategy, strategy.plan(MODEL, cluster), cluster)
+
+
+def test_fit_refuses_it_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DEVICES, "fake", DeviceKind("fake", "fake device", fixed_shapes=True))
+    monkeypatch.setattr(devices, "found", lambda kind: ("fake:0",) * (kind.name == "fake"))
+    job = hr.Job(
+        model=lambda: nn.Linear(2, 1),
+        task=hr.tasks.regression(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        data=(torch.ones(4, 2), torch.ones(4, 1)),
+        global_batch_size=2,
+        steps=1,
+    )
+    with pytest.raises(InfeasiblePlan, match=r"one_device has steps of several shapes .* fake \(collectives: none; a"):
+        hr.fit(job, hr.OneDevice(), device="fake", engine=hr.ThreadEngine())
+
+
+def test_a_package_that_does_not_fit_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.10.0+cpu", "torch_tpu": "0.2.0"}
+    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["numpy>=2", "torch<=2.15.0,>=2.11.0"])
+    kind = kind_of("tpu")
+    said = (
+        "torch_tpu 0.2.0 takes torch<=2.15.0,>=2.11.0, and torch 2.10.0+cpu is installed: "
+        "pip install 'torch<=2.15.0,>=2.11.0'"
+    )
+    assert devices.package_problem(kind) == said
+    assert found(kind) == ()
+    with pytest.raises(UnfitMachine, match=r"torch_tpu 0\.2\.0 takes torch"):
+        choose("tpu")
+    versions["torch"] = "2.15.0+cpu"
+    assert devices.package_problem(kind) == ""
+    with pytest.raises(UnfitMachine, match="torch sees no TPU here, with torch_tpu; use device='cpu', or a host"):
+        choose("tpu")
+
+
+def test_a_device_without_collectives_connects_nothing(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DEVICES, "fake", DeviceKind("fake", "fake device"))
+    with pytest.raises(UnfitMachine, match=r"no backend for fake \(collectives: none\)"):
+        TorchDistributed(HashStore(), 0, 1, "fake:0", 1.0)
+
+
+@pytest.mark.parametrize("draw", [torch.rand, torch.randn])
+def test_random_numbers_come_back(draw: Callable[[int], torch.Tensor]) -> None:
+    torch.manual_seed(3)
+    with devices.forked_generators(nn.Linear(2, 1)):
+        inside = draw(2)
+    assert torch.equal(draw(2), inside)
