@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import headrace as hr
 from checkpoint.services import Breakable, files_at, local_files, spoil
 from engine.lasting import lasting_job
+from headrace.api import supervision
 from headrace.checkpoint.remote import RemoteFolder
 from headrace.errors import CheckpointMismatch, CorruptCheckpoint, UnfitMachine, UsageError
 from headrace.spec.events import Notice
@@ -162,3 +164,58 @@ def test_what_is_refused(tmp_path: Path) -> None:
         fit(tmp_path / "a", resume=f"{URL}/step-00000007")
     with pytest.raises(UsageError, match="resume needs the run_dir"):
         fit(None, resume=URL)
+
+
+class _Stalled:
+    """A copier whose service does not answer; the user interrupts the second time that it is waited for."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def start(self) -> None:
+        self.done.append("start")
+
+    def finish(self) -> None:
+        self.done.append("finish")
+
+    def wait(self, timeout_s: float) -> bool:
+        self.done.append("wait")
+        if self.done.count("wait") > 1:
+            raise KeyboardInterrupt
+        return False
+
+    def lines(self) -> list[str]:
+        return []
+
+
+def test_an_interrupted_wait_for_the_last_copy_ends_the_run_in_order() -> None:
+    copier: Any = _Stalled()
+    said: list[str] = []
+    with supervision._copying(copier, said.append, lambda _: None) as follow:
+        follow(None)
+    assert copier.done == ["start", "finish", "wait", "wait"]
+    assert [line.partition(";")[0] for line in said] == [
+        "waits for the copy of the last checkpoint",
+        "the last checkpoint was not copied to its end",
+    ]
+
+
+def test_the_rank_that_takes_the_place_of_rank_0_copies_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    follow = supervision._follow
+
+    def keeping(spec: Any, info: Any, *rest: Any) -> str:
+        seen.append((spec, info))
+        return follow(spec, info, *rest)
+
+    monkeypatch.setattr(supervision, "_follow", keeping)
+    fit(tmp_path / "a")
+    MemoryFileSystem.store.clear()
+    group = types.SimpleNamespace(leads=False, rank=1)
+    with supervision._Successor(*seen[0], group) as successor:
+        successor.follow(None)
+        assert RemoteFolder(URL).steps() == ()
+        group.leads = True
+        successor.follow(None)
+        successor.status = "ok"
+    assert RemoteFolder(URL).steps() == (STEPS,)
