@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from headrace.api.comparison import Comparison, compare
     from headrace.api.fit import fit, launch
     from headrace.api.model_profile import profile
+    from headrace.api.probes.learning_rate import LearningRates, find_learning_rate
     from headrace.api.probes.model_summary import ModelSummary, summary
     from headrace.api.rehearsal.rehearse import Rehearsal, rehearse
     from headrace.api.run import Run
@@ -77,6 +78,7 @@ __all__ = [
     "Hybrid",
     "Job",
     "LazyAdam",
+    "LearningRates",
     "LocalSGD",
     "MLflow",
     "Mean",
@@ -110,6 +112,7 @@ __all__ = [
     "calibrate",
     "compare",
     "data",
+    "find_learning_rate",
     "fit",
     "frozen",
     "grouped",
@@ -130,6 +133,7 @@ _MODULES = {
     "api.comparison": ("Comparison", "compare"),
     "api.fit": ("fit", "launch"),
     "api.model_profile": ("profile",),
+    "api.probes.learning_rate": ("LearningRates", "find_learning_rate"),
     "api.probes.model_summary": ("ModelSummary", "summary"),
     "api.rehearsal.rehearse": ("Rehearsal", "rehearse"),
     "api.run": ("Run",),

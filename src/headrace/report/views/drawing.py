@@ -112,6 +112,7 @@ def draw_curves(
     log: bool = False,
     whole_x: bool = False,
     from_zero: bool = False,
+    log_x: bool = False,
 ) -> str:
     """Returns at least one curve as one SVG element; `log` and `from_zero` are about the vertical axis."""
 
@@ -129,7 +130,7 @@ def draw_curves(
                 line.set(marker="o", markersize=4.5, markeredgecolor=PAPER, markeredgewidth=0.8)
         if from_zero:
             axes.set_ylim(bottom=0, top=1.06 * max(max(y for _, y in curve.points) for curve in curves) or 1.0)
-        _scale(axes, log, whole_x)
+        _scale(axes, log, whole_x, log_x)
         axes.text(-0.133, 1.035, clean(y_label), transform=axes.transAxes, color=QUIET, parse_math=False)
         return axes
 
@@ -262,7 +263,7 @@ def _style(axes: Axes) -> None:
     axes.tick_params(length=0, pad=4)
 
 
-def _scale(axes: Axes, log: bool, whole_x: bool) -> None:
+def _scale(axes: Axes, log: bool, whole_x: bool, log_x: bool) -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     if log:
@@ -271,6 +272,13 @@ def _scale(axes: Axes, log: bool, whole_x: bool) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.tick_params(which="minor", length=0)
     axes.yaxis.set_major_formatter(lambda value, _: tick(value, axes.get_ylim()[1]))
+    if log_x:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(numticks=9))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.tick_params(which="minor", length=0)
+        axes.xaxis.set_major_formatter(lambda value, _: tick(value, axes.get_xlim()[1]))
+        return
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=whole_x))
     axes.xaxis.set_major_formatter(lambda value, _: tick(value, axes.get_xlim()[1]))
     axes.set_xlim(left=0)
