@@ -17,6 +17,7 @@ from belongings import belongings, left_since
 from engine.conftest import below, ended, fork_servers, until
 from engine.victims import make_job
 from headrace.engine.local.engine import close_kept_engine, kept_engine
+from headrace.spec.events import Event, Stepped
 
 FITS = 20
 GROWTH_BYTES = 24 << 20
@@ -114,6 +115,25 @@ def test_two_fits_at_once_have_an_engine_each_and_one_is_kept() -> None:
         thread.join()
     assert used[0] is not used[1]
     assert len(set(fork_servers()) - others) == 1
+
+
+@pytest.mark.slow
+def test_what_a_function_raises_that_is_told_of_events_leaves_no_worker_and_keeps_the_engine() -> None:
+    class Enough(Exception):
+        pass
+
+    def tell(event: Event) -> None:
+        if isinstance(event, Stepped):
+            raise Enough
+
+    others = set(fork_servers())
+    for _ in range(2):
+        with pytest.raises(Enough):
+            hr.fit(make_job(), hr.Mirrored(workers=2), on_event=tell)
+    (server,) = set(fork_servers()) - others
+    assert below(server) == []
+    assert hr.fit(make_job(), hr.Mirrored(workers=2)).status == "ok"
+    assert set(fork_servers()) - others == {server}
 
 
 def test_what_is_no_error_of_a_run_ends_the_engine() -> None:

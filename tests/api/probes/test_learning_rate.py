@@ -111,6 +111,7 @@ def test_rates_that_are_all_too_large_give_no_suggestion() -> None:
     assert "on it diverges; try smaller" in found.why
 
 
+@pytest.mark.slow
 def test_it_is_shown_as_a_table_and_a_picture() -> None:
     found = find(job(), least=1e-4, most=100.0)
     text = str(found)

@@ -47,6 +47,9 @@ class LocalEngine(Engine):
 
     Args:
         forks: whether that process is a fork of this one, which has done nothing yet, and imports torch for both.
+
+    Attributes:
+        settled: whether all processes of the runs so far have ended.
     """
 
     def __init__(self, forks: bool = False) -> None:
@@ -54,6 +57,7 @@ class LocalEngine(Engine):
         self._fork_server = ForkServer(fork_fork_server if forks else start_fork_server)
         self._closed = False
         self._busy = threading.Lock()
+        self.settled = True
 
     def __enter__(self) -> LocalEngine:
         return self
@@ -97,9 +101,15 @@ class LocalEngine(Engine):
                 orderly_interrupts(page) as interrupts,
                 closing(ProcessLauncher(spec, self._fork_server, segment.descriptor, ranks, watched_end)) as launcher,
             ):
+                self.settled = False
                 for role in spec.plan.roles:
                     launcher.start(role)
-                Monitor(spec, page, self._fork_server, launcher.start, progress).follow()
+                monitor = Monitor(spec, page, self._fork_server, launcher.start, progress)
+                try:
+                    monitor.follow()
+                finally:
+                    # It ends them, whatever was raised: also by a function that is told about events.
+                    self.settled = True
             return interrupts.status(page)
         finally:
             for descriptor in (watched_end, lifeline):
@@ -135,11 +145,14 @@ def kept_engine() -> Iterator[LocalEngine]:
     engine = engine or LocalEngine()
     try:
         yield engine
-    except HeadraceError:
-        _keep(engine)
+    except Exception as error:
+        if isinstance(error, HeadraceError) or engine.settled:
+            _keep(engine)
+        else:
+            # Its workers may be in any state.
+            engine.close()
         raise
     except BaseException:
-        # Its workers may be in any state.
         engine.close()
         raise
     _keep(engine)
