@@ -127,7 +127,9 @@ class Requests:
         for each in open_:
             message = decode(bytes.fromhex(each.message))
             if message.kind == Kind.PUSH_ROWS:
-                self._rows().add(each.worker, each.peer, message, tensors[f"rows/{each.worker}"].numpy().tobytes())
+                self._rows().add(
+                    each.worker, each.peer, message, memoryview(tensors[f"rows/{each.worker}"].numpy().tobytes())
+                )
                 continue
             gradients = {
                 shard: like(tensors, _gradient_name(each.worker, shard), self._tensors[shard]).clone()

@@ -70,8 +70,11 @@ class RowClient:
         by_server: list[list[Rows]] = [[] for _ in range(self._servers)]
         self._sent = []
         for number, (ids, gradient) in enumerate(gradients):
-            for own, place in zip(by_server, self.places.split(number, ids), strict=True):
-                own.append((ids.index_select(0, place), gradient.index_select(0, place)))
+            if self._servers == 1:
+                by_server[0].append((ids, gradient))
+            else:
+                for own, place in zip(by_server, self.places.split(number, ids), strict=True):
+                    own.append((ids.index_select(0, place), gradient.index_select(0, place)))
             if self._moves:
                 self._sent.append((ids, gradient, self.places.owners(number, ids)))
         divided = (self.places.map.version,) if self._moves else ()

@@ -38,7 +38,7 @@ class OpenPush:
 
     peer: int
     message: Message
-    blob: bytes
+    blob: memoryview
     rows: Mapping[int, Rows]
 
 
@@ -65,7 +65,7 @@ class RowRequests:
         parts = (1,) if self.moves is None else (2, 3)
         if member.observes or len(message.numbers) not in parts or member.worker in self.open:
             raise ValueError(f"worker {member.worker} may not push rows now")
-        self.add(member.worker, member.peer, message, bytes(blob))
+        self.add(member.worker, member.peer, message, blob)
         self._counters.moved_rows(pushes=1, pushed_bytes=len(blob))
         self._handle(member.worker, member.incarnation)
 
@@ -105,9 +105,9 @@ class RowRequests:
         if self.moves is not None:
             load_moves(self.moves, tensors)
 
-    def add(self, worker: int, peer: int, message: Message, blob: bytes) -> None:
+    def add(self, worker: int, peer: int, message: Message, blob: memoryview) -> None:
         """Keeps a push that the machine knows, or is about to."""
-        rows = decode_push(self._tables.specs, memoryview(blob))
+        rows = decode_push(self._tables.specs, blob)
         self.open[worker] = OpenPush(peer, message, blob, rows)
 
     def answer(self, member: Member, message: Message, blob: memoryview) -> bytes:
@@ -216,6 +216,6 @@ class RowRequests:
         self._transport.send(request.peer, encode(message))
 
 
-def as_tensor(blob: bytes) -> Tensor:
+def as_tensor(blob: memoryview) -> Tensor:
     """Returns bytes as `(bytes,)` uint8."""
     return torch.frombuffer(bytearray(blob), dtype=torch.uint8) if blob else torch.empty(0, dtype=torch.uint8)
