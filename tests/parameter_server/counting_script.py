@@ -13,6 +13,7 @@ from time import sleep
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headrace.errors import Replaced
 from headrace.parameter_server.client.client import Client
@@ -81,6 +82,14 @@ def serve(number: int, folder: Path, way: str, width: int, workers: int, bug: st
     server.close()
 
 
+def written(place: Tensor | None, coordinate: int, width: int) -> Tensor:
+    """Returns the gradient that makes a coordinate one more; in its push slot, if there is a place."""
+    gradient = torch.empty(width) if place is None else place
+    gradient.zero_()
+    gradient[coordinate] = -1.0
+    return gradient
+
+
 def work(board: Board, seat: int, client: Client, world: dict[str, Any], faults: Faults) -> None:
     """Counts every portion that it gets, until there are no more."""
     lease = -1
@@ -96,9 +105,9 @@ def work(board: Board, seat: int, client: Client, world: dict[str, Any], faults:
                 return
             continue
         lease = answer.lease
-        gradient = torch.zeros(world["width"])
-        gradient[answer.numbers[5]] = -1.0
-        said = client.push([[gradient]] * world["servers"], lease)
+        places = [server.session.push_place(range(1)) for server in client.servers]
+        gradients = [[written(place, answer.numbers[5], world["width"])] for place in places]
+        said = client.push(gradients, lease)
         assert said in (None, Reason.DUPLICATE), said
         board.faults[seat] = [faults.happened[name] for name in FAULTS]
 

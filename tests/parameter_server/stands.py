@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -44,6 +45,7 @@ class Stand:
         codec: of what is pushed.
         faults: of all links.
         patience_s: of all clients.
+        layout: instead of that parameter, shards of others.
     """
 
     def __init__(
@@ -54,14 +56,19 @@ class Stand:
         codec: str = "plain",
         faults: Faults | None = None,
         patience_s: float = PATIENCE_S,
+        layout: ShardLayout | None = None,
     ) -> None:
-        self.layout = ShardLayout([ShardSpec("weight", 0, (WIDTH,))], codec)
+        self.layout = layout or ShardLayout([ShardSpec("weight", 0, (WIDTH,))], codec)
         slots = (self.layout.slots, self.layout.push_slots, self.layout.reply_slots)
         self.port: ServerTransport = (
             LocalServerTransport(*slots) if way == "local" else RemoteServerTransport(*slots, secret=SECRET)
         )
-        applier = ShardOptimizer(self.layout, partial(torch.optim.SGD, lr=1.0), [ParameterSpec("weight", (WIDTH,))])
-        machines = [Shard(range(workers), Unbounded(), combination or EveryPush())]
+        sizes: Counter[str] = Counter()
+        for piece in self.layout.pieces:
+            sizes[piece.parameter] += piece.elements
+        specs = [ParameterSpec(name, (elements,)) for name, elements in sizes.items()]
+        applier = ShardOptimizer(self.layout, partial(torch.optim.SGD, lr=1.0), specs)
+        machines = [Shard(range(workers), Unbounded(), combination or EveryPush()) for _ in self.layout.pieces]
         self.server = Server(
             self.port, self.layout, applier, machines, (LeaseTable(workers, 1000), 0, 1000, 1), grace_s=PATIENCE_S
         )
@@ -103,7 +110,7 @@ class Stand:
     def connection(self, lasts: bool = True) -> ServerConnection:
         """Returns a connection to it, for a client of several servers."""
         reopen = self.link if lasts else None
-        places = [torch.zeros(WIDTH)]
+        places = [torch.zeros(piece.elements) for piece in self.layout.pieces]
         return ServerConnection(self.link(), self.layout, places, 7, "there", reopen, self._patience_s, PROBE_S)
 
     def between(self, act: Callable[[], object]) -> None:

@@ -74,6 +74,14 @@ def test_one_worker_in_bf16_is_one_device_bit_for_bit(option: str) -> None:
     assert_same_bits(outcome, on_one_device(BF16[option], "uneven", torch.float32, None))
 
 
+@pytest.mark.parametrize("layout", ["", "max_size:64B"])
+@pytest.mark.parametrize("name", ["mlp", "tied"])
+def test_gradients_made_where_they_are_pushed_from_change_no_bit(name: str, layout: str, placed: list[bool]) -> None:
+    outcome = train(CASES[name].job(COUNTS["uneven"]), LOCK_STEP(1, sharding=layout or None))
+    assert_same_bits(outcome, on_one_device(CASES[name], "uneven", torch.float64, None))
+    assert sum(placed) > len(placed) / 2
+
+
 @pytest.mark.parametrize(("name", "workers", "size"), in_turn(EXCHANGED, [(2, "uneven"), (3, "tiny")]))
 def test_lock_step_is_the_synchronous_mean_and_two_runs_are_equal(name: str, workers: int, size: str) -> None:
     job = CASES[name].job(COUNTS[size])

@@ -108,6 +108,9 @@ class FaultyLink(ClientTransport):
     def push_slot(self, slot: int) -> Tensor:
         return self._link.push_slot(slot)
 
+    def joined_push_slots(self, slots: range) -> Tensor | None:
+        return self._link.joined_push_slots(slots)
+
     def send(self, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
         self._look()
         if self._silent:

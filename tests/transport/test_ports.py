@@ -378,3 +378,21 @@ def test_a_port_that_is_killed_is_noticed(way: str) -> None:
             next_of(link)
         assert monotonic() - began < 10
         link.close()
+
+
+def test_slots_without_a_gap_are_one_place_where_they_are_shared(way: str) -> None:
+    slots = Slots([128, 64, 8, 0, 8])
+    pair = Pair(way, slots, slots)
+    link = pair.link()
+    joined = link.joined_push_slots(range(3))
+    if way.endswith("remote"):
+        assert joined is None
+    else:
+        assert joined is not None
+        assert joined.numel() == 200
+        joined.copy_(filled(200, 0))
+        link.send(b"push", range(3))
+        (mail,) = mail_of(pair.port, 1)
+        assert torch.equal(torch.cat([pair.port.pushed(mail.peer, slot) for slot in range(3)]), filled(200, 0))
+        assert link.joined_push_slots(range(2, 5)) is None
+    pair.close()

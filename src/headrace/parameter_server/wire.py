@@ -87,7 +87,8 @@ class ShardLayout:
     def encode(self, shard: int, gradient: Tensor, place: Tensor) -> None:
         """Writes a gradient to a `push_view`, and keeps the encoding error for the next gradient."""
         if isinstance(self._push[shard], Plain):
-            place.copy_(gradient)
+            if not _is_at(gradient, place):
+                place.copy_(gradient)
             return
         self._push[shard].encode(gradient.detach().cpu().contiguous(), place, self._residual("push", 0, shard))
 
@@ -165,6 +166,12 @@ class ShardLayout:
         if at is None:
             return f"the worker's model has {len(other)} shards here and the server {len(own)}; build the same on both"
         return f"shard {at} is {_words(other[at])} in the worker, {_words(own[at])} on the server; build the same model"
+
+
+def _is_at(gradient: Tensor, place: Tensor) -> bool:
+    """Tells whether a gradient was made in its push slot."""
+    same = gradient.data_ptr() == place.data_ptr() and gradient.dtype == place.dtype
+    return same and gradient.numel() == place.numel() and gradient.is_contiguous()
 
 
 def _words(piece: object) -> str:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
-from typing import Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional
 
 from headrace.collectives.base import ProcessGroup
 from headrace.spec.model import ITEM_BYTES, ParameterSpec
 
 _ALIGN = 64
 """Bytes of a cache line."""
+
+_FEWEST_ELEMENTS = 1 << 18
+"""Of a weight whose gradient is written in place; for fewer a function in Python takes longer than the copy."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,17 @@ class GradientSink(Protocol):
 
     def store_nothing(self) -> None:
         """Notes that this worker contributes nothing to this round."""
+
+
+@runtime_checkable
+class GradientPlaces(Protocol):
+    """A sink that sends gradients from places of its own, to which a backward pass may write them."""
+
+    def place(self, index: int) -> Tensor | None:
+        """Returns where the gradient of a trainable parameter is sent from, in its shape and type, until `store`.
+
+        None where there is no such place now; then the gradient is copied.
+        """
 
 
 class UsedParameters:
@@ -197,3 +215,102 @@ def divide(gradients: Sequence[Tensor | None], weight: float) -> None:
     present = [gradient for gradient in gradients if gradient is not None]
     if present:
         torch._foreach_div_(present, weight) if weight else torch._foreach_zero_(present)
+
+
+class DirectGradients:
+    """Makes large linear layers write the gradients of their weights to the places of a sink.
+
+        forward              y = linear(x, weight)
+        backward             mm(g.T, x, out=place)         without: gradient = mm(g.T, x); place.copy_(gradient)
+
+    The product is the one that autograd makes, so every bit is the same. A place is written to once in a pass: where a
+    weight has several gradients, autograd adds them up in new memory.
+    """
+
+    def __init__(self, module: nn.Module, trained: Sequence[Tensor], sink: GradientPlaces) -> None:
+        indices = {id(parameter): index for index, parameter in enumerate(trained)}
+        self._sink = sink
+        self._layers = [
+            (layer, indices[id(layer.weight)])
+            for layer in module.modules()
+            if type(layer) is nn.Linear and id(layer.weight) in indices and _is_large(layer.weight)
+        ]
+        self._layers = [(layer, index) for layer, index in self._layers if sink.place(index) is not None]
+        self._unwritten: set[int] = set()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Has the layers called in this way, in forward and in what backward computes again."""
+        # One that has a forward of its own keeps it.
+        layers = [(layer, index) for layer, index in self._layers if "forward" not in vars(layer)]
+        for layer, index in layers:
+            vars(layer)["forward"] = partial(self._call, layer, index)
+        try:
+            yield
+        finally:
+            for layer, _ in layers:
+                del vars(layer)["forward"]
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Lets one backward pass write, whose gradients go to the sink as they are."""
+        self._unwritten.update(index for _, index in self._layers)
+        try:
+            yield
+        finally:
+            self._unwritten.clear()
+
+    def take(self, index: int) -> Tensor | None:
+        """Returns where to write a gradient; None if it is to be made in new memory."""
+        # With a graph of its own, it is not the gradient that goes to the sink.
+        if index not in self._unwritten or torch.is_grad_enabled():
+            return None
+        self._unwritten.remove(index)
+        return self._sink.place(index)
+
+    def _call(self, layer: nn.Linear, index: int, *values: Any, **named: Any) -> Any:
+        if len(values) == 1 and not named and _is_plain(values[0], layer.weight):
+            return _DirectLinear.apply(values[0], layer.weight, layer.bias, self, index)  # type: ignore[no-untyped-call]
+        return nn.Linear.forward(layer, *values, **named)
+
+
+class _DirectLinear(torch.autograd.Function):
+    """A linear layer whose weight's gradient is written where `DirectGradients` says."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, gradients: DirectGradients, index: int
+    ) -> Tensor:
+        ctx.save_for_backward(value, weight)
+        ctx.gradients, ctx.index = gradients, index
+        return functional.linear(value, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        value, weight = ctx.saved_tensors
+        for_value, for_weight, for_bias = ctx.needs_input_grad[:3]
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        back = gradient @ weight if for_value else None
+        made = None
+        if for_weight:
+            inputs = value.reshape(-1, value.shape[-1])
+            place = ctx.gradients.take(ctx.index)
+            made = rows.T @ inputs if place is None else torch.mm(rows.T, inputs, out=place)
+        return back, made, rows.sum(0) if for_bias else None, None, None
+
+
+def _is_large(weight: Tensor) -> bool:
+    return weight.numel() >= _FEWEST_ELEMENTS and weight.device.type == "cpu" and weight.is_floating_point()
+
+
+def _is_plain(value: Any, weight: Tensor) -> bool:
+    """Tells whether a layer's call is one that `_DirectLinear` computes as torch does."""
+    if type(value) is not Tensor or type(weight) is not nn.Parameter or value.dtype != weight.dtype:
+        return False
+    if not (torch.is_grad_enabled() and weight.requires_grad and value.dim() > 1):
+        return False
+    # A hook may keep the gradient that it is given.
+    if weight._backward_hooks or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+        return False
+    # Transforms of functions, and derivatives in the forward direction, need rules of their own.
+    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0

@@ -23,7 +23,7 @@ from headrace.spec.options import Options
 from headrace.training.clipping import LossScale
 from headrace.training.compute import Compute, Computed
 from headrace.training.embeddings.layer import sparse_layers
-from headrace.training.gradients import GradientSink, assign, divide
+from headrace.training.gradients import DirectGradients, GradientPlaces, GradientSink, assign, divide
 from headrace.training.optimizer import StateSlices
 from headrace.trees import map_leaves, map_tensors
 
@@ -134,6 +134,10 @@ class WholeModel(Compute):
         self._reentrant: bool | None = None
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._sparse = tuple(sparse_layers(module))
+        self._direct: DirectGradients | None = None
+        # Compiled kernels make the gradients of all layers themselves.
+        if isinstance(sink, GradientPlaces) and graph is None:
+            self._direct = DirectGradients(module, self._trained, sink)
         self.device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
     def run(self, share: Share) -> Computed:
@@ -146,7 +150,8 @@ class WholeModel(Compute):
             pieces = min(self._options.accumulate, share.examples)
             if pieces > 1:
                 return self._accumulate(batch, share, pieces)
-            return self._contribute(self._loss(batch, share), share)
+            with self._direct.installed() if self._direct else nullcontext():
+                return self._contribute(self._loss(batch, share), share)
 
     def backward(self, loss: Tensor | Mean, share: Share) -> Computed:
         """Differentiates the loss of the caller's own forward.
@@ -203,7 +208,8 @@ class WholeModel(Compute):
             self._reentrant = has_reentrant_checkpoint(loss)
         if not self._reentrant:
             leaves = self._leaves()
-            found = torch.autograd.grad(loss, [*self._trained, *leaves], allow_unused=True)
+            with self._direct.writing() if self._direct else nullcontext():
+                found = torch.autograd.grad(loss, [*self._trained, *leaves], allow_unused=True)
             assign(leaves, found[len(self._trained) :])
             return found[: len(self._trained)]
         held = [parameter.grad for parameter in self._trained]

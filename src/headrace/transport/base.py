@@ -75,6 +75,12 @@ class Slots:
         """Returns all slots of a region."""
         return [self.of(region, slot) for slot in range(len(self))]
 
+    def joined(self, region: Region, slots: range) -> Region | None:
+        """Returns slots that follow each other as one place; None if there is a gap between two."""
+        if any(self.lengths[slot] % _ALIGN for slot in slots[:-1]):
+            return None
+        return region[self.starts[slots[0]] : self.starts[slots[-1]] + self.lengths[slots[-1]]]
+
     def sum(self, slots: Sequence[int]) -> int:
         """Returns the length of some slots together."""
         return sum(self.lengths[slot] for slot in slots)
@@ -203,6 +209,13 @@ class ClientTransport(ABC):
     @abstractmethod
     def push_slot(self, slot: int) -> Tensor:
         """Returns where to write a shard's gradient before it is sent, `(bytes,)` uint8; kept between pushes."""
+
+    def joined_push_slots(self, slots: range) -> Tensor | None:
+        """Returns push slots that follow each other as one place, `(bytes,)` uint8, which is read where it is.
+
+        None if they are not side by side, or what is pushed is sent.
+        """
+        return None
 
     @abstractmethod
     def send(self, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:

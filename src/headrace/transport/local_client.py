@@ -152,6 +152,9 @@ class LocalClientTransport(ClientTransport):
     def push_slot(self, slot: int) -> Tensor:
         return self._layout.pushes.of(self._regions[0], slot)
 
+    def joined_push_slots(self, slots: range) -> Tensor | None:
+        return self._layout.pushes.joined(self._regions[0], slots)
+
     def send(self, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
         self.moved_bytes += self._layout.pushes.sum(slots)
         deadline = monotonic() + _STALL_S

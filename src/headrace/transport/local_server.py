@@ -8,8 +8,9 @@
        private copy ◄─────────────────────────────────────── parameters
 
 No payload is sent: the optimizer reads gradients where the worker has written them, and workers copy parameters from
-where the optimizer has written them. A word before every shard's parameters has their version and whether they are
-being written; a copy during which it changed is repeated.
+where the optimizer has written them. Backward itself writes those of large linear layers, see `DirectGradients`. A word
+before every shard's parameters has their version and whether they are being written; a copy during which it changed is
+repeated.
 """
 
 from __future__ import annotations

@@ -33,7 +33,9 @@ class Client:
         in_turn: push to the first server, which decides whose pushes a round has, then to the others; needs `together`.
 
     `rested` says whether no other worker waited for this one while it waited for its last lease, `apart` is the
-    distance of the last push from the mean of its round, if servers measure it. Every method raises PeerLost if a
+    distance of the last push from the mean of its round, if servers measure it. `first_reason` is why the last push did
+    not count in the first bucket of the first server, or None: of two workers that push for one lease, each may be the
+    first in some buckets, and this one tells which counts. Every method raises PeerLost if a
     server has ended or does not answer, Replaced if another process has replaced this worker, and ServerRefused if a
     server refuses it.
     """
@@ -50,6 +52,7 @@ class Client:
     ) -> None:
         self._worker, self._in_turn = (worker, incarnation), in_turn
         self.rested, self.apart = False, 0.0
+        self.first_reason: Reason | None = None
         self.pulled: Callable[[], None] = lambda: None
         self.servers: list[_Server] = []
         try:
@@ -104,7 +107,7 @@ class Client:
         if self._in_turn:
             return self._push_in_turn(gradients, head, pull, patience_s)
         for server in self.servers:
-            server.begin_push()
+            server.first_pending, server.first_reason = True, None
         for index in range(max((len(server.buckets) for server in self.servers), default=0)):
             for number, server in enumerate(self.servers):
                 if index < len(server.buckets):
@@ -142,20 +145,13 @@ class Client:
         for server in servers:
             reason = _graver(reason, server.finish(pull, monotonic() + patience_s))
         self.apart = math.sqrt(sum(server.apart for server in self.servers))
+        self.first_reason = next((server.first_reason for server in self.servers if server.buckets), None)
         return reason
 
     @property
     def versions(self) -> list[list[int]]:
         """The versions of the parameters pulled last, by server and shard."""
         return [server.versions[:] for server in self.servers]
-
-    @property
-    def first_reason(self) -> Reason | None:
-        """Why the last push did not count in the first bucket of the first server, or None.
-
-        Of two workers that push for one lease, each may be the first in some buckets: this one tells which counts.
-        """
-        return next((server.first_reason for server in self.servers if server.buckets), None)
 
     @property
     def is_behind(self) -> bool:
@@ -201,7 +197,10 @@ class Client:
 
 
 class _Server:
-    """One server, as a client sees it; `versions` are of this worker's copy, -1 for an unknown one."""
+    """One server, as a client sees it; `versions` are of this worker's copy, -1 for an unknown one.
+
+    `first_pending` says that the next answer is that to the first bucket of a push, and `first_reason` what it was.
+    """
 
     def __init__(self, connection: ServerConnection, session: Session, together: bool) -> None:
         self.session, self.layout = session, connection.layout
@@ -213,13 +212,9 @@ class _Server:
         self.moved = False
         self.first_reason: Reason | None = None
         self._reason: Reason | None = None
-        self._first_pending = False
+        self.first_pending = False
         self._leases: deque[Message] = deque()
         self._early: dict[int, memoryview | None] = {}
-
-    def begin_push(self) -> None:
-        """Says that the next answer is that to the first bucket of a push."""
-        self._first_pending, self.first_reason = True, None
 
     def push(
         self, shards: range, gradients: Sequence[Tensor | None], head: Message, versions: Sequence[int] | None = None
@@ -270,8 +265,8 @@ class _Server:
         self._pending -= 1
         self.apart += message.weight
         self.moved |= message.kind == Kind.MOVED
-        if self._first_pending:
-            self._first_pending = False
+        if self.first_pending:
+            self.first_pending = False
             self.first_reason = Reason(message.flag) if message.flag else None
         if message.flag:
             self._reason = _graver(self._reason, Reason(message.flag))

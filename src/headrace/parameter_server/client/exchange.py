@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from headrace.checkpoint.forms import pack, unpack
 from headrace.collectives.base import ProcessGroup
 from headrace.parameter_server.client.data_leases import ServerDataLeases
+from headrace.parameter_server.client.session import Session
 from headrace.parameter_server.core.events import Reason
 from headrace.parameter_server.sparse.worker import WorkerRows
 from headrace.parameter_server.wire import Kind, Message, ShardLayout, ShardSpec
@@ -42,10 +43,18 @@ from headrace.training.update import PARAMETER
 
 
 class GradientBuffer:
-    """The gradients of a backward pass, as shards of the servers; one for each trainable parameter of `model`."""
+    """The gradients of a backward pass, as shards of the servers; one for each trainable parameter of `model`.
 
-    def __init__(self, layouts: Sequence[ShardLayout], model: ModelSpec) -> None:
+    With `sessions`, by server, large ones are made where they are pushed from. They do not outlive the next pass.
+    """
+
+    def __init__(
+        self, layouts: Sequence[ShardLayout], model: ModelSpec, sessions: Sequence[Session] | None = None
+    ) -> None:
         self._layouts = layouts
+        self._shapes = [parameter.shape for parameter in model.trainable]
+        self._sessions = sessions
+        self._whole = _whole_parameters(layouts, model) if sessions is not None else {}
         self._index = {parameter.name: index for index, parameter in enumerate(model.trainable)}
         self._pushed = {
             self._index[piece.parameter] for layout in layouts for piece in layout.pieces if not piece.exact
@@ -53,6 +62,14 @@ class GradientBuffer:
         self._gradients: list[Tensor | None] = [None] * len(self._index)
         # Those that `add` has made: nothing else has their memory.
         self._own: set[int] = set()
+
+    def place(self, index: int) -> Tensor | None:
+        """Returns where a gradient is pushed from, see `GradientPlaces`."""
+        if self._sessions is None or index not in self._whole:
+            return None
+        server, shards = self._whole[index]
+        place = self._sessions[server].push_place(shards)
+        return None if place is None else place.view(self._shapes[index])
 
     def store(self, gradients: Sequence[Tensor | None]) -> None:
         self._gradients = list(gradients)
@@ -123,6 +140,19 @@ class GradientBuffer:
 
 def _slice(flat: Tensor | None, spec: ShardSpec) -> Tensor | None:
     return None if flat is None else flat[spec.start : spec.start + spec.elements].view(spec.shape)
+
+
+def _whole_parameters(layouts: Sequence[ShardLayout], model: ModelSpec) -> dict[int, tuple[int, range]]:
+    """Returns the server of each parameter that one server holds, and its shards there, by index."""
+    found = {}
+    for index, parameter in enumerate(model.trainable):
+        for server, layout in enumerate(layouts):
+            own = [shard for shard, spec in enumerate(layout.pieces) if spec.parameter == parameter.name]
+            starts = [layout.pieces[shard].start for shard in own]
+            whole = sum(layout.pieces[shard].elements for shard in own) == parameter.elements
+            if own and whole and starts == sorted(starts) and own == list(range(own[0], own[-1] + 1)):
+                found[index] = server, range(own[0], own[-1] + 1)
+    return found
 
 
 class GradientAccumulator:
@@ -205,6 +235,9 @@ class ServedExchange(Exchange):
     `group` is the workers, or those that hold the same part of the model; `rows` moves those of tables.
     """
 
+    _pushes_each: ClassVar[bool] = False
+    """Whether each gradient is pushed before the next one is computed."""
+
     def __init__(
         self,
         leases: ServerDataLeases,
@@ -216,7 +249,10 @@ class ServedExchange(Exchange):
     ) -> None:
         self.client, self.leases = leases.client, leases
         self.rows = rows
-        self.buffer = GradientBuffer(layouts, model)
+        sessions = [server.session for server in self.client.servers]
+        # The ranks of a replica have pieces of their own, and clip them together.
+        in_place = self._pushes_each and replica_group.group.world == 1
+        self.buffer = GradientBuffer(layouts, model, sessions if in_place else None)
         self.replica_group = replica_group
         self.parameter_bytes = model.parameter_bytes
         self._layouts = layouts
@@ -291,6 +327,7 @@ class ServedExchange(Exchange):
 class ParameterServerExchange(ServedExchange):
     """Pushes each gradient, and pulls the updated parameters in the same round trip."""
 
+    _pushes_each = True
     _pulled = False
 
     def begin(self, round_: int) -> None:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic, sleep
 
+import torch
 from torch import Tensor
 
 from headrace.errors import PeerLost, Replaced, ServerRefused
@@ -101,6 +102,18 @@ class Session:
         except (ConnectionError, TimeoutError) as error:
             self.reconnect(error)
         return number
+
+    def push_place(self, shards: range) -> Tensor | None:
+        """Returns where the gradient of a parameter's shards is pushed from, flat, until the next `ask`.
+
+        None if it has to be copied or encoded, or a push from there is not answered yet.
+        """
+        dtype = self.push_views[shards[0]].dtype
+        # Of encoded gradients only bytes are known.
+        if dtype == torch.uint8 or any(slots for _, slots, _ in self._unanswered.values()):
+            return None
+        place = self.transport.joined_push_slots(shards)
+        return None if place is None else place.view(dtype)
 
     def waits_for(self, number: int) -> bool:
         """Returns whether a request is not answered yet."""
