@@ -59,5 +59,5 @@ def test_cells_show_progress_and_runs_and_interrupting_one_returns_the_run_so_fa
     first, _, after = book.cells
     assert "<progress" in shown(first)
     assert 'class="headrace"' in shown(first)
-    assert "Loss by examples" in shown(first)
+    assert "Does the loss fall?" in shown(first)
     assert shown(after) == "interrupted 2 Linear\n"

@@ -118,8 +118,8 @@ def test_the_page_has_a_chart_and_the_table_a_row(tmp_path, write_events):
     assert plain["expected_s"] == [2.9, 3.1]
     assert plain["in_flight"] == {"0": 2, "1": 2}
     page = write_page(tmp_path / "page.html", [summary]).read_text()
-    assert "A step of the pipeline" in page
-    chart = page[page.index("A step of the pipeline") :]
+    assert "When does each stage work?" in page
+    chart = page[page.index("When does each stage work?") :]
     chart = chart[: chart.index("</figure>")]
     assert "as measured in step 1: 33 % bubble" in chart
     # Eight passes and what two of them waited, and the schedule's eight.
@@ -132,4 +132,4 @@ def test_a_run_without_stages_has_none(tmp_path, make_run):
     summary = summarize(make_run(tmp_path / "run"))
     assert summary.passed is None
     assert "bubble" not in dict(run_rows(summary))
-    assert "A step of" not in write_page(tmp_path / "page.html", [summary]).read_text()
+    assert "each stage" not in write_page(tmp_path / "page.html", [summary]).read_text()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from xml.etree import ElementTree
 
 import pytest
 
+from headrace.report.drawing.rows import Histogram, draw_histograms
 from headrace.report.model.summary import summarize
-from headrace.report.views.drawing import Histogram, draw_histograms
 from headrace.report.views.page import write_page
 from headrace.report.views.server_pictures import server_pictures
 from headrace.report.views.style import colours_of
@@ -17,13 +16,13 @@ from headrace.spec.events import Failed, ServerStats, ShardStats
 XHTML = "{http://www.w3.org/1999/xhtml}"
 SVG = "{http://www.w3.org/2000/svg}"
 TITLES = [
-    "Staleness of updates",
-    "Staleness over time",
-    "Who waited for whom",
-    "Work of servers",
-    "Traffic of servers",
-    "Traffic of shards",
-    "Apply time of shards",
+    "How old are the parameters of a gradient?",
+    "Does staleness grow?",
+    "Who waited for whom?",
+    "How busy are the servers?",
+    "How much does each server move?",
+    "Which shards move the most?",
+    "Which shards' updates take the most time?",
 ]
 
 
@@ -38,11 +37,11 @@ def test_every_picture_is_there_and_says_whose_it_is(tmp_path, make_served_run, 
     assert list(drawn) == TITLES
     everybody = {f"worker {worker}" for worker in range(workers)}
     everyone = {f"server {rank}" for rank in range(workers, workers + servers)}
-    for title in ("Staleness of updates", "Who waited for whom"):
+    for title in ("How old are the parameters of a gradient?", "Who waited for whom?"):
         assert everybody <= set(_words(drawn[title].svg)), title
-    for title in ("Work of servers", "Traffic of servers"):
+    for title in ("How busy are the servers?", "How much does each server move?"):
         assert everyone <= set(_words(drawn[title].svg)), title
-    for title in ("Traffic of shards", "Apply time of shards"):
+    for title in ("Which shards move the most?", "Which shards' updates take the most time?"):
         assert {f"weight on {rank}" for rank in range(workers, workers + servers)} <= set(_words(drawn[title].svg))
     assert all(len(each.reading) > 40 for each in drawn.values())
 
@@ -50,12 +49,12 @@ def test_every_picture_is_there_and_says_whose_it_is(tmp_path, make_served_run, 
 @pytest.mark.slow
 def test_numbers_stand_beside_the_bars(tmp_path, make_served_run):
     drawn = {each.title: _words(each.svg) for each in server_pictures([summarize(make_served_run(tmp_path, 4, 2))])}
-    assert "mean 4.00, 99 % at most 6, largest 6" in drawn["Staleness of updates"]
-    assert "answers of server 4: 0.30, 5: 0.60 s" in drawn["Who waited for whom"]
-    assert "busy 25 %, queue mean 1.50, longest 4" in drawn["Work of servers"]
-    assert "970 kB pushed, 970 kB pulled" in drawn["Traffic of servers"]
-    assert "9.60 kB pushed, 9.60 kB pulled" in drawn["Traffic of shards"]
-    assert "240 × 0.800 ms" in drawn["Apply time of shards"]
+    assert "mean 4.00, 99 % at most 6, largest 6" in drawn["How old are the parameters of a gradient?"]
+    assert "answers of server 4: 0.30, 5: 0.60 s" in drawn["Who waited for whom?"]
+    assert "busy 25 %, queue mean 1.50, longest 4" in drawn["How busy are the servers?"]
+    assert "970 kB pushed, 970 kB pulled" in drawn["How much does each server move?"]
+    assert "9.60 kB pushed, 9.60 kB pulled" in drawn["Which shards move the most?"]
+    assert "240 × 0.800 ms" in drawn["Which shards' updates take the most time?"]
 
 
 @pytest.mark.slow
@@ -72,8 +71,6 @@ def test_a_page_of_several_runs_has_a_table_and_fewer_rows(tmp_path, make_run, m
     words = [element.text for element in root.iter(f"{SVG}text")]
     assert words.count("ps16 (parameter_server), worker 3") == 1
     assert "ps16 (parameter_server), worker 4" not in words
-    ids = re.findall(r' id="([^"]+)"', page)
-    assert len(ids) == len(set(ids))
 
 
 @pytest.mark.slow
@@ -86,7 +83,12 @@ def test_servers_without_a_step_and_with_hostile_names_have_a_page(tmp_path, mak
     page = write_page(tmp_path / "page.html", [summarize(run_dir)]).read_text()
     root = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
     titles = [element.text for element in root.iter(f"{XHTML}h3")]
-    assert titles == ["Work of servers", "Traffic of servers", "Traffic of shards", "Apply time of shards"]
+    assert titles == [
+        "How busy are the servers?",
+        "How much does each server move?",
+        "Which shards move the most?",
+        "Which shards' updates take the most time?",
+    ]
     assert "no update" in [element.text for element in root.iter(f"{SVG}text")]
     assert "<script" not in page
 
@@ -105,5 +107,4 @@ def test_a_histogram_has_as_many_columns_as_can_be_seen(largest, columns):
     row = Histogram("worker 0", "a note", dict.fromkeys(range(largest + 1), 2), largest / 2, colours_of(["a"])["a"])
     svg = draw_histograms("T", [row], "staleness")
     assert {"worker 0", "a note", "staleness"} <= set(_words(svg))
-    filled = [path for path in ElementTree.fromstring(svg).iter(f"{SVG}path") if "fill: var" in path.get("style", "")]
-    assert len(filled) == columns
+    assert len(list(ElementTree.fromstring(svg).iter(f"{SVG}rect"))) == columns

@@ -139,7 +139,7 @@ def test_a_run_without_meetings_says_nothing_of_them(tmp_path, make_run):
     assert summary.averaging is None
     assert run_plain(summary)["averaging"] is None
     assert "averaging" not in dict(run_rows(summary))
-    assert "Drift when workers meet" not in write_page(tmp_path / "page.html", [summary]).read_text()
+    assert "How far do workers drift apart?" not in write_page(tmp_path / "page.html", [summary]).read_text()
 
 
 def test_the_meetings_of_one_run_in_words_and_pictures(tmp_path, make_run):
@@ -150,8 +150,8 @@ def test_the_meetings_of_one_run_in_words_and_pictures(tmp_path, make_run):
     assert rows["drift"] == "mean 0.04, largest 0.06 of the parameters' norm, after 6 rounds"
     assert rows["left out"] == "rank 1 1 ×: parameters that were not finite; they went on from the others' mean"
     page = write_page(tmp_path / "page.html", [summary]).read_text()
-    assert "Drift when workers meet" in page
-    assert "Rounds between meetings" in page
+    assert "How far do workers drift apart?" in page
+    assert "How long do workers go on by themselves?" in page
     plain = run_plain(summary)["averaging"]
     assert plain["left_out"] == {"1": 1}
     assert [meeting["step"] for meeting in plain["meetings"]] == [2, 6, 10]
@@ -160,8 +160,8 @@ def test_the_meetings_of_one_run_in_words_and_pictures(tmp_path, make_run):
 def test_a_period_that_does_not_change_has_no_picture(tmp_path, make_run):
     summary = summarize(make_run(tmp_path / "run", "parameter_averaging", extra=MEETINGS[:2]))
     page = write_page(tmp_path / "page.html", [summary]).read_text()
-    assert "Drift when workers meet" in page
-    assert "Rounds between meetings" not in page
+    assert "How far do workers drift apart?" in page
+    assert "How long do workers go on by themselves?" not in page
 
 
 def test_a_comparison_says_one_sentence(tmp_path, make_run):
@@ -196,9 +196,10 @@ def test_shares_over_time_in_words_and_a_picture(tmp_path, make_run, write_event
     assert dict(run_rows(summary))["shares"] == "22 + 10 examples of a batch, after 2 changes"
     assert run_plain(summary)["balance"]["last"] == [22, 10]
     page = write_page(tmp_path / "page.html", [summary]).read_text()
-    assert "Shares of the batch" in page
+    assert "How is a batch shared?" in page
     assert (
-        "Shares of the batch" not in write_page(tmp_path / "b.html", [summarize(make_run(tmp_path / "b"))]).read_text()
+        "How is a batch shared?"
+        not in write_page(tmp_path / "b.html", [summarize(make_run(tmp_path / "b"))]).read_text()
     )
     # A resumed run begins with equal shares.
     first = summary.started

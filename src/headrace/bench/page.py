@@ -7,9 +7,9 @@ from pathlib import Path
 
 from headrace.bench.figures import PARTS, Figure, MachineFigures, is_time
 from headrace.bench.saving import IDLE_SHARE, disturbance, shown_facts
+from headrace.report.drawing.rows import Bar, draw_bars
 from headrace.report.format import MISSING, percent, short
 from headrace.report.views.document import document, figures, html_text, scrolled_table, table_row
-from headrace.report.views.drawing import Bar, draw_bars
 from headrace.report.views.style import PARTS as COLOURS
 from headrace.report.views.style import Picture
 

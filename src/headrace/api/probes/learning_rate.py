@@ -15,9 +15,9 @@ from headrace.api.checks import inspect_job
 from headrace.api.fit import fit
 from headrace.engine.base import Engine
 from headrace.errors import JobError, UsageError
+from headrace.report.drawing.curves import Curve, draw_curves
 from headrace.report.format import short
 from headrace.report.views.document import embedded, html_text, picture_list, scrolled_table, table_row
-from headrace.report.views.drawing import Curve, draw_curves
 from headrace.report.views.style import INK, Picture, colours_of
 from headrace.spec.events import Stepped
 from headrace.spec.job import Job

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from headrace.prediction.recommendation.offers import Offer
 from headrace.prediction.recommendation.recommend import Recommendation
+from headrace.report.drawing.curves import Curve, draw_curves
 from headrace.report.format import duration, percent, plural, short
 from headrace.report.views.document import document, figures, html_text, picture_key, scrolled_table, table_row
-from headrace.report.views.drawing import Curve, draw_curves
 from headrace.report.views.style import STAND_INS, Picture, colours_of
 
 _MOST_CURVES = 6
@@ -46,6 +46,7 @@ def _pictures(found: Recommendation) -> str:
                 [(offer.candidate.devices, value(offer)) for offer in found.curve[family]],
                 colours[family],
                 dots=True,
+                name=family,
             )
             for family in families
         ]

@@ -167,6 +167,21 @@ CURVE_POINTS = 400
 """Most points of a loss curve."""
 
 
+SMOOTH = 20
+"""A loss curve is shown as the mean over this part (1/20) of its points around each."""
+
+
+def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Returns the centred mean of the second numbers, over fewer points at both ends."""
+    reach = len(points) // (2 * SMOOTH)
+    result = []
+    for index, (x, _) in enumerate(points):
+        half = min(reach, index)
+        near = points[index - half : index + half + 1]
+        result.append((x, sum(y for _, y in near) / len(near)))
+    return result
+
+
 @dataclass(frozen=True)
 class LossPoint:
     """A point of the loss curve: the weighted mean over the workers and over consecutive steps.

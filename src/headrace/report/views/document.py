@@ -44,6 +44,8 @@ dd { margin: 0; overflow-wrap: anywhere; }
 figure { margin: 0; min-width: 0; }
 figure svg { display: block; width: 100%; height: auto; overflow: visible; }
 figcaption { font-size: 12.5px; margin-top: 4px; }
+.answer { font-size: 13.5px; }
+.spot:hover { fill: var(--ink); }
 """
 """Rules for what is inside an element of another document: a line is a selector's list and its declarations."""
 
@@ -89,13 +91,33 @@ def figures(title: str, drawn: Iterable[tuple[Picture, str]]) -> str:
 
 
 def picture_list(drawn: Iterable[tuple[Picture, str]]) -> str:
-    """Returns pictures side by side, each with its key."""
+    """Returns pictures side by side, each below its question, its answer and its key."""
     shown = "\n".join(
-        f"<figure>\n<h3>{html_text(each.title)}</h3>\n{of_key}{each.svg}\n"
-        f"<figcaption>{html_text(each.reading)}</figcaption>\n</figure>"
+        f"<figure>\n<h3>{html_text(each.title)}</h3>\n{_answer(each)}{of_key}{each.svg}\n{_reading(each)}\n</figure>"
         for each, of_key in drawn
     )
     return f'<div class="pictures">\n{shown}\n</div>'
+
+
+def _answer(picture: Picture) -> str:
+    return f'<p class="answer">{html_text(picture.answer)}</p>\n' if picture.answer else ""
+
+
+def _reading(picture: Picture) -> str:
+    """Returns how to read a picture: folded where its answer is above it."""
+    reading = html_text(picture.reading)
+    if not picture.answer:
+        return f"<figcaption>{reading}</figcaption>"
+    return f"<figcaption><details><summary>How to read it</summary><p>{reading}</p></details></figcaption>"
+
+
+def fold(title: str, said: str, body: str) -> str:
+    """Returns a section that is folded until it is asked for; `said` stands beside its title."""
+    beside = f' <span class="quiet">{html_text(said)}</span>' if said else ""
+    return (
+        f'<details class="fold">\n<summary><h2>{html_text(title)}</h2>{beside}</summary>\n'
+        f'<div class="inside">\n{body}\n</div>\n</details>'
+    )
 
 
 def picture_key(items: Iterable[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from headrace.errors import UsageError
@@ -13,14 +13,15 @@ from headrace.report.model.verdict import References, verdict
 from headrace.report.views.document import (
     document,
     embedded,
-    figures,
+    fold,
     html_text,
     picture_key,
     picture_list,
     scrolled_table,
     table_row,
 )
-from headrace.report.views.pictures import main_pictures, pictures
+from headrace.report.views.pictures import main_pictures, pictures, rate_marks
+from headrace.report.views.server_pictures import SERVER_GROUP
 from headrace.report.views.server_subjects import SERVERS
 from headrace.report.views.style import PARTS, STAND_INS, Picture, RunStyle, run_styles
 from headrace.report.views.subjects import BOTTLENECK, INPUT, INPUT_STAGE, PREDICTED, predicted_figures
@@ -72,23 +73,37 @@ def page_fragment(summaries: Sequence[Summary], references: References | None = 
         above = [_run_list(summaries[0], known)]
     alerts = (f"<p><strong>{html_text(ending(each))}</strong></p>" for each in summaries if each.status != "ok")
     drawn = main_pictures(summaries, known)
-    key = _runs_key(summaries)
-    shown = picture_list((each, key if each.key == "runs" else "") for each in drawn)
+    keys = _keys(summaries, known)
+    shown = picture_list((each, keys[each.key]) for each in drawn)
     return embedded([*alerts, *above, shown])
 
 
 def _page(summaries: Sequence[Summary], references: References) -> str:
+    """Returns what answers most questions, and below it the rest, folded."""
     title = ", ".join(each.name for each in summaries) if len(summaries) <= 4 else f"{len(summaries)} runs compared"
     drawn = pictures(summaries, references)
+    keys = _keys(summaries, references)
+    tables = {SERVER_GROUP: _servers(summaries), "Input": _inputs(summaries)}
+    groups: dict[str, list[Picture]] = {each.group: [] for each in drawn if each.group}
+    groups |= {group: groups.get(group, []) for group, table in tables.items() if table}
+    for each in drawn:
+        if each.group:
+            groups[each.group].append(each)
+    folded = [_fold(group, tables.get(group, ""), found, keys) for group, found in groups.items()]
     body = [
         _header(title, summaries, references),
         *(_alert(each) for each in summaries if each.status != "ok"),
         _runs(summaries, references),
-        _figures(drawn, summaries),
-        _notices(summaries),
-        _how(),
+        _figures([each for each in drawn if not each.group], keys),
+        f'<section class="folds">\n{chr(10).join([*folded, _notices(summaries, references), _how()])}\n</section>',
     ]
     return document(title, body)
+
+
+def _fold(title: str, table: str, drawn: Sequence[Picture], keys: Mapping[str, str]) -> str:
+    said = next((each.answer for each in drawn if each.answer), "")
+    shown = picture_list((each, keys[each.key]) for each in drawn) if drawn else ""
+    return fold(title, said, f"{table}\n{shown}" if table and shown else table or shown)
 
 
 def _header(title: str, summaries: Sequence[Summary], references: References) -> str:
@@ -122,13 +137,11 @@ def _alert(summary: Summary) -> str:
 
 def _runs(summaries: Sequence[Summary], references: References) -> str:
     if len(summaries) > 1:
-        more = _section("Servers", summaries, to_heads(SERVERS), lambda each: to_cells(SERVERS, each.servers))
-        more += _inputs(summaries)
         differ = differing_line(summaries, references)
         below = f'\n<p class="quiet">{html_text(differ)}</p>' if differ else ""
-        return f"<section>\n<h2>Side by side</h2>\n{_table(summaries, references)}{below}\n</section>{more}"
+        return f"<section>\n<h2>Side by side</h2>\n{_table(summaries, references)}{below}\n</section>"
     run = f"<section>\n<h2>The run</h2>\n{_run_list(summaries[0], references)}\n</section>"
-    return f"{run}{_predicted(summaries[0])}{_stages(summaries[0])}"
+    return f"{run}{_predicted(summaries[0])}"
 
 
 def _run_list(summary: Summary, references: References) -> str:
@@ -161,10 +174,8 @@ def _table(summaries: Sequence[Summary], references: References) -> str:
         cells = [html_text(cell) for cell in to_cells(COLUMNS, ComparedRun(each, references, metric))]
         if each.examples_per_s == fastest and each.status == "ok":
             cells[rate] = f'<span class="best">{cells[rate]}</span>'
-        why = references.disturbed(each)
-        status = (
-            f" ({html_text(each.status)})" if each.status != "ok" else f" (disturbed: {html_text(why)})" if why else ""
-        )
+        marked = each.status if each.status != "ok" else "disturbed" if references.disturbed(each) else ""
+        status = f" ({html_text(marked)})" if marked else ""
         rows.append(table_row(f"{_swatch(style)}{html_text(each.name)}{status}", cells))
     if references.one_device_examples_per_s and not any(each.strategy == "one_device" for each in summaries):
         cells = ["", "", short(references.one_device_examples_per_s), "1.00", *[""] * 7]
@@ -172,7 +183,7 @@ def _table(summaries: Sequence[Summary], references: References) -> str:
     return scrolled_table([metric if head == "metric" and metric else head for head in heads], rows)
 
 
-def _section(title: str, summaries: Sequence[Summary], heads: Sequence[str], cells: Callable[..., list[str]]) -> str:
+def _rows(summaries: Sequence[Summary], heads: Sequence[str], cells: Callable[..., list[str]]) -> str:
     """Returns a table with a row for each run for which `cells` returns some; nothing where it returns none."""
     found = [(each, style, cells(each)) for each, style in zip(summaries, run_styles(summaries), strict=True)]
     rows = [
@@ -180,14 +191,23 @@ def _section(title: str, summaries: Sequence[Summary], heads: Sequence[str], cel
         for each, style, row in found
         if any(row)
     ]
-    return f"\n<section>\n<h2>{title}</h2>\n{scrolled_table(heads, rows)}\n</section>" if rows else ""
+    return scrolled_table(heads, rows) if rows else ""
+
+
+def _servers(summaries: Sequence[Summary]) -> str:
+    if len(summaries) == 1:
+        return ""
+    return _rows(summaries, to_heads(SERVERS), lambda each: to_cells(SERVERS, each.servers))
 
 
 def _inputs(summaries: Sequence[Summary]) -> str:
+    if len(summaries) == 1:
+        return _stages(summaries[0])
+
     def cells(summary: Summary) -> list[str]:
         return [*to_cells(BOTTLENECK, summary.bottleneck), *to_cells(INPUT, summary.inputs)]
 
-    return _section("Where the time goes", summaries, [*to_heads(BOTTLENECK), *to_heads(INPUT)], cells)
+    return _rows(summaries, [*to_heads(BOTTLENECK), *to_heads(INPUT)], cells)
 
 
 def _stages(summary: Summary) -> str:
@@ -201,26 +221,37 @@ def _stages(summary: Summary) -> str:
         for rank, each in inputs.by_rank.items()
     )
     table = scrolled_table(to_heads(INPUT_STAGE), rows, "stage")
-    return f'\n<section>\n<h2>The input</h2>\n{table}\n<ul class="notices">{waits}</ul>\n</section>'
+    return f'{table}\n<ul class="notices">{waits}</ul>'
 
 
 def _swatch(style: RunStyle) -> str:
     """A piece of the run's line, as drawn in the pictures."""
-    dashes = " ".join(f"{length * style.width:g}" for length in style.dashes)
-    pattern = f' stroke-dasharray="{dashes}"' if dashes else ""
+    return _line(STAND_INS[style.colour], style.width * 1.4, style.dashes)
+
+
+def _line(variable: str, width: float, dashes: Sequence[float]) -> str:
+    lengths = " ".join(f"{length * width / 1.4:g}" for length in dashes)
+    pattern = f' stroke-dasharray="{lengths}"' if dashes else ""
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" class="swatch" viewBox="0 0 26 10" aria-hidden="true">'
-        f'<line x1="0" y1="5" x2="26" y2="5" stroke-width="{style.width * 1.4:g}"{pattern} '
-        f'style="stroke: var(--{STAND_INS[style.colour]})"/></svg>'
+        f'<line x1="0" y1="5" x2="26" y2="5" stroke-width="{width:g}"{pattern} '
+        f'style="stroke: var(--{variable})"/></svg>'
     )
 
 
-def _figures(drawn: Sequence[Picture], summaries: Sequence[Summary]) -> str:
+def _figures(drawn: Sequence[Picture], keys: Mapping[str, str]) -> str:
     if not drawn:
         nothing = '<p class="quiet">No step was finished: there is nothing to draw.</p>'
         return f"<section><h2>Pictures</h2>{nothing}</section>"
-    keys = {"runs": _runs_key(summaries), "parts": _parts_key(), "": ""}
-    return figures("Pictures", ((each, keys[each.key]) for each in drawn))
+    shown = picture_list((each, keys[each.key]) for each in drawn)
+    return f'<section class="asked">\n<h2 class="unseen">Pictures</h2>\n{shown}\n</section>'
+
+
+def _keys(summaries: Sequence[Summary], references: References) -> Mapping[str, str]:
+    """Returns what tells the colours of a picture apart, by `Picture.key`."""
+    marks = rate_marks(summaries, references)
+    lines = picture_key(f"{_line('ink', 2.8, dashes)}{html_text(words)}" for dashes, words in marks) if marks else ""
+    return {"runs": _runs_key(summaries), "parts": _parts_key(), "marks": lines, "": ""}
 
 
 def _runs_key(summaries: Sequence[Summary]) -> str:
@@ -237,13 +268,14 @@ def _parts_key() -> str:
     )
 
 
-def _notices(summaries: Sequence[Summary]) -> str:
+def _notices(summaries: Sequence[Summary], references: References) -> str:
     said: dict[str, list[str]] = {}
     for each in summaries:
         for notice in each.outcome.notices:
             said.setdefault(notice, []).append(each.name)
     # What is said of the job is the same under several strategies.
     lines = [f"{', '.join(names)}: {notice}" if len(summaries) > 1 else notice for notice, names in said.items()]
+    lines += [f"{each.name}: disturbed: {why}" for each in summaries if (why := references.disturbed(each))]
     lines += [
         f"{each.name}: {each.outcome.torn_lines} event files end in half a line, which is left out"
         for each in summaries
@@ -252,9 +284,9 @@ def _notices(summaries: Sequence[Summary]) -> str:
     if not lines:
         return ""
     items = "".join(f"<li>{html_text(line)}</li>" for line in lines)
-    return f'<section>\n<h2>Notices</h2>\n<ul class="notices">{items}</ul>\n</section>'
+    return fold("Notices", lines[0], f'<ul class="notices">{items}</ul>')
 
 
 def _how() -> str:
     items = "".join(f"<dt>{html_text(name)}</dt><dd>{html_text(words)}</dd>" for name, words in _HOW.items())
-    return f'<section>\n<h2>How the numbers are made</h2>\n<dl class="how">{items}</dl>\n</section>'
+    return fold("How the numbers are made", "", f'<dl class="how">{items}</dl>')

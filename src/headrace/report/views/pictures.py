@@ -6,18 +6,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
+from headrace.report.drawing.curves import Curve, draw_curves
+from headrace.report.drawing.rows import Bar, Lane, Mark, draw_bars, draw_lanes
 from headrace.report.format import byte_count, fixed, percent, plural, short
 from headrace.report.model.pipeline import PipelineStep
 from headrace.report.model.summary import Summary
-from headrace.report.model.training import BalanceSummary, LossPoint, StepTimes
+from headrace.report.model.training import SMOOTH, STEP_PARTS, BalanceSummary, LossPoint, StepTimes, smoothed
 from headrace.report.model.verdict import References
-from headrace.report.views.drawing import Bar, Curve, Lane, Mark, draw_bars, draw_curves, draw_lanes
+from headrace.report.views.answers import (
+    balance_answer,
+    bytes_answer,
+    drift_answer,
+    loss_answer,
+    metric_answer,
+    period_answer,
+    pipeline_answer,
+    steps_answer,
+    throughput_answer,
+    workers_answer,
+)
 from headrace.report.views.server_pictures import server_pictures
 from headrace.report.views.style import PARTS, Picture, run_styles
 
-_SMOOTH = 20
-"""A loss curve is the mean over this part (1/20) of its points around each."""
-
+LEARNING, WORKERS, PIPELINE, AVERAGING, SHARES, MEMORY = (
+    *("More of how they learn", "Each worker", "Pipeline", "Averaging", "Shares of a batch", "Memory"),
+)
+"""Folds of the page."""
 _MOST_DOTS = 60
 _MOST_RANKS = 8
 _MOST_METRICS = 4
@@ -32,14 +46,14 @@ def _curves_of(
     curves = []
     for each, style in zip(summaries, run_styles(summaries), strict=True):
         if points := points_of(each):
-            curves.append(Curve(points, style.colour, style.dashes, style.width))
+            curves.append(Curve(points, style.colour, style.dashes, style.width, name=each.name))
     return curves
 
 
 def averaging_pictures(summaries: Sequence[Summary]) -> list[Picture]:
     """Returns drift and period of the runs whose workers met to average."""
 
-    def picture(title: str, name: str, axis: str, reading: str) -> Picture:
+    def picture(title: str, name: str, axis: str, reading: str, answer: str) -> Picture:
         curves = _curves_of(
             summaries,
             lambda run: [
@@ -48,26 +62,28 @@ def averaging_pictures(summaries: Sequence[Summary]) -> list[Picture]:
             ],
         )
         curves = [replace(each, dots=len(each.points) <= _MOST_DOTS) for each in curves]
-        return Picture(title, draw_curves(title, curves, "rounds", axis), reading, "runs")
+        return Picture(title, draw_curves(title, curves, "rounds", axis), reading, "runs", answer, AVERAGING)
 
     shown = [each.averaging.meetings for each in summaries if each.averaging is not None]
     if not shown:
         return []
     drift = picture(
-        "Drift when workers meet",
+        "How far do workers drift apart?",
         "drift",
         "distance from the mean, relative",
         "How far the worker that was furthest away was from the mean of all, over the norm of the mean. What grows "
         "from meeting to meeting asks for a shorter period.",
+        drift_answer(summaries),
     )
     if all(meeting.period == meetings[0].period for meetings in shown for meeting in meetings):
         return [drift]
     period = picture(
-        "Rounds between meetings",
+        "How long do workers go on by themselves?",
         "rounds",
         "rounds since the last meeting",
         "How long workers went on by themselves. An automatic period grows until the exchange takes its share of the "
         "time and no more, or until drift holds it.",
+        period_answer(summaries),
     )
     return [drift, period]
 
@@ -81,7 +97,10 @@ _SIZE_COLOURS = (PARTS["compute_s"], PARTS["update_s"])
 def passed_pictures(summaries: Sequence[Summary]) -> tuple[Picture, ...]:
     """Returns a picture for each run that has a pipeline step."""
     return tuple(
-        _step_picture(f"A step of {each.name}" if len(summaries) > 1 else "A step of the pipeline", each.passed)
+        _step_picture(
+            f"When does each stage of {each.name} work?" if len(summaries) > 1 else "When does each stage work?",
+            each.passed,
+        )
         for each in summaries
         if each.passed is not None
     )
@@ -112,14 +131,15 @@ def _step_picture(title: str, passed: PipelineStep) -> Picture:
         "another stage. The bubble is the part of the time in which ranks work on nothing. There is more of it than in "
         "the schedule where stages take different times, where transfers take time, and where others want the cores."
     )
-    return Picture(title, draw_lanes(title, groups, "milliseconds", 1e3), reading)
+    drawn = draw_lanes(title, groups, "milliseconds", 1e3)
+    return Picture(title, drawn, reading, answer=pipeline_answer(passed), group=PIPELINE)
 
 
 def balance_pictures(summaries: Sequence[Summary]) -> tuple[Picture, ...]:
     """Returns a picture for each run whose shares of a batch have changed."""
     return tuple(
         _shares_picture(
-            f"Shares of the batch of {each.name}" if len(summaries) > 1 else "Shares of the batch", each.balance
+            f"How is a batch of {each.name} shared?" if len(summaries) > 1 else "How is a batch shared?", each.balance
         )
         for each in summaries
         if each.balance is not None
@@ -142,20 +162,23 @@ def _shares_picture(title: str, balance: BalanceSummary) -> Picture:
         "Examples of a global batch that each worker computes, over the steps of the run: a worker that is slow gets "
         "fewer, so that all take the same time. The colours alternate from change to change."
     )
-    return Picture(title, draw_lanes(title, (("examples of a batch", lanes),), "steps", 1.0), reading)
+    drawn = draw_lanes(title, (("examples of a batch", lanes),), "steps", 1.0)
+    return Picture(title, drawn, reading, answer=balance_answer(balance), group=SHARES)
 
 
 def pictures(summaries: Sequence[Summary], references: References) -> tuple[Picture, ...]:
-    """Returns the pictures for which the runs have data."""
+    """Returns the pictures for which the runs have data, those that are always seen first."""
+    rates = [] if len(summaries) == 1 and references == References() else [_throughput(summaries, references)]
     drawn = (
-        *_losses(summaries),
-        _throughput(summaries, references),
+        *_losses(summaries, references),
+        *rates,
         _steps(summaries),
+        *_metrics(summaries),
+        _steps_by_rank(summaries),
         *passed_pictures(summaries),
         *server_pictures(summaries),
         *averaging_pictures(summaries),
         *balance_pictures(summaries),
-        *_metrics(summaries),
         *_memory(summaries),
     )
     return tuple(picture for picture in drawn if picture is not None)
@@ -163,107 +186,124 @@ def pictures(summaries: Sequence[Summary], references: References) -> tuple[Pict
 
 def main_pictures(summaries: Sequence[Summary], references: References) -> tuple[Picture, ...]:
     """Returns the pictures to show where there is little room: the loss, and the rates where runs are compared."""
-    if len(summaries) == 1:
-        return tuple(_losses(summaries)[:1])
-    rates = _throughput(summaries, references)
-    return (*_losses(summaries)[1:], *([rates] if rates else []))
+    losses = tuple(each for each in _losses(summaries, references) if not each.group)
+    rates = _throughput(summaries, references) if len(summaries) > 1 else None
+    return (*losses, *([rates] if rates else []))
 
 
-def _losses(summaries: Sequence[Summary]) -> list[Picture]:
+def _losses(summaries: Sequence[Summary], references: References) -> list[Picture]:
+    """Returns the loss by examples and by time: of one run the first is seen, of several the second."""
     values = [point.loss for each in summaries for point in each.curves.loss]
     if not values:
         return []
     log = min(values) > 0 and max(values) > 8 * min(values)
     by_examples, by_time = "Against the work done, whatever the machine.", "The same over time."
+    titles = ("Does the loss fall?", "How fast does the loss fall?")
     if len(summaries) > 1:
+        titles = ("Which loss falls with the fewest examples?", "Which loss falls first?")
         by_examples = (
             "The same work on every point of the axis: synchronous strategies on the same global batch lie on each "
             "other, and should."
         )
         by_time = "The same curves over time: the one that falls first learns fastest on this machine."
-    kinds: tuple[tuple[str, str, Callable[[LossPoint], float], str], ...] = (
-        ("Loss by examples", "examples seen by all workers", attrgetter("examples"), by_examples),
-        ("Loss by time", "seconds of training, without evaluations", attrgetter("seconds"), by_time),
-    )
-    smooth = f"Drawn: the mean over 1/{_SMOOTH} of the run around each point; faint: before that."
+    smooth = f"Drawn: the mean over 1/{SMOOTH} of the run around each point; faint: before that."
     label = "training loss" + " (log)" * log
-    drawn = [draw_curves(title, _loss_curves(summaries, place), axis, label, log) for title, axis, place, _ in kinds]
-    return [Picture(kind[0], svg, f"{kind[3]} {smooth}", "runs") for kind, svg in zip(kinds, drawn, strict=True)]
+
+    def picture(title: str, axis: str, place: Callable[[LossPoint], float], reading: str, timed: bool) -> Picture:
+        drawn = draw_curves(title, _loss_curves(summaries, place), axis, label, log)
+        answer = loss_answer(summaries, references, timed)
+        group = "" if timed == (len(summaries) > 1) else LEARNING
+        return Picture(title, drawn, f"{reading} {smooth}", "runs", answer, group)
+
+    return [
+        picture(titles[0], "examples seen by all workers", attrgetter("examples"), by_examples, False),
+        picture(titles[1], "seconds of training, without evaluations", attrgetter("seconds"), by_time, True),
+    ]
 
 
 def _loss_curves(summaries: Sequence[Summary], place: Callable[[LossPoint], float]) -> list[Curve]:
     curves = _curves_of(summaries, lambda run: [(place(point), point.loss) for point in run.curves.loss])
-    smoothed = [(each, _smoothed(each.points)) for each in curves]
+    smooth = [(each, smoothed(each.points)) for each in curves]
     return [
-        replace(each, points=smooth, faint=each.points if smooth != each.points else (), dots=len(smooth) == 1)
-        for each, smooth in smoothed
+        replace(each, points=points, faint=each.points if points != each.points else (), dots=len(points) == 1)
+        for each, points in smooth
     ]
 
 
-def _smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Returns the centred mean, over fewer points at both ends."""
-    reach = len(points) // (2 * _SMOOTH)
-    result = []
-    for index, (x, _) in enumerate(points):
-        half = min(reach, index)
-        near = points[index - half : index + half + 1]
-        result.append((x, sum(y for _, y in near) / len(near)))
-    return result
+def rate_marks(summaries: Sequence[Summary], references: References) -> list[tuple[tuple[float, ...], str]]:
+    """Returns how the lines across rates are drawn, and what each is."""
+    several = [each.workers for each in summaries if each.examples_per_s and each.workers > 1]
+    marks: list[tuple[tuple[float, ...], str]] = []
+    if references.one_device_examples_per_s:
+        marks.append((_DOTTED, "one process with all threads"))
+    if any(references.ceiling_examples_per_s.get(workers) for workers in several):
+        marks.append(((), "the ceiling: as many workers that exchange nothing"))
+    if references.one_thread_examples_per_s and several:
+        marks.append((_DASHED, "workers × one thread that has the machine for itself"))
+    return marks
 
 
 def _throughput(summaries: Sequence[Summary], references: References) -> Picture | None:
     rated = [(each, style) for each, style in zip(summaries, run_styles(summaries), strict=True) if each.examples_per_s]
     if not rated:
         return None
-    title = "Throughput"
+    title = "How many examples a second?"
     one = references.one_device_examples_per_s
     one_thread = references.one_thread_examples_per_s
     bars = []
     for each, style in rated:
         ceiling = references.ceiling_examples_per_s.get(each.workers)
-        marks = [Mark(one, _DOTTED)] if one else []
+        marks = [Mark(one, _DOTTED, f"one process: {short(one)} examples/s")] if one else []
         if ceiling and each.workers > 1:
-            marks.append(Mark(ceiling))
+            marks.append(Mark(ceiling, (), f"ceiling: {short(ceiling)} examples/s"))
         if one_thread and each.workers > 1:
-            marks.append(Mark(one_thread * each.workers, _DASHED))
+            ideal = one_thread * each.workers
+            marks.append(Mark(ideal, _DASHED, f"{each.workers} × one thread: {short(ideal)} examples/s"))
         against = references.to_one_device(each)
         note = f"{short(each.examples_per_s)}/s" + (f"  =  {fixed(against)} × one" if against else "")
         label = f"{each.name}, {plural(each.workers, 'worker')}"
         bars.append(Bar(label, note, [(each.examples_per_s or 0.0, style.colour)], marks))
-    reading = ["Examples a second of all workers together, in steady state (warm-up and evaluations left out)."]
-    if one:
-        reading.append(f"Dotted: one process with all threads ({short(one)}), what you would have without us.")
-    kinds = {mark.dashes for bar in bars for mark in bar.marks}
-    if () in kinds:
-        reading.append("Solid: the ceiling, as many unconnected workers at once.")
-    if _DASHED in kinds:
-        reading.append("Dashed: the ideal, workers × one thread that has the machine for itself.")
-    return Picture(title, draw_bars(title, bars, "examples/s"), " ".join(reading))
+    reading = "Examples a second of all workers together, in steady state (warm-up and evaluations left out)."
+    drawn = draw_bars(title, bars, "examples/s")
+    return Picture(title, drawn, reading, "marks", throughput_answer(summaries, references))
+
+
+_STEP_READING = (
+    "Milliseconds of the mean step in steady state, in the order in which they pass: waiting for data, compute, "
+    "exchange, update, and what lies between steps. Exchange includes waiting for slower workers: a long "
+    "exchange on one rank alone means that it waits for another."
+)
 
 
 def _steps(summaries: Sequence[Summary]) -> Picture | None:
+    """Returns the mean step of each run."""
+    bars = [_step_bar(each.name, each.times) for each in summaries if each.times is not None]
+    if not bars:
+        return None
+    title = "Where does a step's time go?"
+    reading = f"{_STEP_READING} The mean over all workers."
+    return Picture(title, draw_bars(title, bars, "ms a step"), reading, "parts", steps_answer(summaries))
+
+
+def _steps_by_rank(summaries: Sequence[Summary]) -> Picture | None:
+    several = [each for each in summaries if len(each.times_by_rank) > 1]
     bars = [
         _step_bar(f"{each.name}, rank {rank}", times)
-        for each in summaries
+        for each in several
         for rank, times in list(each.times_by_rank.items())[:_MOST_RANKS]
     ]
     if not bars:
         return None
-    title = "Where each worker's step goes"
-    cut = any(len(each.times_by_rank) > _MOST_RANKS for each in summaries)
-    reading = (
-        "Milliseconds of the mean step in steady state, in the order in which they pass: waiting for data, compute, "
-        "exchange, update, and what lies between steps. Exchange includes waiting for slower workers: a long "
-        "exchange on one rank alone means that it waits for another."
-        + f" The first {_MOST_RANKS} ranks of each run are shown."
-        * cut
-    )
-    return Picture(title, draw_bars(title, bars, "ms a step"), reading, "parts")
+    title = "Where does each worker's step go?"
+    cut = any(len(each.times_by_rank) > _MOST_RANKS for each in several)
+    reading = _STEP_READING + f" The first {_MOST_RANKS} ranks of each run are shown." * cut
+    drawn = draw_bars(title, bars, "ms a step")
+    return Picture(title, drawn, reading, "parts", workers_answer(several), WORKERS)
 
 
 def _step_bar(label: str, times: StepTimes) -> Bar:
     parts = [(getattr(times, part) * 1e3, colour) for part, colour in PARTS.items()]
-    return Bar(label, f"{fixed(times.total_s, 1e3)} ms", parts, inside=True)
+    return Bar(label, f"{fixed(times.total_s, 1e3)} ms", parts, inside=True, names=list(STEP_PARTS.values()))
 
 
 def _metrics(summaries: Sequence[Summary]) -> list[Picture]:
@@ -271,7 +311,8 @@ def _metrics(summaries: Sequence[Summary]) -> list[Picture]:
     names = list(dict.fromkeys(name for point in evaluations for name in point.metrics))
     # The loss has its own two pictures; here it comes after what users care for.
     names.sort(key=lambda name: name == "loss")
-    return [_metric(summaries, name) for name in names[:_MOST_METRICS]]
+    drawn = [_metric(summaries, name) for name in names[:_MOST_METRICS]]
+    return [*drawn[:1], *(replace(each, group=LEARNING) for each in drawn[1:])]
 
 
 def _metric(summaries: Sequence[Summary], name: str) -> Picture:
@@ -279,24 +320,25 @@ def _metric(summaries: Sequence[Summary], name: str) -> Picture:
         return [(at.epochs, at.metrics[name]) for at in run.curves.evaluations if name in at.metrics]
 
     curves = [replace(each, dots=True) for each in _curves_of(summaries, points)]
-    title = f"Evaluation: {name}"
+    title = f"What {name} do evaluations find?"
     drawn = draw_curves(title, curves, "epochs", f"evaluation {name}", whole_x=True)
-    last = [f"{each.name} {short(each.metrics[name])}" for each in summaries if name in each.metrics]
     reading = "Over the whole evaluation set, each example counted once."
-    return Picture(title, drawn, f"{reading} Last: {', '.join(last)}." if last else reading, "runs")
+    return Picture(title, drawn, reading, "runs", metric_answer(summaries, name))
 
 
 def _memory(summaries: Sequence[Summary]) -> list[Picture]:
-    peaks, held = [], []
+    peaks, held, sizes, sums = [], [], [], []
     for each, style in zip(summaries, run_styles(summaries), strict=True):
-        peak, parameters, state = (
-            getattr(each.cost, name) for name in ("peak_memory_bytes", "parameter_bytes", "optimizer_bytes")
-        )
-        if peak is not None:
+        cost = each.cost
+        if cost.peak_memory_bytes is not None:
+            sizes.append((each.name, cost.peak_memory_bytes))
+            peak = cost.peak_memory_bytes
             peaks.append(Bar(each.name, byte_count(peak), [(peak * 1e-6, style.colour)]))
-        if parameters is not None and state is not None:
-            parts = [(parameters * 1e-6, style.colour), (state * 1e-6, PARTS["wait_s"])]
-            held.append(Bar(each.name, f"{byte_count(parameters)} + {byte_count(state)}", parts))
+        if cost.parameter_bytes is not None and cost.optimizer_bytes is not None:
+            sums.append((each.name, cost.parameter_bytes + cost.optimizer_bytes))
+            parts = [(cost.parameter_bytes * 1e-6, style.colour), (cost.optimizer_bytes * 1e-6, PARTS["wait_s"])]
+            note = f"{byte_count(cost.parameter_bytes)} + {byte_count(cost.optimizer_bytes)}"
+            held.append(Bar(each.name, note, parts, names=("parameters", "optimizer state")))
     everyone = "all workers and servers" if any(each.servers for each in summaries) else "all workers"
     peak_reading = "The most that one process had in memory at any time, libraries included."
     held_reading = (
@@ -304,7 +346,14 @@ def _memory(summaries: Sequence[Summary]) -> list[Picture]:
         "share is counted once."
     )
     kinds = (
-        ("Peak memory of the largest process", peaks, "MB", peak_reading),
-        ("Parameters and optimizer state", held, f"MB in {everyone} together", held_reading),
+        ("How much memory does the largest process take?", peaks, "MB", peak_reading, "The largest process", sizes),
+        (
+            *("How much do parameters and optimizer state take?", held, f"MB in {everyone} together", held_reading),
+            *("Parameters and optimizer state", sums),
+        ),
     )
-    return [Picture(title, draw_bars(title, bars, axis), reading) for title, bars, axis, reading in kinds if bars]
+    return [
+        Picture(title, draw_bars(title, bars, axis), reading, "", bytes_answer(what, given), MEMORY)
+        for title, bars, axis, reading, what, given in kinds
+        if bars
+    ]

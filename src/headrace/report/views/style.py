@@ -90,12 +90,19 @@ class RunStyle:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of the page, and the sentences below it; its colours are of `key`, "runs" or "parts" of a step."""
+    """A figure of the page, which answers one question.
+
+    `reading` says how to read it. Its colours are of `key`: "runs", "parts" of a step, or "marks" of rates. `answer` is
+    a sentence computed from the runs' data, "" where they do not say. `group` is the fold of the page that it is in, ""
+    for what is always seen.
+    """
 
     title: str
     svg: str
     reading: str
     key: str = ""
+    answer: str = ""
+    group: str = ""
 
 
 def run_styles(summaries: Sequence[Summary]) -> tuple[RunStyle, ...]:
