@@ -46,6 +46,13 @@ class Mean:
     Attributes:
         total: the weighted sum, a scalar; of a loss with its graph.
         weight: what it is to be divided by, a scalar.
+
+    Examples:
+        >>> def token_loss(output, target):
+        ...     counts = target != 0
+        ...     return hr.Mean(total=(output[counts] ** 2).sum(), weight=counts.sum())
+        >>> token_loss(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([5, 0, 7]))
+        Mean(total=tensor(10.), weight=tensor(2))
     """
 
     total: Tensor
@@ -64,6 +71,10 @@ def weigh(value: Any, examples: int, what: str = "the loss") -> tuple[Tensor, fl
 
     Raises:
         UsageError: it is neither.
+
+    Examples:
+        >>> hr.metrics.weigh(torch.tensor(0.5), examples=8)
+        (tensor(4.), 8.0)
     """
     if isinstance(value, Mean):
         _require_scalar(value.total, f"the total of {what}", "sum")
@@ -95,6 +106,11 @@ def align(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises:
         DataError: the shapes differ otherwise; they are never broadcast.
+
+    Examples:
+        >>> output, target = hr.metrics.align(torch.zeros(2, 1), torch.tensor([1, 2]))
+        >>> target
+        tensor([1., 2.])
     """
     if output.shape != target.shape:
         if output.shape == (*target.shape, 1):
@@ -110,28 +126,53 @@ def align(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def squared_error(output: Tensor, target: Tensor) -> Tensor:
-    """Mean squared error over all elements of `(batch, ...)`."""
+    """Mean squared error over all elements of `(batch, ...)`.
+
+    Examples:
+        >>> hr.metrics.squared_error(torch.tensor([1.0, 4.0]), torch.tensor([2.0, 2.0]))
+        tensor(2.5000)
+    """
     return F.mse_loss(*align(output, target))
 
 
 def absolute_error(output: Tensor, target: Tensor) -> Tensor:
-    """Mean absolute error over all elements of `(batch, ...)`."""
+    """Mean absolute error over all elements of `(batch, ...)`.
+
+    Examples:
+        >>> hr.metrics.absolute_error(torch.tensor([1.0, 4.0]), torch.tensor([2.0, 2.0]))
+        tensor(1.5000)
+    """
     return F.l1_loss(*align(output, target))
 
 
 def binary_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy of logits against labels 0/1, probabilities, or labels -1/+1 (of which -1 means 0)."""
+    """Cross-entropy of logits against labels 0/1, probabilities, or labels -1/+1 (of which -1 means 0).
+
+    Examples:
+        >>> hr.metrics.binary_cross_entropy(torch.tensor([0.0]), torch.tensor([1]))
+        tensor(0.6931)
+    """
     logits, labels = align(output, target)
     return F.binary_cross_entropy_with_logits(logits, labels.clamp(min=0))
 
 
 def hinge(output: Tensor, target: Tensor) -> Tensor:
-    """Mean of `max(0, 1 - sign * output)`; a label above 0 has the sign +1, 0 and -1 have -1."""
+    """Mean of `max(0, 1 - sign * output)`; a label above 0 has the sign +1, 0 and -1 have -1.
+
+    Examples:
+        >>> hr.metrics.hinge(torch.tensor([0.5, 2.0]), torch.tensor([1, -1]))
+        tensor(1.7500)
+    """
     return _slack(output, target).mean()
 
 
 def squared_hinge(output: Tensor, target: Tensor) -> Tensor:
-    """Mean of `max(0, 1 - sign * output) ** 2`, signs as in `hinge`."""
+    """Mean of `max(0, 1 - sign * output) ** 2`, signs as in `hinge`.
+
+    Examples:
+        >>> hr.metrics.squared_hinge(torch.tensor([0.5, 2.0]), torch.tensor([1, -1]))
+        tensor(4.6250)
+    """
     return _slack(output, target).square().mean()
 
 
@@ -148,6 +189,10 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
         output: logits `(batch, classes, ...)`.
         target: class indices, integers `(batch, ...)`; or one-hot rows or probabilities, floating point
             `(batch, classes, ...)`.
+
+    Examples:
+        >>> hr.metrics.cross_entropy(torch.tensor([[0.0, 0.0]]), torch.tensor([1]))
+        tensor(0.6931)
     """
     if target.is_floating_point():
         return F.cross_entropy(output, target.to(output.dtype))
@@ -155,12 +200,23 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """Part of the examples whose largest logit is their class; shapes as in `cross_entropy`."""
+    """Part of the examples whose largest logit is their class; shapes as in `cross_entropy`.
+
+    Examples:
+        >>> hr.metrics.accuracy(torch.tensor([[2.0, 1.0], [0.0, 3.0]]), torch.tensor([0, 0])).item()
+        0.5
+    """
     return _part(output.argmax(dim=1) == _indices(output, target))
 
 
 def top_k_accuracy(output: Tensor, target: Tensor, k: int = 5) -> Tensor:
-    """Part of the examples whose class is among the `k` largest logits; shapes as in `cross_entropy`."""
+    """Part of the examples whose class is among the `k` largest logits; shapes as in `cross_entropy`.
+
+    Examples:
+        >>> logits = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
+        >>> hr.metrics.top_k_accuracy(logits, torch.tensor([1, 2]), k=2).item()
+        0.5
+    """
     best = output.topk(k, dim=1).indices
     return _part((best == _indices(output, target).unsqueeze(1)).any(dim=1))
 
@@ -176,13 +232,24 @@ def _indices(output: Tensor, target: Tensor) -> Tensor:
 
 
 def binary_accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """Part of the elements whose logit lies on the target's side; labels 0/1, -1/+1 or probabilities."""
+    """Part of the elements whose logit lies on the target's side; labels 0/1, -1/+1 or probabilities.
+
+    Examples:
+        >>> hr.metrics.binary_accuracy(torch.tensor([2.0, -1.0]), torch.tensor([1, 1])).item()
+        0.5
+    """
     logits, labels = align(output, target)
     return _part((logits > 0) == (labels > 0.5))
 
 
 def exact_match(output: Tensor, target: Tensor) -> Tensor:
-    """Part of the examples of `(batch, labels)` that have every label right."""
+    """Part of the examples of `(batch, labels)` that have every label right.
+
+    Examples:
+        >>> logits, labels = torch.tensor([[2.0, -1.0], [3.0, 1.0]]), torch.tensor([[1, 0], [1, 0]])
+        >>> hr.metrics.exact_match(logits, labels).item()
+        0.5
+    """
     logits, labels = align(output, target)
     return _part(((logits > 0) == (labels > 0.5)).flatten(1).all(dim=1))
 

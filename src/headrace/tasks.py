@@ -16,6 +16,7 @@ from torch import Tensor
 from headrace import metrics
 from headrace.errors import DataError, UnknownName, UsageError
 from headrace.spec.options import require_count
+from headrace.targets import check_binary, check_multiclass, check_multilabel, check_regression, form_of
 
 __all__ = ["Task", "binary", "language_model", "multiclass", "multilabel", "own_loss", "regression"]
 
@@ -30,8 +31,6 @@ _BINARY: Mapping[str, Metric] = {
     "hinge": metrics.hinge,
     "squared_hinge": metrics.squared_hinge,
 }
-_ROUNDING = 1e-2
-"""How far a row of probabilities may be from summing up to 1: half precision over many classes."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,10 @@ class Task:
         metrics: name to `metric(output, target)`.
         check: takes output and target of a batch, raises `DataError` if the target does not have the task's
             form and `UsageError` if the output does not.
+
+    Examples:
+        >>> hr.tasks.binary("hinge").name
+        'binary'
     """
 
     name: str
@@ -62,6 +65,11 @@ def regression(loss: str = "squared_error") -> Task:
 
     Raises:
         UnknownName: there is no such loss.
+
+    Examples:
+        >>> task = hr.tasks.regression()
+        >>> task.loss(torch.tensor([[1.0], [3.0]]), torch.tensor([1.0, 1.0]))
+        tensor(2.)
     """
     return Task(
         name="regression",
@@ -71,7 +79,7 @@ def regression(loss: str = "squared_error") -> Task:
             "mean_squared_error": metrics.squared_error,
             "mean_absolute_error": metrics.absolute_error,
         },
-        check=_check_regression,
+        check=check_regression,
     )
 
 
@@ -83,13 +91,18 @@ def binary(loss: str = "cross_entropy") -> Task:
 
     Raises:
         UnknownName: there is no such loss.
+
+    Examples:
+        >>> task = hr.tasks.binary()
+        >>> task.activation(torch.tensor([0.0]))
+        tensor([0.5000])
     """
     return Task(
         name="binary",
         loss=_choose(loss, _BINARY),
         activation=torch.sigmoid,
         metrics={"accuracy": metrics.binary_accuracy},
-        check=partial(_check_binary, soft=loss == "cross_entropy"),
+        check=partial(check_binary, soft=loss == "cross_entropy"),
     )
 
 
@@ -105,6 +118,12 @@ def multilabel(labels: int, loss: str = "cross_entropy") -> Task:
     Raises:
         UnknownName: there is no such loss.
         UsageError: `labels` is no whole number of at least 1.
+
+    Examples:
+        >>> task = hr.tasks.multilabel(2)
+        >>> logits, labels = torch.tensor([[2.0, -1.0], [3.0, 1.0]]), torch.tensor([[1, 0], [1, 0]])
+        >>> task.metrics["exact_match"](logits, labels).item()
+        0.5
     """
     require_count("labels", labels)
     return Task(
@@ -112,7 +131,7 @@ def multilabel(labels: int, loss: str = "cross_entropy") -> Task:
         loss=_choose(loss, _BINARY),
         activation=torch.sigmoid,
         metrics={"accuracy": metrics.binary_accuracy, "exact_match": metrics.exact_match},
-        check=partial(_check_multilabel, labels=labels, soft=loss == "cross_entropy"),
+        check=partial(check_multilabel, labels=labels, soft=loss == "cross_entropy"),
     )
 
 
@@ -128,6 +147,12 @@ def multiclass(classes: int, *, top_k: int | None = None) -> Task:
 
     Raises:
         UsageError: `classes` is no whole number of at least 2, or `top_k` none between 1 and `classes`.
+
+    Examples:
+        >>> task = hr.tasks.multiclass(3)
+        >>> logits, classes = torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 4.0]]), torch.tensor([0, 1])
+        >>> task.metrics["accuracy"](logits, classes).item()
+        0.5
     """
     require_count("classes", classes, 2)
     measured: dict[str, Metric] = {"accuracy": metrics.accuracy}
@@ -141,7 +166,7 @@ def multiclass(classes: int, *, top_k: int | None = None) -> Task:
         loss=metrics.cross_entropy,
         activation=_softmax,
         metrics=measured,
-        check=partial(_check_multiclass, classes=classes),
+        check=partial(check_multiclass, classes=classes),
     )
 
 
@@ -155,6 +180,12 @@ def language_model(ignore_index: int = -100, *, shifted: bool = True) -> Task:
         ignore_index: the label of tokens that do not count, such as padding.
         shifted: compares the prediction at each token with the label of the next, so that labels may be the input
             itself. Give False where the label at a token is what is predicted there.
+
+    Examples:
+        >>> task = hr.tasks.language_model()
+        >>> logits, tokens = torch.zeros(1, 3, 4), torch.tensor([[1, 2, -100]])
+        >>> task.loss(logits, tokens).weight
+        tensor(1)
     """
     count = partial(_token_mean, ignore_index=ignore_index, shifted=shifted)
     return Task(
@@ -184,7 +215,7 @@ def _token_hits(logits: Tensor, labels: Tensor) -> Tensor:
 def _logits(output: Any) -> Tensor:
     logits = output if isinstance(output, Tensor) else _named(output, "logits")
     if not isinstance(logits, Tensor) or logits.dim() != 3:
-        found = _form(logits) if isinstance(logits, Tensor) else type(output).__name__
+        found = form_of(logits) if isinstance(logits, Tensor) else type(output).__name__
         raise UsageError(f"language_model takes logits (batch, tokens, vocabulary), or .logits, got output {found}")
     return logits
 
@@ -201,7 +232,7 @@ def _check_language_model(output: Any, target: Any, ignore_index: int) -> None:
     if not whole or labels.shape != logits.shape[:2] or not 0 <= low <= high < logits.shape[2]:
         raise DataError(
             f"language_model takes labels, integers {tuple(logits.shape[:2])} between 0 and {logits.shape[2] - 1}, or "
-            f"{ignore_index} for tokens that do not count; got {_form(labels)}"
+            f"{ignore_index} for tokens that do not count; got {form_of(labels)}"
         )
 
 
@@ -289,110 +320,3 @@ def _choose(name: str, losses: Mapping[str, Metric]) -> Metric:
     if name not in losses:
         raise UnknownName("loss", name, losses)
     return losses[name]
-
-
-def _check_regression(output: Any, target: Any) -> None:
-    _require_tensors("regression", output, target)
-    metrics.align(output, target)
-    if not bool(torch.isfinite(target).all()):
-        count = int((~torch.isfinite(target)).sum())
-        raise DataError(f"regression takes finite targets; {count} of {target.numel()} are NaN or infinite")
-
-
-def _check_binary(output: Any, target: Any, soft: bool) -> None:
-    _require_tensors("binary", output, target)
-    if output.dim() == 2 and output.shape[1] == 2 and target.dim() == 1:
-        raise UsageError(
-            f"binary takes one logit an example, (batch,) or (batch, 1), got output {tuple(output.shape)}; "
-            "give the model one output, or use hr.tasks.multiclass(2)"
-        )
-    metrics.align(output, target)
-    _check_labels("binary", target, soft)
-
-
-def _check_multilabel(output: Any, target: Any, labels: int, soft: bool) -> None:
-    name = f"multilabel({labels})"
-    _require_tensors(name, output, target)
-    if output.dim() != 2 or output.shape[1] != labels:
-        raise UsageError(f"{name} takes logits (batch, {labels}), got output {_form(output)}")
-    if target.shape != output.shape:
-        raise DataError(
-            f"{name} takes targets {tuple(output.shape)} of 0/1, got {_form(target)}; "
-            f"class indices become such rows by torch.nn.functional.one_hot(target, {labels})"
-        )
-    _check_labels(name, target, soft)
-
-
-def _check_labels(name: str, target: Tensor, soft: bool) -> None:
-    """Refuses labels that are neither 0/1 nor -1/+1 (nor probabilities, where those are meant)."""
-    zero_one = bool(((target == 0) | (target == 1)).all())
-    signs = bool(((target == -1) | (target == 1)).all())
-    probabilities = soft and bool(((target >= 0) & (target <= 1)).all())
-    if not (zero_one or signs or probabilities):
-        allowed = "0/1, -1/+1 or probabilities between 0 and 1" if soft else "0/1 or -1/+1"
-        raise DataError(f"{name} takes targets of {allowed}, not mixed; got {_form(target)}")
-
-
-def _check_multiclass(output: Any, target: Any, classes: int) -> None:
-    name = f"multiclass({classes})"
-    _require_tensors(name, output, target)
-    if output.dim() < 2 or output.shape[1] != classes:
-        raise UsageError(
-            f"{name} takes logits (batch, {classes}) or (batch, {classes}, d1, ...), got output {_form(output)}"
-        )
-    indices = (output.shape[0], *output.shape[2:])
-    rows = tuple(output.shape)
-    wanted = f"class indices, integers {indices}, or one-hot rows or probabilities, floating point {rows}"
-    if target.dtype is torch.bool:
-        raise DataError(f"{name} takes {wanted}; got {_form(target)}")
-    if target.is_floating_point():
-        if target.shape != rows:
-            remedy = "; class indices must be integers: target.long()" if target.shape == indices else ""
-            raise DataError(f"{name} takes {wanted}; got {_form(target)}{remedy}")
-        _check_rows(name, target)
-        return
-    if target.shape != indices:
-        raise DataError(f"{name} takes {wanted}; got {_form(target)}; {_remedy(target, indices, rows)}")
-    if target.numel() and not 0 <= int(target.min()) <= int(target.max()) < classes:
-        raise DataError(f"{name} takes class indices between 0 and {classes - 1}; got {_form(target)}")
-
-
-def _remedy(target: Tensor, indices: tuple[int, ...], rows: tuple[int, ...]) -> str:
-    if target.shape == rows:
-        return "one-hot rows must be floating point: target.float()"
-    if target.shape == (*indices, 1):
-        return "drop the last dim: target.squeeze(-1)"
-    return "look at how the batch is made"
-
-
-def _check_rows(name: str, target: Tensor) -> None:
-    sums = target.double().sum(dim=1)
-    if bool((target < 0).any()) or not bool(((sums - 1).abs() <= _ROUNDING).all()):
-        raise DataError(
-            f"{name} takes rows of probabilities, at least 0 and summing up to 1 along dim 1; got "
-            f"{_form(target)}, sums from {float(sums.min()):.4g} to {float(sums.max()):.4g}; any number of "
-            "labels at once is hr.tasks.multilabel"
-        )
-
-
-def _require_tensors(name: str, output: Any, target: Any) -> None:
-    if not isinstance(output, Tensor):
-        raise UsageError(
-            f"{name} takes one tensor as the model's output, got {type(output).__name__}; "
-            "give the job its own loss and metrics instead of a task"
-        )
-    if not isinstance(target, Tensor):
-        raise DataError(
-            f"{name} takes one tensor as the target, got {type(target).__name__}; "
-            "select it from the batch with Job(target=...)"
-        )
-    if target.is_complex():
-        raise DataError(f"{name} takes real targets, got {_form(target)}")
-
-
-def _form(tensor: Tensor) -> str:
-    """Returns type, shape and range of a tensor, for a message."""
-    text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-    if tensor.numel() and not tensor.is_complex():
-        text += f" from {tensor.min().item():.6g} to {tensor.max().item():.6g}"
-    return text

@@ -139,6 +139,13 @@ def launch(
             that the checkpoint has not seen.
         job, strategy, device, run_dir, on_event, callbacks, timeout_s, engine, checkpoints, resume, reset_optimizer,
             check, cluster, encrypt: as for `fit`, with the same errors.
+
+    Examples:
+        >>> def train(worker):
+        ...     for batch in worker.batches():
+        ...         worker.step(batch)
+        >>> hr.launch(train, job, hr.Mirrored(workers=2)).summary.steps
+        4
     """
     arguments = FitArguments(
         *(device, run_dir, on_event, timeout_s, engine, None),

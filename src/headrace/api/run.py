@@ -159,6 +159,13 @@ class Run:
         run_dir: events, logs, `model.safetensors`.
         status: "ok", or "interrupted" where the user ended it early.
         template: the job's model before training.
+
+    Examples:
+        >>> run = hr.fit(job, hr.Mirrored(workers=2))
+        >>> sorted(run.metrics)
+        ['accuracy', 'loss']
+        >>> run.predict(torch.zeros(3, 4)).shape
+        torch.Size([3, 2])
     """
 
     job: Job = field(repr=False)

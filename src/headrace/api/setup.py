@@ -64,6 +64,16 @@ def setup(
         UsageError: the launcher's processes do not fit the strategy, the model is on another device, or its
             parameters are not the optimizer's.
         PeerLost: from `loss.backward()`, where another process was lost.
+
+    Examples:
+        >>> model, data = torch.nn.Linear(4, 1), torch.utils.data.TensorDataset(torch.zeros(8, 4))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loader = torch.utils.data.DataLoader(data, batch_size=4)
+        >>> model, optimizer, loader = hr.setup(model, optimizer, loader)
+        >>> for (inputs,) in loader:
+        ...     optimizer.zero_grad()
+        ...     model(inputs).sum().backward()
+        ...     optimizer.step()
     """
     if strategy not in _STRATEGIES:
         raise UnknownName("strategy for plain scripts", strategy, _STRATEGIES)

@@ -70,6 +70,11 @@ class Nesterov(OuterStep):
     Attributes:
         lr: outer learning rate.
         momentum: of the outer step.
+
+    Examples:
+        >>> strategy = hr.ParameterAveraging(workers=2, period=2, outer=hr.Nesterov(lr=0.7, momentum=0.9))
+        >>> hr.fit(job, strategy).status
+        'ok'
     """
 
     lr: float = 0.7
@@ -108,6 +113,11 @@ class Elastic(OuterStep):
 
     Attributes:
         beta: alpha times the number of workers; the paper's 0.9, above 1 it does not converge.
+
+    Examples:
+        >>> strategy = hr.ParameterAveraging(workers=2, period=2, outer=hr.Elastic(beta=0.9))
+        >>> hr.fit(job, strategy).status
+        'ok'
     """
 
     beta: float = 0.9

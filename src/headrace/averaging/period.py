@@ -24,6 +24,11 @@ class AutoPeriod:
         drift: how far a worker may be from the mean of all, relative to the norm of the mean; a shorter period makes it
             less, and goes before `exchange_share`.
         longest: rounds that a period has at most.
+
+    Examples:
+        >>> strategy = hr.ParameterAveraging(workers=2, period=hr.AutoPeriod(longest=8))
+        >>> hr.fit(job, strategy).status
+        'ok'
     """
 
     exchange_share: float = 0.05

@@ -30,6 +30,11 @@ def string_ids(strings: Any, rows: int) -> Tensor:
     Raises:
         DataError: something in it is no string.
         UsageError: there are too few rows.
+
+    Examples:
+        >>> ids = hr.data.string_ids(["cat", "dog", "cat"], rows=1000)
+        >>> bool(ids[0] == ids[2]), bool(ids[0] == ids[1])
+        (True, False)
     """
     if isinstance(rows, bool) or not isinstance(rows, int) or not 2 <= rows < 1 << 63:
         raise UsageError(f"rows must be a whole number from 2 to 2**63 - 1, got {rows!r}")

@@ -26,6 +26,10 @@ class ThreadEngine(Engine):
 
     Workers share the interpreter's lock and torch's one random number generator: this is slower than processes,
     and dropout is not reproducible with more than one worker.
+
+    Examples:
+        >>> hr.fit(job, hr.Mirrored(workers=2), engine=hr.ThreadEngine()).status
+        'ok'
     """
 
     def run(self, spec: RunSpec, progress: Callable[[RunProgress], None]) -> str:

@@ -20,6 +20,13 @@ class EarlyStopping:
         patience: evaluations without an improvement after which the run ends.
         mode: "min" if less is better, "max" if more is.
         min_delta: what counts as an improvement must be more than this.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> until_better = hr.EarlyStopping("accuracy", patience=5, mode="max")
+        >>> job = replace(job, options=hr.Options(early_stopping=until_better))
+        >>> hr.fit(job).status
+        'ok'
     """
 
     metric: str = "loss"
@@ -63,6 +70,12 @@ class Options:
         the run, "skip" leaves out the update, "rollback" also brings back the last checkpoint's parameters and
         optimizer, and in neither case does it reach the parameters. On an accelerator "raise" reads losses a few
         times a second, so as not to wait for each, and so ends the run some rounds later.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> job = replace(job, options=hr.Options(clip_norm=1.0, ema_decay=0.9))
+        >>> hr.fit(job).status
+        'ok'
     """
 
     clip_norm: float | None = None
@@ -164,6 +177,12 @@ class Checkpoints:
             continue; None for none.
         copy_to: a URL, "s3://bucket/runs/a", to which finished checkpoints are copied in the background, and where the
             last `keep` stay; any file system that fsspec knows. None for no copies.
+
+    Examples:
+        >>> often = hr.Checkpoints(every_steps=2, keep=5)
+        >>> run = hr.fit(job, run_dir="runs/a", checkpoints=often)
+        >>> sorted(path.name for path in run.run_dir.glob("checkpoints/*"))
+        ['step-00000002', 'step-00000004']
     """
 
     every_steps: int | None = None

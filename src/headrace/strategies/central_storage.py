@@ -46,6 +46,11 @@ class CentralStorage(Strategy):
         balance: "equal" shares of a batch, or shares that follow the workers' measured "speed".
         min_workers, max_workers: as in `Mirrored`. With `min_workers` the one copy is kept twice, so that what a lost
             worker was changing can be had as it was before.
+
+    Examples:
+        >>> run = hr.fit(job, hr.CentralStorage(workers=2))
+        >>> run.plan.workers, run.summary.steps
+        (2, 4)
     """
 
     workers: int | None = None

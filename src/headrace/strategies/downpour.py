@@ -71,6 +71,11 @@ class Downpour(ServedStrategy):
             whole learning rate, as the paper does; on the shards and in the local step.
         transport: "shared_memory" within a host, or "tcp", also there; between hosts TCP, encrypted.
         push_codec, pull_codec: how gradients and parameters travel: "plain", "bf16", or "int8" with error feedback.
+
+    Examples:
+        >>> run = hr.fit(job, hr.Downpour(workers=2, fetch_every=2, push_every=2))
+        >>> run.status
+        'ok'
     """
 
     workers: int | None = None

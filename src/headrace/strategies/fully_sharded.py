@@ -46,6 +46,10 @@ class FullySharded(Strategy):
             is one more unit, so that [] makes the whole model one.
         reshard_after_forward: release a unit between its forward and its backward, and gather it again: less memory,
             and half as many bytes more.
+
+    Examples:
+        >>> hr.FullySharded(workers=2, units=["encoder.*"]).units
+        ['encoder.*']
     """
 
     workers: int | None = None

@@ -43,6 +43,11 @@ class Gossip(Strategy):
         topology: who is whose neighbour: "ring", the two beside a worker; "hypercube", the log2(N) workers whose number
             differs in one bit; "random", one other worker, drawn anew in each round from the job's seed.
         period: rounds between two exchanges.
+
+    Examples:
+        >>> run = hr.fit(job, hr.Gossip(workers=2))
+        >>> run.plan.workers, run.summary.steps
+        (2, 4)
     """
 
     workers: int | None = None

@@ -55,6 +55,11 @@ class Hybrid(ServedStrategy):
             `ParameterServer` or `Downpour`, each of whose servers has shards of one stage or slice; its `workers` are
             replicas.
         inner: what a replica is: `TensorParallel` or `Pipeline`.
+
+    Examples:
+        >>> two_by_two = hr.Hybrid(outer=hr.Mirrored(workers=2), inner=hr.Pipeline(stages=2))
+        >>> hr.fit(job, two_by_two).plan.workers
+        4
     """
 
     outer: Strategy

@@ -50,6 +50,11 @@ class Mirrored(Strategy):
         min_workers: go on without lost workers while so many are left; None for all, so that the run ends with the
             first that is lost. The others do the lost round again, and divide the same global batch among them.
         max_workers: start processes in place of lost ones, and let others join, up to so many; None for neither.
+
+    Examples:
+        >>> run = hr.fit(job, hr.Mirrored(workers=2))
+        >>> run.plan.workers, run.summary.steps
+        (2, 4)
     """
 
     workers: int | None = None

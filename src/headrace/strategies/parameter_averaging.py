@@ -87,6 +87,11 @@ class ParameterAveraging(ServedStrategy):
         transport: to them: "shared_memory" within a host, or "tcp", also there; between hosts TCP, encrypted.
         min_workers, max_workers: as in `Mirrored`, via "all_reduce". The others do the rounds since the last
             synchronization again.
+
+    Examples:
+        >>> run = hr.fit(job, hr.ParameterAveraging(workers=2, period=2))
+        >>> run.plan.workers, run.summary.steps
+        (2, 4)
     """
 
     workers: int | None = None

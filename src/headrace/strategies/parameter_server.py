@@ -81,6 +81,11 @@ class ParameterServer(ServedStrategy):
             "hash:rebalance" or "range:rebalance", rows that are asked for most move to servers that are asked for less,
             while training goes on.
         rows: how workers read rows of sparse embeddings, and how many the servers must have memory for.
+
+    Examples:
+        >>> run = hr.fit(job, hr.ParameterServer(workers=2, servers=1, staleness_bound=2))
+        >>> len(run.plan.roles), run.plan.workers
+        (3, 2)
     """
 
     workers: int | None = None

@@ -65,6 +65,11 @@ class Pipeline(Strategy):
         limit_bytes: that a stage may take for parameters, gradients, optimizer and activations; None for any number.
         chunks: stages on each worker, where the schedule is "interleaved".
         deferred_batch_norm: update running statistics once a batch, not by each micro-batch.
+
+    Examples:
+        >>> run = hr.fit(job, hr.Pipeline(stages=2, micro_batches=4))
+        >>> run.plan.workers, run.summary.steps
+        (2, 4)
     """
 
     stages: int | None = None

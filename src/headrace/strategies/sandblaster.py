@@ -72,6 +72,13 @@ class Sandblaster(ServedStrategy):
         backups: of each server: with 1, the run continues without loss when a server fails.
         sharding, placement: as of `ParameterServer`.
         transport: "shared_memory" within a host, or "tcp", also there; between hosts TCP, encrypted.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> from functools import partial
+        >>> job = replace(job, optimizer=partial(torch.optim.LBFGS, max_iter=2))
+        >>> hr.fit(job, hr.Sandblaster(workers=2, servers=1)).status
+        'ok'
     """
 
     workers: int | None = None

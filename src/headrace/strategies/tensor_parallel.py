@@ -56,6 +56,11 @@ class TensorParallel(Strategy):
     Attributes:
         devices: how many; None for the launcher's processes or the machine's accelerators.
         rules: "auto" finds pairs of layers that need one sum each way, and attention; or a dict.
+
+    Examples:
+        >>> run = hr.fit(job, hr.TensorParallel(devices=2))
+        >>> run.plan.workers, run.summary.steps
+        (2, 4)
     """
 
     devices: int | None = None

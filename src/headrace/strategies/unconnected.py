@@ -30,6 +30,10 @@ class Unconnected(Strategy):
 
     Attributes:
         workers: how many; None for what there is.
+
+    Examples:
+        >>> hr.fit(job, hr.Unconnected(workers=2)).status
+        'ok'
     """
 
     workers: int | None = None

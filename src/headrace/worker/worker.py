@@ -41,6 +41,13 @@ class Worker:
         model: this worker's copy.
         device: where it lives.
         rounds: how many there are in the whole run.
+
+    Examples:
+        >>> def train(worker):
+        ...     for batch in worker.batches():
+        ...         loss = worker.step(batch)
+        >>> hr.launch(train, job).summary.steps
+        4
     """
 
     def __init__(self, session: WorkerSession, control: RunControl, loop: Loop) -> None:

@@ -59,6 +59,10 @@ class ModelSummary:
         training_bytes: of parameters, their gradients and the optimizer's state on one device, without activations.
         flops: floating-point operations of forward for one example, those outside of the layers too.
         table_bytes: of sparse embeddings when all of their rows are held, by name.
+
+    Examples:
+        >>> [layer.name for layer in hr.summary(job).layers]
+        ['0', '1', '2']
     """
 
     name: str
@@ -116,6 +120,11 @@ def summary(job: Job) -> ModelSummary:
     Raises:
         JobError: the model cannot be built or run.
         UsageError, DataError: as for `fit`.
+
+    Examples:
+        >>> found = hr.summary(job)
+        >>> found.parameters, found.parameter_bytes
+        (58, 232)
     """
     info = inspect_job(job)
     module, model = info.module, info.model

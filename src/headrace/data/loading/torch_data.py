@@ -54,6 +54,11 @@ def as_pipeline(data: Any) -> tuple[InputPipeline, tuple[str, ...]]:
 
     Raises:
         DataError: it is none of these, is empty or ragged.
+
+    Examples:
+        >>> pipeline, lines = hr.data.as_pipeline((torch.zeros(8, 4), torch.zeros(8)))
+        >>> len(pipeline), pipeline.shuffled
+        (8, True)
     """
     if isinstance(data, InputPipeline):
         return data, ()
@@ -80,6 +85,11 @@ def from_torch(data: Any, limit: int = 100_000) -> InputPipeline:
     Raises:
         DataError: there are more than `limit`, or none, or it can neither be indexed nor iterated over.
         UsageError: `limit` is below 1.
+
+    Examples:
+        >>> pairs = torch.utils.data.TensorDataset(torch.zeros(8, 4), torch.zeros(8))
+        >>> len(hr.data.from_torch(pairs))
+        8
     """
     if isinstance(data, DataLoader):
         if isinstance(data.dataset, IterableDataset):

@@ -41,6 +41,11 @@ def mix(*pipelines: InputPipeline, weights: Sequence[float] | None = None) -> In
 
     Raises:
         UsageError: there are more or fewer weights than pipelines, or one is not above 0.
+
+    Examples:
+        >>> news, books = (hr.data.from_arrays(torch.zeros(count)) for count in (10, 30))
+        >>> len(hr.data.mix(news, books, weights=[1, 3]))
+        40
     """
     if not pipelines:
         raise UsageError("mix takes at least one pipeline")
@@ -65,6 +70,12 @@ def interleave(*pipelines: InputPipeline, block: int = 1) -> InputPipeline:
 
     Raises:
         UsageError: there is no pipeline, or `block` is below 1.
+
+    Examples:
+        >>> one, other = (hr.data.from_arrays(torch.arange(3) + start) for start in (0, 10))
+        >>> both = hr.data.interleave(one, other)
+        >>> [both.source.example(index, hr.data.Epoch(0, 0))[0].item() for index in range(6)]
+        [0, 10, 1, 11, 2, 12]
     """
     if not pipelines:
         raise UsageError("interleave takes at least one pipeline")

@@ -46,6 +46,12 @@ class InputPipeline:
 
     Raises:
         DataError: the source is empty.
+
+    Examples:
+        >>> numbers = hr.data.from_arrays(torch.arange(100.0))
+        >>> pipeline = numbers.shuffle(seed=1).map(lambda value: value * 2).take(10)
+        >>> len(pipeline)
+        10
     """
 
     source: Source
@@ -248,6 +254,11 @@ def from_arrays(*arrays: Any) -> InputPipeline:
 
     Raises:
         DataError: their lengths differ, they are empty, or are neither tensors nor arrays.
+
+    Examples:
+        >>> pipeline = hr.data.from_arrays(torch.arange(6.0).view(3, 2), torch.tensor([0, 1, 0]))
+        >>> pipeline.source.example(1, hr.data.Epoch(0, 0))
+        (tensor([2., 3.]), tensor(1))
     """
     if len(arrays) == 1 and isinstance(arrays[0], Mapping):
         named = {str(key): as_tensor(value, f"the array {key!r}") for key, value in arrays[0].items()}
@@ -267,5 +278,9 @@ def local(pipeline: InputPipeline) -> InputPipeline:
 
     Returns:
         The same, marked; with only one host, nothing changes.
+
+    Examples:
+        >>> own_part = hr.data.from_arrays(torch.arange(10.0))
+        >>> pipeline = hr.data.local(own_part)
     """
     return dataclasses.replace(pipeline, hosts=Hosts())

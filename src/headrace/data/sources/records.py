@@ -45,6 +45,14 @@ def from_files(
     Raises:
         DataError: no file is found.
         UnfitMachine: a package that the file system needs is not installed.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> for name in ("cat.1.jpg", "dog.1.jpg"):
+        ...     _ = Path(name).write_bytes(b"...")
+        >>> pipeline = hr.data.from_files("*.jpg", label=lambda path: int("dog" in path))
+        >>> len(pipeline)
+        2
     """
     return InputPipeline(_WholeFiles("files", find_files(where, options), partial(_content, label=label)))
 
@@ -63,6 +71,12 @@ def from_text(where: str | Sequence[str], by: str = "line", **options: Any) -> I
         DataError: no file is found, or one cannot be read.
         UsageError: `by` is neither.
         UnfitMachine: a package that the file system needs is not installed.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> _ = Path("poem.txt").write_text("one\\ntwo\\n")
+        >>> hr.data.from_text("poem.txt").source.example(1, hr.data.Epoch(0, 0))
+        'two'
     """
     if by not in ("line", "file"):
         raise UsageError(f"by must be 'line' or 'file', got {by!r}")

@@ -55,6 +55,12 @@ def from_csv(
             such column.
         UsageError: there is no such type.
         UnfitMachine: pyarrow is not installed, or what that file system needs.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> _ = Path("houses.csv").write_text("rooms,price\\n3,120.5\\n4,180\\n")
+        >>> hr.data.from_csv("houses.csv").source.example(0, hr.data.Epoch(0, 0))["rooms"]
+        tensor(3)
     """
     pa = import_pyarrow()
     files = find_files(where, options)

@@ -22,6 +22,11 @@ class RowOptions:
         prefetch: whether the rows of the next batch are pulled while this one computes.
         hot: so many rows of each table, those that a worker asks for most, are copied to it; 0 for none.
         hot_age: steps for which a worker reads a copy before it pulls the row again.
+
+    Examples:
+        >>> strategy = hr.ParameterServer(workers=2, rows=hr.RowOptions(prefetch=True, hot=10_000))
+        >>> strategy.rows.hot
+        10000
     """
 
     expected: int | None = None

@@ -23,6 +23,9 @@ class TensorBoard(Tracker):
         log_dir: where to; made if missing.
         every_s: seconds between two rounds that are written where rounds are shorter; 0 for every round.
         per_run: gives each run a folder of its own in `log_dir`, `<strategy>-<workers>`, as a comparison needs it.
+
+    Examples:
+        >>> run = hr.fit(job, on_event=hr.TensorBoard("curves"))
     """
 
     def __init__(self, log_dir: Path | str, every_s: float = 0.25, per_run: bool = False) -> None:

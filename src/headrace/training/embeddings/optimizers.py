@@ -17,6 +17,12 @@ class LazyAdam(torch.optim.Adam):
         lr: the learning rate.
         betas: decay of the two moments.
         eps: added to the root of the second moment.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> from functools import partial
+        >>> hr.fit(replace(job, optimizer=partial(hr.LazyAdam, lr=0.01))).status
+        'ok'
     """
 
     def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8):
@@ -33,6 +39,12 @@ class RowwiseAdagrad(torch.optim.Adagrad):
         params: as for every optimizer of torch.
         lr: the learning rate.
         eps: added to the root of the accumulator.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> from functools import partial
+        >>> hr.fit(replace(job, optimizer=partial(hr.RowwiseAdagrad, lr=0.1))).status
+        'ok'
     """
 
     def __init__(self, params: Any, lr: float = 1e-2, eps: float = 1e-10):

@@ -112,6 +112,14 @@ class Callback(ABC):  # noqa: B024  (no moment is one that all must take)
     It runs in rank 0's process, while the other workers wait where they next need rank 0; `hr.fit` sends a copy there,
     so that what it keeps stays there. An error in it ends the run. A process that takes rank 0's place begins with a
     new copy.
+
+    Examples:
+        >>> class Stops(hr.Callback):
+        ...     def on_step(self, moment):
+        ...         if moment.step == 2:
+        ...             moment.stop("that is enough")
+        >>> hr.fit(job, callbacks=[Stops()]).summary.steps < 4
+        True
     """
 
     def on_step(self, moment: Moment) -> None:  # noqa: B027  (each is left out by those who need another)

@@ -30,6 +30,11 @@ def limit_rows(layer: Layer, max_rows: int, evict: str = "age") -> Layer:
 
     Raises:
         UsageError: it is no such layer or number, or there is no such `evict`.
+
+    Examples:
+        >>> words = torch.nn.Embedding(1000, 16, sparse=True)
+        >>> hr.limit_rows(words, max_rows=500) is words
+        True
     """
     if type(layer) not in (nn.Embedding, nn.EmbeddingBag):
         raise UsageError(f"limit_rows is for nn.Embedding and nn.EmbeddingBag, got {type(layer).__name__}")
