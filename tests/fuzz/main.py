@@ -1,7 +1,7 @@
 """Throws bytes at the readers of foreign bytes, led by which branches they reach (Atheris, libFuzzer).
 
-    python tests/fuzz/main.py run frames --executions 10000000
-    python tests/fuzz/main.py coverage
+    scripts/fuzz frames 10000000
+    scripts/fuzz coverage
 
 `run` keeps what reached something new in the reader's corpus, and adds a line to results/fuzz.jsonl. `coverage` reads
 every corpus once and says which of the readers' branches that reached. Needs `pip install atheris coverage`.
@@ -17,12 +17,15 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
 CORPUS = TESTS / "fuzz" / "corpus"
+SCRATCH = TESTS.parent / ".cache" / "fuzz"
 RESULTS = TESTS / "fuzz" / "results" / "fuzz.jsonl"
+INPUTS = ("clusters", "events", "images", "parquet", "requests", "settings", "tables", "tars", "tfrecords")
 NAMES = ("frames", "handshakes", "headers", "logs", "manifests", "messages", "snapshots")
 READ = (
     "headrace.transport.frames",
@@ -36,6 +39,15 @@ READ += (
     "headrace.parameter_server.server.snapshots",
 )
 READ += ("headrace.parameter_server.core.leases", "headrace.spec.plain")
+
+READ_INPUTS = (
+    *("headrace.cli.jobfile", "headrace.data.sources.records", "headrace.data.sources.webdataset"),
+    *("headrace.data.sources.tables", "headrace.data.sources.arrow", "headrace.data.transforms"),
+    *("headrace.export.tensors", "headrace.report.model.events", "headrace.serving.protocols.http"),
+    *("headrace.serving.protocols.open_inference", "headrace.serving.protocols.tensorflow_rest"),
+    *("headrace.spec.cluster", "headrace.spec.tables", "headrace.spec.plain", "headrace.spec.events.run"),
+    *("headrace.watch.records", "headrace.watch.state", "headrace.watch.steps", "tomllib._parser"),
+)
 
 READING = {
     "headrace.transport.frames": ("kind_of", "expect_number", "Reassembler"),
@@ -53,6 +65,8 @@ READING = {
 LONGEST_BYTES = 4096
 MOST_S = 0.5
 """Of processor time, for one piece of bytes."""
+MOST_IMAGE_S = 10.0
+"""Of an image: a few hundred bytes may be 2^28 pixels of one colour."""
 MOST_KEPT = 16 << 20
 MEASURED_EVERY = 1000
 
@@ -62,29 +76,34 @@ def main() -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     for verb in ("run", "inside"):
         parsed = verbs.add_parser(verb)
-        parsed.add_argument("reader", choices=NAMES)
+        parsed.add_argument("reader", choices=(*NAMES, *INPUTS))
         parsed.add_argument("--executions", type=int, default=10_000_000)
         parsed.add_argument("--seed", type=int, default=1)
+        parsed.add_argument("--seconds", type=int, default=0, help="of fuzzing, at most; 0 for any")
     verbs.add_parser("coverage")
     arguments = parser.parse_args()
     sys.path.insert(0, str(TESTS))
     if arguments.verb == "coverage":
         return measure()
     if arguments.verb == "run":
-        return run(arguments.reader, arguments.executions, arguments.seed)
-    return inside(arguments.reader, arguments.executions, arguments.seed)
+        return run(arguments.reader, arguments.executions, arguments.seed, arguments.seconds)
+    return inside(arguments.reader, arguments.executions, arguments.seed, arguments.seconds)
 
 
-def run(reader: str, executions: int, seed: int) -> int:
+def run(reader: str, executions: int, seed: int, seconds: int) -> int:
     """Fuzzes in a process of its own, because the fuzzer ends the one that it is in."""
+    from fuzz.input_seeds import input_seeds
     from fuzz.seeds import seeds
 
-    folder = CORPUS / reader
+    folder = corpus(reader)
     folder.mkdir(parents=True, exist_ok=True)
-    for number, content in enumerate(each for each in seeds(reader) if len(each) <= LONGEST_BYTES):
+    for number, content in enumerate(
+        each for each in (input_seeds if reader in INPUTS else seeds)(reader) if len(each) <= LONGEST_BYTES
+    ):
         (folder / f"seed-{number:02d}").write_bytes(content)
     began = time.monotonic()
     command = [sys.executable, __file__, "inside", reader, "--executions", str(executions), "--seed", str(seed)]
+    command += ["--seconds", str(seconds)]
     ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     line = {
         "date": date.today().isoformat(),
@@ -103,17 +122,29 @@ def run(reader: str, executions: int, seed: int) -> int:
     return ended.returncode
 
 
+def corpus(reader: str) -> Path:
+    """Returns the folder of what has reached something new; that of files and requests is not kept."""
+    return (SCRATCH if reader in INPUTS else CORPUS) / reader
+
+
 def _stat(text: str, name: str) -> str:
     return next((line.split()[-1] for line in text.splitlines() if name in line), "0")
 
 
-def inside(reader: str, executions: int, seed: int) -> int:
+def inside(reader: str, executions: int, seed: int, seconds: int) -> int:
     """Never comes back."""
     import atheris
 
-    with atheris.instrument_imports(include=list(READ)):
-        from fuzz.readers import READERS
-    read, count = READERS[reader], 0
+    read: Callable[[bytes], None]
+    if reader in INPUTS:
+        with atheris.instrument_imports(include=list(READ_INPUTS)):
+            from fuzz.inputs import INPUTS as readers
+        read = readers[reader]
+    else:
+        with atheris.instrument_imports(include=list(READ)):
+            from fuzz.readers import READERS
+        read = READERS[reader]
+    count = 0
 
     def once(data: bytes) -> None:
         nonlocal count
@@ -128,10 +159,11 @@ def inside(reader: str, executions: int, seed: int) -> int:
             _, peak = tracemalloc.get_traced_memory()
             tracemalloc.stop()
             assert peak < MOST_KEPT, f"{len(data)} bytes took {peak:,} bytes of memory"
-        assert took < MOST_S, f"{len(data)} bytes took {took:.2f} s"
+        assert took < (MOST_IMAGE_S if reader == "images" else MOST_S), f"{len(data)} bytes took {took:.2f} s"
 
-    folder = CORPUS / reader
+    folder = corpus(reader)
     options = [f"-runs={executions}", f"-seed={seed}", f"-max_len={LONGEST_BYTES}", "-print_final_stats=1"]
+    options += [f"-max_total_time={seconds}"]
     options += ["-timeout=20", "-rss_limit_mb=2048", f"-artifact_prefix={folder.parent}/crash-{reader}-", str(folder)]
     atheris.Setup([sys.argv[0], *options], once)
     atheris.Fuzz()

@@ -54,6 +54,9 @@ class Setting:
     kinds: tuple[str, ...] = ("kill",)
     returns: bool = True
 
+    def __post_init__(self) -> None:
+        assert not (self.returns and "reconnect" in self.kinds), "one of them: two ways of one worker would be mixed up"
+
 
 @dataclass
 class Worker:
@@ -252,6 +255,9 @@ class Pushes:
         self.workers[number] = Worker("dead", before.incarnation, pushed=before.pushed)
         self.members.discard(number)
         for place in range(LEASES, len(self.books)):
+            if "reconnect" in self.setting.kinds:
+                # What has not been heard of a process that is gone is lost; what has, was heard before.
+                self.ways.pop((number, place), None)
             self._queue(number, place, lease.WorkerLost(number) if place == LEASES else Leave(number))
         self._meet()
 

@@ -110,9 +110,9 @@ PLANTED: dict[str, tuple[Any, str, str, str, Callable[[Any], Any], str]] = {
         "            return [Stop",
         _failover, "two processes lead in epoch 3",
     ),
-    "a step is committed that one has not": (
-        membership, "ViewAgreement", "not self._held.issuperset(set(self.view.members) - {self.me})", "not self._held",
-        lambda wrong: Agreement(AgreementSetting(3, 1, 1), wrong), "have done 0 steps, and this one 1",
+    "a step that one has committed is done again": (
+        membership, "ViewAgreement", "elif view.done == self.done + 1 and self._holds:", "elif False:", _members,
+        "have done 1 steps, and this one 0",
     ),
     "what was lost is not said again": (
         membership, "ViewAgreement", "        if self._holds and self._told and not self.frozen:\n",

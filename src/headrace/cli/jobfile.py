@@ -181,7 +181,8 @@ def _value(key: str, text: str, default: Any) -> Any:
     """Reads a Python literal, and any other text as a string, by the type of the default."""
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        # The parser raises the last two for hundreds of signs or brackets.
         value = text
     if isinstance(default, str) and value is not None:
         return value if isinstance(value, str) else text
@@ -190,7 +191,10 @@ def _value(key: str, text: str, default: Any) -> Any:
     if isinstance(default, int | float) and isinstance(value, str):
         raise UsageError(f"--set {key}={text}: give a number (the default is {default})")
     if isinstance(default, float) and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise UsageError(f"--set {key}: give a number below 1e308, got one of {len(text)} digits") from error
     return value
 
 

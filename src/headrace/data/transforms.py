@@ -19,6 +19,9 @@ from headrace.data.pipeline.source import import_package, require_whole
 from headrace.errors import DataError, UsageError
 
 _JPEG = b"\xff\xd8\xff"
+_PNG = b"\x89PNG\r\n\x1a\n"
+_MOST_PIXELS = 1 << 28
+"""Of a JPEG or PNG: 16,384 x 16,384. A few hundred bytes may say that they are an image of 13 GB."""
 _own = threading.local()
 
 
@@ -75,16 +78,27 @@ class DecodeImage:
         if bytes(content[:3]) == _JPEG:
             try:
                 rows, columns, _, _ = simplejpeg.decode_jpeg_header(content)
+                _check_pixels(rows, columns)
                 options = {"fastdct": self._fast, "fastupsample": self._fast, "buffer": _scratch(rows * columns * 3)}
                 image = simplejpeg.decode_jpeg(content, colorspace="RGB", **options)
             except ValueError as error:
                 raise DataError(f"{len(content):,} bytes are not a whole JPEG: {error}") from error
         else:
-            image = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR_RGB)
+            if bytes(content[:8]) == _PNG:
+                _check_pixels(int.from_bytes(content[20:24], "big"), int.from_bytes(content[16:20], "big"))
+            try:
+                image = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR_RGB)
+            except cv2.error as error:
+                raise DataError(f"{len(content):,} bytes are not an image that OpenCV reads: {error}") from error
         if image is None:
             raise DataError(f"{len(content):,} bytes are not an image that OpenCV can read")
         decoded: NDArray[np.uint8] = image
         return decoded
+
+
+def _check_pixels(rows: int, columns: int) -> None:
+    if rows * columns > _MOST_PIXELS:
+        raise DataError(f"the image says that it has {rows} x {columns} pixels, more than {_MOST_PIXELS:,}")
 
 
 def _scratch(nbytes: int) -> NDArray[np.uint8]:

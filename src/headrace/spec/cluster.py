@@ -185,6 +185,8 @@ _RATES = ("mbit_per_s", "latency_ms")
 _LINK = ("between", "from", "to", *_RATES, "shared")
 # Far above what there is: 100 Tbit/s of a network, 10 s of latency, 100 TB of memory, 1 EFLOP/s and 100 TB/s in a host.
 _MOST_MBIT, _MOST_MS, _MOST_GB, _MOST_TFLOPS, _MOST_BUS_GB = 1e8, 1e4, 1e5, 1e6, 1e5
+# More would be a slip of the hand, and fill the memory.
+_MOST_HOSTS, _MOST_ACCELERATORS = 100_000, 1024
 # Far below: 10 kbit/s of a network, 10 MB of memory, 100 MFLOP/s and 10 MB/s in a host.
 _LEAST_MBIT, _LEAST_GB, _LEAST_TFLOPS, _LEAST_BUS_GB = 0.01, 0.01, 1e-4, 0.01
 
@@ -237,13 +239,15 @@ def _hosts(item: Mapping[str, Any], where: str, device: str) -> list[Host]:
             raise UsageError(f"{where}.{key} must be above 0")
     if "count" not in item:
         return [host]
-    return [replace(host, name=f"{name}-{index}") for index in range(whole(item, "count", where))]
+    return [replace(host, name=f"{name}-{index}") for index in range(whole(item, "count", where, most=_MOST_HOSTS))]
 
 
 def _accelerators(item: Mapping[str, Any], where: str, kind: str) -> tuple[str, ...]:
     """Returns the devices by name; a number of them stands for "cuda:0" and so on, of the kind."""
     devices = item.get("accelerators", [])
     if isinstance(devices, int) and not isinstance(devices, bool) and devices >= 0:
+        if devices > _MOST_ACCELERATORS:
+            raise UsageError(f"{where}.accelerators is {devices}, and no host has more than {_MOST_ACCELERATORS}")
         return tuple(f"{kind}:{index}" for index in range(devices))
     if not isinstance(devices, list) or not all(isinstance(device, str) for device in devices):
         raise UsageError(f'{where}.accelerators must be a number, or a list like ["{kind}:0"], got {devices!r}')

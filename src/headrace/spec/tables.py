@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,12 +12,15 @@ from typing import Any
 
 from headrace.errors import UnknownName, UsageError
 
+_LARGEST = sys.float_info.max
+
 
 def read_toml(path: Path | str, what: str) -> dict[str, Any]:
     """Returns a file's content; raises UsageError if it cannot be read as `what`."""
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
+        # tomllib raises ValueError for whole numbers of too many digits, and RecursionError for too many brackets.
         raise UsageError(f"{path} cannot be read as {what}: {error}") from None
 
 
@@ -24,7 +28,7 @@ def read_json(path: Path | str, what: str) -> dict[str, Any]:
     """Returns a file's content; raises UsageError if it cannot be read as `what`."""
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read as {what}: {error}") from None
     if not isinstance(document, dict):
         raise UsageError(f"{path} cannot be read as {what}: it holds no JSON object")
@@ -70,7 +74,8 @@ def number(
     value = item.get(key, default)
     name = f"{where}.{key}".lstrip(".")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (math.isfinite(value) and value >= 0):
+    # A whole number may be larger than any float.
+    if not is_number or not 0 <= value <= _LARGEST:
         raise _wrong(item, key, where, "a number of at least 0")
     if value > most:
         raise UsageError(f"{name} is {value:g}, and no machine has more than {most:g}; is it in another unit?")
@@ -79,11 +84,15 @@ def number(
     return float(value)
 
 
-def whole(item: Mapping[str, Any], key: str, where: str, default: int | None = None, *, least: int = 1) -> int:
-    """Returns a whole number of at least `least`. One without a default must be given."""
+def whole(
+    item: Mapping[str, Any], key: str, where: str, default: int | None = None, *, least: int = 1, most: int = 10**15
+) -> int:
+    """Returns a whole number from `least` to `most`. One without a default must be given."""
     value = item.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise _wrong(item, key, where, f"a whole number of at least {least}")
+    if value > most:
+        raise _wrong(item, key, where, f"a whole number of at most {most:,}")
     return value
 
 

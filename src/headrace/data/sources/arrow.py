@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -131,11 +132,16 @@ def batch_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def select_columns(names: Sequence[str], columns: Sequence[str] | None, where: str) -> list[str]:
-    """Returns the columns to read; a DataError if one does not exist."""
-    missing = [name for name in columns or () if name not in names]
-    if missing:
-        raise DataError(f"{where} has no column {missing[0]!r}; it has {', '.join(names)}")
-    return list(names if columns is None else columns)
+    """Returns the columns to read; a DataError if one does not exist, or several have its name."""
+    wanted, counts = list(names if columns is None else columns), Counter(names)
+    for name in wanted:
+        if not counts[name]:
+            raise DataError(f"{where} has no column {name!r}; it has {', '.join(names)}")
+        if counts[name] > 1:
+            raise DataError(
+                f"{where} has {counts[name]} columns of the name {name!r}; give each its own, or leave them out"
+            )
+    return wanted
 
 
 def import_pyarrow() -> Any:

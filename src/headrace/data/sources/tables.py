@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -87,12 +88,15 @@ def _read(file: SourceFile, delimiter: str, types: Mapping[str, Any]) -> Any:
     with file.open() as binary:
         stream = pa.input_stream(binary, compression=_PACKED[ending]) if ending in _PACKED else binary
         try:
-            return csv.read_csv(
+            table = csv.read_csv(
                 stream,
                 parse_options=csv.ParseOptions(delimiter=delimiter),
                 convert_options=csv.ConvertOptions(column_types=types),
             )
-        except (pa.ArrowException, OSError) as error:
+            # Arrow decodes the names when they are asked for.
+            table.column_names  # noqa: B018
+            return table
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise DataError(f"{file.name} cannot be read as CSV: {error}") from error
 
 
@@ -167,10 +171,13 @@ def _opened(file: SourceFile, metadata: Any, use: Any) -> Any:
 
 def _require_one_schema(files: Sequence[SourceFile], schemas: Sequence[Any], names: Sequence[str], remedy: str) -> None:
     for file, schema in zip(files, schemas, strict=True):
+        counts = Counter(schema.names)
         for name in names:
-            if name not in schema.names:
+            if not counts[name]:
                 has = ", ".join(schema.names)
                 raise DataError(f"{file.name} has no column {name!r}, which {files[0].name} has; it has {has}")
+            if counts[name] > 1:
+                raise DataError(f"{file.name} has {counts[name]} columns of the name {name!r}; give each its own")
             found, expected = schema.field(name).type, schemas[0].field(name).type
             if found != expected:
                 raise DataError(

@@ -179,14 +179,18 @@ def _text(field: bytes) -> str:
 def _pax(content: bytes, file: SourceFile, place: int) -> dict[str, str]:
     """Returns the records `length key=value\\n` of an extended header."""
     records: dict[str, str] = {}
+    begin = 0
     try:
-        while content:
-            length = int(content[: content.index(b" ")])
-            key, _, value = content[content.index(b" ") + 1 : length - 1].partition(b"=")
-            if length < 4 or content[length - 1 : length] != b"\n":
+        # By offsets: to cut off each record would copy the rest of the header as often as it has records.
+        while begin < len(content):
+            space = content.index(b" ", begin)
+            length = int(content[begin:space])
+            end = begin + length
+            if length < 4 or content[end - 1 : end] != b"\n":
                 raise ValueError(f"a record of {length} bytes does not end where it says")
+            key, _, value = content[space + 1 : end - 1].partition(b"=")
             records[key.decode()] = value.decode(errors="surrogateescape")
-            content = content[length:]
+            begin = end
         int(records.get("size", "0"))
     except ValueError as error:
         raise _damaged(file, place, f"its extended header cannot be read: {error}") from error
