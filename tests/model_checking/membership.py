@@ -74,11 +74,14 @@ class Agreement:
         return [rank for rank, process in self.processes.items() if not process.machine.ended]
 
     def ended(self) -> bool:
-        """All who live are members of one view, have done all steps, and think the same; or none is left."""
+        """All who live are members of one view, have done all steps, and think the same; or no member is left."""
         if any(self.mail.values()):
             return False
         live = self.live
         machines = [self.processes[rank].machine for rank in live]
+        if all(machine.view is None for machine in machines):
+            # One that wants to join finds no other any more.
+            return True
         members = {(rank, 0) for rank in live}
         return all(
             machine.view is not None

@@ -29,8 +29,9 @@ from headrace.parameter_server.core.events import (
     Reply,
 )
 from headrace.parameter_server.core.leases import LeaseTable
-from headrace.parameter_server.core.shard import Shard, ShardState
+from headrace.parameter_server.core.shard import Shard
 from headrace.policies.staleness import FirstPushes
+from model_checking.booked import copied_book, noted, shard_key
 from model_checking.explorer import Step, Twin, copied, frozen
 from parameter_server.books import LeaseBook, ShardBook
 from parameter_server.world import World
@@ -123,9 +124,9 @@ class Pushes:
         """Returns the book of a place, which no other world has."""
         self.keys[place] = None
         if place == LEASES:
-            self.leases = _book(self.leases)
+            self.leases = copied_book(self.leases)
             return self.leases
-        self.books[place] = _book(self.books[place])
+        self.books[place] = copied_book(self.books[place])
         return self.books[place]
 
     def key(self) -> Any:
@@ -133,9 +134,9 @@ class Pushes:
         for place, known in enumerate(self.keys[:LEASES]):
             if known is None:
                 book = self.books[place]
-                self.keys[place] = (_noted(book), _sorted(book.machine.state()))
+                self.keys[place] = (noted(book), shard_key(book.machine.state()))
         if self.keys[LEASES] is None:
-            self.keys[LEASES] = (_noted(self.leases), self.leases.machine.state())
+            self.keys[LEASES] = (noted(self.leases), self.leases.machine.state())
         return (frozen(own), frozen({way: events for way, events in self.ways.items() if events}), *self.keys)
 
     def ended(self) -> bool:
@@ -384,22 +385,3 @@ class Pushes:
         if isinstance(world.combination, FirstPushes) and world.ahead:
             for place in range(len(self.books)):
                 self._tell(place, LeasesAhead((self.leases.until - self.leases.begin) * world.portions))
-
-
-def _book(book: Any) -> Any:
-    made = object.__new__(type(book))
-    made.__dict__.update(
-        {name: own if name in ("world", "history") else copied(own) for name, own in vars(book).items()}
-    )
-    return made
-
-
-def _noted(book: Any) -> Any:
-    return frozen([own for name, own in vars(book).items() if name not in ("world", "history", "machine")])
-
-
-def _sorted(state: ShardState) -> Any:
-    """Returns a shard's state; in which order its members have asked makes no difference to it."""
-    told = sorted(state.told, key=lambda each: each.push.worker)
-    asked = [sorted(each, key=lambda event: event.worker) for each in (state.contributed, state.waiting)]
-    return frozen((state.version, state.ahead, state.done, state.overdue, sorted(state.members), told, asked))
