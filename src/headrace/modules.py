@@ -76,6 +76,11 @@ def frozen(model: Callable[[], nn.Module] | nn.Module, *patterns: str) -> Callab
 
     Raises:
         UnknownName: when the model is built, a pattern fits no parameter.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> hr.fit(replace(job, model=hr.frozen(job.model, "0.*"))).status
+        'ok'
     """
     return partial(_build_frozen, model, patterns)
 

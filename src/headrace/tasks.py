@@ -248,6 +248,11 @@ def own_loss(ignore_index: int | None = None, *, shifted: bool = True) -> Task:
         shifted: a causal language model (GPT-2, Llama) compares the prediction at each token with the next label, so
             the first label of every sequence does not count. Give False for masked language models (BERT), for those
             with an encoder and a decoder (T5), and for token classes.
+
+    Examples:
+        >>> task = hr.tasks.own_loss(ignore_index=-100)
+        >>> task.name
+        'own_loss(ignore_index=-100, shifted=True)'
     """
     name = "own_loss" if ignore_index is None else f"own_loss(ignore_index={ignore_index}, shifted={shifted})"
     return Task(

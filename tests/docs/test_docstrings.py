@@ -6,6 +6,7 @@ import doctest
 import functools
 import importlib
 import inspect
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import headrace as hr
+from docs.pages import ROOT
 from headrace.api import fit
 
 FRONTS = {
@@ -43,7 +45,9 @@ def job() -> hr.Job:
 
 @pytest.fixture(autouse=True)
 def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an empty folder, and on threads: to start processes takes longer than all of an example."""
+    """In a folder with two files for the simulator; on threads, since an example is shorter than a process's start."""
+    for each in ("model.toml", "cluster.toml"):
+        shutil.copy(ROOT / "examples" / "simulate" / each, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fit, "kept_engine", lambda: nullcontext(hr.ThreadEngine()))
 
@@ -58,4 +62,4 @@ def test_the_example_of_a_name_runs(name: str, capsys: pytest.CaptureFixture[str
 
 
 def test_most_names_have_an_example() -> None:
-    assert len(SHOWN) >= 50
+    assert len(SHOWN) >= 80

@@ -101,6 +101,11 @@ def fit(
         DataError: there is no data, or it has the wrong form.
         UnfitMachine: the machine lacks something.
         RunFailed: a worker failed or was lost.
+
+    Examples:
+        >>> run = hr.fit(job, hr.Mirrored(workers=2))
+        >>> run.status, run.summary.steps
+        ('ok', 4)
     """
     arguments = FitArguments(
         *(device, run_dir, on_event, timeout_s, engine, seconds),

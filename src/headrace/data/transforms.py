@@ -41,6 +41,10 @@ class DecodeImage:
     Raises:
         UsageError: a length is below 1.
         UnfitMachine: simplejpeg or OpenCV is not installed.
+
+    Examples:
+        >>> hr.data.DecodeImage(224, 224).shape
+        (224, 224, 3)
     """
 
     def __init__(self, height: int, width: int, *, fast: bool = True) -> None:

@@ -76,6 +76,11 @@ class Cluster:
         link_bytes_per_s: bandwidth between two hosts that no link names; 1 Gbit/s is an assumption.
         link_latency_s: latency between them.
         links: between hosts, as measured or as said.
+
+    Examples:
+        >>> cluster = hr.Cluster.load("cluster.toml")
+        >>> [host.name for host in cluster.hosts]
+        ['gpu-0', 'gpu-1', 'gpu-2', 'gpu-3']
     """
 
     hosts: tuple[Host, ...]

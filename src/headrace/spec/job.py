@@ -44,6 +44,19 @@ class Job:
         target: selects what the loss and the metrics get, likewise. By default the second of a pair, or the
             whole dict.
         source: the file that it was read from, for commands that read it again; None where a program made it.
+
+    Examples:
+        >>> inputs = torch.randn(64, 4)
+        >>> job = hr.Job(
+        ...     model=lambda: torch.nn.Linear(4, 2),
+        ...     task=hr.tasks.multiclass(2),
+        ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        ...     data=(inputs, (inputs.sum(1) > 0).long()),
+        ...     global_batch_size=16,
+        ...     epochs=3,
+        ... )
+        >>> hr.fit(job).summary.steps
+        12
     """
 
     model: Callable[[], nn.Module] | nn.Module

@@ -90,6 +90,11 @@ class ModelSpec:
         origin: what a profile belongs to, such as "torch", "machine" and "digest" of the model; empty if a person has
             written it.
         tables: of embeddings with `sparse=True`, whose rows travel one by one; they are no parameters.
+
+    Examples:
+        >>> model = hr.ModelSpec.load("model.toml")
+        >>> model.name
+        'resnet50'
     """
 
     parameters: tuple[ParameterSpec, ...]

@@ -45,6 +45,12 @@ def grouped(optimizer: Callable[..., Any], groups: Mapping[str, Mapping[str, Any
 
     Raises:
         UsageError: a group is no mapping of options; at the run's start, where a pattern fits no parameter.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> optimizer = hr.grouped(torch.optim.SGD, {"*.bias": {"weight_decay": 0.0}}, lr=0.1, weight_decay=0.01)
+        >>> hr.fit(replace(job, optimizer=optimizer)).status
+        'ok'
     """
     for pattern, own in groups.items():
         if not isinstance(own, Mapping) or "params" in own:

@@ -73,10 +73,7 @@ class Journal:
             case SharesBalanced():
                 kind, text = "balance", event.line
             case BackupReady():
-                text = (
-                    f"the backup of rank {event.backup} can follow its server after {event.unguarded_s:.1f} s without"
-                )
-                kind = "backup"
+                kind, text = "backup", f"the backup of rank {event.backup} can follow its server"
             case RowsMoved():
                 kind, text = "rows", f"{event.rows} rows of {event.table} moved to server {event.to}"
             case RunStarted():

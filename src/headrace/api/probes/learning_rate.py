@@ -52,6 +52,11 @@ class LearningRates:
         lowest: the rate with the lowest smoothed loss.
         diverged: the rate at which the loss became much larger than at first, or was no number; None if it did not.
         why: the reason for the suggestion, or for having none.
+
+    Examples:
+        >>> found = hr.find_learning_rate(job, steps=30)
+        >>> len(found.rates) == len(found.losses)
+        True
     """
 
     rates: tuple[float, ...]
@@ -150,6 +155,11 @@ def find_learning_rate(
         UsageError: the rates or steps make no range, or the optimizer has no learning rate above 0.
         JobError: the loss is no finite number at the first step.
         DataError, RunFailed: as for `fit`.
+
+    Examples:
+        >>> found = hr.find_learning_rate(job, steps=30)
+        >>> found.rates[0] < found.lowest
+        True
     """
     numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (least, most))
     if not (numbers and 0 < least < most < math.inf):

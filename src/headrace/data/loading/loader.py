@@ -282,6 +282,11 @@ def batches(pipeline: InputPipeline, *, epoch: int = 0, seed: int = 0, start: in
     Raises:
         UsageError: the pipeline has no batch size.
         DataError: an example cannot be read.
+
+    Examples:
+        >>> pipeline = hr.data.from_arrays(torch.arange(5)).batch(2)
+        >>> [len(batch[0]) for batch in hr.data.batches(pipeline)]
+        [2, 2, 1]
     """
     size = pipeline.batching.size
     if size is None:

@@ -39,6 +39,11 @@ class Epoch:
     Attributes:
         seed: of its order and its random numbers.
         number: counted from 0.
+
+    Examples:
+        >>> first, second = hr.data.Epoch(seed=0, number=0), hr.data.Epoch(seed=0, number=1)
+        >>> first == second
+        False
     """
 
     seed: int
@@ -46,7 +51,17 @@ class Epoch:
 
 
 class Source(ABC):
-    """Examples by index. Several threads may read one, and several processes copies of one, at the same time."""
+    """Examples by index. Several threads may read one, and several processes copies of one, at the same time.
+
+    Examples:
+        >>> class Squares(hr.data.Source):
+        ...     def __len__(self):
+        ...         return 10
+        ...     def example(self, index, epoch):
+        ...         return index**2
+        >>> Squares().example(3, hr.data.Epoch(0, 0))
+        9
+    """
 
     @abstractmethod
     def __len__(self) -> int:

@@ -39,6 +39,11 @@ class Remedies:
         asynchronous_workers: that many workers that do not wait for each other add a momentum of `1 - 1 / workers`,
             by which the optimizer's is lowered, not below 0 (Mitliagkas et al., "Asynchrony begets momentum", 2016,
             theorem 3); 0 leaves it unchanged.
+
+    Examples:
+        >>> strategy = hr.ParameterServer(workers=2, remedies=hr.Remedies(divide=True))
+        >>> hr.fit(job, strategy).status
+        'ok'
     """
 
     divide: bool = False

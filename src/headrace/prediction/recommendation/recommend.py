@@ -42,6 +42,11 @@ class Recommendation:
         by_money: whether the cheapest is ranked first, else the quickest.
         deadline_s: within which the goal is to be reached; None for none.
         notes: what was not tried, and why.
+
+    Examples:
+        >>> found = hr.recommend("model.toml", "cluster.toml")
+        >>> found.winner.candidate.strategy.name
+        'mirrored'
     """
 
     winner: Offer

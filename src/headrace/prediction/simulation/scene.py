@@ -45,6 +45,12 @@ class Assumptions:
         input_gradient_share: the part of a backward pass that makes the gradient of the input, where a schedule does
             both parts apart.
         checkpoint_s, restart_s: how long a checkpoint stops the run, and how long it takes to begin again.
+
+    Examples:
+        >>> stragglers = hr.Assumptions(steps=20, slow_share=0.1, slow_factor=3.0)
+        >>> predicted = hr.simulate("model.toml", "cluster.toml", hr.Mirrored(workers=16), assumptions=stragglers)
+        >>> predicted.efficiency < 0.9
+        True
     """
 
     steps: int = 100

@@ -42,6 +42,11 @@ class Prediction:
         memory_bytes: that the fullest worker holds, without the runtime itself; `server_bytes` of a server.
         efficiency: examples a second, over those of as many devices that each work alone on their part of a batch.
         reliability: what failures do; None if the hosts never fail.
+
+    Examples:
+        >>> predicted = hr.simulate("model.toml", "cluster.toml", hr.ParameterServer(workers=16, servers=1))
+        >>> predicted.bottleneck.startswith("the server's network card")
+        True
     """
 
     strategy: Strategy
@@ -119,6 +124,11 @@ def simulate(
     Raises:
         UsageError: something that is needed is missing, or impossible; with the field and its unit.
         InfeasiblePlan: the cluster has too few devices, or a device too little memory, with the numbers.
+
+    Examples:
+        >>> predicted = hr.simulate("model.toml", "cluster.toml", hr.Mirrored(workers=16))
+        >>> 0.5 < predicted.efficiency <= 1
+        True
     """
     model = model if isinstance(model, ModelSpec) else ModelSpec.load(model)
     cluster = cluster_of(cluster)

@@ -38,6 +38,14 @@ class Moment:
         loss: of this worker in its last step; None where it had no example, or is read later (on accelerators).
         model: rank 0's copy; under pipelines and tensor parallelism the part that it holds.
         run_dir: the run's directory.
+
+    Examples:
+        >>> class Norms(hr.Callback):
+        ...     def on_step(self, moment):
+        ...         norm = sum(each.detach().norm() for each in moment.model.parameters())
+        ...         moment.log({"weights/norm": float(norm)})
+        >>> hr.fit(job, callbacks=[Norms()]).status
+        'ok'
     """
 
     def __init__(self, model: nn.Module, run_dir: Path, actions: RunActions) -> None:
