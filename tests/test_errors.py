@@ -23,7 +23,7 @@ from headrace.errors import HeadraceError, NonFiniteLoss, PeerLost, UnknownName,
         ("NonFiniteGradient", 1),
         ("NonFiniteLoss", 1),
         ("PeerLost", 4),
-        ("PeersApart", 1),
+        ("PeersApart", 4),
         ("ForkServerLost", 4),
         ("Replaced", 4),
         ("LeftBehind", 4),
@@ -37,7 +37,7 @@ def test_exit_codes_are_those_of_the_design(name: str, code: int) -> None:
 def test_the_table_above_is_complete() -> None:
     kinds = [getattr(errors, name) for name in errors.__all__]
     assert all(issubclass(kind, HeadraceError) for kind in kinds)
-    assert len(kinds) == 18
+    assert len(kinds) == 19
 
 
 def test_an_unknown_name_suggests_the_nearest_and_lists_all() -> None:

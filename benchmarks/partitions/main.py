@@ -69,11 +69,11 @@ def cut(edges: tuple[Edge, ...], network: str) -> None:
         subprocess.run([*command, "lladdr", NOWHERE, "dev", "eth0", "nud", "permanent"], check=True)
 
 
-def mend(network: str) -> None:
+def mend(network: str, nodes: int = NODES) -> None:
     """Lets all packets through again."""
-    for node in range(NODES):
+    for node in range(nodes):
         subprocess.run(["ip", "-n", f"{network}-{node}", "neigh", "flush", "dev", "eth0"], check=False)
-        for other in range(NODES):
+        for other in range(nodes):
             command = ["ip", "-n", f"{network}-{node}", "neigh", "del", f"10.97.0.{other + 1}", "dev", "eth0"]
             subprocess.run(command, check=False, capture_output=True)
 

@@ -14,6 +14,7 @@
         ├── NonFiniteLoss         the loss of a step is NaN or infinite
         ├── NonFiniteGradient     the loss is finite, its gradient is not
         ├── PeerLost              a process was killed, vanished or froze: exit code 4
+        ├── PeersApart            two processes live and do not reach each other: exit code 4
         ├── Replaced              this process gave no sign of life, and another does its work: exit code 4
         └── LeftBehind            the other workers go on without this one, which they do not reach: exit code 4
 
@@ -39,6 +40,7 @@ __all__ = [
     "NonFiniteGradient",
     "NonFiniteLoss",
     "PeerLost",
+    "PeersApart",
     "Replaced",
     "RunFailed",
     "ServerRefused",
@@ -245,16 +247,18 @@ class PeersApart(RunFailed):
     """Two processes live and do not reach each other.
 
     Args:
-        here: rank and host of this process.
+        here: rank and host of the process that has noticed it.
         there: rank and host of the other one; its `rank` is an attribute.
-        cause: what is known of the connection.
+        cause: what is known of the connection, and for how long nothing came.
     """
+
+    exit_code = 4
 
     def __init__(self, here: tuple[int, str], there: tuple[int, str], cause: str) -> None:
         (own, home), (self.rank, host) = here, there
         super().__init__(
             f"rank {own} on {home} and rank {self.rank} on {host} live and do not reach each other ({cause}); look for "
-            "a firewall or a broken link between these two hosts"
+            "a firewall or a broken link between these two hosts (headrace doctor tests every pair)"
         )
 
 

@@ -50,7 +50,7 @@ def replicas() -> None:
 def holds_all(worker: hr.Worker, server: int = 2) -> bool:
     """Returns whether a server has told this rank that its backup holds all that it has."""
     ranks = worker._session.page.ranks
-    return ranks[server].heartbeat.promotable_epoch == ranks[2].server_view.epoch > 0
+    return ranks[server].heartbeat.promotable_epoch == ranks[worker._session.run.plan.servers[0]].server_view.epoch > 0
 
 
 def fail_over(strike: Callable[[], object]) -> None:
@@ -120,6 +120,21 @@ def cut_workers() -> None:
     tell(run)
 
 
+def cut_server(backups: int) -> None:
+    """Rank 0 cuts the server from the worker on another host, or from its backup that holds all that it has."""
+
+    def train(worker: hr.Worker) -> None:
+        for batch in worker.batches():
+            if worker.rank == 0 and worker.round == 10:
+                assert not backups or until(partial(holds_all, worker, 1), 30)
+                part(1, 2)
+                say(struck=True)
+            worker.step(batch)
+
+    strategy = hr.ParameterServer(staleness_bound=0, backups=backups)
+    tell(hr.launch(train, make_job(steps=30, epochs=None), strategy, timeout_s=1, run_dir="run"))
+
+
 DEEDS: dict[str, Callable[[], None]] = {
     "fit": fit,
     "search": search,
@@ -128,6 +143,8 @@ DEEDS: dict[str, Callable[[], None]] = {
     "cut": cut,
     "return": come_back,
     "part": cut_workers,
+    "part-server": partial(cut_server, 0),
+    "part-backup": partial(cut_server, 1),
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 import headrace as hr
 from engine.networks import Start, join_again, network, starts
 from engine.ranks import TESTS, total
-from engine.victims import lbfgs_job, make_job, split_model
+from engine.victims import NOTICED_S, lbfgs_job, make_job, split_model
 from headrace.engine.local.fork_server import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.net]
@@ -93,3 +93,29 @@ def test_workers_of_servers_need_no_link_to_each_other(hosts: str, start: Start)
     ours = hr.fit(make_job(steps=50, epochs=None, global_batch_size=9), engine=hr.ThreadEngine())
     for rank in range(4):
         assert ended.one(rank, "total")["total"] == pytest.approx(total(ours.model), abs=1e-6)
+
+
+def test_a_worker_and_a_server_that_do_not_reach_each_other_end_the_run(hosts: str, start: Start) -> None:
+    try:
+        # Two workers and the server.
+        ended = start("part-server", on=(0, 1, 2))
+    finally:
+        join_again(hosts, 1, 2)
+    assert ended.codes == dict.fromkeys(range(3), 4), ended.logs
+    for rank in range(3):
+        said = ended.one(rank, "error")
+        assert said["error"] == "PeersApart"
+        assert "rank 1 on host-1 and rank 2 on host-2 live and do not reach each other" in said["message"]
+        assert said["at"] - ended.one(0, "struck")["at"] < 1 + NOTICED_S
+
+
+def test_a_server_that_does_not_reach_its_backup_goes_on_without_it(hosts: str, start: Start) -> None:
+    try:
+        # A worker, its server and the backup.
+        ended = start("part-backup", on=(0, 1, 2))
+    finally:
+        join_again(hosts, 1, 2)
+    assert ended.codes == {0: 0, 1: 0, 2: 4}, ended.logs
+    assert ended.one(2, "error")["error"] == "Replaced"
+    ours = hr.fit(make_job(steps=30, epochs=None), engine=hr.ThreadEngine())
+    assert ended.one(0, "total")["total"] == pytest.approx(total(ours.model), abs=1e-6)

@@ -180,8 +180,8 @@ def test_memory_averages_shares_and_stages(run):
     ]
     assert told == [
         "Ranks work on nothing for 31 % of the time, about what the schedule costs (30 %).",
-        "Ranks work on nothing for 50 % of the time; the schedule alone costs 30 %, the rest are unequal stages, "
-        "transfers, busy cores.",
+        "Ranks work on nothing for 50 % of the time; the schedule alone costs 30 %, the rest comes from unequal "
+        "stages, transfers or busy cores.",
         "Ranks work on nothing for 10 % of the time, less than if all stages were alike (30 %).",
     ]
 

@@ -144,7 +144,7 @@ def test_what_is_not_asked_first_is_folded(compared):
     titles = [
         _words(fold.find(f"{XHTML}summary/{XHTML}h2")) for fold in root.iter(f"{XHTML}details") if fold.get("class")
     ]
-    assert titles == ["More of how they learn", "Each worker", "Memory", "Notices", "How the numbers are made"]
+    assert titles == ["More about learning", "Each worker", "Memory", "Notices", "How the numbers are made"]
     assert not [fold for fold in root.iter(f"{XHTML}details") if "open" in fold.attrib]
 
 

@@ -68,6 +68,9 @@ def test_a_page_of_several_runs_has_a_table_and_fewer_rows(tmp_path, make_run, m
     assert not [row for row in rows if row.startswith("mirrored 2 0")]
     titles = [element.text for element in root.iter(f"{XHTML}h3")]
     assert [title for title in titles if title in TITLES] == TITLES
+    (over_time,) = [each for each in root.iter(f"{XHTML}figure") if each[0].text == "Does staleness grow?"]
+    key = [" ".join(item.itertext()) for item in over_time.iter(f"{XHTML}li")]
+    assert key == ["ps2 (parameter_server)", "ps16 (parameter_server)"]
     words = [element.text for element in root.iter(f"{SVG}text")]
     assert words.count("ps16 (parameter_server), worker 3") == 1
     assert "ps16 (parameter_server), worker 4" not in words

@@ -6,12 +6,14 @@ import asyncio
 import http.client
 import json
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-import pytest
-
+from engine.conftest import ended, until
 from headrace.serving.application import PredictionServer
 from headrace.serving.health import HealthServer
 from headrace.serving.settings import ServeSettings
@@ -23,14 +25,19 @@ LIVE, READY = "/v2/health/live", "/v2/health/ready"
 @contextmanager
 def probed(application: PredictionServer) -> Iterator[int]:
     """Yields the port of the probes; no event loop for predictions turns here but while a test runs one."""
-    health = HealthServer(application, socket.create_server(("127.0.0.1", 0)))
-    port = health._bound.getsockname()[1]
+    bound = socket.create_server(("127.0.0.1", 0))
+    port = bound.getsockname()[1]
+    health = HealthServer(bound, any_host=False)
+    application.state = health.state
+    application.note()
     health.start()
+    process = health._process
     try:
         yield port
     finally:
         health.stop()
-        assert not health._thread.is_alive()
+    assert process is not None
+    assert process.returncode == 0
 
 
 def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, str]:
@@ -51,8 +58,10 @@ def test_they_are_answered_while_the_other_event_loop_is_blocked(tmp_path: Path)
             assert ask(port, LIVE)[0] == 200
             assert ask(port, READY) == (503, "a model is not loaded")
             await application.load()
+            application.note()
             assert ask(port, READY)[0] == 200
             application.draining = True
+            application.note()
             assert ask(port, READY) == (503, "the server is about to end")
             assert ask(port, LIVE)[0] == 200
             await application.catalog.close()
@@ -68,10 +77,11 @@ def test_nothing_else_is_answered_there(tmp_path: Path) -> None:
         assert ask(port, LIVE, Host="evil.example")[0] == 403
 
 
-def test_an_event_loop_that_does_not_turn_is_not_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_loop_that_does_not_turn_is_not_alive(tmp_path: Path) -> None:
     application = PredictionServer([scaled(tmp_path / "a", 2.0)], ServeSettings())
     with probed(application) as port:
-        monkeypatch.setattr(application, "_turned", application._turned - 3600)
+        assert application.state is not None
+        application.state.write(time.monotonic() - 3600, "")
         status, told = ask(port, LIVE)
         assert (status, told.startswith("the event loop that reads requests has not turned for 3")) == (503, True)
 
@@ -82,3 +92,17 @@ def test_an_event_loop_that_does_not_turn_is_not_alive(tmp_path: Path, monkeypat
 
         asyncio.run(turn())
         assert ask(port, LIVE)[0] == 200
+
+
+def test_its_process_ends_with_that_of_the_server(tmp_path: Path) -> None:
+    code = """
+import os, socket
+from headrace.serving.health import HealthServer
+health = HealthServer(socket.create_server(("127.0.0.1", 0)), False)
+health.start()
+print(health._process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == -9
+    assert until(lambda: ended(int(done.stdout)), 30)

@@ -23,7 +23,16 @@ from headrace.engine.base import LEFT, TERMINATED, Engine, RunProgress
 from headrace.engine.torchrun.engine import LaunchedEngine
 from headrace.engine.torchrun.group import LaunchedGroup
 from headrace.engine.torchrun.store import first_failed
-from headrace.errors import ForkServerLost, HeadraceError, LeftBehind, PeerLost, RunFailed, UnfitMachine, UsageError
+from headrace.errors import (
+    ForkServerLost,
+    HeadraceError,
+    LeftBehind,
+    PeerLost,
+    PeersApart,
+    RunFailed,
+    UnfitMachine,
+    UsageError,
+)
 from headrace.machine import can_paint, versions
 from headrace.parameter_server.server.snapshots import SnapshotSet
 from headrace.policies.roles import split
@@ -224,7 +233,7 @@ def _follow(spec: RunSpec, info: JobInfo, notices: tuple[str, ...], engine: Engi
             for uneven in imbalances(plan, served):
                 events.note(uneven)
         return status
-    except (PeerLost, ForkServerLost) as lost:
+    except (PeerLost, PeersApart, ForkServerLost) as lost:
         lost.remedy = _remedy(spec)
         raise
     finally:

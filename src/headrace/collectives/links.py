@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from time import monotonic
 
 import torch
 import zmq
@@ -155,12 +156,14 @@ class HostLinks:
         """Sends what is in the queues, and what `take` adds to them; takes so many pieces from each host."""
         ends: dict[int, str] = {}
         ready: dict[int, memoryview] = {}
+        moved_s = monotonic()
         while any(outgoing.values()) or any(expected.values()):
             if self._send(outgoing, ready) | self._receive(expected, take):
+                moved_s = monotonic()
                 continue
             awaited = {other for waits in (outgoing, expected) for other, left in waits.items() if left}
             for other, end in ends.items():
-                self._check(other, end)
+                self._check(other, f"no progress for {monotonic() - moved_s:.1f} s: {end}")
             # What came before the end is read after it.
             ends = {other: end for other in awaited if (end := self._ended(other))}
             if not ends and not self._poll(outgoing, expected):

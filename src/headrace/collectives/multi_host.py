@@ -167,6 +167,7 @@ class MultiHostGroup(ProcessGroup):
     def close(self) -> None:
         self._closed = True
         for group in self.groups:
+            group.abandoned |= self.abandoned
             group.close()
         if self._background:
             self._background.shutdown()

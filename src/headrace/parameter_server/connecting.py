@@ -16,6 +16,7 @@ from headrace.parameter_server.core.leases import LeaseTable
 from headrace.parameter_server.core.portions import PortionTable
 from headrace.parameter_server.core.shard import Shard
 from headrace.parameter_server.planning import ServerProcess
+from headrace.parameter_server.replication.directory import ServerReach
 from headrace.parameter_server.replication.transport import ReplicatedTransport
 from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.server.updater import ShardUpdater
@@ -99,12 +100,13 @@ def connect(
     in_turn: bool = False,
     find: Callable[[int], str] | None = None,
     suspect: Callable[[int], object] = int,
+    reach: ServerReach | None = None,
 ) -> Client:
     """Returns a client of the servers at some addresses; `closing` closes its connections.
 
     `find` returns the present address of a server, by its index in `addresses`, and raises ConnectionError if there is
-    none; without it the address stays. `suspect` is called when the connection to a server has ended. The other options
-    are those of `Client`.
+    none; without it the address stays. `suspect` is called when the connection to a server has ended; `reach` finds out
+    whether a silent one can be reached. The other options are those of `Client`.
     """
     connections = []
     used = list(addresses)
@@ -127,8 +129,11 @@ def connect(
         first = functools.partial(open_one, address, hello_s=_HELLO_S)
         transport = _connect_once(first, reopen if find else None, check)
         closing.callback(transport.close)
+        require = functools.partial(reach.require, index) if reach else bool
         connections.append(
-            ServerConnection(transport, layout, own, server.rank, server.host, reopen, has_moved=has_moved)
+            ServerConnection(
+                transport, layout, own, server.rank, server.host, reopen, has_moved=has_moved, require_link=require
+            )
         )
     client = Client(connections, *worker, check, together=together, observes=observes, in_turn=in_turn)
     closing.callback(client.close)

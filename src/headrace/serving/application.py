@@ -22,6 +22,7 @@ from starlette.routing import Route
 from headrace.serving.catalog import Catalog, LoadedVersion, ServedModel
 from headrace.serving.metrics import CONTENT_TYPE, ServerMetrics
 from headrace.serving.page import page_headers, page_text
+from headrace.serving.probe import LIVE, NOT_HERE, READY, UNREADY, HealthState
 from headrace.serving.protocols.http import (
     BodyBudget,
     HttpAnswer,
@@ -47,11 +48,10 @@ from headrace.serving.settings import TOO_MANY, RequestError, ServeSettings
 from headrace.web.access import has_token, names_loopback
 
 _log = logging.getLogger("headrace.serve")
-_LIVE, _READY = "/v2/health/live", "/v2/health/ready"
-_OPEN = {"/", _LIVE, _READY}
+_OPEN = {"/", LIVE, READY}
 """Answered without the token: probes of a scheduler, and the page, which asks for it."""
-_TURN_S, _STUCK_S = 1.0, 10.0
-"""How often the event loop says that it turns, and after how long without that probes are told."""
+_TURN_S = 0.25
+"""How often the event loop says that it turns."""
 
 _INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 _PREDICT = re.compile(r"/v1/models/([^/:]+)(?:/versions/([^/:]+))?:predict")
@@ -69,6 +69,7 @@ class PredictionServer:
     Attributes:
         catalog: the models.
         draining: whether the server is about to end: it answers, and says that it is not ready.
+        state: what the process that answers probes is told; None where there is none.
 
     Raises:
         UsageError, DataError: a folder holds no model, or two have one name.
@@ -80,15 +81,14 @@ class PredictionServer:
         self._budget = BodyBudget(settings.max_body_bytes, settings.max_held_bytes)
         self.catalog = Catalog(folders, settings, self._metrics)
         self.draining = False
+        self.state: HealthState | None = None
         self._loaded = False
         self._counters: dict[tuple[str, int, int], Any] = {}
         self._version = installed_version("headrace")
         self._refusals = Refusals()
         infer, tensorflow = _Endpoint(self._predicting(self._infer)), _Endpoint(self._predicting(self._tensorflow))
         self._predictions = ((_INFER, infer), (_PREDICT, tensorflow))
-        self._health = {_LIVE: _Endpoint(self._live), _READY: _Endpoint(self._ready)}
-        self._probes = {_LIVE: _Endpoint(self._turning), _READY: _Endpoint(self._ready)}
-        self._turned = time.monotonic()
+        self._health = {LIVE: _Endpoint(self._live), READY: _Endpoint(self._ready)}
         self._guarded = ServerErrorMiddleware(self._dispatch, handler=_internal_error)
         self._app = Starlette(
             routes=self._routes(infer, tensorflow),
@@ -103,14 +103,10 @@ class PredictionServer:
             return
         await self._guarded(scope, receive, send)
 
-    async def probe(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers requests for health alone: an ASGI application for an event loop in another thread."""
-        refusal = self._refusal(scope)
-        if refusal is None and scope["method"] == "GET" and (endpoint := self._probes.get(scope["path"])) is not None:
-            await endpoint(scope, receive, send)
-            return
-        here = RequestError(404, f"this port answers GET {_LIVE} and {_READY} alone")
-        await error_reply(refusal or here).send(send)
+    def note(self) -> None:
+        """Tells the process that answers probes, if there is one, that the event loop turns, and what it may answer."""
+        if self.state is not None:
+            self.state.write(time.monotonic(), self._unready())
 
     async def load(self) -> None:
         """Loads all models; raises what is wrong with one. Without it the first request would wait for that."""
@@ -143,8 +139,8 @@ class PredictionServer:
             Route("/v1/models/{model}/versions/{version}:predict", tensorflow, methods=post),
         ]
         others = [
-            (_LIVE, self._live),
-            (_READY, self._ready),
+            (LIVE, self._live),
+            (READY, self._ready),
             ("/v2", self._server),
             ("/v2/models", self._models),
             (at, self._model),
@@ -177,9 +173,7 @@ class PredictionServer:
     def _refusal(self, scope: Scope) -> RequestError | None:
         """Returns why a request is not looked at; None where it is."""
         if not self._settings.any_host and not names_loopback(header(scope, b"host") or ""):
-            return RequestError(
-                403, "the server listens for this machine alone: ask localhost, or start it with --host"
-            )
+            return RequestError(403, NOT_HERE)
         token = self._settings.token
         if token and scope["path"] not in _OPEN and not has_token(header(scope, b"authorization") or "", token):
             return RequestError(401, "expected the header Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"})
@@ -243,22 +237,19 @@ class PredictionServer:
     async def _turn(self) -> None:
         """Notes that the event loop turns, until it is cancelled."""
         while True:
-            self._turned = time.monotonic()
+            self.note()
             await asyncio.sleep(_TURN_S)
 
-    async def _turning(self, scope: Scope, receive: Receive) -> HttpAnswer:
-        """Says for another thread whether this event loop is alive: a probe that it does not read would not show it."""
-        seconds = time.monotonic() - self._turned
-        if seconds > _STUCK_S:
-            raise RequestError(503, f"the event loop that reads requests has not turned for {seconds:.0f} s")
-        return await self._live(scope, receive)
+    def _unready(self) -> str:
+        loaded = all(model.versions for model in self.catalog.models.values())
+        return UNREADY[2 if self.draining else 0 if loaded else 1]
 
     async def _live(self, scope: Scope, receive: Receive) -> HttpAnswer:
         return json_reply({"live": True})
 
     async def _ready(self, scope: Scope, receive: Receive) -> HttpAnswer:
-        if self.draining or not all(model.versions for model in self.catalog.models.values()):
-            raise RequestError(503, "the server is about to end" if self.draining else "a model is not loaded")
+        if unready := self._unready():
+            raise RequestError(503, unready)
         return json_reply({"ready": True})
 
     async def _server(self, scope: Scope, receive: Receive) -> HttpAnswer:

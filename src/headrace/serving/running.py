@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -88,6 +89,9 @@ async def _run(
 ) -> None:
     application = PredictionServer(folders, settings)
     await application.load()
+    # What is loaded stays: a garbage collection that searches it stops all threads for 0.1 s and more.
+    gc.collect()
+    gc.freeze()
     config = server_config(
         application,
         http="httptools",
@@ -102,20 +106,27 @@ async def _run(
         # The second signal does not wait for answers.
         server.force_exit = application.draining
         application.draining = server.should_exit = True
+        application.note()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     models = {name: tuple(sorted(each.versions)) for name, each in application.catalog.models.items()}
-    health = None if probed is None else HealthServer(application, probed)
+    health_url = "" if probed is None else url_of(probed)
+    health = None if probed is None else HealthServer(probed, settings.any_host)
+    if health is not None:
+        application.state = health.state
+        application.note()
+        health.start()
 
     def told() -> None:
-        if health is not None:
-            health.start()
-        listening(Listening(url_of(bound), models, "" if probed is None else url_of(probed)))
+        listening(Listening(url_of(bound), models, health_url))
 
     server.told = told
-    await server.serve([bound, *(bound.dup() for _ in range(_ACCEPTED - 1))])
-    if health is not None:
-        # Until here it has said that the server is about to end.
-        await asyncio.to_thread(health.stop)
+    try:
+        await server.serve([bound, *(bound.dup() for _ in range(_ACCEPTED - 1))])
+    finally:
+        if health is not None:
+            # Until here it has said that the server is about to end.
+            application.state = None
+            await asyncio.to_thread(health.stop)

@@ -1,7 +1,7 @@
 """The page that the processes of a run on one host share: barrier counters, heartbeats, and a few numbers a rank.
 
 ┌───────────────────────────────┐
-│ abort, stop, stop after, ...  │  the run's
+│ abort, apart, stop, ...       │  the run's
 ├───────────────────────────────┤
 │ barrier counters              │  a rank's, each line below on cache lines of its own
 │ heartbeat                     │  written by the rank, watched by the launcher
@@ -233,18 +233,22 @@ class ControlPage(Structure):
     """The run's fields, and a record for each rank, in a segment of at least `ControlPage.nbytes(ranks)`.
 
     The launcher writes `abort`, 1 + the rank that was lost first, and `stop`, 1 if the run is to end soon, in order.
+    Where that rank lives and does not reach another one, `apart` is 1 + the other one, and was written before `abort`.
     Rank 0 writes `stop_after`, 1 + the last round to do, `save_after`, 1 + the last round to save after,
     `change_after`, 1 + the last round before members join or leave, and `rate_after`, 1 + the last round before the
     learning rate changes, in that round, before its barrier. All are 0 while there is nothing to tell.
     """
 
     abort: int
+    apart: int
     stop: int
     stop_after: int
     save_after: int
     change_after: int
     rate_after: int
-    _fields_ = [(name, c_int64) for name in ("abort", "stop", "stop_after", "save_after", "change_after", "rate_after")]
+    _fields_ = [
+        (name, c_int64) for name in ("abort", "apart", "stop", "stop_after", "save_after", "change_after", "rate_after")
+    ]
 
     def __new__(cls, segment: SharedSegment, ranks: int) -> ControlPage:
         return cls.from_buffer(segment.memory)

@@ -18,7 +18,7 @@ from headrace.errors import UsageError
 from headrace.modules import restore
 from headrace.parameter_server.client.exchange import ReplicaGroup
 from headrace.parameter_server.planning import ServerProcess
-from headrace.parameter_server.replication.failover import ServerDirectory
+from headrace.parameter_server.replication.directory import ServerDirectory
 from headrace.spec.cluster import Cluster
 from headrace.spec.compute import LayerSpec
 from headrace.spec.model import ModelSpec, ProfileRequest

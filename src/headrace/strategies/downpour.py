@@ -162,7 +162,9 @@ class Downpour(ServedStrategy):
     ) -> ServerLinks:
         servers, check = context.servers, context.group.check
         roles, who = [plan.roles[server] for server in servers.ranks], (servers.worker, servers.incarnation)
-        opens = functools.partial(connect, servers.addresses(), layouts, find=servers.find, suspect=servers.suspect)
+        opens = functools.partial(
+            connect, servers.addresses(), layouts, find=servers.find, suspect=servers.suspect, reach=servers.reach
+        )
         if not self.overlap:
             main = opens(places, who, check, roles, context.closing)
             return ServerLinks(main, places, self.fetch_every, replica_group)

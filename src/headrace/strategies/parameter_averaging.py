@@ -272,7 +272,7 @@ class ParameterAveraging(ServedStrategy):
         client = connect(
             context.servers.addresses(), layouts, copy, (rank, context.servers.incarnation), context.group.check,
             servers, context.closing, together=True, in_turn=config.in_turn, find=context.servers.find,
-            suspect=context.servers.suspect,
+            suspect=context.servers.suspect, reach=context.servers.reach,
         )  # fmt: skip
         center = CenterVariable(client, layouts, own, copy, beside, keeps=not config.outer.agrees)
         exchange = ServedAveragingExchange(

@@ -180,6 +180,7 @@ class ParameterServer(ServedStrategy):
             together=self.backup_workers > 0,
             find=servers.find,
             suspect=servers.suspect,
+            reach=servers.reach,
         )
         if context.inside:
             client.pulled = context.inside.spread

@@ -162,6 +162,7 @@ class Sandblaster(ServedStrategy):
             context.closing,
             find=servers.find,
             suspect=servers.suspect,
+            reach=servers.reach,
         )
         portions, leads = self._portions(plan), brings_parameters(client, servers.worker)
         base = ServerDataLeases(client, replica_group.group, leads, portions)

@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.parameter_server.planning import assign_shards
-from headrace.parameter_server.replication.failover import ServerDirectory
+from headrace.parameter_server.replication.directory import ServerDirectory
 from headrace.policies.roles import require_cpu, require_memory, worker_and_server_roles
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -143,5 +143,6 @@ def served_replica(outer: Strategy, plan: Plan, role: Role, own: WorkerContext) 
         find=(lambda index: find(places[index])) if find else None,
         suspect=lambda index: every.suspect(places[index]),
         incarnation=every.incarnation,
+        reach=every.reach and every.reach.among(places),
     )
     return outer.replica(of_outer(plan, outer), role.rank, replace(own, servers=servers))

@@ -11,6 +11,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from time import monotonic
 from typing import TypeVar
 
@@ -26,8 +27,12 @@ Check = Callable[[Callable[[], bool], str], None]
 
 SLICE_MS = 50
 _MEET_S = 30.0
-_PROBES = 3
-"""A silent connection is probed in the last two thirds of the time after which it ends."""
+_PINGS = 8
+"""Signs of life in the time after which a silent connection ends."""
+
+_MOST_PROBES = 100
+"""Of TCP, which allows 127."""
+
 _HELLO = b""
 _TOKEN = b"token "
 """How a key begins that does not encrypt, and that only the one who sends may know."""
@@ -53,7 +58,7 @@ class Limits:
         silent_ms: without a sign of life for so long the connection ends; 0 where only the engine watches whether the
             other process lives: one that a debugger stops is not gone.
         part_bytes: length of a part of a message.
-        kernel_silent_s: where the other end's kernel has not answered for so long, in whole seconds and at least 3, the
+        kernel_silent_s: where the other end's kernel has not answered for so long, in whole seconds and at least 2, the
             connection ends, also if its process is stopped and its messages are not read; 0 for the system's hours.
     """
 
@@ -80,13 +85,16 @@ class _End(ABC):
     ) -> None:
         self.socket = make_socket(context, sort)
         self.socket.sndhwm = self.socket.rcvhwm = limits.slots
-        self.socket.heartbeat_ivl, self.socket.heartbeat_timeout = limits.silent_ms // 3, limits.silent_ms
+        ping_ms = limits.silent_ms // _PINGS
+        # The time for an answer begins with the question, of which the first comes that much after the last answer.
+        self.socket.heartbeat_ivl, self.socket.heartbeat_timeout = ping_ms, limits.silent_ms - ping_ms
         self.socket.maxmsgsize = limits.part_bytes + _ADDED_BYTES
         if limits.kernel_silent_s:
             # TCP's own, because signs of life of ZeroMQ are not read while as many messages wait as may.
-            third = max(1, round(limits.kernel_silent_s / _PROBES))
-            self.socket.tcp_keepalive, self.socket.tcp_keepalive_cnt = 1, _PROBES - 1
-            self.socket.tcp_keepalive_idle = self.socket.tcp_keepalive_intvl = third
+            every_s = max(1, ceil(limits.kernel_silent_s / _MOST_PROBES))
+            probes = max(1, round(limits.kernel_silent_s / every_s) - 1)
+            self.socket.tcp_keepalive, self.socket.tcp_keepalive_cnt = 1, probes
+            self.socket.tcp_keepalive_idle = self.socket.tcp_keepalive_intvl = every_s
         self.events = ConnectionEvents(self.socket, events)
         self._check = check
         self._poll = zmq.Poller()
@@ -95,6 +103,7 @@ class _End(ABC):
 
     def until(self, act: Callable[[], T], ended: Callable[[], str]) -> T:
         """Returns what `act` does, as soon as the socket lets it."""
+        began = monotonic()
         while True:
             # Asked first, because what came before the end is read after it.
             end = ended()
@@ -103,7 +112,7 @@ class _End(ABC):
             except zmq.Again:
                 pass
             if end or not self._poll.poll(SLICE_MS):
-                self.check(end)
+                self.check(end and f"no progress for {monotonic() - began:.1f} s: {end}")
 
     @abstractmethod
     def ended(self) -> str:

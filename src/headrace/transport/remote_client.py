@@ -122,15 +122,18 @@ class RemoteClientTransport(ClientTransport):
             self._context.term()
 
     def _await_welcome(self, hello_s: float) -> None:
-        deadline = monotonic() + hello_s
+        began = monotonic()
+        deadline = began + hello_s
         self._read()
         while not self._welcome:
-            left = deadline - monotonic()
-            if self._end or left <= 0:
+            now = monotonic()
+            # A server may be busy, and its host's kernel is not.
+            until = deadline if self._events.connected else began + hello_s / 2
+            if self._end or now >= until:
                 raise ConnectionRefusedError(
-                    f"no link to the server at {self._address}: {self._end or f'no answer for {hello_s:g} s'}"
+                    f"no link to the server at {self._address}: {self._end or f'no answer for {now - began:.2g} s'}"
                 )
-            self._wait(left, zmq.POLLIN)
+            self._wait(until - now, zmq.POLLIN)
             self._read()
 
     def _put(self, parts: frames.Frame) -> None:

@@ -106,6 +106,11 @@ class ConnectionEvents:
         watched.monitor(address, events | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
         self.socket.connect(address)
 
+    @property
+    def connected(self) -> bool:
+        """Whether a connection was open when the events were read last."""
+        return bool(self._open)
+
     def read(self) -> Iterator[tuple[zmq.Event, int]]:
         """Yields what has happened to connections, and to which: event, descriptor."""
         while waits(self.socket):

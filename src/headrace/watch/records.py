@@ -73,7 +73,10 @@ class Journal:
             case SharesBalanced():
                 kind, text = "balance", event.line
             case BackupReady():
-                kind, text = "backup", f"the backup of rank {event.backup} can follow its server"
+                text = (
+                    f"the backup of rank {event.backup} can follow its server after {event.unguarded_s:.1f} s without"
+                )
+                kind = "backup"
             case RowsMoved():
                 kind, text = "rows", f"{event.rows} rows of {event.table} moved to server {event.to}"
             case RunStarted():

@@ -13,6 +13,7 @@ from headrace.errors import CorruptCheckpoint, HeadraceError, PeerLost
 from headrace.machine import peak_resident_bytes, resident_bytes
 from headrace.parameter_server.planning import ServerProcess
 from headrace.parameter_server.replication.failover import primary_address, process_number, server_of
+from headrace.parameter_server.replication.links import PeerWatch
 from headrace.parameter_server.replication.machine import View
 from headrace.parameter_server.replication.transport import ReplicatedTransport
 from headrace.parameter_server.server.server import Server
@@ -59,6 +60,7 @@ def serve(
         events.write(ServerStarted(rank, events.now(), run.plan.role(rank).host, os.getpid(), shards, parameter_bytes))
         told = monotonic()
         excluded = [0] * len(page.ranks)
+        peer = PeerWatch(page, run.plan, owner, process, run.timeout_s)
 
         def look() -> None:
             nonlocal told
@@ -70,7 +72,7 @@ def serve(
             if server.replicated:
                 _follow_view(server.replicated, page, run.plan, rank, process)
                 page.ranks[rank].heartbeat.promotable_epoch = server.replicated.ready
-                if server.replicated.severed:
+                if server.replicated.severed or peer.is_cut(server.replicated.heard):
                     _suspect_peer(page, rank, owner, process)
             if monotonic() - told > _TELL_EVERY_S:
                 told = monotonic()

@@ -17,7 +17,7 @@ from headrace.devices import use
 from headrace.errors import UsageError
 from headrace.machine import cores
 from headrace.modules import copy_module, set_train_modes
-from headrace.parameter_server.replication.failover import find_servers
+from headrace.parameter_server.replication.directory import find_servers
 from headrace.policies.roles import threads_per_worker
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Notice
@@ -179,7 +179,7 @@ def build_context(
         batches=BatchInfo(loader.full_batch, run.job.seed),
         first=run.resume.done if run.resume else 0,
         closing=closing,
-        servers=find_servers(run.plan, role.rank, page, group),
+        servers=find_servers(run.plan, role.rank, page, group, run.timeout_s),
         sample=lambda: sample_of(run.job),
     )
 

@@ -123,9 +123,9 @@ class Monitor:
                 self._fail(rank, ended)
         self._fork_server.check(self._spec.timeout_s)
         self._progress(RunProgress.read(self._page))
-        for rank in self._failover.look():
+        for rank, unguarded_s in self._failover.look().items():
             self._replaceable[rank].in_vain = 0
-            self._events.write(BackupReady(LAUNCHER, self._events.now(), rank))
+            self._events.write(BackupReady(LAUNCHER, self._events.now(), rank, unguarded_s))
         for rank in self._running:
             self._check_frozen(rank)
         self._scale_requests.look(self._change_workers, self._states)

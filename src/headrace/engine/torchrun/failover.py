@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Collection
 from contextlib import closing, suppress
 from enum import Enum
+from time import monotonic
 from urllib.parse import urlsplit
 
 from headrace.engine.base import LivenessProbe
@@ -22,6 +23,9 @@ BACK_S = 5.0
 """How long a process that comes back, and rank 0, wait for each other beyond the run's `timeout_s`."""
 
 _PROBE_S = 0.2
+_PARTED_S = 1.0
+"""For so long a server and its backup must say that they do not reach each other, and how often, at least."""
+
 _TOLD = 2
 """Heartbeats after which what another rank told is from after an event; one may be on its way."""
 
@@ -76,6 +80,7 @@ class LaunchedFailover:
         watched = expendable_ranks(spec.plan) if workers is None else frozenset(workers)
         self._workers = {rank: LivenessProbe(0) for rank in watched - self._servers.keys()}
         self._suspicions = [0] * len(page.ranks)
+        self._parted: dict[tuple[int, int], tuple[float, ...]] = {}
         for rank in self._servers:
             self._controller.up(rank)
 
@@ -129,9 +134,11 @@ class LaunchedFailover:
         page = self._page
         if ready := self._controller.look():
             with self._events() as events:
-                for backup in ready:
-                    events.write(BackupReady(LAUNCHER, events.now(), backup))
-        suspects = self._take_suspects()
+                for backup, unguarded_s in ready.items():
+                    events.write(BackupReady(LAUNCHER, events.now(), backup, unguarded_s))
+        told = self._take_suspicions()
+        self._look_at_pairs(told)
+        suspects = {suspect for _, suspect in told}
         for rank, probe in list(self._servers.items()):
             silent_s = probe.silent_s(page.ranks[rank].heartbeat.count)
             # One that comes back still has to begin.
@@ -154,11 +161,39 @@ class LaunchedFailover:
         count = self._page.ranks[backup].heartbeat.count
         return count >= self._ended.setdefault(rank, count + _TOLD)
 
-    def _take_suspects(self) -> set[int]:
-        """Returns the ranks that others suspect since the last call."""
+    def _look_at_pairs(self, told: set[tuple[int, int]]) -> None:
+        """Gives up a backup that lives and does not reach its server; the server goes on without it."""
+        now, heartbeats = monotonic(), [record.heartbeat for record in self._page.ranks]
+        for server in self._controller.servers if self._servers else ():
+            pair = self._controller.pair(server)
+            if pair is None:
+                continue
+            primary, backup = pair
+            if {(primary, backup), (backup, primary)} & told:
+                first, _, *counts = self._parted.get(pair) or (now, now, *(heartbeats[rank].count for rank in pair))
+                self._parted[pair] = (first, now, *counts)
+            if pair not in self._parted:
+                continue
+            first, last, *counts = self._parted[pair]
+            if now - last > _PARTED_S:
+                del self._parted[pair]
+            elif (
+                now - first > _PARTED_S
+                and backup in self._servers
+                and all(heartbeats[rank].count > count + _TOLD for rank, count in zip(pair, counts, strict=True))
+            ):
+                del self._parted[pair]
+                host = self._spec.plan.role(primary).host
+                self._lose_server(
+                    backup, f"it and its server, rank {primary} on {host}, live and do not reach each other"
+                )
+
+    def _take_suspicions(self) -> set[tuple[int, int]]:
+        """Returns which rank suspects which since the last call."""
         suspicions = [record.suspicion for record in self._page.ranks]
         known, self._suspicions = self._suspicions, [each.count for each in suspicions]
-        return {each.rank for each, before in zip(suspicions, known, strict=True) if each.count > before}
+        pairs = enumerate(zip(suspicions, known, strict=True))
+        return {(rank, each.rank) for rank, (each, before) in pairs if each.count > before}
 
     def _lose_worker(self, rank: int, cause: str) -> None:
         del self._workers[rank]

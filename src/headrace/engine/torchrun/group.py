@@ -45,6 +45,14 @@ _BROKEN_S = 2.0
 _PARTED_S = 1.0
 """How long when that was a connection to it."""
 
+_ON_THE_WAY_S = 0.75
+"""How long what a process told before its end may take to come here."""
+
+_LIVES = 2
+"""Heartbeats after that by which a process lives."""
+
+_LOOK_EVERY_S = 0.05
+
 _groups = itertools.count()
 """The same processes may form several groups; each has keys of its own in the store."""
 
@@ -195,6 +203,9 @@ class LaunchedGroup:
     def _check_failed(self) -> None:
         if self.page.abort:
             rank = self.page.abort - 1
+            if self.page.apart:
+                said = "as the first of them has noticed"
+                raise PeersApart(self._named(rank), self._named(self.page.apart - 1), said)
             raise PeerLost(rank, self.hosts[rank], "its part of the run has failed; its own output says why")
 
     def _come_back(self) -> tuple[int, float]:
@@ -217,12 +228,18 @@ class LaunchedGroup:
             self._relay.close()
         if self._elastic:
             self._elastic.close()
+        if self.page.abort and isinstance(self.host, MultiHostGroup):
+            self.host.abandoned = True
         self.host.close()
         self._segment.close()
 
     def abort(self, error: BaseException) -> None:
-        """Lets the run end, because of this process or of one that is lost."""
-        self.page.abort = self.page.abort or 1 + (error.rank if isinstance(error, PeerLost) else self.rank)
+        """Lets the run end, because of this process or of one that is lost, or that it does not reach."""
+        if self.page.abort:
+            return
+        if isinstance(error, PeersApart):
+            self.page.apart = 1 + error.rank
+        self.page.abort = 1 + (error.rank if isinstance(error, PeerLost) else self.rank)
 
     def agree(self, text: str) -> str:
         """Returns rank 0's text; its own if rank 0 was lost and the run went on, when the rank that leads is done."""
@@ -308,26 +325,40 @@ class LaunchedGroup:
         self._look(self._timeout_s)
 
     def _accuse(self, error: Exception, suspect: int) -> NoReturn:
-        """Finds the rank that is lost after a connection between hosts has broken: the one without a heartbeat."""
-        # Longer than that, because a heartbeat takes time, too.
-        give_up = monotonic() + self._timeout_s + _BROKEN_S
-        while monotonic() < give_up:
+        """Finds the rank that is lost after a connection between hosts has broken: the one without a heartbeat.
+
+        Raises PeersApart where that is none: the heartbeats of the process at the other end go on.
+        """
+        heartbeat, began = self.page.ranks[suspect].heartbeat, monotonic()
+        lives_at: int | None = None
+        while monotonic() < began + self._timeout_s + _BROKEN_S:
             self._look(min(self._timeout_s, _BROKEN_S))
             silent_s = self._look_at(suspect)
             if silent_s > _PARTED_S:
                 cause = f"its connection has broken, and it gave no sign of life for {silent_s:.1f} s"
                 raise PeerLost(suspect, self.hosts[suspect], cause)
-            self._over.wait(_BEAT_EVERY_S)
-        here, there = ((rank, self.hosts[rank]) for rank in (self.rank, suspect))
-        raise PeersApart(here, there, str(error)) from error
+            if lives_at is None and monotonic() > began + _ON_THE_WAY_S:
+                lives_at = heartbeat.count + _LIVES
+            if lives_at is not None and heartbeat.count >= lives_at:
+                break
+            self._over.wait(_LOOK_EVERY_S)
+        raise PeersApart(self._named(self.rank), self._named(suspect), str(error)) from error
+
+    def _named(self, rank: int) -> tuple[int, str]:
+        return rank, self.hosts[rank]
 
     def _look(self, timeout_s: float) -> None:
         self._check_failed()
         if self._relay:
             unheard_s = monotonic() - self._relay.told_s
-            if self._relay.broken or unheard_s > self._timeout_s:
-                reason = self._relay.broken or f"no answer for {unheard_s:.1f} s"
-                raise PeerLost(0, self.hosts[0], f"the launcher's store on its host cannot be reached: {reason}")
+            if self._relay.broken or unheard_s > timeout_s:
+                self._relay.broken = self._relay.broken or f"no answer for {unheard_s:.1f} s"
+                cause = (
+                    f"the launcher's store on its host cannot be reached by rank {self.rank} on "
+                    f"{self.hosts[self.rank]}: {self._relay.broken}; if that host lives, look for a firewall or a "
+                    "broken link between the two"
+                )
+                raise PeerLost(0, self.hosts[0], cause)
         if self.page.ranks[self.rank].restarts > self.incarnation:
             raise Replaced(self.rank, self.page.ranks[self.rank].restarts)
         watched = set(range(self.world)).difference(self._expendable, (self.rank,))

@@ -13,9 +13,13 @@ from headrace.shared_memory.control_page import ControlPage
 _EVERY_S = 0.25
 _TICK_S = 0.05
 _LINGER_S = 2.0
-_MARKS = struct.Struct("<? 2q i 8q d q 32s 191p 2q")
-"""left, abort, stop, barrier counter; count, step, examples, pid, promotable epoch, finished, saved bytes and error;
-loss; saved step, digest; address; suspected rank, and number of suspicions."""
+_UNHEARD_S = 1.0
+_NO_MORE_S = 0.6
+"""For so long no other rank has given a sign of life: then none reads the reason any more."""
+
+_MARKS = struct.Struct("<? 3q i 8q d q 32s 191p 2q")
+"""left, abort, apart, stop, barrier counter; count, step, examples, pid, promotable epoch, finished, saved bytes and
+error; loss; saved step, digest; address; suspected rank, and number of suspicions."""
 
 _DECIDED = struct.Struct("<4q")
 """What rank 0 decides about each rank: restarts; epoch, primary and backup of its server view."""
@@ -105,7 +109,9 @@ class HeartbeatRelay:
     def close(self) -> None:
         """Sends this rank's marks a last time."""
         self._over.set()
-        self._thread.join(_LINGER_S + 1)
+        # A thread that waits for a store that does not answer ends with the process.
+        unheard = self._page.abort and monotonic() - self.told_s > _UNHEARD_S
+        self._thread.join(_TICK_S if self.broken or unheard else _LINGER_S + 1)
 
     def own_marks(self) -> bytes:
         """Returns this rank's marks, for workers that tell each other where the store may be lost."""
@@ -139,8 +145,15 @@ class HeartbeatRelay:
         pause = threading.Event()
         give_up = monotonic() + _LINGER_S
         lost = {0, self._page.abort - 1}
-        while self._page.abort and monotonic() < give_up and self.left | lost != set(range(len(self._page.ranks))):
-            pause.wait(_EVERY_S)
+        counts: list[int] = []
+        changed = monotonic()
+        while self._page.abort and monotonic() < min(give_up, changed + _NO_MORE_S):
+            readers = set(range(len(self._page.ranks))) - self.left - lost
+            if not readers:
+                break
+            before, counts = counts, [self._page.ranks[rank].heartbeat.count for rank in sorted(readers)]
+            changed = changed if counts == before else monotonic()
+            pause.wait(_TICK_S)
             self._exchange()
 
     def _exchange(self) -> None:
@@ -189,7 +202,7 @@ class HeartbeatRelay:
         # Read first, because they say that the rest is complete.
         finished, saved_step = heartbeat.finished, saved.step_plus_1
         return _MARKS.pack(
-            *(left, self._page.abort, self._page.stop, record.barrier_counter, heartbeat.count),
+            *(left, self._page.abort, self._page.apart, self._page.stop, record.barrier_counter, heartbeat.count),
             *(heartbeat.step, heartbeat.examples, heartbeat.pid, heartbeat.promotable_epoch, finished),
             *(saved.nbytes, saved.error, heartbeat.loss, saved_step, bytes(saved.digest)),
             *(record.address.read().encode(), record.suspicion.rank, record.suspicion.count),
@@ -201,14 +214,13 @@ class HeartbeatRelay:
     def _apply(self, rank: int, marks: bytes) -> None:
         page, record = self._page, self._page.ranks[rank]
         heartbeat, saved = record.heartbeat, record.saved
-        left, abort, stop, counter, *numbers, loss, saved_step, digest, address, suspect, count = _MARKS.unpack_from(
-            marks
-        )
+        left, abort, apart, stop, *others = _MARKS.unpack_from(marks)
+        counter, *numbers, loss, saved_step, digest, address, suspect, count = others
         if len(marks) > _MARKS.size:
             self._follow_decisions(marks)
         # Each only where it is set: this process may set it at the same time.
         if abort and not page.abort:
-            page.abort = abort
+            page.apart, page.abort = apart, abort
         if stop:
             page.stop = stop
         record.barrier_counter = counter

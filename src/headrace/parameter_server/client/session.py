@@ -41,6 +41,7 @@ class ServerConnection:
         patience_s: how long to retry, and how long a server may be silent before its connection counts as broken.
         probe_s: how long to wait for an answer before asking whether a message was lost.
         has_moved: whether another process is in the server's place than the one that is connected.
+        require_link: is told, a few times a second, for how long nothing has come; raises where nothing can come.
     """
 
     transport: ClientTransport
@@ -52,6 +53,7 @@ class ServerConnection:
     patience_s: float = 10.0
     probe_s: float = 1.0
     has_moved: Callable[[], bool] = bool
+    require_link: Callable[[float], object] = bool
 
 
 class Session:
@@ -144,7 +146,8 @@ class Session:
         if reopen is None:
             raise self._lost(cause) from cause
         self._abandon()
-        deadline = monotonic() + patience_s
+        began = monotonic()
+        deadline = began + patience_s
         while True:
             try:
                 self._resume(reopen())
@@ -152,6 +155,7 @@ class Session:
             except (ConnectionError, TimeoutError) as error:
                 cause = error
             self._check()
+            self._connection.require_link(monotonic() - (self._silent_since or began))
             if monotonic() > deadline:
                 known = f"the link to it has ended, and no other could be opened for {patience_s:g} s ({cause})"
                 raise PeerLost(self._connection.rank, self._connection.host, known) from cause
@@ -215,6 +219,8 @@ class Session:
         if self._connection.reopen is None:
             return
         now = monotonic()
+        if self._silent_since is not None:
+            self._connection.require_link(now - self._silent_since)
         if self._connection.has_moved():
             # A host that is cut off does not end its connections.
             self.reconnect(ConnectionError("another process has taken its place"))

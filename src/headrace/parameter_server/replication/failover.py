@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from time import monotonic
 
-from headrace.collectives.base import ProcessGroup
 from headrace.errors import PeerLost
 from headrace.parameter_server.replication.machine import Authority, Down, News, PrimaryLost, Ready, Up
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.plan import Plan
-
-_LOOK_EVERY_S = 0.001
 
 
 def process_number(page: ControlPage, rank: int) -> int:
@@ -50,49 +45,6 @@ def replaceable_ranks(plan: Plan) -> tuple[int, ...]:
     return (*plan.servers, *plan.backups) if plan.backups else ()
 
 
-@dataclass(frozen=True)
-class ServerDirectory:
-    """What a worker knows of the servers before it connects to them.
-
-    Attributes:
-        addresses: blocks until every server can be reached; returns their addresses, in the order of `ranks`.
-        find: returns where a server can be reached now, by its place in `ranks`; raises ConnectionError if it cannot.
-        suspect: reports to the process that decides on failover that a server may be lost, by its place in `ranks`.
-        incarnation: of this worker: how many processes there were in its place before.
-    """
-
-    ranks: tuple[int, ...] = ()
-    worker: int = 0
-    addresses: Callable[[], tuple[str, ...]] = tuple
-    find: Callable[[int], str] | None = None
-    suspect: Callable[[int], object] = int
-    incarnation: int = 0
-
-
-def find_servers(plan: Plan, rank: int, page: ControlPage, group: ProcessGroup) -> ServerDirectory:
-    """Returns the directory of a run's servers for one worker; an empty one where the run has none."""
-    servers = plan.servers
-
-    def wait_for(server: int) -> str:
-        while not (address := primary_address(page, plan, server, rank)):
-            group.check()
-            time.sleep(_LOOK_EVERY_S)
-        return address
-
-    def find(index: int) -> str:
-        address = primary_address(page, plan, servers[index], rank)
-        if not address:
-            raise ConnectionError("no server has its address yet")
-        return address
-
-    def suspect(index: int) -> None:
-        page.ranks[rank].suspicion.raise_against(primary_rank(page, plan, servers[index]))
-
-    return ServerDirectory(
-        servers, rank, lambda: tuple(map(wait_for, servers)), find, suspect, page.ranks[rank].restarts
-    )
-
-
 class FailoverController:
     """Decides, in the launcher, which process is the primary of each server."""
 
@@ -100,6 +52,7 @@ class FailoverController:
         self._plan, self._page = plan, page
         self.servers = plan.servers
         self._authorities = {server: Authority() for server in plan.servers} if plan.backups else {}
+        self._unguarded_since = dict.fromkeys(self._authorities, monotonic())
 
     def server_of(self, rank: int) -> int:
         """Returns the server whose shards the process at a rank holds."""
@@ -115,10 +68,11 @@ class FailoverController:
 
     def down(self, rank: int, cause: str) -> None:
         """Handles the loss of a process before another is started; raises PeerLost if no process holds its state."""
+        passed_s = monotonic() - self._unguarded_since[server_of(self._plan, rank)]
         try:
             self._tell(rank, Down(process_number(self._page, rank)))
         except PrimaryLost as error:
-            told = f"{cause}; its backup does not hold yet all that it held"
+            told = f"{cause}; no backup holds yet all that it held, {passed_s:.1f} s after the last one was lost"
             raise PeerLost(rank, self._plan.roles[rank].host, told) from error
 
     def unready_backup(self, rank: int) -> int | None:
@@ -129,22 +83,33 @@ class FailoverController:
             return None
         return view.backup % len(self._page.ranks)
 
-    def look(self) -> list[int]:
-        """Records which backups have become ready; returns their ranks."""
-        ready = []
-        for authority in self._authorities.values():
+    def pair(self, server: int) -> tuple[int, int] | None:
+        """Returns the ranks of a server's primary and of its backup; None while it has none."""
+        view = self._authorities[server].view
+        if view is None or view.backup is None:
+            return None
+        return view.primary % len(self._page.ranks), view.backup % len(self._page.ranks)
+
+    def look(self) -> dict[int, float]:
+        """Records which backups have become ready; returns, by rank, for how long a loss would have ended the run."""
+        ready = {}
+        for server, authority in self._authorities.items():
             view = authority.view
             if view is None or authority.ready or view.backup is None:
                 continue
             seats = (view.primary % len(self._page.ranks), view.backup % len(self._page.ranks))
             if any(self._page.ranks[seat].heartbeat.promotable_epoch == view.epoch for seat in seats):
                 authority.handle(Ready(view.epoch))
-                ready.append(view.backup % len(self._page.ranks))
+                ready[view.backup % len(self._page.ranks)] = monotonic() - self._unguarded_since[server]
         return ready
 
     def _tell(self, rank: int, news: News) -> None:
         server = server_of(self._plan, rank)
-        view = self._authorities[server].handle(news)
+        authority = self._authorities[server]
+        guarded = authority.ready
+        view = authority.handle(news)
         if view is not None:
+            if guarded:
+                self._unguarded_since[server] = monotonic()
             backup = -1 if view.backup is None else view.backup
             self._page.ranks[server].server_view.publish(view.epoch, view.primary, backup)

@@ -44,7 +44,7 @@ class ReplicatedTransport:
 
     `connect` opens a connection without pushes to a primary at an address. A worker whose connection has ended counts
     as lost if it has not reconnected after `grace_s`. `ready` is the epoch whose backup can be promoted, 0 before.
-    `severed` says whether the connection to the other process of the view has ended.
+    `severed` says whether the connection to the other process of the view has ended; `heard` counts what came over it.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class ReplicatedTransport:
         self.transport: ServerTransport = LogTransport(transport, self, replies)
         self.ready = 0
         self.severed = False
+        self.heard = 0
         self._own = transport
         self._lengths = pushes.lengths
         self._process = process
@@ -134,7 +135,9 @@ class ReplicatedTransport:
                 self._take(self._inbox.popleft())
         elif self._backup_link.follows:
             try:
+                before = self._machine.last
                 self._due.extend(self._backup_link.receive(timeout_s, self._machine))
+                self.heard += self._machine.last != before
             except (ConnectionError, TimeoutError):
                 self._backup_link.close()
                 self.severed = True
@@ -187,6 +190,7 @@ class ReplicatedTransport:
     def _take_from_backup(self, mail: ReceivedMessage) -> None:
         """Takes a message of a backup."""
         peer = mail.peer
+        self.heard += 1
         try:
             if not mail.message:
                 raise ValueError("the link has ended")

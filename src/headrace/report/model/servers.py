@@ -12,7 +12,7 @@ from headrace.report.format import byte_count, duration, fixed
 from headrace.report.model.events import Attempt, of_kind
 from headrace.report.model.row_moves import RowMoveSummary, RowReadSummary, row_moves_of, row_reads_of
 from headrace.report.model.training import STEPPED_PARTS, TrainingClock, step_began_s
-from headrace.spec.events import ServerStarted, ServerStats, ShardStats, Stepped
+from headrace.spec.events import BackupReady, ServerStarted, ServerStats, ShardStats, Stepped
 from headrace.spec.plan import Plan
 
 ROUNDS = -1
@@ -152,7 +152,8 @@ class ServerSummary:
     """All servers of a run. Work that a later attempt repeated counts twice: it was moved and applied twice.
 
     `staleness` is by worker (`ROUNDS` where the mean of a round was applied); `refused` counts shards' pushes by
-    reason; `row_moves` is None where rows of tables do not move, `row_reads` where no worker keeps some near.
+    reason; `row_moves` is None where rows of tables do not move, `row_reads` where no worker keeps some near;
+    `unguarded_s` has, for each time a backup became ready, how long its server had none.
     """
 
     by_rank: Mapping[int, ServerWork]
@@ -162,6 +163,7 @@ class ServerSummary:
     waiting: Mapping[int, Waiting]
     row_moves: RowMoveSummary | None = None
     row_reads: RowReadSummary | None = None
+    unguarded_s: tuple[float, ...] = ()
 
     @property
     def staleness_of_all(self) -> Staleness | None:
@@ -214,6 +216,7 @@ def servers_of(attempts: Sequence[Attempt], clock: TrainingClock) -> ServerSumma
         waiting=_waiting(attempts, spoken),
         row_moves=row_moves_of(attempts),
         row_reads=row_reads_of(attempts),
+        unguarded_s=tuple(ready.unguarded_s for attempt in attempts for ready in of_kind(BackupReady, attempt.events)),
     )
 
 

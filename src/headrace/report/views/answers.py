@@ -287,7 +287,8 @@ def pipeline_answer(step: PipelineStep) -> str:
     if abs(step.bubble - least) <= SAME:
         return f"{told}, about what the schedule costs ({percent(least)})."
     if step.bubble > least:
-        return f"{told}; the schedule alone costs {percent(least)}, the rest are unequal stages, transfers, busy cores."
+        rest = "the rest comes from unequal stages, transfers or busy cores"
+        return f"{told}; the schedule alone costs {percent(least)}, {rest}."
     return f"{told}, less than if all stages were alike ({percent(least)})."
 
 

@@ -251,13 +251,20 @@ def _keys(summaries: Sequence[Summary], references: References) -> Mapping[str, 
     """Returns what tells the colours of a picture apart, by `Picture.key`."""
     marks = rate_marks(summaries, references)
     lines = picture_key(f"{_line('ink', 2.8, dashes)}{html_text(words)}" for dashes, words in marks) if marks else ""
-    return {"runs": _runs_key(summaries), "parts": _parts_key(), "marks": lines, "": ""}
+    styled = list(zip(summaries, run_styles(summaries), strict=True))
+    return {
+        "runs": _runs_key(styled),
+        "served": _runs_key([(run, style) for run, style in styled if run.servers is not None]),
+        "averaged": _runs_key([(run, style) for run, style in styled if run.averaging is not None]),
+        "parts": _parts_key(),
+        "marks": lines,
+        "": "",
+    }
 
 
-def _runs_key(summaries: Sequence[Summary]) -> str:
-    if len(summaries) == 1:
+def _runs_key(styled: Sequence[tuple[Summary, RunStyle]]) -> str:
+    if len(styled) < 2:
         return ""
-    styled = zip(summaries, run_styles(summaries), strict=True)
     return picture_key(f"{_swatch(style)}{html_text(each.name)}" for each, style in styled)
 
 

@@ -29,7 +29,7 @@ from headrace.report.views.server_pictures import server_pictures
 from headrace.report.views.style import PARTS, Picture, run_styles
 
 LEARNING, WORKERS, PIPELINE, AVERAGING, SHARES, MEMORY = (
-    *("More of how they learn", "Each worker", "Pipeline", "Averaging", "Shares of a batch", "Memory"),
+    *("More about learning", "Each worker", "Pipeline", "Averaging", "Shares of a batch", "Memory"),
 )
 """Folds of the page."""
 _MOST_DOTS = 60
@@ -62,7 +62,7 @@ def averaging_pictures(summaries: Sequence[Summary]) -> list[Picture]:
             ],
         )
         curves = [replace(each, dots=len(each.points) <= _MOST_DOTS) for each in curves]
-        return Picture(title, draw_curves(title, curves, "rounds", axis), reading, "runs", answer, AVERAGING)
+        return Picture(title, draw_curves(title, curves, "rounds", axis), reading, "averaged", answer, AVERAGING)
 
     shown = [each.averaging.meetings for each in summaries if each.averaging is not None]
     if not shown:

@@ -144,7 +144,7 @@ def _over_time(shown: Sequence[_Shown]) -> Picture | None:
     picture = draw_curves(title, curves, "seconds of training, without evaluations", "staleness", from_zero=True)
     lines = "Solid: the mean; dotted: what 99 % do not exceed" if shown[0].alone else "The line: the mean"
     reading = f"{lines}, of all workers' updates since the point before (servers speak about once a second)."
-    return Picture(title, picture, reading, "runs", over_time_answer(_named(shown)))
+    return Picture(title, picture, reading, "served", over_time_answer(_named(shown)))
 
 
 _WAITING_PARTS = ("wait_s", "compute_s", "exchange_s", "update_s")

@@ -95,6 +95,17 @@ def _refused_text(servers: ServerSummary) -> str:
     return f"{percent(servers.refused_share)} ({reasons})" if reasons else "none"
 
 
+def _backups_text(servers: ServerSummary) -> str | None:
+    windows = servers.unguarded_s
+    if not windows:
+        return None
+    times = "once" if len(windows) == 1 else f"{len(windows)} times"
+    return (
+        f"ready {times}, after {duration(max(windows))} at most; the loss of a server in that time would have ended "
+        "the run"
+    )
+
+
 def _row_load_text(servers: ServerSummary) -> str | None:
     rows = servers.row_moves
     if rows is None:
@@ -142,6 +153,7 @@ SERVERS: tuple[Field[ServerSummary], ...] = (
     Field(_traffic_text, label="traffic"),
     Field(_updates_text, label="updates"),
     Field(_refused_text, label="refused pushes"),
+    Field(_backups_text, label="backups"),
     Field(_row_load_text, label="row load"),
     Field(_hot_rows_text, label="hot rows"),
     Field(_row_reads_text, label="rows read"),
@@ -161,7 +173,7 @@ SERVERS: tuple[Field[ServerSummary], ...] = (
     Field(attrgetter("busy_share"), percent, key="busy_share", head="servers\nbusy"),
     Field(attrgetter("queue_longest"), key="queue_longest", head="longest\nqueue"),
     json_mapping(SERVER, "by_rank", key="by_rank"),
-    *json_fields("waiting", "row_moves", "row_reads"),
+    *json_fields("waiting", "row_moves", "row_reads", "unguarded_s"),
     *(Field(partial(_total, f"{name}_bytes"), byte_count, head=name) for name in ("pushed", "pulled")),
 )
 

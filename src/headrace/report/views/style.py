@@ -92,7 +92,8 @@ class RunStyle:
 class Picture:
     """A figure of the page, which answers one question.
 
-    `reading` says how to read it. Its colours are of `key`: "runs", "parts" of a step, or "marks" of rates. `answer` is
+    `reading` says how to read it. Its colours are of `key`: "runs", those of them that have servers
+    ("served") or average ("averaged"), "parts" of a step, or "marks" of rates. `answer` is
     a sentence computed from the runs' data, "" where they do not say. `group` is the fold of the page that it is in, ""
     for what is always seen.
     """

@@ -132,9 +132,14 @@ class Lost(Event, kind="lost"):
 
 @dataclass(frozen=True)
 class BackupReady(Event, kind="backup_ready"):
-    """By the launcher: the backup with rank `backup` holds all that its server does, and can follow it."""
+    """By the launcher: the backup with rank `backup` holds all that its server does, and can follow it.
+
+    For `unguarded_s` before, since the last backup was lost or the servers began, the server's loss would have ended
+    the run.
+    """
 
     backup: int
+    unguarded_s: float = 0.0
 
 
 @dataclass(frozen=True)
