@@ -93,3 +93,25 @@ def test_one_wrong_number_is_a_difference(
     monkeypatch.setattr(programs, "TorchRunner", Wrong)
     with pytest.raises(JobError, match=r"computes something else .* 0\.037 of"):
         write_model(*towers, tmp_path / "m", FACTS, choose(formats=("pt2",)))
+
+
+@pytest.mark.slow
+def test_of_a_ranking_in_smaller_numbers_what_is_missing_counts_and_not_the_order(
+    towers: tuple[hr.Job, Towers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = 0
+
+    class Reordered(programs.OnnxRunner):
+        def run(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
+            found = super().run(inputs)
+            films = found["films"].flip(1)
+            films[:, :missing] = 99
+            return {**found, "films": films}
+
+    monkeypatch.setattr(programs, "OnnxRunner", Reordered)
+    choice = choose(formats=("onnx",), quantize="fp16")
+    made = write_model(*towers, tmp_path / "a", FACTS, choice)
+    assert [each for each in made.notes if "0% of the numbers in the output 'films' are others" in each]
+    missing = 1
+    with pytest.raises(JobError, match=r"fp16: 33% of the numbers in the output 'films' .* at most 25% are allowed"):
+        write_model(*towers, tmp_path / "b", FACTS, choice)

@@ -39,6 +39,8 @@ MOST_DIFFERENT = 1e-4
 """Relative to the largest value of an output."""
 MOST_ROUNDED = 0.25
 """Of a quantized file: the root of the mean square of the difference, relative to that of the outputs."""
+MOST_MISSING = 0.25
+"""Of a quantized file: the share of the whole numbers of an output, such as the films of a ranking, that are others."""
 _UNMEASURED = "what quantizing costs was not measured: there is no evaluation set with metrics of what is exported"
 _SAMPLE, _CHECKED, _BATCH = 3, 100, 20
 
@@ -159,14 +161,34 @@ def _look(place: Path, subject: _Subject, facts: Signature, choice: ExportChoice
             runner = open_runner(path, facts.inputs, facts.outputs)
             difference = _checked(path, runner, subject, choice)
             if facts.quantized is not None:
-                both: dict[str, Program] = {"before": partial(run, subject.predictor), "after": runner.run}
-                found = metrics_of(subject.job, subject.predictor.model, both)
-                metrics = found["after"]
-                facts = replace(facts, quantized=replace(facts.quantized, before=found["before"]))
+                facts, metrics = _look_at_rounded(path, runner, subject, facts, facts.quantized)
         files[path.name] = Artefact(path.stat().st_size, signature.digest(path), difference, metrics)
     if facts.quantized is not None and not facts.quantized.before:
         facts = replace(facts, notes=(*facts.notes, _UNMEASURED))
     return replace(facts, files=files)
+
+
+def _look_at_rounded(
+    path: Path, runner: ProgramRunner, subject: _Subject, facts: Signature, quantized: Quantization
+) -> tuple[Signature, Mapping[str, float]]:
+    """Returns the signature with what rounding changed, and the metrics of the file.
+
+    Raises:
+        JobError: too many whole numbers, such as the films of a ranking, are others.
+    """
+    notes = []
+    for name, missing in _missing(runner, subject).items():
+        said = f"{missing:.0%} of the numbers in the output {name!r} are others than those of the trained model"
+        if missing > MOST_MISSING:
+            raise JobError(
+                f"{path.name} in {quantized.kind}: {said}, at most {MOST_MISSING:.0%} are allowed; leave "
+                "--quantize out, or take another precision"
+            )
+        notes.append(f"{path.name} in {quantized.kind}: {said}")
+    both: dict[str, Program] = {"before": partial(run, subject.predictor), "after": runner.run}
+    found = metrics_of(subject.job, subject.predictor.model, both)
+    quantized = replace(quantized, before=found["before"])
+    return replace(facts, quantized=quantized, notes=(*facts.notes, *notes)), found["after"]
 
 
 def _checked(path: Path, runner: ProgramRunner, subject: _Subject, choice: ExportChoice) -> float:
@@ -214,6 +236,22 @@ def _difference(runner: ProgramRunner, subject: _Subject) -> tuple[float, float]
             squares += torch.stack([apart.double().square().sum(), wanted.double().square().sum()])
     typical = (squares[0] / squares[1].clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
     return torch.stack(largest).max().item(), typical.item()
+
+
+def _missing(runner: ProgramRunner, subject: _Subject) -> dict[str, float]:
+    """Returns, by output of whole numbers, the share of an example's numbers that are not in the other's, in any place.
+
+    Rounding changes the order of a ranking much more than what is in it.
+    """
+    shares: dict[str, list[Tensor]] = {}
+    for tensors in subject.inputs():
+        found = runner.run(tensors)
+        for name, wanted in run(subject.predictor, tensors).items():
+            if not wanted.is_floating_point():
+                rows = zip(wanted.flatten(1), found[name].flatten(1), strict=True) if wanted.dim() > 1 else ()
+                ranked = [(~torch.isin(one, other)).float().mean() for one, other in rows]
+                shares.setdefault(name, []).extend(ranked or [(wanted != found[name]).float().mean()])
+    return {name: torch.stack(each).mean().item() for name, each in shares.items()}
 
 
 def examples_of(job: Job) -> list[Any]:
