@@ -156,7 +156,8 @@ def _look(place: Path, subject: _Subject, facts: Signature, choice: ExportChoice
     """Returns the signature with every file, after each that computes was compared with the trained model."""
     files = {}
     for path in sorted(place.iterdir()):
-        difference, metrics = None, {}
+        difference: float | None = None
+        metrics: Mapping[str, float] = {}
         if path.name in (FORMATS[each] for each in choice.formats):
             runner = open_runner(path, facts.inputs, facts.outputs)
             difference = _checked(path, runner, subject, choice)
