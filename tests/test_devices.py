@@ -135,7 +135,7 @@ def test_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
             None,
             r"mirrored has steps of several shapes .* tpu \(collectives: tpu_dist; package",
         ),
-        (hr.OneDevice(), "tpu", None, "use device='cpu'"),
+        (hr.OneDevice(), "tpu", None, "use hr.TPU, or device='cpu'"),
         (hr.Mirrored(2), "mps", None, r"2 workers of mirrored exchange .* mps \(collectives: none\); use workers=1"),
         (hr.LocalSGD(2), "mps", None, "2 workers of parameter_averaging exchange tensors between devices"),
     ],

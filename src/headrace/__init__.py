@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from headrace.spec.patterns import grouped
     from headrace.strategies import (
         EASGD,
+        TPU,
         CentralStorage,
         DiLoCo,
         Downpour,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EASGD",
+    "TPU",
     "Assumptions",
     "AutoPeriod",
     "Callback",

@@ -38,6 +38,7 @@ class DeviceKind:
         package: the distribution that adds the device to torch; "" if torch itself has it.
         driver: a file that is there if the hardware has a driver; "" if none is known.
         environment: set, where it is not yet, before devices are counted.
+        compiler: of `torch.compile`.
         streams: whether a batch can be copied to it while it computes.
         binds: whether its backend takes the device when it connects.
         registers: whether host memory that processes share can be registered for its copies.
@@ -52,6 +53,7 @@ class DeviceKind:
     package: str = ""
     driver: str = ""
     environment: tuple[tuple[str, str], ...] = ()
+    compiler: str = "inductor"
     streams: bool = False
     binds: bool = False
     registers: bool = False
@@ -85,6 +87,7 @@ _ROWS = (
         backend="tpu_dist",
         remedy="a host with TPUs",
         package="torch_tpu",
+        compiler="tpu",
         fixed_shapes=True,
         launched=True,
     ),

@@ -139,3 +139,23 @@ def stateful_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
         for name, each in module.named_modules()
         if type(each).get_extra_state is not nn.Module.get_extra_state and not isinstance(each, torch.jit.ScriptModule)
     ]
+
+
+def has_reentrant_checkpoint(loss: Tensor) -> bool:
+    """Tells whether forward used `torch.utils.checkpoint(use_reentrant=True)`, which takes `loss.backward()` alone."""
+    seen, rest = set(), [loss.grad_fn]
+    while rest:
+        node = rest.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        rest += [following for following, _ in node.next_functions]
+    return False
+
+
+def without_data(tensor: Tensor) -> Tensor:
+    """Returns a tensor or parameter of the same shape and type on the meta device."""
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

@@ -64,6 +64,8 @@ ROWS = {
     "pipeline": Row(partial(hr.Pipeline, micro_batches=1), many=(2, 3), replicas=lambda workers: 1, whole=False),
     "sandblaster": Row(hr.Sandblaster, references.sandblaster, servers=1, optimizer=LBFGS),
     "tensor_parallel": Row(hr.TensorParallel, workers=(2,), many=(2, 3), replicas=lambda workers: 1, refuses=MATRICES),
+    # Traced, and run as it is; models that are no one program have tests of their own.
+    "tpu": Row(partial(hr.TPU, compiler="eager"), workers=(2,), many=(2, 3), whole=False),
     "unconnected": Row(hr.Unconnected, references.unconnected),
 }
 
@@ -330,6 +332,9 @@ def test_an_error_in_a_process_reaches_the_caller(
 
 def which(name: str) -> str:
     """Returns the model that gives a strategy the most to do; BatchNorm is global under the synchronous ones alone."""
+    if name == "tpu":
+        # Whose program has no room for layers that talk.
+        return "mlp"
     return "cnn" if STRATEGIES[name].equals_one_device else "mlp"
 
 
@@ -344,7 +349,8 @@ def test_threads_leave_nothing_behind(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EVERY)
+# Under tpu they are those of mirrored, and trace a program each, which takes seconds.
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.full] * (each == "tpu")) for each in EVERY])
 def test_processes_leave_nothing_behind(name: str, tmp_path: Path) -> None:
     workers = max(ROWS[name].workers)
     before = belongings()

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from headrace.errors import UsageError
-from headrace.modules import stateful_modules
+from headrace.modules import stateful_modules, without_data
 from headrace.pipeline.channels import Channels, Edge
 from headrace.pipeline.stage import Stage
-from headrace.training.whole_model import without_data
 
 
 class StageModule:

@@ -22,6 +22,7 @@ from headrace.strategies.pipeline import Pipeline
 from headrace.strategies.sandblaster import Sandblaster
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.strategies.tensor_parallel import TensorParallel
+from headrace.strategies.tpu import TPU
 from headrace.strategies.unconnected import Unconnected
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "EASGD",
     "SHORT_NAMES",
     "STRATEGIES",
+    "TPU",
     "CentralStorage",
     "DiLoCo",
     "Downpour",
@@ -64,6 +66,7 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
     "pipeline": Pipeline,
     "sandblaster": Sandblaster,
     "tensor_parallel": TensorParallel,
+    "tpu": TPU,
     "unconnected": Unconnected,
 }
 """Every strategy by its name."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.fully_sharded.units import AUTO, find_units
+from headrace.modules import without_data
 from headrace.policies.roles import data_parallel_plan, require_cpu
 from headrace.policies.sharding import rows
 from headrace.spec.cluster import Cluster, Host
@@ -32,7 +33,6 @@ from headrace.strategies.strategy import Strategy, broadcast, describe_options
 from headrace.training.exchange import Replica
 from headrace.training.gradients import UsedParameters
 from headrace.training.optimizer import build, build_over_owned
-from headrace.training.whole_model import without_data
 
 
 @dataclass(frozen=True)

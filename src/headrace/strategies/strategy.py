@@ -99,7 +99,7 @@ def check_device(strategy: Strategy, plan: Plan, cluster: Cluster) -> None:
     if kind.fixed_shapes and not strategy.fixed_shapes:
         raise InfeasiblePlan(
             f"{strategy.name} has steps of several shapes (the last batch of an epoch is short), and the device is "
-            f"{kind.row()}; use device='cpu'"
+            f"{kind.row()}; use hr.TPU, or device='cpu'"
         )
     if plan.workers > 1 and strategy.collectives and not kind.backend:
         raise InfeasiblePlan(

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
 
+from headrace.modules import without_data
 from headrace.tensor_parallel.layers import is_transposed
 from headrace.tensor_parallel.rules import Splittable, ValueStep
-from headrace.training.whole_model import without_data
 
 _ELEMENTWISE_LAYERS = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid),

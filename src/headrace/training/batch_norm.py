@@ -7,6 +7,7 @@ Algorithm 1's with sums over all workers).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from headrace.collectives.base import Collective
+from headrace.errors import JobError
 
 
 class _Normalize(torch.autograd.Function):
@@ -95,7 +97,65 @@ def move_running_averages(layer: Any, mean: Tensor, variance: Tensor) -> None:
     layer.running_var.lerp_(variance.to(layer.running_var.dtype), momentum)
 
 
+class PaddedBatchNorm(nn.Module):
+    """Replaces a BatchNorm layer, and normalises by the examples whose weight is 1, where those of padding have 0.
+
+    Args:
+        weights: `(examples,)`, of every batch; it is changed in place.
+    """
+
+    def __init__(self, layer: _BatchNorm, weights: Tensor) -> None:
+        super().__init__()
+        self._weights = weights
+        self.eps, self.momentum = layer.eps, layer.momentum
+        self.weight, self.bias = layer.weight, layer.bias
+        self.running_mean: Tensor | None
+        self.running_var: Tensor
+        self.num_batches_tracked: Tensor
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            self.register_buffer(name, getattr(layer, name))
+        self.train(layer.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises `(examples, channels, ...)`."""
+        if not self.training:
+            uses_batch = self.running_mean is None
+            return torch.nn.functional.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, uses_batch, 0.0, self.eps
+            )
+        if len(x) != len(self._weights):
+            raise JobError(
+                f"BatchNorm sees {len(x)} rows where a worker has {len(self._weights)} examples, and so cannot tell "
+                "which are padding; give it one row for each example, or use mirrored"
+            )
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mask = self._weights.to(wide.dtype).view(-1, *[1] * (x.dim() - 1))
+        total = mask.sum() * (wide[0].numel() // wide.shape[1])
+        mean = (wide * mask).sum(dims) / total
+        centred = wide - _spread(mean, wide)
+        variance = (centred.square() * mask).sum(dims) / total
+        normal = centred * _spread(torch.rsqrt(variance + self.eps), wide)
+        if self.running_mean is not None:
+            with torch.no_grad():
+                self.num_batches_tracked.add_(1)
+                factor = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
+                unbiased = variance * (total / (total - 1).clamp(min=1))
+                for running, now in ((self.running_mean, mean), (self.running_var, unbiased)):
+                    running.add_((now.to(running.dtype) - running) * factor)
+        if self.weight is not None:
+            normal = normal * _spread(self.weight, normal)
+        if self.bias is not None:
+            normal = normal + _spread(self.bias, normal)
+        return normal.to(x.dtype)
+
+
 def synchronise_batch_norm(module: nn.Module, collective: Collective) -> bool:
+    """Makes every BatchNorm layer below `module` global; returns whether there was one."""
+    return replace_batch_norm(module, lambda layer: GlobalBatchNorm(layer, collective))
+
+
+def replace_batch_norm(module: nn.Module, make: Callable[[_BatchNorm], nn.Module]) -> bool:
     """Replaces every BatchNorm layer below `module`; returns whether there was one."""
     found = False
     # Not named_children(), which leaves out the second name of a layer that has two.
@@ -103,10 +163,10 @@ def synchronise_batch_norm(module: nn.Module, collective: Collective) -> bool:
         if child is None:
             continue
         if isinstance(child, _BatchNorm):
-            setattr(module, name, GlobalBatchNorm(child, collective))
+            setattr(module, name, make(child))
             found = True
         else:
-            found = synchronise_batch_norm(child, collective) or found
+            found = replace_batch_norm(child, make) or found
     return found
 
 
@@ -115,7 +175,7 @@ def averaged_buffers(module: nn.Module) -> list[Tensor]:
     return [
         getattr(layer, name)
         for layer in module.modules()
-        if isinstance(layer, _BatchNorm | GlobalBatchNorm) and layer.running_mean is not None
+        if isinstance(layer, _BatchNorm | GlobalBatchNorm | PaddedBatchNorm) and layer.running_mean is not None
         for name in ("running_mean", "running_var")
         if not getattr(layer, name).is_meta
     ]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import DataError, JobError, UsageError
 from headrace.metrics import Mean, weigh
+from headrace.modules import has_reentrant_checkpoint
 from headrace.policies.roles import bounds
 from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
@@ -28,21 +29,53 @@ from headrace.training.optimizer import StateSlices
 from headrace.trees import map_leaves, map_tensors
 
 
-def has_reentrant_checkpoint(loss: Tensor) -> bool:
-    """Tells whether forward used `torch.utils.checkpoint(use_reentrant=True)`, which takes `loss.backward()` alone."""
-    seen, rest = set(), [loss.grad_fn]
-    while rest:
-        node = rest.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        seen.add(node)
-        rest += [following for following, _ in node.next_functions]
-    return False
+class GraphMode(ABC):
+    """How a model runs as compiled programs.
+
+    Attributes:
+        pads: whether it makes all batches one length, and so takes them from the host.
+    """
+
+    pads: ClassVar[bool] = False
+
+    @abstractmethod
+    def loss(self, objective: Objective, batch: Any, share: Share) -> Tensor | Mean:
+        """Runs forward and loss."""
+
+    def predict(self, module: nn.Module, batch: Any, inputs: Any) -> Any:
+        """Runs forward for other batches than those of training: eager, since each would be compiled for few."""
+        return call(module, batch, inputs)
+
+    @abstractmethod
+    def errors(self) -> AbstractContextManager[None]:
+        """Makes a `JobError` with the remedy of what the compiler raises, in forward or in backward."""
 
 
-class CompiledModule:
+def one_compiling_process() -> None:
+    """Keeps inductor from starting a pool of processes, which would outlive a worker that is killed."""
+    with warnings.catch_warnings():
+        # torch imports modules here that it has deprecated itself.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        inductor = importlib.import_module("torch._inductor.compile_fx").config
+    inductor.compile_threads = 1
+
+
+@contextmanager
+def compiler_errors(remedy: str) -> Iterator[None]:
+    """Makes a `JobError` of what the compiler raises."""
+    from torch._dynamo.exc import ObservedException, TorchDynamoException
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler, OperatorIssue
+
+    try:
+        yield
+    except (TorchDynamoException, CppCompileError, InvalidCxxCompiler, OperatorIssue) as error:
+        # Of an exception that the model itself raises, the compiler's words hide what it says.
+        own = isinstance(error.__cause__, ObservedException)
+        said = " ".join(str(error.__cause__ if own else error).partition("\n\n")[0].split())
+        raise JobError(f"the model cannot be compiled: {type(error).__name__}: {said:.400}; {remedy}") from error
+
+
+class CompiledModule(GraphMode):
     """A module and its compiled form, which runs batches of at least `full` examples.
 
     Compiled kernels differ by a last bit from eager ones, so which form runs depends on the round alone. The parameters
@@ -50,12 +83,7 @@ class CompiledModule:
     """
 
     def __init__(self, module: nn.Module, full: int) -> None:
-        with warnings.catch_warnings():
-            # torch imports modules here that it has deprecated itself.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            inductor = importlib.import_module("torch._inductor.compile_fx").config
-        # By default the compiler keeps a pool of processes, which would outlive a worker that is killed.
-        inductor.compile_threads = 1
+        one_compiling_process()
         self._module = module
         self._compiled: Callable[..., Any] = torch.compile(module)
         self._full = full
@@ -65,19 +93,11 @@ class CompiledModule:
         # The last batch of an epoch is short: compiling for its shapes takes longer than running it.
         return self._compiled if examples >= self._full else self._module
 
-    @contextmanager
-    def errors(self) -> Iterator[None]:
-        """Makes a `JobError` with the remedy of what the compiler raises, in forward or in backward."""
-        from torch._dynamo.exc import TorchDynamoException
-        from torch._inductor.exc import CppCompileError, InvalidCxxCompiler, OperatorIssue
+    def loss(self, objective: Objective, batch: Any, share: Share) -> Tensor | Mean:
+        return objective.of(self.forward(share.of), batch)
 
-        try:
-            yield
-        except (TorchDynamoException, CppCompileError, InvalidCxxCompiler, OperatorIssue) as error:
-            said = " ".join(str(error).partition("\n\n")[0].split())
-            raise JobError(
-                f"the model cannot be compiled: {type(error).__name__}: {said:.400}; use compile=False"
-            ) from error
+    def errors(self) -> AbstractContextManager[None]:
+        return compiler_errors("use compile=False")
 
 
 HALF: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -95,6 +115,11 @@ class Objective:
     inputs: Any = None
     target: Any = None
     weighed: bool = False
+
+    def of(self, forward: Callable[..., Any], batch: Any) -> Tensor | Mean:
+        """Returns the loss of a batch, whose output `forward` makes."""
+        loss: Tensor | Mean = self.loss(call(forward, batch, self.inputs), select_target(batch, self.target))
+        return loss
 
 
 class WholeModel(Compute):
@@ -120,7 +145,7 @@ class WholeModel(Compute):
         always: bool = False,
         options: Options = _PLAIN,
         scale: LossScale | None = None,
-        graph: CompiledModule | None = None,
+        graph: GraphMode | None = None,
     ) -> None:
         self.module = module
         self._objective = objective
@@ -159,22 +184,27 @@ class WholeModel(Compute):
         Raises:
             UsageError: the options say how forward is run.
         """
+        if self._graph is not None and self._graph.pads:
+            return super().backward(loss, share)
         require_plain_forward(self._options)
         return self._contribute(loss, share)
 
     @torch.no_grad()
     def predict(self, batch: Any) -> Any:
-        # Eager, because graphs for other sizes and without gradients would be compiled for few batches each.
+        inputs, placed = self._objective.inputs, self.place(batch)
+        predict = self._graph.predict if self._graph else call
         with self._autocast():
-            output = call(self.module, self.place(batch), self._objective.inputs)
+            output = predict(self.module, placed, inputs)
         return widened(output, self._half)
 
+    def place(self, batch: Any) -> Any:
+        return batch if self._graph is not None and self._graph.pads else super().place(batch)
+
     def _loss(self, batch: Any, share: Share) -> Tensor | Mean:
-        forward = self._graph.forward(share.of) if self._graph else self.module
         with self._autocast():
-            output = call(forward, batch, self._objective.inputs)
-            loss: Tensor | Mean = self._objective.loss(output, select_target(batch, self._objective.target))
-        return loss
+            if self._graph:
+                return self._graph.loss(self._objective, batch, share)
+            return self._objective.of(self.module, batch)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._half is None else torch.autocast(self.device.type, self._half)
@@ -266,12 +296,6 @@ def require_plain_forward(options: Options) -> None:
                 f"Options({name}={value!r}) says how forward is run, and worker.backward(loss) comes after it; "
                 f"use worker.step(batch), or leave {name} out and do as much in the loop"
             )
-
-
-def without_data(tensor: Tensor) -> Tensor:
-    """Returns a tensor or parameter of the same shape and type on the meta device."""
-    empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def widened(output: Any, half: torch.dtype | None) -> Any:

@@ -32,6 +32,7 @@ from headrace.spec.events import LAUNCHER
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
 from headrace.strategies import (
+    TPU,
     CentralStorage,
     Downpour,
     FullySharded,
@@ -73,6 +74,8 @@ def require_rehearsable(strategy: Strategy) -> None:
             "its workers hold parts of one model, and its numbers are those of one device: train in one process, and "
             "see `headrace simulate` for the time"
         )
+    elif isinstance(strategy, TPU):
+        reason = "its numbers are those of mirrored, to the order of additions; rehearse that"
     elif not isinstance(strategy, (*_SERVED, OneDevice, Gossip)):
         reason = "its workers never exchange anything: each is a run of its own"
     if isinstance(strategy, _SERVED) and strategy.backups:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.modules import stateful_modules
-from headrace.training.whole_model import without_data
+from headrace.modules import stateful_modules, without_data
 
 
 class Isolation:

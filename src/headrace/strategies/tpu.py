@@ -1,0 +1,93 @@
+"""Synchronous data parallelism for devices that compile every shape: each step is one program, the same on each core.
+
+    compute                       synchronize                   update
+    one compiled program on       all-reduce the gradients,     optimizer on each worker's
+    each worker; a short batch    by the device's backend of    own copy
+    is padded, at weight 0        torch.distributed
+
+It is `mirrored` with steps of one shape. Such a device compiles a program for every shape that it meets, which takes
+much longer than a step; so the last batch of an epoch, which is short, gets the shapes of the others:
+
+    batch of 3 on a worker    │ a │ b │ c │           loss = 1·l(a) + 1·l(b) + 1·l(c) + 0·l(c)
+    what its program runs     │ a │ b │ c │ c │
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.devices import kind_of
+from headrace.errors import UsageError
+from headrace.policies.roles import data_parallel_plan
+from headrace.spec.cluster import Cluster
+from headrace.spec.model import ModelSpec
+from headrace.spec.options import Options
+from headrace.spec.plan import Plan
+from headrace.strategies.checks import check_count
+from headrace.strategies.context import WorkerContext
+from headrace.strategies.strategy import Strategy, broadcast, describe_options
+from headrace.training.exchange import Replica
+from headrace.training.reduction import CollectiveReduction, MirroredExchange
+from headrace.training.whole_model import WholeModel
+
+
+@dataclass(frozen=True)
+class TPU(Strategy):
+    """Mirrored copies whose steps are one compiled program of fixed shapes, for TPUs; it runs on every device.
+
+    Attributes:
+        workers: how many; None for the launcher's processes or the machine's accelerators.
+        compiler: backend of `torch.compile`; None for the device's own.
+    """
+
+    workers: int | None = None
+    compiler: str | None = None
+
+    name = "tpu"
+    equals_one_device = True
+    fixed_shapes = True
+    collectives = True
+
+    def __post_init__(self) -> None:
+        check_count("workers", self.workers)
+        if self.compiler is not None and not (isinstance(self.compiler, str) and self.compiler):
+            raise UsageError(f"compiler is the name of a backend of torch.compile, or None, got {self.compiler!r}")
+
+    def check(self, options: Options) -> None:
+        if options.batch_norm == "sync":
+            raise UsageError(
+                f"batch_norm='sync' lets layers talk to other workers, and a step of {self.name} is one program "
+                "without such talk; use batch_norm='local', or mirrored"
+            )
+
+    def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
+        # Each worker: its copy, what autograd makes, and the sum.
+        return data_parallel_plan(
+            self.name, describe_options(self), self.workers, model, cluster, copies=(3, 0), spread=True
+        )
+
+    def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
+        # Here, because importing the compiler costs what the other strategies need not pay.
+        from headrace.training.fixed_shapes.program import FixedShapes
+
+        group, device, options = context.group, context.device, context.options
+        collective = context.device_group() or group
+        broadcast(context.module, collective)
+        reduction = CollectiveReduction(context.model.trainable, group, collective, device)
+        share = -(-context.batches.full // plan.workers)
+        examples = -(-share // options.accumulate)
+        compiler = self.compiler or kind_of(device.type).compiler
+        program = FixedShapes(context.module, context.objective, examples, device, compiler)
+        compute = WholeModel(
+            context.module, context.objective, reduction.sink, group.sum, False, options, context.scale, program
+        )
+        if rank == 0:
+            compute.notes = (f"a step is one program for {examples} examples a worker, compiled by {compiler}",)
+        updater = context.updater_of(plan.segments)
+        views = dict(zip(reduction.layout.names, reduction.layout.views(reduction.result), strict=True))
+        named = dict(context.module.named_parameters())
+        parameters = [named[name] for name in views]
+        exchange = MirroredExchange(
+            updater, context.clipper(views), reduction, parameters, context.model.parameter_bytes, copies=False
+        )
+        return Replica(compute, exchange)

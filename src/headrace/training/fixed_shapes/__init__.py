@@ -1,0 +1,1 @@
+"""Steps whose shapes never change, as devices need that compile a program for every shape."""
