@@ -13,6 +13,7 @@ import argparse
 import ast
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -40,6 +41,8 @@ READ += (
 )
 READ += ("headrace.parameter_server.core.leases", "headrace.spec.plain")
 
+LIBRARIES = ("images", "parquet", "tables")
+"""Readers whose branches are those of libraries in C++, which Atheris does not see: they get noise in sound files."""
 READ_INPUTS = (
     *("headrace.cli.jobfile", "headrace.data.sources.records", "headrace.data.sources.webdataset"),
     *("headrace.data.sources.tables", "headrace.data.sources.arrow", "headrace.data.transforms"),
@@ -85,6 +88,8 @@ def main() -> int:
     sys.path.insert(0, str(TESTS))
     if arguments.verb == "coverage":
         return measure()
+    if arguments.verb == "run" and arguments.reader in LIBRARIES:
+        return noise(arguments.reader, arguments.executions, arguments.seed, arguments.seconds)
     if arguments.verb == "run":
         return run(arguments.reader, arguments.executions, arguments.seed, arguments.seconds)
     return inside(arguments.reader, arguments.executions, arguments.seed, arguments.seconds)
@@ -105,21 +110,44 @@ def run(reader: str, executions: int, seed: int, seconds: int) -> int:
     command = [sys.executable, __file__, "inside", reader, "--executions", str(executions), "--seed", str(seed)]
     command += ["--seconds", str(seconds)]
     ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-    line = {
-        "date": date.today().isoformat(),
-        "reader": reader,
-        "executions": int(_stat(ended.stderr, "number_of_executed_units")),
-        "seconds": round(time.monotonic() - began, 1),
-        "seed": seed,
-        "exit": ended.returncode,
-    }
+    _write_result(reader, int(_stat(ended.stderr, "number_of_executed_units")), began, seed, ended.returncode)
+    if ended.returncode:
+        print(ended.stderr[-4000:], file=sys.stderr)
+    return ended.returncode
+
+
+def noise(reader: str, executions: int, seed: int, seconds: int) -> int:
+    """Gives a reader sound files of which a part is noise; what it raises ends it, after the input was printed."""
+    from fuzz.input_seeds import input_seeds
+    from fuzz.inputs import INPUTS as readers
+
+    began, chance, seeds = time.monotonic(), random.Random(seed), [b"", *input_seeds(reader)]
+    count = 0
+    while count < executions and not 0 < seconds < time.monotonic() - began:
+        sound = chance.choice(seeds)
+        first, stop = sorted((chance.randint(0, len(sound)), chance.randint(0, len(sound))))
+        content = sound[:first] + chance.randbytes(chance.randint(0, 8)) + sound[chance.choice((first, stop)) :]
+        took = time.thread_time()
+        try:
+            readers[reader](content)
+            took = time.thread_time() - took
+            assert took < MOST_IMAGE_S, f"{took:.2f} s"
+        except Exception:
+            print(f"{reader}: {content!r}", file=sys.stderr)
+            _write_result(reader, count, began, seed, 1)
+            raise
+        count += 1
+    _write_result(reader, count, began, seed, 0)
+    return 0
+
+
+def _write_result(reader: str, executions: int, began: float, seed: int, code: int) -> None:
+    line = {"date": date.today().isoformat(), "reader": reader, "executions": executions}
+    line |= {"seconds": round(time.monotonic() - began, 1), "seed": seed, "exit": code}
     RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("a") as file:
         file.write(json.dumps(line) + "\n")
     print(json.dumps(line))
-    if ended.returncode:
-        print(ended.stderr[-4000:], file=sys.stderr)
-    return ended.returncode
 
 
 def corpus(reader: str) -> Path:

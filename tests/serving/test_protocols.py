@@ -172,6 +172,18 @@ def test_bodies_are_bounded(folders: tuple[Path, ...]) -> None:
     run(folders, talk, max_body_bytes=1000)
 
 
+def test_a_page_of_another_site_gets_no_prediction_computed(folders: tuple[Path, ...]) -> None:
+    async def talk(client: Client) -> None:
+        content = {"instances": [[1.0, 2.0, 3.0]]}
+        for site, status in (("cross-site", 403), ("same-origin", 200), ("same-site", 200), ("none", 200)):
+            found = await client.ask("/v1/models/m:predict", content, {"sec-fetch-site": site})
+            assert found.status == status
+        # A link may lead here from anywhere.
+        assert (await client.ask("/v2", headers={"sec-fetch-site": "cross-site"})).status == 200
+
+    run(folders, talk)
+
+
 def test_other_hosts_names_and_missing_tokens_are_refused(folders: tuple[Path, ...]) -> None:
     async def talk(client: Client) -> None:
         assert (await client.ask("/v2", headers={"host": "evil.example"})).status == 403

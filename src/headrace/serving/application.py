@@ -50,6 +50,7 @@ from headrace.web.access import has_token, names_loopback
 _log = logging.getLogger("headrace.serve")
 _OPEN = {"/", LIVE, READY}
 """Answered without the token: probes of a scheduler, and the page, which asks for it."""
+_SITE = b"sec-fetch-site"
 _TURN_S = 0.25
 """How often the event loop says that it turns."""
 
@@ -174,6 +175,9 @@ class PredictionServer:
         """Returns why a request is not looked at; None where it is."""
         if not self._settings.any_host and not names_loopback(header(scope, b"host") or ""):
             return RequestError(403, NOT_HERE)
+        if not self._settings.any_host and scope["method"] == "POST" and header(scope, _SITE) == "cross-site":
+            # A browser sends it without asking, and keeps the answer from the page; the prediction would be computed.
+            return RequestError(403, "a page of another site asks: open it from localhost, or start with --host")
         token = self._settings.token
         if token and scope["path"] not in _OPEN and not has_token(header(scope, b"authorization") or "", token):
             return RequestError(401, "expected the header Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"})
