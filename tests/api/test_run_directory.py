@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import signal
 import stat
@@ -15,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 import headrace as hr
 from engine import lasting
@@ -172,10 +174,43 @@ def test_a_disk_that_is_full_at_the_end_of_a_run(tmp_path: Path) -> None:
                 while file.write(bytes(4096)):
                     pass
 
-    message = f"No space left on device: the disk of {disk} is full, also for its own error"
-    with mounted(disk, "size=1m"), pytest.raises(WorkerFailed, match=message):
+    message = rf"cannot save the trained model, [\d,]+ bytes, in {disk}: .*No space left on device.*it is kept in (.*)$"
+    with mounted(disk, "size=1m"), pytest.raises(WorkerFailed, match=message) as failed:
         # Steps enough for the disk to be full before the model is written.
         hr.fit(lasting_job("plain", epochs=60), hr.Mirrored(2), run_dir=disk, on_event=fill, checkpoints=False)
+    assert failed.value.worker_exit_code == 3
+    kept = Path(str(failed.value).rpartition(" ")[2])
+    assert load_file(kept)
+    shutil.rmtree(kept.parent)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_files_may_grow_no_further(tmp_path: Path, victim: int, capsys: pytest.CaptureFixture[str]) -> None:
+    limited = []
+
+    def limit(event: Event) -> None:
+        # Fewer bytes than the events of one rank have, and than the trained model.
+        if event.kind == "worker_started" and event.rank == victim:
+            resource.prlimit(event.pid, resource.RLIMIT_FSIZE, (300, 300))
+            limited.append(event.rank)
+
+    def train() -> hr.Run:
+        job = lasting_job("plain", epochs=60)
+        return hr.fit(job, hr.Mirrored(2), run_dir=tmp_path / "run", on_event=limit, checkpoints=False)
+
+    if victim == 0:
+        # No other directory takes it either.
+        with pytest.raises(
+            WorkerFailed, match=r"rank 0 on .* cannot save the trained model.*File too large.*make room"
+        ):
+            train()
+    else:
+        run = train()
+        assert run.status == "ok"
+        assert load_file(tmp_path / "run" / "model.safetensors")
+        assert any("did not take the last events of rank 1" in getattr(event, "text", "") for event in run.events)
+    assert limited == [victim]
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from time import monotonic
 
@@ -10,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.spec.events import Notice, Stepped, decode, encode
+from headrace.shared_memory.control_page import LastEvent
+from headrace.spec.events import Failed, Notice, Stepped, decode, encode
 from headrace.worker.events import EventWriter
 from headrace.worker.run_spec import events_path
 
@@ -60,3 +63,39 @@ def test_steps_come_before_what_is_written_after_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("rank", "name"), [(-1, "launcher.jsonl"), (0, "rank-0.jsonl"), (12, "rank-12.jsonl")])
 def test_every_process_has_a_file_of_its_own(tmp_path: Path, rank: int, name: str) -> None:
     assert events_path(tmp_path, rank) == tmp_path / "events" / name
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EFBIG, errno.ENOSPC, errno.EIO])
+def test_what_the_disk_does_not_take_waits_and_the_last_event_is_left_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    record, journal = LastEvent(), EventWriter(tmp_path, 1, monotonic())
+    failed = Failed(1, 2.0, 3, "UnfitMachine: \u00e9" + 5000 * "\u00e9", "a traceback", 3)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", refuse)
+        journal.write_last(failed, record)
+        assert journal.problem == os.strerror(number)
+    (told,) = [decode(record.read())]
+    assert isinstance(told, Failed)
+    assert (told.exit_code, told.traceback, told.cause) == (3, "", failed.cause[:1000])
+    assert events_path(tmp_path, 1).read_text() == ""
+    journal.close()
+    assert journal.problem == ""
+    assert [decode(line) for line in events_path(tmp_path, 1).read_text().splitlines()] == [failed]
+    record.clear()
+    assert record.read() == ""
+
+
+def test_another_error_of_the_system_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EBADF, "planted")
+
+    journal = EventWriter(tmp_path, 1, monotonic())
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", refuse)
+        with pytest.raises(OSError, match="planted"):
+            journal.write(Notice(1, 0.0, "a line"))
+    journal.close()

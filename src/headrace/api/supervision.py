@@ -152,6 +152,11 @@ def _begin_and_end(spec: RunSpec, info: JobInfo) -> Iterator[_LauncherEvents]:
         _write_end(events.writer, events.status)
         deleted = events.writer.is_deleted
         events.writer.close()
+        if events.writer.problem:
+            sys.stderr.write(
+                f"headrace: {spec.run_dir} takes nothing more ({events.writer.problem}): the run's last events are "
+                "lost, and its report is incomplete\n"
+            )
     if deleted:
         model = model_path(spec.run_dir)
         kept = f"the trained model is in {model}" if model.is_file() else "train again"

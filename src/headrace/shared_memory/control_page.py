@@ -11,6 +11,7 @@
 │ suspicion                     │  whose connection has ended
 │ membership                    │  the members as the rank knows them, where they may come and go
 │ address                       │  where a server can be reached
+│ last event                    │  of a rank whose disk does not take it
 │ 2 x 4096 numbers              │  for sums, in alternation
 └───────────────────────────────┘  x ranks
 """
@@ -183,6 +184,31 @@ class Address(Structure):
         return bytes(self.text[: self.length]).decode()
 
 
+class LastEvent(Structure):
+    """The last event of a rank, as a line of its event file, where that file could not take it."""
+
+    length: int
+    text: Array[c_uint8]
+    _fields_ = [("length", c_int64), ("text", c_uint8 * (128 * _LINE - 8))]
+
+    def publish(self, line: str) -> None:
+        """Writes the line; a ValueError if it is too long."""
+        encoded = line.encode()
+        if len(encoded) > len(self.text):
+            raise ValueError(f"a last event of {len(encoded):,} bytes, of which {len(self.text):,} fit")
+        ctypes.memmove(self.text, encoded, len(encoded))
+        # Last, because it says that the rest is there.
+        self.length = len(encoded)
+
+    def clear(self) -> None:
+        """Removes the line, before another process has the rank."""
+        self.length = 0
+
+    def read(self) -> str:
+        """Returns the line; "" where there is none."""
+        return bytes(self.text[: self.length]).decode()
+
+
 def _on_lines(*groups: list[tuple[str, type]]) -> list[tuple[str, type]]:
     """Returns the fields, with padding so that each group begins on a cache line of its own."""
     fields = []
@@ -211,6 +237,7 @@ class RankRecord(Structure):
     suspicion: Suspicion
     membership: MemberRecord
     address: Address
+    last_event: LastEvent
     numbers: Array[Array[c_double]]
     _fields_ = _on_lines(
         [("barrier_counter", c_int32), ("elastic_counter", c_int32)],
@@ -221,6 +248,7 @@ class RankRecord(Structure):
         [("suspicion", Suspicion)],
         [("membership", MemberRecord)],
         [("address", Address)],
+        [("last_event", LastEvent)],
         [("numbers", c_double * NUMBERS * 2)],
     )
 

@@ -11,19 +11,34 @@ from pathlib import Path
 from time import monotonic
 
 from headrace.data.loading.loader import InputCounters
-from headrace.spec.events import Event, Notice, PipelineStepTimed, StagePass, encode
+from headrace.shared_memory.control_page import LastEvent
+from headrace.spec.events import (
+    Event,
+    Failed,
+    Notice,
+    PipelineStepTimed,
+    ServerEnded,
+    StagePass,
+    WorkerEnded,
+    encode,
+)
 from headrace.worker.run_spec import events_path
 
 _FLUSH_EVERY_S = 0.25
 _PASSED_EVERY, _PASSED_AT = 50, 5
 """Not the first steps, in which memory is allocated and caches are cold."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_TAKES_NO_MORE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
+_SHORT = 1000
+"""Characters of a failure's cause that are left in the control page."""
 
 
 class EventWriter:
-    """Appends events to one file, a few times a second; while the disk is full they stay in memory.
+    """Appends events to one file, a few times a second; while the disk takes nothing they stay in memory.
 
     `started` is the run's begin on the host's monotonic clock, seconds.
+
+    Attributes:
+        problem: why the file takes nothing now; "" while it does.
     """
 
     def __init__(self, run_dir: Path, rank: int, started: float) -> None:
@@ -36,6 +51,7 @@ class EventWriter:
         self._lines: list[str] = []
         self._waiting = b""
         self._flushed = monotonic()
+        self.problem = ""
 
     def now(self) -> float:
         """Returns the seconds since the run began."""
@@ -45,6 +61,13 @@ class EventWriter:
         """Appends an event and flushes."""
         self._lines.append(encode(event))
         self.flush()
+
+    def write_last(self, event: Failed | WorkerEnded | ServerEnded, record: LastEvent) -> None:
+        """Appends a process's last event; where the file does not take it, it is left in the control page."""
+        self.write(event)
+        if self.problem:
+            short = replace(event, traceback="", cause=event.cause[:_SHORT]) if isinstance(event, Failed) else event
+            record.publish(encode(short))
 
     def stepped(
         self,
@@ -90,10 +113,12 @@ class EventWriter:
         try:
             while self._waiting:
                 self._waiting = self._waiting[os.write(self._file, self._waiting) :]
+            self.problem = ""
         except OSError as error:
             # A full disk does not end the training: files may be deleted, and a save reports the error.
-            if error.errno not in _FULL:
+            if error.errno not in _TAKES_NO_MORE:
                 raise
+            self.problem = os.strerror(error.errno)
 
     @property
     def is_deleted(self) -> bool:

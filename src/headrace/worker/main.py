@@ -94,13 +94,14 @@ def work(
             group.together(lambda: leave_model(run, rank, group, compute))
             control.callbacks.ended()
         _tell_rows(session)
-        events.write(_ended(session, loop.moved_bytes + session.devices.moved_bytes, runtime_bytes))
+        ended = _ended(session, loop.moved_bytes + session.devices.moved_bytes, runtime_bytes)
+        events.write_last(ended, page.ranks[rank].last_event)
         if stays:
             group.together(loop.end)
     except PeerLost:
         raise
     except BaseException as error:
-        events.write(_failed(rank, session, events, error))
+        events.write_last(_failed(rank, session, events, error), page.ranks[rank].last_event)
         raise
     finally:
         events.flush()

@@ -81,11 +81,11 @@ def serve(
         server.serve(look)
         _tell(server, rank, events, run.plan)
         held = (peak_resident_bytes(), *server.memory(), runtime_bytes)
-        events.write(ServerEnded(rank, events.now(), server.moved_bytes, *held))
+        events.write_last(ServerEnded(rank, events.now(), server.moved_bytes, *held), page.ranks[rank].last_event)
     except PeerLost:
         raise
     except BaseException as error:
-        events.write(_failure(rank, events.now(), error))
+        events.write_last(_failure(rank, events.now(), error), page.ranks[rank].last_event)
         raise
     finally:
         if snapshots is not None:

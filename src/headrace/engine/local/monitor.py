@@ -165,6 +165,7 @@ class Monitor:
         record.restarts += 1
         record.heartbeat.pid = 0
         record.address.clear()
+        record.last_event.clear()
         record.membership.number = 0
         replaced = not self._is_over() and not record.leave and (self._replaces_workers or rank in self._failover)
         self._events.write(Lost(LAUNCHER, self._events.now(), rank, record.restarts - 1, cause, replaced))
@@ -326,11 +327,19 @@ class Monitor:
             # The run's directory is gone, which is said at the end of the run.
             return self._page.ranks[rank].heartbeat.finished > 0
         ends = ('{"kind":"worker_ended"', '{"kind":"server_ended"')
+        if self._page.ranks[rank].last_event.read().startswith(ends):
+            text = (
+                f"the disk of {self._spec.run_dir} did not take the last events of rank {rank}, which are lost: the "
+                "run's report is incomplete"
+            )
+            self._events.write(Notice(LAUNCHER, self._events.now(), text))
         return any(line.startswith(ends) for line in self._lines(rank)[-1:])
 
     def _lines(self, rank: int) -> list[str]:
-        path = events_path(self._spec.run_dir, rank)
-        return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        """Returns the lines of a rank's event file, and the last one where the disk has not taken it."""
+        path, last = events_path(self._spec.run_dir, rank), self._page.ranks[rank].last_event.read()
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [*lines, last] if last else lines
 
     def _lost(self, rank: int, cause: str) -> PeerLost:
         """Ends the run because of a rank; returns the error to raise."""

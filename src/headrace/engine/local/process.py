@@ -51,18 +51,25 @@ def run(request: Mapping[str, Any], descriptors: list[int]) -> int:
             return _run_script(request, descriptors)
         return _run_worker(request, descriptors)
     except HeadraceError as error:
-        print(LAST_LOG_LINE, error, sep="\n", file=sys.stderr)  # noqa: T201  (standard error is this rank's log)
+        _log(str(error))
         return error.exit_code
     except BaseException as error:
-        print(LAST_LOG_LINE, user_traceback(error, fallback=True), sep="\n", file=sys.stderr)  # noqa: T201
+        _log(user_traceback(error, fallback=True))
         return 1
     finally:
         if "script" in request:
             # What the interpreter does at its end, which a fork of the fork server does not reach.
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+
+def _log(text: str) -> None:
+    # Standard error is this rank's log, whose disk may take nothing more.
+    with contextlib.suppress(OSError):
+        print(LAST_LOG_LINE, text, sep="\n", file=sys.stderr)  # noqa: T201
 
 
 def _run_worker(request: Mapping[str, Any], descriptors: list[int]) -> int:
