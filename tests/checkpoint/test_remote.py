@@ -116,6 +116,7 @@ def test_a_damaged_copy_is_left_out(own: CheckpointFolder, tmp_path: Path, how: 
     assert files_at(URL) == {path: data for path, data in local_files(own.path).items() if "30" in path}
 
 
+@pytest.mark.slow
 def test_a_service_that_fails_at_any_operation(own: CheckpointFolder, tmp_path: Path) -> None:
     """Whatever it interrupts, the newest that counts is whole; and the next copy goes through."""
     for first in itertools.count():

@@ -52,6 +52,7 @@ def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "kept_engine", lambda: nullcontext(hr.ThreadEngine()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWN)
 def test_the_example_of_a_name_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     known: dict[str, Any] = {"hr": hr, "torch": torch, "job": job()}
