@@ -172,8 +172,8 @@ class Catalog:
             if model.name in self.models:
                 raise UsageError(
                     f"{folder} and {self.models[model.name].folder} are both called {model.name}; put them as 1/ and "
-                    "2/ into one folder if they are versions of one model, or one of them as 1/ into a folder of its own, "
-                    "whose name it then has"
+                    "2/ into one folder if they are versions of one model, or one of them as 1/ into a folder of its "
+                    "own, whose name it then has"
                 )
             self.models[model.name] = model
 
