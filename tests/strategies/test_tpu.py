@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore, _create_work_from_future
+from torch.futures import Future
 
 import headrace as hr
+from headrace.collectives.torch_distributed import TorchDistributed
+from headrace.devices import DEVICES
 from headrace.errors import DataError, InfeasiblePlan, JobError, UsageError
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import Notice
@@ -20,6 +25,7 @@ from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.strategies.strategy import check_device
 from headrace.training.fixed_shapes.program import FixedShapes
 from headrace.training.whole_model import Objective
+from headrace.worker.session import DeviceGroup
 from strategies.contract_checks import DOUBLE
 from strategies.contract_models import (
     ADAM,
@@ -85,6 +91,47 @@ def test_a_run_with_uneven_last_batches_compiles_one_program_a_worker() -> None:
     shapes = [sorted(tuple(each.shape) for each in inputs if each.dim() and len(each) == 2) for _, inputs in graphs]
     assert shapes == [[(2,), (2,), (2, 4)]] * 2, "weights, targets, and what the model takes"
     assert torch._dynamo.config.recompile_limit > 1
+
+
+class Recording(dist.ProcessGroup):
+    """A backend of torch.distributed for one rank, that writes down which collectives it is asked for."""
+
+    asked: ClassVar[list[str]] = []
+
+    def getBackendName(self) -> str:
+        return "headrace_recording"
+
+    def broadcast(self, tensors: list[Tensor], options: object = None) -> Any:
+        return self._done("broadcast", tensors)
+
+    def allreduce(self, tensors: list[Tensor], options: object = None) -> Any:
+        return self._done("allreduce", tensors)
+
+    def _done(self, name: str, tensors: list[Tensor]) -> Any:
+        self.asked.append(f"{name} {len(tensors[0].view(-1))} {tensors[0].dtype}")
+        future: Future[list[Tensor]] = Future()
+        future.set_result(tensors)
+        return _create_work_from_future(future)
+
+
+def test_its_collectives_are_those_of_the_backend_in_the_devices_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = lambda store, rank, world, timeout: Recording(rank, world)  # noqa: E731
+    dist.Backend.register_backend("headrace_recording", made, devices=["cpu"])
+    monkeypatch.setitem(DEVICES, "cpu", dataclasses.replace(DEVICES["cpu"], backend="headrace_recording"))
+    connected = TorchDistributed(HashStore(), 0, 1, "cpu", 30.0)
+    try:
+        monkeypatch.setattr(DeviceGroup, "_connect", lambda self: connected)
+        job = Case(partial(nn.Linear, 4, 3)).job(COUNTS["uneven"])
+        theirs = train(job, hr.OneDevice())
+        ours = train(job, EAGER(1))
+    finally:
+        connected.close()
+    assert distance(ours.tensors, theirs.tensors) <= DOUBLE
+    # The parameters once, then one sum in each of nine rounds, of the 15 gradients and what aligns them to cache lines.
+    assert (
+        Recording.asked
+        == ["broadcast 12 torch.float64", "broadcast 3 torch.float64"] + ["allreduce 24 torch.float64"] * 9
+    )
 
 
 def program_of(module: nn.Module, examples: int = 4, loss: Callable[..., Any] = nn.functional.mse_loss) -> FixedShapes:
