@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import headrace as hr
 from headrace.collectives.base import Collective
 from headrace.errors import InfeasiblePlan, UnknownName
 from strategies.contract_models import COUNTS, MODELS, VARIANTS
 from strategies.contract_options import OPTIONS
-from strategies.contract_runs import distance, drive
-from strategies.test_contract import DOUBLE
+from strategies.contract_runs import distance, drive, train
+from strategies.test_contract import DOUBLE, assert_equal, assert_same_bits, on_one_device
 
 ROUNDS = 9
 
@@ -61,3 +62,25 @@ def test_a_codec_on_one_host_is_refused() -> None:
             drive(MODELS["mlp"].job(COUNTS["tiny"]), strategy, 2, 0, 1)
     with pytest.raises(UnknownName, match="int4"):
         hr.Mirrored(codec="int4")
+
+
+IN_PLACE = {
+    "mirrored": hr.Mirrored(2),
+    "mirrored of three": hr.Mirrored(3),
+    "central storage": hr.CentralStorage(2),
+    "central storage without some": hr.CentralStorage(2, min_workers=1),
+}
+
+
+@pytest.mark.parametrize("strategy", sorted(IN_PLACE))
+@pytest.mark.parametrize("model", ["mlp", "tied"])
+def test_gradients_made_where_they_are_summed_are_those_of_one_device(
+    model: str, strategy: str, placed: list[bool]
+) -> None:
+    """Other ranks read them there, and the next backward writes over them."""
+    case = {**MODELS, **VARIANTS}[model]
+    job = case.job(COUNTS["uneven"])
+    outcome = train(job, IN_PLACE[strategy])
+    assert_equal(outcome, on_one_device(case, "uneven", torch.float64, None), DOUBLE)
+    assert_same_bits(outcome, train(job, IN_PLACE[strategy]))
+    assert sum(placed) > len(placed) / 2

@@ -81,6 +81,18 @@ def of_several(model: Layers, x: Tensor) -> Tensor:
     return in_turn(model, torch.stack([x, x + 1, x * x], 1)).sum(1)
 
 
+def of_many(model: Layers, x: Tensor) -> Tensor:
+    return in_turn(model, torch.stack([x, x + 1, x * x, x - 1], 1).view(len(x), 2, 2, WIDTH)).sum((1, 2))
+
+
+def of_several_in_another_order(model: Layers, x: Tensor) -> Tensor:
+    return model.second(torch.tanh(model.first(torch.stack([x, x + 1, x * x]).transpose(0, 1)))).sum(1)
+
+
+def transposed(model: Layers, x: Tensor) -> Tensor:
+    return in_turn(model, x.t().contiguous().t())
+
+
 def twice(model: Layers, x: Tensor) -> Tensor:
     return model.first(torch.tanh(model.second(model.first(x))))
 
@@ -154,6 +166,9 @@ def computed(way: Callable[[Layers, Tensor], Tensor], placed: bool, **options: A
     [
         (in_turn, {FIRST, SECOND}),
         (of_several, {FIRST, SECOND}),
+        (of_many, {FIRST, SECOND}),
+        (of_several_in_another_order, {SECOND}),
+        (transposed, {FIRST, SECOND}),
         (twice, {SECOND}),
         (by_name, {SECOND}),
         (computed_again, {FIRST, SECOND}),

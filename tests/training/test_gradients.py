@@ -82,6 +82,20 @@ def test_gradients_come_to_their_places(missing: tuple[int, ...]) -> None:
     assert used.settle() == missing
 
 
+@pytest.mark.parametrize("missing", [None, 1])
+def test_what_is_in_its_place_stays_there(missing: int | None) -> None:
+    sink, views, _ = flat()
+    gradients: list[Tensor | None] = list(some())
+    place = sink.place(0)
+    gradients[0] = place.fill_(3.0)
+    if missing is not None:
+        gradients[missing] = None
+    sink.store(gradients)
+    assert torch.equal(views[0], torch.full((2, 3), 3.0))
+    assert torch.equal(views[2], torch.tensor(7.0))
+    assert place.data_ptr() == views[0].data_ptr()
+
+
 def test_nothing_is_zeros() -> None:
     sink, views, used = flat()
     sink.store_nothing()

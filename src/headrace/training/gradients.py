@@ -172,15 +172,24 @@ class FlatGradients:
         self._region = region
         self._used = used
 
+    def place(self, index: int) -> Tensor:
+        """See `GradientPlaces`."""
+        return self._views[index]
+
     def store(self, gradients: Sequence[Tensor | None]) -> None:
-        # A stage of a pipeline may have no parameter to train, and torch takes no empty lists.
-        if self._used.publish(gradients) and self._views:
-            torch._foreach_copy_(self._views, cast(tuple[Tensor, ...], gradients))
+        if self._used.publish(gradients):
+            # Those that backward has not written to their places.
+            made = zip(self._views, cast(Sequence[Tensor], gradients), strict=True)
+            copied = [(view, gradient) for view, gradient in made if gradient is not view]
+            # A stage of a pipeline may have no parameter to train, and torch takes no empty lists.
+            if copied:
+                views, sources = zip(*copied, strict=True)
+                torch._foreach_copy_(views, sources)
             return
         for view, gradient in zip(self._views, gradients, strict=True):
             if gradient is None:
                 view.zero_()
-            else:
+            elif gradient is not view:
                 view.copy_(gradient)
 
     def store_nothing(self) -> None:
@@ -307,7 +316,10 @@ def _is_plain(value: Any, weight: Tensor) -> bool:
     """Tells whether a layer's call is one that `_DirectLinear` computes as torch does."""
     if type(value) is not Tensor or type(weight) is not nn.Parameter or value.dtype != weight.dtype:
         return False
-    if not (torch.is_grad_enabled() and weight.requires_grad and value.dim() > 1):
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return False
+    # Of several dims that are not contiguous, torch makes another product, whose last bits differ.
+    if value.dim() != 2 and not (value.dim() > 2 and value.is_contiguous()):
         return False
     # A hook may keep the gradient that it is given.
     if weight._backward_hooks or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():

@@ -116,6 +116,10 @@ class SharedMemoryReduction(Reduction):
         self._sources = [[part.of(region) for region in shared.regions] for part in parts]
         self._traffic = shared_traffic(nbytes, group.world)
 
+    def place(self, index: int) -> Tensor:
+        # The others have read the last ones before they decided about the last step.
+        return self._stored.place(index)
+
     def store(self, gradients: Sequence[Tensor | None]) -> None:
         self._stored.store(gradients)
 

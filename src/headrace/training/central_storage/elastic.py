@@ -24,7 +24,7 @@ from headrace.training.central_storage.shared_state import SharedState, StateFor
 from headrace.training.clipping import GradientClipper, LossScale
 from headrace.training.elastic import ElasticState
 from headrace.training.exchange import Reduced, ReducingExchange
-from headrace.training.gradients import GradientSink, SharedGradients
+from headrace.training.gradients import FlatGradients, SharedGradients
 from headrace.training.optimizer import StatePiece
 from headrace.training.reduction import shared_traffic
 from headrace.training.update import Updater
@@ -142,7 +142,7 @@ class ElasticStorageExchange(ReducingExchange):
         return 2 * parameters, share.state.nbytes - 2 * parameters
 
     @property
-    def sink(self) -> GradientSink:
+    def sink(self) -> FlatGradients:
         """Where this worker's gradients go now."""
         return self._share.gradients.sink
 
@@ -222,6 +222,10 @@ class StorageSink:
 
     def __init__(self, exchange: ElasticStorageExchange) -> None:
         self._exchange = exchange
+
+    def place(self, index: int) -> Tensor:
+        """See `GradientPlaces`."""
+        return self._exchange.sink.place(index)
 
     def store(self, gradients: Sequence[Tensor | None]) -> None:
         """See `GradientSink`."""
