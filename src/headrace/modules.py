@@ -11,7 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from headrace.errors import UsageError
 from headrace.spec.model import ModelSpec, ParameterSpec
+from headrace.spec.options import require_count
 from headrace.spec.patterns import require_matches
 
 
@@ -65,16 +67,22 @@ def copy_module(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, {id(tensor): tensor.clone() for tensor in compressed})
 
 
-def frozen(model: Callable[[], nn.Module] | nn.Module, *patterns: str) -> Callable[[], nn.Module]:
+def frozen(
+    model: Callable[[], nn.Module] | nn.Module, *patterns: str, until_epoch: int | None = None
+) -> Callable[[], nn.Module]:
     """Returns a job's model whose parameters with such names are not trained: `model=hr.frozen(make, "encoder.*")`.
 
     Running statistics of frozen BatchNorm layers still follow the data, unless the model keeps them in eval mode.
+    Parameters that are frozen for a time have no gradient until then: no update, no weight decay, no optimizer state.
+    Calls can be nested, so that layers are unfrozen one after the other.
 
     Args:
         model: a function that builds the model, or a model, which is copied.
         patterns: of names as in `named_parameters()`, as in a shell: "encoder.*", "*.bias".
+        until_epoch: the epoch, counted from 0, with which their training begins; None for never.
 
     Raises:
+        UsageError: `until_epoch` is no whole number above 0.
         UnknownName: when the model is built, a pattern fits no parameter.
 
     Examples:
@@ -82,16 +90,42 @@ def frozen(model: Callable[[], nn.Module] | nn.Module, *patterns: str) -> Callab
         >>> hr.fit(replace(job, model=hr.frozen(job.model, "0.*"))).status
         'ok'
     """
-    return partial(_build_frozen, model, patterns)
+    if until_epoch is not None:
+        require_count("until_epoch", until_epoch)
+    return partial(_build_frozen, model, patterns, until_epoch)
 
 
-def _build_frozen(model: Callable[[], nn.Module] | nn.Module, patterns: Sequence[str]) -> nn.Module:
+_FROZEN_UNTIL = "headrace_frozen_until"
+"""The attribute of a module with the epochs, by the names of its parameters."""
+
+
+def _build_frozen(
+    model: Callable[[], nn.Module] | nn.Module, patterns: Sequence[str], until_epoch: int | None
+) -> nn.Module:
     module = copy_module(model) if isinstance(model, nn.Module) else model()
     require_matches(patterns, (name for name, _ in module.named_parameters()))
-    for name, parameter in module.named_parameters():
-        if any(fnmatchcase(name, pattern) for pattern in patterns):
+    chosen = {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+    if until_epoch is None:
+        for parameter in chosen.values():
             parameter.requires_grad_(False)
+    elif isinstance(module, torch.jit.ScriptModule):
+        raise UsageError("a TorchScript model cannot be frozen for a time; leave out until_epoch, and it is for good")
+    else:
+        vars(module)[_FROZEN_UNTIL] = {**vars(module).get(_FROZEN_UNTIL, {}), **dict.fromkeys(chosen, until_epoch)}
     return module
+
+
+def frozen_until(module: nn.Module) -> dict[str, int]:
+    """Returns the epochs with which the training of parameters begins that `frozen` has frozen for a time, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: epoch
+        for prefix, part in module.named_modules()
+        for name, epoch in vars(part).get(_FROZEN_UNTIL, {}).items()
+    }
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -300,6 +300,13 @@ VARIANTS: Mapping[str, Case] = {
     "muon-one-matrix": Case(partial(nn.Linear, 4, 3, bias=False), optimizer=partial(torch.optim.Muon, lr=0.02)),
     "adafactor": Case(dense, optimizer=partial(torch.optim.Adafactor, lr=0.05)),
     "amsgrad-partial": Case(Partial, optimizer=partial(torch.optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.01)),
+    "unfrozen-clipped": Case(hr.frozen(dense, "0.*", until_epoch=1), options=hr.Options(clip_norm=0.3)),
+    "unfrozen-cnn": Case(
+        hr.frozen(hr.frozen(Convolutional, "body.0.*", until_epoch=2), "body.[1-9].*", until_epoch=1),
+        images,
+        options=SYNC,
+    ),
+    "unfrozen-tied": Case(hr.frozen(Tied, "embedding.*", until_epoch=2), text, optimizer=ADAM),
 }
 
 

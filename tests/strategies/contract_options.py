@@ -96,6 +96,10 @@ OPTIONS: Mapping[str, Case] = {
         optimizer=partial(torch.optim.Muon, lr=0.02),
         options=hr.Options(schedule=SCHEDULES["cosine"], ema_decay=0.8),
     ),
+    "unfrozen": Case(
+        hr.frozen(Partial, "extra.*", until_epoch=2),
+        options=hr.Options(accumulate=2, clip_value=0.05, ema_decay=0.7, schedule=SCHEDULES["step"]),
+    ),
     "all-together": Case(
         Partial,
         optimizer=partial(SGD, nesterov=True),

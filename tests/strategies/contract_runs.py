@@ -24,6 +24,7 @@ from headrace.api.checks import inspect_job
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import Loader, as_pipeline
 from headrace.engine.base import Engine
+from headrace.modules import frozen_until
 from headrace.pipeline.stage import TracedModel
 from headrace.pipeline.trace.tracing import trace
 from headrace.spec.cluster import Cluster, Host
@@ -132,6 +133,9 @@ def by_hand(job: hr.Job) -> Outcome:
     for round_, share in enumerate(islice(loader.rounds(), (job.epochs or 0) * loader.rounds_per_epoch)):
         optimizer.zero_grad()
         losses.append(float(differentiated(job, module, *share.batch)))
+        for name, epoch in frozen_until(module).items():
+            if share.epoch < epoch:
+                module.get_parameter(name).grad = None
         if options.clip_value is not None:
             torch.nn.utils.clip_grad_value_(module.parameters(), options.clip_value)
         if options.clip_norm is not None:

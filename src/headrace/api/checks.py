@@ -16,7 +16,7 @@ from headrace.api.probes.special_layers import NoSparseGradients, lazy_tensors, 
 from headrace.data import Loader, as_pipeline
 from headrace.errors import DataError, HeadraceError, JobError, UnknownName, UsageError
 from headrace.metrics import Mean, weigh
-from headrace.modules import copy_module, describe, evaluating, set_train_modes
+from headrace.modules import copy_module, describe, evaluating, frozen_until, set_train_modes
 from headrace.spec.job import Job, Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
@@ -80,6 +80,7 @@ def inspect_job(job: Job, closures: bool = False) -> JobInfo:
         named = list(module.named_parameters())
         if not any(parameter.requires_grad for _, parameter in named):
             raise JobError("the model has no parameter to train: all are frozen, or there is none")
+        _check_frozen(module)
         _check_precision(job.options, module)
         if isinstance(job.optimizer, GroupedOptimizer):
             job.optimizer.check(name for name, _ in named)
@@ -187,6 +188,21 @@ def check_options(options: Options, device: str) -> None:
         raise UsageError(
             "precision='fp16' is for GPUs, and the device is the CPU; use precision='bf16', which needs no loss scale, "
             "or 'fp32'"
+        )
+
+
+def _check_frozen(module: nn.Module) -> None:
+    until = frozen_until(module)
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    for name in until.keys() - trained:
+        raise UsageError(
+            f"{name!r} is frozen until epoch {until[name]}, and is no dense parameter that is trained: it is frozen "
+            "for good too, or of a sparse embedding; leave it out of the patterns"
+        )
+    if until and trained <= until.keys():
+        raise UsageError(
+            f"all parameters are frozen until epoch {min(until.values())}, so nothing would be trained before; leave "
+            "some out of the patterns of hr.frozen(..., until_epoch=...)"
         )
 
 

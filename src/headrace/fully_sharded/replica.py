@@ -13,17 +13,17 @@ from torch import Tensor
 from headrace.collectives.base import ProcessGroup
 from headrace.fully_sharded.sharding import ShardedModule
 from headrace.metrics import Mean, weigh
-from headrace.modules import restore
+from headrace.modules import frozen_until, restore
 from headrace.policies.roles import bounds
 from headrace.spec.job import Share
 from headrace.spec.options import Options
 from headrace.training.clipping import GradientClipper, LossScale, StepDecision
-from headrace.training.compute import Compute, Computed
+from headrace.training.compute import Compute, Computed, require_plain_forward, widened
 from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import UsedParameters
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import Updater
-from headrace.training.whole_model import HALF, Objective, call, cut, require_plain_forward, select_target, widened
+from headrace.training.whole_model import HALF, Objective, call, cut, select_target
 
 
 class ShardedModel(Compute):
@@ -61,6 +61,7 @@ class ShardedModel(Compute):
         self._load_sample = sample
         self._communicates = communicates
         self._scale = scale
+        self._until = frozen_until(sharded.module)
         self._mark = torch.zeros(())
 
     def run(self, share: Share) -> Computed:
@@ -75,7 +76,7 @@ class ShardedModel(Compute):
             # What is not cut may hold what cannot be.
             batch = share.batch if pieces == 1 else cut(share.batch, start, stop, share.examples)
             losses.append((self._differentiate(self._loss(batch), stop - start, share), stop - start))
-        return self._finish(losses)
+        return self._finish(losses, share.epoch)
 
     def backward(self, loss: Tensor | Mean, share: Share) -> Computed:
         require_plain_forward(self._options)
@@ -83,8 +84,8 @@ class ShardedModel(Compute):
         if share.examples == 0:
             with self._sharded.silent():
                 _summand(loss).backward()
-            return self._finish([])
-        return self._finish([(self._differentiate(loss, share.examples, share), share.examples)])
+            return self._finish([], share.epoch)
+        return self._finish([(self._differentiate(loss, share.examples, share), share.examples)], share.epoch)
 
     @torch.no_grad()
     def predict(self, batch: Any) -> Any:
@@ -139,13 +140,14 @@ class ShardedModel(Compute):
             for buffer, value in kept:
                 restore(buffer, value)
 
-    def _finish(self, losses: Sequence[tuple[Tensor | Mean, int]]) -> Computed:
+    def _finish(self, losses: Sequence[tuple[Tensor | Mean, int]], epoch: int) -> Computed:
         weighed = [weigh(loss, examples) for loss, examples in losses]
         own = float(sum(weight for _, weight in weighed))
         if self._objective.weighed or any(isinstance(loss, Mean) for loss, _ in losses):
             (all_weight,) = self._group.sum([own])
             self._sharded.divide(all_weight)
-        seen = self._sharded.own.seen
+        # The gradients of a unit are summed as one, also of what is frozen in this epoch, whose sum is left out.
+        seen = {name for name in self._sharded.own.seen if self._until.get(name, 0) <= epoch}
         self._used.publish([self._mark if name in seen else None for name in self._sharded.pieces])
         if not own:
             return Computed(None, own)

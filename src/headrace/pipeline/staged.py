@@ -13,6 +13,7 @@ from torch import Tensor
 from headrace.collectives.base import ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.metrics import Mean, weigh
+from headrace.modules import frozen_until
 from headrace.pipeline.channels import Channels
 from headrace.pipeline.runner import MicroBatch, Runner, explain_out_of_memory
 from headrace.pipeline.stage import TracedModel
@@ -22,12 +23,12 @@ from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
 from headrace.training.clipping import GradientClipper, StepDecision
-from headrace.training.compute import Compute, Computed
+from headrace.training.compute import Compute, Computed, widened
 from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import GradientSink, assign, divide
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import Updater
-from headrace.training.whole_model import ModelParallelGroup, Objective, WholeModel, cut, select_target, widened
+from headrace.training.whole_model import ModelParallelGroup, Objective, WholeModel, cut, select_target
 
 _FEWER_COPIES = "use more stages, or an optimizer that keeps less: SGD nothing, momentum one copy, Adam two"
 
@@ -66,6 +67,8 @@ class StagedModel(Compute):
         self.mates = ThreadCollective(ThreadGroup(1), 0)
         self.trained = {name: each for name, each in part.parameters().items() if each.requires_grad}
         self._trained = list(self.trained.values())
+        until = frozen_until(part.module)
+        self._until = {name: until[name] for name in self.trained if name in until}
 
     def run(self, share: Share) -> Computed:
         if share.examples == 0:
@@ -92,6 +95,9 @@ class StagedModel(Compute):
         self.moved_bytes = self._channels.moved_bytes()
         self._part.sum_tied(self._channels)
         own = float(sum(weight for _, weight in losses.values()))
+        for name, epoch in self._until.items():
+            if share.epoch < epoch:
+                self.trained[name].grad = None
         # Every rank knows the weight of a loss that is a mean.
         all_weight = float(share.examples)
         gradients = [parameter.grad for parameter in self._trained]

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from headrace.errors import UsageError
+from headrace.modules import frozen_until
 from headrace.parameter_server.client.data_leases import ServerDataLeases
 from headrace.parameter_server.connecting import brings_parameters, build_server, connect
 from headrace.parameter_server.core.portions import PortionTable
@@ -122,6 +123,12 @@ class Sandblaster(ServedStrategy):
             )
 
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
+        if until := frozen_until(probe.module):
+            name, epoch = next(iter(until.items()))
+            raise UsageError(
+                f"{name!r} is frozen until epoch {epoch}, and L-BFGS compares gradients of different rounds, which "
+                "must be of the same parameters; use hr.frozen without until_epoch, or another strategy"
+            )
         for name, module in probe.module.named_modules():
             reason = _impure(module)
             if reason:

@@ -22,11 +22,11 @@ from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.training.clipping import LossScale
-from headrace.training.compute import Compute, Computed
+from headrace.training.compute import Compute, Computed, TrainedParameters, require_plain_forward, widened
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.gradients import DirectGradients, GradientPlaces, GradientSink, assign, divide
 from headrace.training.optimizer import StateSlices
-from headrace.trees import map_leaves, map_tensors
+from headrace.trees import map_leaves
 
 
 class GraphMode(ABC):
@@ -127,7 +127,7 @@ class WholeModel(Compute):
 
     Gradients come from `torch.autograd.grad` in one call and go to `sink` as they are, those of micro-batches when
     they have added up in `.grad`; so do those of a model with reentrant checkpoints, which the first loss tells.
-    Without a sink they stay in `.grad`.
+    Without a sink they stay in `.grad`. What is frozen in a share's epoch (`frozen(..., until_epoch=)`) has none.
 
     Args:
         total: sums numbers over workers.
@@ -157,12 +157,12 @@ class WholeModel(Compute):
         self._half = HALF.get(options.precision)
         self._graph = graph
         self._reentrant: bool | None = None
-        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._trained = TrainedParameters(module)
         self._sparse = tuple(sparse_layers(module))
         self._direct: DirectGradients | None = None
         # Compiled kernels make the gradients of all layers themselves.
         if isinstance(sink, GradientPlaces) and graph is None:
-            self._direct = DirectGradients(module, self._trained, sink)
+            self._direct = DirectGradients(module, self._trained.every, sink)
         self.device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
     def run(self, share: Share) -> Computed:
@@ -225,35 +225,52 @@ class WholeModel(Compute):
             mean = loss.detach()
         if share.examples == 0:
             if self._always:
-                torch.autograd.grad(part, self._trained, allow_unused=True)
+                # As the others do, whose layers exchange something in backward, too.
+                torch.autograd.grad(part, self._trained.in_epoch(share.epoch), allow_unused=True)
             return self._leave_nothing()
         if self._sink is None:
-            self._scaled(part).backward()
+            self._add(self._scaled(part), share.epoch)
         else:
-            self._sink.store(self._gradients(self._scaled(part)))
+            self._sink.store(self._gradients(self._scaled(part), share.epoch))
         return Computed(mean, weight)
 
-    def _gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
+    def _gradients(self, loss: Tensor, epoch: int) -> Sequence[Tensor | None]:
+        if self._is_plain(loss):
+            leaves, live = self._leaves(), self._trained.in_epoch(epoch)
+            with self._direct.writing() if self._direct else nullcontext():
+                found = torch.autograd.grad(loss, [*live, *leaves], allow_unused=True)
+            assign(leaves, found[len(live) :])
+            return self._trained.all_of(found[: len(live)], epoch)
+        held = [parameter.grad for parameter in self._trained.every]
+        assign(self._trained.every, [None] * len(held))
+        self._add(loss, epoch)
+        gradients = [parameter.grad for parameter in self._trained.every]
+        assign(self._trained.every, held)
+        return gradients
+
+    def _add(self, loss: Tensor, epoch: int) -> None:
+        """Adds the gradients of what is trained in an epoch to `.grad`."""
+        if epoch >= self._trained.last_begin:
+            loss.backward()
+        elif self._is_plain(loss):
+            loss.backward(inputs=[*self._trained.in_epoch(epoch), *self._leaves()])
+        else:
+            raise UsageError(
+                "hr.frozen(..., until_epoch=...) leaves out gradients, and torch.utils.checkpoint(use_reentrant=True) "
+                "in forward makes all of them; use use_reentrant=False"
+            )
+
+    def _is_plain(self, loss: Tensor) -> bool:
+        """Tells whether autograd may be asked for the gradients of some tensors alone."""
         if self._reentrant is None:
             self._reentrant = has_reentrant_checkpoint(loss)
-        if not self._reentrant:
-            leaves = self._leaves()
-            with self._direct.writing() if self._direct else nullcontext():
-                found = torch.autograd.grad(loss, [*self._trained, *leaves], allow_unused=True)
-            assign(leaves, found[len(self._trained) :])
-            return found[: len(self._trained)]
-        held = [parameter.grad for parameter in self._trained]
-        assign(self._trained, [None] * len(held))
-        loss.backward()
-        gradients = [parameter.grad for parameter in self._trained]
-        assign(self._trained, held)
-        return gradients
+        return not self._reentrant
 
     def _accumulate(self, batch: Any, share: Share, pieces: int) -> Computed:
         """Does so for micro-batches, whose gradients torch adds up in `.grad`."""
-        held = [parameter.grad for parameter in self._trained]
+        held = [parameter.grad for parameter in self._trained.every]
         if self._sink is not None:
-            assign(self._trained, [None] * len(held))
+            assign(self._trained.every, [None] * len(held))
         means = False
         totals, weights = [], []
         for start, stop in bounds(share.examples, (1,) * pieces):
@@ -261,17 +278,17 @@ class WholeModel(Compute):
             means = isinstance(loss, Mean)
             total, weight = weigh(loss, stop - start)
             # The weight of a part of a `Mean` is known when all have been weighed.
-            self._scaled(total if means else total / share.of).backward()
+            self._add(self._scaled(total if means else total / share.of), share.epoch)
             totals.append(total.detach())
             weights.append(weight)
         own = float(sum(weights))
-        gradients = [parameter.grad for parameter in self._trained]
+        gradients = [parameter.grad for parameter in self._trained.every]
         if means:
             (all_weight,) = self._total([own])
             divide([*gradients, *(leaf.grad for leaf in self._leaves())], all_weight)
         if self._sink is not None:
             self._sink.store(gradients)
-            assign(self._trained, held)
+            assign(self._trained.every, held)
         return Computed(torch.stack(totals).sum() / own if own else None, own)
 
     def _leaves(self) -> list[Tensor]:
@@ -285,25 +302,6 @@ class WholeModel(Compute):
         if self._sink is not None:
             self._sink.store_nothing()
         return Computed(None, 0.0)
-
-
-def require_plain_forward(options: Options) -> None:
-    """Raises UsageError if options say how forward is run, which a loop of the user's own has done already."""
-    for name in ("accumulate", "precision", "compile"):
-        value = getattr(options, name)
-        if value != getattr(_PLAIN, name):
-            raise UsageError(
-                f"Options({name}={value!r}) says how forward is run, and worker.backward(loss) comes after it; "
-                f"use worker.step(batch), or leave {name} out and do as much in the loop"
-            )
-
-
-def widened(output: Any, half: torch.dtype | None) -> Any:
-    """Returns a model's output, any tree, with its tensors of the half precision `half` widened to float32.
-
-    Metrics, means of many numbers, would be wrong in half precision.
-    """
-    return output if half is None else map_tensors(lambda each: each.float() if each.dtype == half else each, output)
 
 
 def cut(batch: Any, start: int, stop: int, examples: int, option: str = "accumulate") -> Any:
