@@ -9,7 +9,9 @@ does not answer either, and the heartbeat of the process goes on, the two live a
 
 from __future__ import annotations
 
+import errno
 import math
+import select
 import socket
 from time import monotonic
 from urllib.parse import urlsplit
@@ -29,18 +31,27 @@ _LIVES = 2
 """Heartbeats since the first question by which a process lives."""
 
 
-def answers(address: str, within_s: float = _ANSWER_S) -> bool:
-    """Returns whether the host at "tcp://host:port" answers, also by refusing; other addresses are on this host."""
-    place = urlsplit(address)
-    if place.scheme != "tcp":
-        return True
-    try:
-        socket.create_connection((str(place.hostname), place.port or 0), within_s).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-    return True
+class _Question:
+    """A connection to "tcp://host:port" that is being made; nothing is sent over it, and nothing blocks."""
+
+    def __init__(self, address: str) -> None:
+        place = urlsplit(address)
+        host = str(place.hostname)
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        self._asked = monotonic()
+        self._error = self._socket.connect_ex((host, place.port or 0))
+
+    def answered(self) -> bool | None:
+        """Returns whether the host has answered, also by refusing; None while it may still do so."""
+        if self._error == errno.EINPROGRESS:
+            if not select.select([], [self._socket], [], 0)[1]:
+                return None if monotonic() - self._asked < _ANSWER_S else False
+            self._error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        return self._error in (0, errno.ECONNREFUSED)
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 class LinkProbe:
@@ -50,21 +61,33 @@ class LinkProbe:
         self._page = page
         self._first_s = max(_LEAST_S, timeout_s - _BEFORE_S)
         self._again = -math.inf
-        self._unanswered: tuple[int, int] | None = None
+        self._question: _Question | None = None
+        self._since: tuple[int, int] | None = None
 
     def is_cut(self, rank: int, address: str, silent_s: float) -> bool:
-        """Returns whether the process at a rank lives and cannot be reached; it may block for more than a second."""
-        if silent_s < self._first_s or monotonic() < self._again:
+        """Returns whether the process at a rank lives and cannot be reached; an address on this host always can."""
+        if silent_s < self._first_s or monotonic() < self._again or not address.startswith("tcp://"):
             return False
         process, heartbeat = process_number(self._page, rank), self._page.ranks[rank].heartbeat
-        if self._unanswered is None or self._unanswered[0] != process:
-            self._unanswered = process, heartbeat.count
-        if answers(address):
-            self._unanswered, self._again = None, monotonic() + _AGAIN_S
+        if self._since is None or self._since[0] != process:
+            self.close()
+            self._since = process, heartbeat.count
+        self._question = self._question or _Question(address)
+        answered = self._question.answered()
+        if answered is None:
+            return False
+        self.close()
+        if answered:
+            self._since, self._again = None, monotonic() + _AGAIN_S
             return False
         self._again = monotonic() + _FAILED_AGAIN_S
-        same = process_number(self._page, rank) == process
-        return same and heartbeat.count >= self._unanswered[1] + _LIVES
+        return heartbeat.count >= self._since[1] + _LIVES
+
+    def close(self) -> None:
+        """Ends the question that is open."""
+        if self._question:
+            self._question.close()
+            self._question = None
 
 
 class PeerWatch:
@@ -84,6 +107,7 @@ class PeerWatch:
         other = backup if self._process == primary else primary
         if self._seen != (heard, epoch):
             self._seen, self._since, self._is_cut = (heard, epoch), monotonic(), False
+            self._probe.close()
             self._probe = LinkProbe(self._page, self._timeout_s)
         if not epoch or backup < 0 or self._process not in (primary, backup):
             return False
