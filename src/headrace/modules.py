@@ -128,6 +128,35 @@ def frozen_until(module: nn.Module) -> dict[str, int]:
     }
 
 
+class TrainedParameters:
+    """The parameters of a module that are trained, of which some are frozen in the first epochs (`hr.frozen`).
+
+    Attributes:
+        every: all of them, in the module's order.
+        last_begin: the epoch from which on all are trained.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        until = frozen_until(module)
+        self.every = list(named.values())
+        self._begins = [until.get(name, 0) for name in named]
+        self.last_begin = max(self._begins, default=0)
+
+    def in_epoch(self, epoch: int) -> list[nn.Parameter]:
+        """Returns those that are trained in an epoch."""
+        if epoch >= self.last_begin:
+            return self.every
+        return [parameter for parameter, begin in zip(self.every, self._begins, strict=True) if begin <= epoch]
+
+    def all_of(self, gradients: Sequence[Tensor | None], epoch: int) -> Sequence[Tensor | None]:
+        """Returns one gradient for each, from those of `in_epoch`; None for those that are frozen."""
+        if epoch >= self.last_begin:
+            return gradients
+        rest = iter(gradients)
+        return [next(rest) if begin <= epoch else None for begin in self._begins]
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Tells whether a tensor is stored element by element; sparse ones (COO, CSR) are not."""
     return tensor.layout is torch.strided

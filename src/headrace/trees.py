@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -49,3 +50,11 @@ def like(tree: Mapping[Any, Any], mapped: dict[Any, Any]) -> Mapping[Any, Any]:
     for key, value in mapped.items():
         made[key] = value
     return made
+
+
+def widened(output: Any, half: torch.dtype | None) -> Any:
+    """Returns a model's output, any tree, with its tensors of the half precision `half` widened to float32.
+
+    Metrics, means of many numbers, would be wrong in half precision.
+    """
+    return output if half is None else map_tensors(lambda each: each.float() if each.dtype == half else each, output)

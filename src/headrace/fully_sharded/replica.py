@@ -16,14 +16,15 @@ from headrace.metrics import Mean, weigh
 from headrace.modules import frozen_until, restore
 from headrace.policies.roles import bounds
 from headrace.spec.job import Share
-from headrace.spec.options import Options
+from headrace.spec.options import Options, require_plain_forward
 from headrace.training.clipping import GradientClipper, LossScale, StepDecision
-from headrace.training.compute import Compute, Computed, require_plain_forward, widened
+from headrace.training.compute import Compute, Computed
 from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import UsedParameters
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import Updater
 from headrace.training.whole_model import HALF, Objective, call, cut, select_target
+from headrace.trees import widened
 
 
 class ShardedModel(Compute):

@@ -202,3 +202,15 @@ class Checkpoints:
                 raise UsageError(f"{name} must be a number of seconds above 0, got {seconds!r}; None switches it off")
         if self.copy_to is not None:
             require_url("copy_to", self.copy_to)
+
+
+def require_plain_forward(options: Options) -> None:
+    """Raises UsageError if options say how forward is run, which a loop of the user's own has done already."""
+    plain = Options()
+    for name in ("accumulate", "precision", "compile"):
+        value = getattr(options, name)
+        if value != getattr(plain, name):
+            raise UsageError(
+                f"Options({name}={value!r}) says how forward is run, and worker.backward(loss) comes after it; "
+                f"use worker.step(batch), or leave {name} out and do as much in the loop"
+            )

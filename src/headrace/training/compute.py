@@ -13,13 +13,10 @@ from torch import Tensor, nn
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import UsageError
 from headrace.metrics import Mean
-from headrace.modules import frozen_until, parameters_and_buffers
+from headrace.modules import parameters_and_buffers
 from headrace.spec.events import StagePass
 from headrace.spec.job import Share
-from headrace.spec.options import Options
 from headrace.trees import map_tensors
-
-_PLAIN = Options()
 
 
 @dataclass(frozen=True)
@@ -92,51 +89,3 @@ class Compute(ABC):
         if self.device.type == "cpu":
             return batch
         return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
-
-
-class TrainedParameters:
-    """The parameters of a module that are trained, of which some are frozen in the first epochs (`hr.frozen`).
-
-    Attributes:
-        every: all of them, in the module's order.
-        last_begin: the epoch from which on all are trained.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        until = frozen_until(module)
-        self.every = list(named.values())
-        self._begins = [until.get(name, 0) for name in named]
-        self.last_begin = max(self._begins, default=0)
-
-    def in_epoch(self, epoch: int) -> list[nn.Parameter]:
-        """Returns those that are trained in an epoch."""
-        if epoch >= self.last_begin:
-            return self.every
-        return [parameter for parameter, begin in zip(self.every, self._begins, strict=True) if begin <= epoch]
-
-    def all_of(self, gradients: Sequence[Tensor | None], epoch: int) -> Sequence[Tensor | None]:
-        """Returns one gradient for each, from those of `in_epoch`; None for those that are frozen."""
-        if epoch >= self.last_begin:
-            return gradients
-        rest = iter(gradients)
-        return [next(rest) if begin <= epoch else None for begin in self._begins]
-
-
-def require_plain_forward(options: Options) -> None:
-    """Raises UsageError if options say how forward is run, which a loop of the user's own has done already."""
-    for name in ("accumulate", "precision", "compile"):
-        value = getattr(options, name)
-        if value != getattr(_PLAIN, name):
-            raise UsageError(
-                f"Options({name}={value!r}) says how forward is run, and worker.backward(loss) comes after it; "
-                f"use worker.step(batch), or leave {name} out and do as much in the loop"
-            )
-
-
-def widened(output: Any, half: torch.dtype | None) -> Any:
-    """Returns a model's output, any tree, with its tensors of the half precision `half` widened to float32.
-
-    Metrics, means of many numbers, would be wrong in half precision.
-    """
-    return output if half is None else map_tensors(lambda each: each.float() if each.dtype == half else each, output)

@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import DataError, JobError, UsageError
 from headrace.metrics import Mean, weigh
-from headrace.modules import has_reentrant_checkpoint
+from headrace.modules import TrainedParameters, has_reentrant_checkpoint
 from headrace.policies.roles import bounds
 from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
-from headrace.spec.options import Options
+from headrace.spec.options import Options, require_plain_forward
 from headrace.training.clipping import LossScale
-from headrace.training.compute import Compute, Computed, TrainedParameters, require_plain_forward, widened
+from headrace.training.compute import Compute, Computed
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.gradients import DirectGradients, GradientPlaces, GradientSink, assign, divide
 from headrace.training.optimizer import StateSlices
-from headrace.trees import map_leaves
+from headrace.trees import map_leaves, widened
 
 
 class GraphMode(ABC):
