@@ -20,7 +20,7 @@ from headrace.machine import detect
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.strategies import Strategy
-from headrace.strategies.strategy import check_device
+from headrace.strategies.checks import check_device
 
 MODEL = ModelSpec((ParameterSpec("weight", (4,)),))
 

@@ -22,7 +22,7 @@ from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import Notice
 from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec, ParameterSpec
-from headrace.strategies.strategy import check_device
+from headrace.strategies.checks import check_device
 from headrace.training.fixed_shapes.program import FixedShapes
 from headrace.training.whole_model import Objective
 from headrace.worker.session import DeviceGroup

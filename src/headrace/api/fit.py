@@ -39,8 +39,8 @@ from headrace.spec.options import Checkpoints, is_url
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, resolve
+from headrace.strategies.checks import check_device
 from headrace.strategies.context import ModelProbe
-from headrace.strategies.strategy import check_device
 from headrace.training.embeddings.naming import made_sparse
 from headrace.worker.callbacks.callback import Callback
 from headrace.worker.run_spec import RunSpec

@@ -1,15 +1,17 @@
-"""What strategies check of their options, and how many processes these ask for."""
+"""What strategies check of their options and of the device, and how many processes they ask for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
-from headrace.errors import UnknownName, UsageError
+from headrace.devices import kind_of
+from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.shared_memory.control_page import MEMBERS as MOST_MEMBERS
+from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
-from headrace.spec.plan import ProcessCounts
+from headrace.spec.plan import Plan, ProcessCounts
 
 BALANCES = ("equal", "speed")
 """How a global batch is split."""
@@ -78,4 +80,37 @@ def refuse_synced_buffers(name: str, options: Options) -> None:
         raise UsageError(
             f"sync_buffers={options.sync_buffers!r} combines buffers after each round of all workers, and those of "
             f"{name} do not end rounds together; use mirrored, or sync_buffers='local'"
+        )
+
+
+class DeviceNeeds(Protocol):
+    """What a strategy says of the devices that it runs on, see `Strategy`."""
+
+    name: ClassVar[str]
+    fixed_shapes: ClassVar[bool]
+    collectives: ClassVar[bool]
+
+
+def check_device(strategy: DeviceNeeds, plan: Plan, cluster: Cluster) -> None:
+    """Refuses a device that cannot run a strategy, with its row of the device table.
+
+    Raises:
+        InfeasiblePlan: it compiles a program for every shape and the steps have several, it has no collectives, or its
+            processes must be a launcher's.
+    """
+    kind = kind_of(cluster.device)
+    if kind.fixed_shapes and not strategy.fixed_shapes:
+        raise InfeasiblePlan(
+            f"{strategy.name} has steps of several shapes (the last batch of an epoch is short), and the device is "
+            f"{kind.row()}; use hr.TPU, or device='cpu'"
+        )
+    if plan.workers > 1 and strategy.collectives and not kind.backend:
+        raise InfeasiblePlan(
+            f"{plan.workers} workers of {strategy.name} exchange tensors between devices, and the device is "
+            f"{kind.row()}; use workers=1, or device='cpu'"
+        )
+    if plan.workers > 1 and kind.launched and cluster.ranks is None:
+        raise InfeasiblePlan(
+            f"{plan.workers} workers on {kind.row()} must know their ranks before they import torch; start them by "
+            f"torchrun --nproc-per-node {plan.workers}, or use workers=1"
         )

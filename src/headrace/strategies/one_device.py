@@ -30,11 +30,6 @@ class OneDevice(Strategy):
 
     Attributes:
         threads: intra-operation threads; None for all of the machine's.
-
-    Examples:
-        >>> run = hr.fit(job, hr.OneDevice(threads=1))
-        >>> run.plan.workers, run.summary.steps
-        (1, 4)
     """
 
     threads: int | None = None

@@ -10,8 +10,6 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from headrace.collectives.base import Collective
-from headrace.devices import kind_of
-from headrace.errors import InfeasiblePlan
 from headrace.modules import is_dense
 from headrace.parameter_server.server.server import Server
 from headrace.spec.cluster import Cluster
@@ -86,31 +84,6 @@ class ServedStrategy(Strategy):
     @abstractmethod
     def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
         """Builds what the process of a rank runs that is a server or a backup in the plan."""
-
-
-def check_device(strategy: Strategy, plan: Plan, cluster: Cluster) -> None:
-    """Refuses a device that cannot run a strategy, with its row of the device table.
-
-    Raises:
-        InfeasiblePlan: it compiles a program for every shape and the steps have several, it has no collectives, or its
-            processes must be a launcher's.
-    """
-    kind = kind_of(cluster.device)
-    if kind.fixed_shapes and not strategy.fixed_shapes:
-        raise InfeasiblePlan(
-            f"{strategy.name} has steps of several shapes (the last batch of an epoch is short), and the device is "
-            f"{kind.row()}; use hr.TPU, or device='cpu'"
-        )
-    if plan.workers > 1 and strategy.collectives and not kind.backend:
-        raise InfeasiblePlan(
-            f"{plan.workers} workers of {strategy.name} exchange tensors between devices, and the device is "
-            f"{kind.row()}; use workers=1, or device='cpu'"
-        )
-    if plan.workers > 1 and kind.launched and cluster.ranks is None:
-        raise InfeasiblePlan(
-            f"{plan.workers} workers on {kind.row()} must know their ranks before they import torch; start them by "
-            f"torchrun --nproc-per-node {plan.workers}, or use workers=1"
-        )
 
 
 def describe_options(strategy: Strategy) -> dict[str, object]:
