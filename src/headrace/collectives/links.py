@@ -163,7 +163,7 @@ class HostLinks:
                 continue
             awaited = {other for waits in (outgoing, expected) for other, left in waits.items() if left}
             for other, end in ends.items():
-                self._check(other, f"no progress for {monotonic() - moved_s:.1f} s: {end}")
+                self._check(other, f"{end}, after {monotonic() - moved_s:.1f} s without progress")
             # What came before the end is read after it.
             ends = {other: end for other in awaited if (end := self._ended(other))}
             if not ends and not self._poll(outgoing, expected):

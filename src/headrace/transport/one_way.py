@@ -112,7 +112,7 @@ class _End(ABC):
             except zmq.Again:
                 pass
             if end or not self._poll.poll(SLICE_MS):
-                self.check(end and f"no progress for {monotonic() - began:.1f} s: {end}")
+                self.check(end and f"{end}, after {monotonic() - began:.1f} s without progress")
 
     @abstractmethod
     def ended(self) -> str:

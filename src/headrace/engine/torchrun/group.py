@@ -379,4 +379,6 @@ class LaunchedGroup:
         probe = self._probes.setdefault(rank, LivenessProbe(heartbeat.pid if here else 0))
         if here and probe.is_gone():
             raise PeerLost(rank, self.hosts[rank], f"process {heartbeat.pid} has ended")
-        return probe.silent_s(heartbeat.count)
+        unheard_s = monotonic() - self._relay.told_s if self._relay and not here else 0.0
+        # While the store does not answer, the heartbeats of all others stop, too.
+        return probe.silent_s(heartbeat.count) - (unheard_s if unheard_s <= self._timeout_s else 0.0)
