@@ -7,6 +7,7 @@ Algorithm 1's with sums over all workers).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -54,12 +55,11 @@ class _Normalize(torch.autograd.Function):
         return (centred * _spread(scale, normal)).to(ctx.dtype), None, None
 
 
-class GlobalBatchNorm(nn.Module):
-    """Replaces a BatchNorm layer, with the same parameters and buffers under the same names."""
+class _Replacement(nn.Module, ABC):
+    """Stands for a BatchNorm layer, with the same parameters and buffers under the same names."""
 
-    def __init__(self, layer: _BatchNorm, collective: Collective) -> None:
+    def __init__(self, layer: _BatchNorm) -> None:
         super().__init__()
-        self._collective = collective
         self.eps, self.momentum = layer.eps, layer.momentum
         self.weight, self.bias = layer.weight, layer.bias
         self.running_mean: Tensor | None
@@ -69,14 +69,30 @@ class GlobalBatchNorm(nn.Module):
             self.register_buffer(name, getattr(layer, name))
         self.train(layer.training)
 
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises `(examples, channels, ...)`."""
+
+    def _evaluated(self, x: Tensor) -> Tensor:
+        """Normalises as in an evaluation."""
+        uses_batch = self.running_mean is None
+        return torch.nn.functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, uses_batch, 0.0, self.eps
+        )
+
+
+class GlobalBatchNorm(_Replacement):
+    """Normalises by the batch of all workers."""
+
+    def __init__(self, layer: _BatchNorm, collective: Collective) -> None:
+        super().__init__(layer)
+        self._collective = collective
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalises `(examples, channels, ...)`."""
         if not self.training:
             # Without the others, because not every worker has a share of each evaluation batch.
-            uses_batch = self.running_mean is None
-            return torch.nn.functional.batch_norm(
-                x, self.running_mean, self.running_var, self.weight, self.bias, uses_batch, 0.0, self.eps
-            )
+            return self._evaluated(x)
         normalized: tuple[Tensor, ...] = _Normalize.apply(x, self.eps, self._collective)  # type: ignore[no-untyped-call]
         normal, mean, variance, total = normalized
         if self.running_mean is not None:
@@ -97,32 +113,21 @@ def move_running_averages(layer: Any, mean: Tensor, variance: Tensor) -> None:
     layer.running_var.lerp_(variance.to(layer.running_var.dtype), momentum)
 
 
-class PaddedBatchNorm(nn.Module):
-    """Replaces a BatchNorm layer, and normalises by the examples whose weight is 1, where those of padding have 0.
+class PaddedBatchNorm(_Replacement):
+    """Normalises by the examples whose weight is 1, where those of padding have 0.
 
     Args:
         weights: `(examples,)`, of every batch; it is changed in place.
     """
 
     def __init__(self, layer: _BatchNorm, weights: Tensor) -> None:
-        super().__init__()
+        super().__init__(layer)
         self._weights = weights
-        self.eps, self.momentum = layer.eps, layer.momentum
-        self.weight, self.bias = layer.weight, layer.bias
-        self.running_mean: Tensor | None
-        self.running_var: Tensor
-        self.num_batches_tracked: Tensor
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            self.register_buffer(name, getattr(layer, name))
-        self.train(layer.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises `(examples, channels, ...)`."""
         if not self.training:
-            uses_batch = self.running_mean is None
-            return torch.nn.functional.batch_norm(
-                x, self.running_mean, self.running_var, self.weight, self.bias, uses_batch, 0.0, self.eps
-            )
+            return self._evaluated(x)
         if len(x) != len(self._weights):
             raise JobError(
                 f"BatchNorm sees {len(x)} rows where a worker has {len(self._weights)} examples, and so cannot tell "
