@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from time import monotonic
 
 import pytest
 from torch.distributed import HashStore
@@ -148,3 +150,34 @@ def test_a_process_that_comes_back_learns_what_was_decided(leader: tuple[int, in
     assert [record.restarts for record in here.ranks] == [restarts[rank] for rank in range(3)]
     coming.close()
     serving.close()
+
+
+class HeldStore(BreakingStore):
+    """Answers a question only when it is let."""
+
+    def __init__(self, store: HashStore) -> None:
+        super().__init__(store)
+        self.asked, self.may_answer = Event(), Event()
+        self.may_answer.set()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        answer = super().multi_get(keys)
+        self.asked.set()
+        assert self.may_answer.wait(WITHIN_S)
+        return answer
+
+
+def test_an_answer_counts_from_when_it_was_asked_for(pages: Pages) -> None:
+    """A process that has ended may have said why after that."""
+    stores = [HeldStore(HashStore())] * 2
+    with ThreadPoolExecutor(2) as pool:
+        here, there = pool.map(lambda rank: HeartbeatRelay(stores[rank], "run", pages[rank], rank), range(2))
+    stores[0].may_answer.clear()
+    stores[0].asked.clear()
+    assert stores[0].asked.wait(WITHIN_S)
+    after_s = monotonic()
+    stores[0].may_answer.set()
+    for relay in (here, there):
+        soon(lambda relay=relay: relay.asked_s > after_s)
+        assert relay.told_s > relay.asked_s
+        relay.close()

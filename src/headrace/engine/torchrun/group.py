@@ -349,16 +349,7 @@ class LaunchedGroup:
 
     def _look(self, timeout_s: float) -> None:
         self._check_failed()
-        if self._relay:
-            unheard_s = monotonic() - self._relay.told_s
-            if self._relay.broken or unheard_s > timeout_s:
-                self._relay.broken = self._relay.broken or f"no answer for {unheard_s:.1f} s"
-                cause = (
-                    f"the launcher's store on its host cannot be reached by rank {self.rank} on "
-                    f"{self.hosts[self.rank]}: {self._relay.broken}; if that host lives, look for a firewall or a "
-                    "broken link between the two"
-                )
-                raise PeerLost(0, self.hosts[0], cause)
+        self._check_relay(timeout_s)
         if self.page.ranks[self.rank].restarts > self.incarnation:
             raise Replaced(self.rank, self.page.ranks[self.rank].restarts)
         watched = set(range(self.world)).difference(self._expendable, (self.rank,))
@@ -366,6 +357,27 @@ class LaunchedGroup:
         rank = max(silent_s, key=lambda each: silent_s[each], default=self.rank)
         if silent_s.get(rank, 0.0) > timeout_s:
             raise PeerLost(rank, self.hosts[rank], f"gave no sign of life for {silent_s[rank]:.1f} s")
+
+    def _check_relay(self, timeout_s: float) -> None:
+        if not self._relay:
+            return
+        unheard_s = monotonic() - self._relay.told_s
+        if self._relay.broken or unheard_s > timeout_s:
+            self._relay.broken = self._relay.broken or f"no answer for {unheard_s:.1f} s"
+            cause = (
+                f"the launcher's store on its host cannot be reached by rank {self.rank} on "
+                f"{self.hosts[self.rank]}: {self._relay.broken}; if that host lives, look for a firewall or a "
+                "broken link between the two"
+            )
+            raise PeerLost(0, self.hosts[0], cause)
+
+    def _await_last_marks(self) -> None:
+        """Blocks until this process has what a process that has just ended sent last, which may blame another one."""
+        gone_s = monotonic()
+        while self._relay and self._relay.asked_s < gone_s and not self._over.is_set():
+            self._check_relay(self._timeout_s)
+            self._over.wait(_LOOK_EVERY_S)
+        self._check_failed()
 
     def _look_at(self, rank: int) -> float:
         """Returns for how long a rank has given no sign of life."""
@@ -378,6 +390,7 @@ class LaunchedGroup:
         # Of a process on another host only the heartbeat is known.
         probe = self._probes.setdefault(rank, LivenessProbe(heartbeat.pid if here else 0))
         if here and probe.is_gone():
+            self._await_last_marks()
             raise PeerLost(rank, self.hosts[rank], f"process {heartbeat.pid} has ended")
         unheard_s = monotonic() - self._relay.told_s if self._relay and not here else 0.0
         # While the store does not answer, the heartbeats of all others stop, too.

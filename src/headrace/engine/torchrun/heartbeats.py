@@ -50,6 +50,7 @@ class HeartbeatRelay:
 
     Attributes:
         told_s: when it last sent and received, on the monotonic clock.
+        asked_s: when the last exchange that was answered began.
         broken: why it has ended early; "" while it has not.
         store: for `decide`, which is called in the relay's thread.
         leads: whether this rank's marks carry what is decided about others.
@@ -67,7 +68,7 @@ class HeartbeatRelay:
         follow: Callable[[int], bool] = lambda _: True,
         serves: bool = False,
     ) -> None:
-        self.told_s = monotonic()
+        self.told_s = self.asked_s = monotonic()
         self.broken = ""
         self.store = store
         self.left: set[int] = set()
@@ -157,6 +158,7 @@ class HeartbeatRelay:
             self._exchange()
 
     def _exchange(self) -> None:
+        began = monotonic()
         self._page.ranks[self._rank].heartbeat.count += 1
         self.store.set(self._own[1], self._pack(self._rank, self._over.is_set()))
         first = self._key("marks", 0, 0)
@@ -173,7 +175,7 @@ class HeartbeatRelay:
             if rank != self._rank and is_now and self._follow_rank(rank):
                 self._apply(rank, marks)
         self.severed = {rank for rank, ended in enumerate(told[: len(restarts)]) if ended}
-        self.told_s = monotonic()
+        self.told_s, self.asked_s = monotonic(), began
 
     def follow_next(self, rank: int) -> None:
         """Lets all follow the next process of a rank, on the rank that decides; nothing that this one tells counts."""
