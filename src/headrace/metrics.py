@@ -128,6 +128,9 @@ def align(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def squared_error(output: Tensor, target: Tensor) -> Tensor:
     """Mean squared error over all elements of `(batch, ...)`.
 
+    Args:
+        output, target: shapes as in `align`, with its error.
+
     Examples:
         >>> hr.metrics.squared_error(torch.tensor([1.0, 4.0]), torch.tensor([2.0, 2.0]))
         tensor(2.5000)
@@ -137,6 +140,9 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
 
 def absolute_error(output: Tensor, target: Tensor) -> Tensor:
     """Mean absolute error over all elements of `(batch, ...)`.
+
+    Args:
+        output, target: shapes as in `align`, with its error.
 
     Examples:
         >>> hr.metrics.absolute_error(torch.tensor([1.0, 4.0]), torch.tensor([2.0, 2.0]))
@@ -148,6 +154,9 @@ def absolute_error(output: Tensor, target: Tensor) -> Tensor:
 def binary_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     """Cross-entropy of logits against labels 0/1, probabilities, or labels -1/+1 (of which -1 means 0).
 
+    Args:
+        output, target: shapes as in `align`, with its error.
+
     Examples:
         >>> hr.metrics.binary_cross_entropy(torch.tensor([0.0]), torch.tensor([1]))
         tensor(0.6931)
@@ -157,7 +166,10 @@ def binary_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 
 def hinge(output: Tensor, target: Tensor) -> Tensor:
-    """Mean of `max(0, 1 - sign * output)`; a label above 0 has the sign +1, 0 and -1 have -1.
+    """Mean of `max(0, 1 - sign * output)`; a target above 0 has the sign +1, 0 and -1 have -1.
+
+    Args:
+        output, target: shapes as in `align`, with its error.
 
     Examples:
         >>> hr.metrics.hinge(torch.tensor([0.5, 2.0]), torch.tensor([1, -1]))
@@ -168,6 +180,9 @@ def hinge(output: Tensor, target: Tensor) -> Tensor:
 
 def squared_hinge(output: Tensor, target: Tensor) -> Tensor:
     """Mean of `max(0, 1 - sign * output) ** 2`, signs as in `hinge`.
+
+    Args:
+        output, target: shapes as in `align`, with its error.
 
     Examples:
         >>> hr.metrics.squared_hinge(torch.tensor([0.5, 2.0]), torch.tensor([1, -1]))
@@ -200,7 +215,13 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """Part of the examples whose largest logit is their class; shapes as in `cross_entropy`.
+    """Part of the examples whose largest logit is their class.
+
+    Args:
+        output, target: shapes as in `cross_entropy`.
+
+    Raises:
+        DataError: the shapes do not fit.
 
     Examples:
         >>> hr.metrics.accuracy(torch.tensor([[2.0, 1.0], [0.0, 3.0]]), torch.tensor([0, 0])).item()
@@ -210,7 +231,14 @@ def accuracy(output: Tensor, target: Tensor) -> Tensor:
 
 
 def top_k_accuracy(output: Tensor, target: Tensor, k: int = 5) -> Tensor:
-    """Part of the examples whose class is among the `k` largest logits; shapes as in `cross_entropy`.
+    """Part of the examples whose class is among the `k` largest logits.
+
+    Args:
+        output, target: shapes as in `cross_entropy`.
+        k: how many of the largest.
+
+    Raises:
+        DataError: the shapes do not fit.
 
     Examples:
         >>> logits = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
@@ -232,7 +260,10 @@ def _indices(output: Tensor, target: Tensor) -> Tensor:
 
 
 def binary_accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """Part of the elements whose logit lies on the target's side; labels 0/1, -1/+1 or probabilities.
+    """Part of the elements whose logit lies on the target's side; targets are 0/1, -1/+1 or probabilities.
+
+    Args:
+        output, target: shapes as in `align`, with its error.
 
     Examples:
         >>> hr.metrics.binary_accuracy(torch.tensor([2.0, -1.0]), torch.tensor([1, 1])).item()
@@ -244,6 +275,10 @@ def binary_accuracy(output: Tensor, target: Tensor) -> Tensor:
 
 def exact_match(output: Tensor, target: Tensor) -> Tensor:
     """Part of the examples of `(batch, labels)` that have every label right.
+
+    Args:
+        output: logits `(batch, labels)`.
+        target: 0/1 or -1/+1, of the same shape; errors as in `align`.
 
     Examples:
         >>> logits, labels = torch.tensor([[2.0, -1.0], [3.0, 1.0]]), torch.tensor([[1, 0], [1, 0]])

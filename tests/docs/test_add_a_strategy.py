@@ -15,6 +15,7 @@ from warm.programs import PYTHON, programs
 
 PAGE = ROOT / "docs" / "guide" / "add-a-strategy.md"
 NEW = ("first_worker", "ring_gossip")
+_EXAMPLES = re.compile(r"\n    Examples:\n(?: {8}.*\n)+")
 _NAMED = re.compile(r"# ([\w./-]+)\n")
 
 
@@ -76,12 +77,13 @@ def python(tree: Path, *arguments: str) -> str:
 
 
 def to_read(begins: str, ends: str, lines: list[str]) -> int:
-    """Returns how many lines of source are to be read besides some of the page's."""
+    """Returns how many lines of source are to be read besides some of the page's; examples are for callers."""
     _, _, rest = PAGE.read_text(encoding="utf-8").partition(begins)
     named = re.findall(r"`(\w+/\w+\.py)`", rest.partition(ends)[0])
     assert len(named) in (3, 4)
     files = [ROOT / "src" / "headrace" / name for name in named]
-    return len(lines) + sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+    texts = [_EXAMPLES.sub("", file.read_text(encoding="utf-8")) for file in files]
+    return len(lines) + sum(len(text.splitlines()) for text in texts)
 
 
 def test_little_is_to_be_read_before() -> None:

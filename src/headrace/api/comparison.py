@@ -39,6 +39,11 @@ class Comparison:
         references: what one process with all threads, and unconnected workers, reach here.
         run_dir: one directory a run, `comparison.json`, `report.html`.
         page: the page with pictures.
+
+    Examples:
+        >>> found = hr.compare(job, [hr.Mirrored(workers=2)], retries=0)
+        >>> found.page.name, sorted(found.references.ceiling_examples_per_s)
+        ('report.html', [2])
     """
 
     runs: tuple[Run, ...]
@@ -90,6 +95,11 @@ def compare(
 
     Raises:
         UsageError, DataError, UnfitMachine, RunFailed: as for `fit`; the first error ends the comparison.
+
+    Examples:
+        >>> found = hr.compare(job, ["one_device", hr.Mirrored(workers=2)], retries=0)
+        >>> [run.plan.workers for run in found.runs]
+        [1, 2]
     """
     chosen = [resolve(strategy) for strategy in strategies]
     if not chosen:

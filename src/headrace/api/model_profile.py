@@ -99,6 +99,11 @@ def profile(
         JobError: the model cannot be built or run.
         UnfitMachine: there is not enough memory for the job's own batch.
         DataError: there is no data.
+
+    Examples:
+        >>> profile = hr.profile(job, batch_sizes=[4, 16], seconds=0.01)
+        >>> [batch.examples for batch in profile.compute.batches]
+        [4, 16]
     """
     if not seconds > 0:
         raise UsageError(f"seconds must be a number above 0, got {seconds!r}")

@@ -71,6 +71,9 @@ class Nesterov(OuterStep):
         lr: outer learning rate.
         momentum: of the outer step.
 
+    Raises:
+        UsageError: a number is out of its range.
+
     Examples:
         >>> strategy = hr.ParameterAveraging(workers=2, period=2, outer=hr.Nesterov(lr=0.7, momentum=0.9))
         >>> hr.fit(job, strategy).status
@@ -113,6 +116,9 @@ class Elastic(OuterStep):
 
     Attributes:
         beta: alpha times the number of workers; the paper's 0.9, above 1 it does not converge.
+
+    Raises:
+        UsageError: a number is out of its range.
 
     Examples:
         >>> strategy = hr.ParameterAveraging(workers=2, period=2, outer=hr.Elastic(beta=0.9))

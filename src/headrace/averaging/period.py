@@ -25,6 +25,9 @@ class AutoPeriod:
             less, and goes before `exchange_share`.
         longest: rounds that a period has at most.
 
+    Raises:
+        UsageError: a number is out of its range.
+
     Examples:
         >>> strategy = hr.ParameterAveraging(workers=2, period=hr.AutoPeriod(longest=8))
         >>> hr.fit(job, strategy).status

@@ -191,6 +191,11 @@ class ImageData:
         train_images: `(examples, 1, height, width)` float32, 0 to 1.
         train_labels: `(examples,)` int64, 0 to 9.
         test_images, test_labels: the same for testing.
+
+    Examples:
+        >>> images = hr.data.digits()
+        >>> images.test[0].shape, images.test[1].shape
+        (torch.Size([360, 1, 8, 8]), torch.Size([360]))
     """
 
     name: str
@@ -230,6 +235,10 @@ def fashion_mnist(
     Raises:
         UnfitMachine: no source has the files, or the cache cannot be written.
         DataError: a file has another digest than it should.
+
+    Examples:
+        >>> hr.data.fashion_mnist().train_images.shape
+        torch.Size([60000, 1, 28, 28])
     """
     root = Path.home() / ".cache" / "headrace" if cache_dir is None else Path(cache_dir)
     folder = root / "fashion-mnist"
@@ -266,6 +275,10 @@ def digits() -> ImageData:
 
     Raises:
         UnfitMachine: scikit-learn is not installed.
+
+    Examples:
+        >>> hr.data.digits().train_images.shape
+        torch.Size([1437, 1, 8, 8])
     """
     needs = "the digits come with scikit-learn, which is not installed"
     bunch = import_package("sklearn.datasets", needs).load_digits()
@@ -297,6 +310,10 @@ def fashion_mnist_or_digits(
     Raises:
         UnfitMachine: neither can be obtained.
         DataError: a file has another digest than it should.
+
+    Examples:
+        >>> hr.data.fashion_mnist_or_digits("cache", warn=lambda line: None, fetchers=[]).name
+        'digits'
     """
     try:
         return fashion_mnist(cache_dir, fetchers=fetchers)

@@ -138,6 +138,11 @@ class ParseExample:
 
     Raises:
         UsageError: there is no such type.
+
+    Examples:
+        >>> record = hr.data.from_tfrecord("train-*.tfrecord").source.example(1, hr.data.Epoch(0, 0))
+        >>> hr.data.ParseExample({"label": int})(record)
+        {'label': tensor(1)}
     """
 
     def __init__(self, features: Mapping[str, Any]) -> None:

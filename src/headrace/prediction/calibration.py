@@ -116,10 +116,17 @@ def calibrate(
 
     Args:
         runs: their directories; runs of the profile's job on the cluster's machines.
+        model, cluster: as for `simulate`.
         force: as for `simulate`.
 
     Raises:
         UsageError: no run can be compared, or the profile belongs to something else.
+
+    Examples:
+        >>> run = hr.fit(job, hr.OneDevice(threads=1), run_dir="measured")
+        >>> found = hr.calibrate(["measured"], profile, "cluster.toml", force=True)
+        >>> found.constants.compute > 0
+        True
     """
     model = model if isinstance(model, ModelSpec) else ModelSpec.load(model)
     cluster = cluster_of(cluster)

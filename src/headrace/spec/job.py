@@ -45,6 +45,9 @@ class Job:
             whole dict.
         source: the file that it was read from, for commands that read it again; None where a program made it.
 
+    Raises:
+        UsageError: two arguments exclude each other, or one is of another kind.
+
     Examples:
         >>> inputs = torch.randn(64, 4)
         >>> job = hr.Job(

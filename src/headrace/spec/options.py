@@ -21,6 +21,9 @@ class EarlyStopping:
         mode: "min" if less is better, "max" if more is.
         min_delta: what counts as an improvement must be more than this.
 
+    Raises:
+        UsageError: an option has a value that it cannot have.
+
     Examples:
         >>> from dataclasses import replace
         >>> until_better = hr.EarlyStopping("accuracy", patience=5, mode="max")
@@ -70,6 +73,9 @@ class Options:
         the run, "skip" leaves out the update, "rollback" also brings back the last checkpoint's parameters and
         optimizer, and in neither case does it reach the parameters. On an accelerator "raise" reads losses a few
         times a second, so as not to wait for each, and so ends the run some rounds later.
+
+    Raises:
+        UsageError: an option has a value that it cannot have.
 
     Examples:
         >>> from dataclasses import replace
@@ -177,6 +183,9 @@ class Checkpoints:
             continue; None for none.
         copy_to: a URL, "s3://bucket/runs/a", to which finished checkpoints are copied in the background, and where the
             last `keep` stay; any file system that fsspec knows. None for no copies.
+
+    Raises:
+        UsageError: an option has a value that it cannot have.
 
     Examples:
         >>> often = hr.Checkpoints(every_steps=2, keep=5)

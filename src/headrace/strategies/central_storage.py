@@ -47,6 +47,9 @@ class CentralStorage(Strategy):
         min_workers, max_workers: as in `Mirrored`. With `min_workers` the one copy is kept twice, so that what a lost
             worker was changing can be had as it was before.
 
+    Raises:
+        UsageError: an option has a value that it cannot have.
+
     Examples:
         >>> run = hr.fit(job, hr.CentralStorage(workers=2))
         >>> run.plan.workers, run.summary.steps

@@ -72,6 +72,9 @@ class Downpour(ServedStrategy):
         transport: "shared_memory" within a host, or "tcp", also there; between hosts TCP, encrypted.
         push_codec, pull_codec: how gradients and parameters travel: "plain", "bf16", or "int8" with error feedback.
 
+    Raises:
+        UsageError: an option has a value that it cannot have.
+
     Examples:
         >>> run = hr.fit(job, hr.Downpour(workers=2, fetch_every=2, push_every=2))
         >>> run.status

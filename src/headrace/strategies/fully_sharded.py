@@ -47,6 +47,9 @@ class FullySharded(Strategy):
         reshard_after_forward: release a unit between its forward and its backward, and gather it again: less memory,
             and half as many bytes more.
 
+    Raises:
+        UsageError: an option has a value that it cannot have.
+
     Examples:
         >>> hr.FullySharded(workers=2, units=["encoder.*"]).units
         ['encoder.*']

@@ -44,6 +44,9 @@ class Gossip(Strategy):
             differs in one bit; "random", one other worker, drawn anew in each round from the job's seed.
         period: rounds between two exchanges.
 
+    Raises:
+        UsageError: an option has a value that it cannot have.
+
     Examples:
         >>> run = hr.fit(job, hr.Gossip(workers=2))
         >>> run.plan.workers, run.summary.steps

@@ -56,6 +56,9 @@ class Hybrid(ServedStrategy):
             replicas.
         inner: what a replica is: `TensorParallel` or `Pipeline`.
 
+    Raises:
+        UsageError: these two cannot be combined.
+
     Examples:
         >>> two_by_two = hr.Hybrid(outer=hr.Mirrored(workers=2), inner=hr.Pipeline(stages=2))
         >>> hr.fit(job, two_by_two).plan.workers

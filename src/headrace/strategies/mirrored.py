@@ -51,6 +51,9 @@ class Mirrored(Strategy):
             first that is lost. The others do the lost round again, and divide the same global batch among them.
         max_workers: start processes in place of lost ones, and let others join, up to so many; None for neither.
 
+    Raises:
+        UsageError: an option has a value that it cannot have.
+
     Examples:
         >>> run = hr.fit(job, hr.Mirrored(workers=2))
         >>> run.plan.workers, run.summary.steps

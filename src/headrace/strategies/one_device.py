@@ -29,7 +29,12 @@ class OneDevice(Strategy):
     """Trains in one process, or on one accelerator.
 
     Attributes:
-        threads: intra-operation threads; None for all of the machine's.
+        threads: intra-operation threads, at least 1; None for all of the machine's.
+
+    Examples:
+        >>> run = hr.fit(job, hr.OneDevice(threads=1))
+        >>> run.plan.workers, run.summary.steps
+        (1, 4)
     """
 
     threads: int | None = None

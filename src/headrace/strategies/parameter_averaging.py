@@ -88,6 +88,9 @@ class ParameterAveraging(ServedStrategy):
         min_workers, max_workers: as in `Mirrored`, via "all_reduce". The others do the rounds since the last
             synchronization again.
 
+    Raises:
+        UsageError: an option has a value that it cannot have.
+
     Examples:
         >>> run = hr.fit(job, hr.ParameterAveraging(workers=2, period=2))
         >>> run.plan.workers, run.summary.steps
@@ -294,10 +297,31 @@ class ParameterAveraging(ServedStrategy):
 
 
 LocalSGD: Callable[..., ParameterAveraging] = functools.partial(ParameterAveraging, period=16)
-"""Local SGD: the mean of the workers every 16 rounds, if not told otherwise (Stich, 2019)."""
+"""Local SGD: the mean of the workers every 16 rounds, if not told otherwise (Stich, 2019).
+
+The arguments are those of `ParameterAveraging`.
+
+Examples:
+    >>> hr.LocalSGD(workers=2).period, hr.LocalSGD(workers=2, period=4).period
+    (16, 4)
+"""
 
 DiLoCo: Callable[..., ParameterAveraging] = functools.partial(ParameterAveraging, period=100, outer=Nesterov())
-"""DiLoCo: an outer step with Nesterov momentum every 100 rounds, if not told otherwise (Douillard et al., 2023)."""
+"""DiLoCo: an outer step with Nesterov momentum every 100 rounds, if not told otherwise (Douillard et al., 2023).
+
+The arguments are those of `ParameterAveraging`.
+
+Examples:
+    >>> hr.DiLoCo(workers=2).period, hr.DiLoCo(workers=2, period=4).period
+    (100, 4)
+"""
 
 EASGD: Callable[..., ParameterAveraging] = functools.partial(ParameterAveraging, period=16, outer=Elastic())
-"""Elastic averaging SGD, every 16 rounds if not told otherwise (Zhang et al., 2015)."""
+"""Elastic averaging SGD, every 16 rounds if not told otherwise (Zhang et al., 2015).
+
+The arguments are those of `ParameterAveraging`.
+
+Examples:
+    >>> hr.EASGD(workers=2).period, hr.EASGD(workers=2, period=4).period
+    (16, 4)
+"""

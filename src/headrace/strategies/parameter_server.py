@@ -82,6 +82,9 @@ class ParameterServer(ServedStrategy):
             while training goes on.
         rows: how workers read rows of sparse embeddings, and how many the servers must have memory for.
 
+    Raises:
+        UsageError: an option has a value that it cannot have.
+
     Examples:
         >>> run = hr.fit(job, hr.ParameterServer(workers=2, servers=1, staleness_bound=2))
         >>> len(run.plan.roles), run.plan.workers

@@ -66,6 +66,9 @@ class Pipeline(Strategy):
         chunks: stages on each worker, where the schedule is "interleaved".
         deferred_batch_norm: update running statistics once a batch, not by each micro-batch.
 
+    Raises:
+        UsageError: an option has a value that it cannot have.
+
     Examples:
         >>> run = hr.fit(job, hr.Pipeline(stages=2, micro_batches=4))
         >>> run.plan.workers, run.summary.steps

@@ -74,6 +74,9 @@ class Sandblaster(ServedStrategy):
         sharding, placement: as of `ParameterServer`.
         transport: "shared_memory" within a host, or "tcp", also there; between hosts TCP, encrypted.
 
+    Raises:
+        UsageError: an option has a value that it cannot have.
+
     Examples:
         >>> from dataclasses import replace
         >>> from functools import partial

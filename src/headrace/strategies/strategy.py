@@ -37,6 +37,10 @@ class Strategy(ABC):
         fixed_shapes: whether all steps have the same shapes, as devices need that compile a program for every shape.
         collectives: whether workers exchange tensors between devices, not through host memory.
         snapshots: whether servers' snapshots that are taken at different moments can be used together.
+
+    Examples:
+        >>> hr.Mirrored(workers=2).equals_one_device, hr.Downpour(workers=2).equals_one_device
+        (True, False)
     """
 
     name: ClassVar[str]

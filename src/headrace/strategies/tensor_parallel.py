@@ -57,6 +57,9 @@ class TensorParallel(Strategy):
         devices: how many; None for the launcher's processes or the machine's accelerators.
         rules: "auto" finds pairs of layers that need one sum each way, and attention; or a dict.
 
+    Raises:
+        UsageError: an option has a value that it cannot have.
+
     Examples:
         >>> run = hr.fit(job, hr.TensorParallel(devices=2))
         >>> run.plan.workers, run.summary.steps

@@ -38,6 +38,14 @@ class TPU(Strategy):
     Attributes:
         workers: how many; None for the launcher's processes or the machine's accelerators.
         compiler: backend of `torch.compile`; None for the device's own.
+
+    Raises:
+        UsageError: an option has a value that it cannot have.
+
+    Examples:
+        >>> run = hr.fit(job, hr.TPU(workers=2, compiler="eager"))
+        >>> run.plan.workers, run.summary.steps
+        (2, 4)
     """
 
     workers: int | None = None

@@ -31,6 +31,9 @@ class Unconnected(Strategy):
     Attributes:
         workers: how many; None for what there is.
 
+    Raises:
+        UsageError: an option has a value that it cannot have.
+
     Examples:
         >>> hr.fit(job, hr.Unconnected(workers=2)).status
         'ok'

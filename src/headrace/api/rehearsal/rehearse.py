@@ -39,6 +39,11 @@ class Rehearsal:
         alone_s: how long one of the machines would take for it; 0 where that is not known.
         memory_bytes: for parameters, optimizer state and gradients of all workers.
         notes: what a reader must know.
+
+    Examples:
+        >>> found = hr.rehearse(job, hr.Downpour(workers=4), model=profile, alone=True)
+        >>> found.run.plan.workers, found.alone.plan.workers
+        (4, 1)
     """
 
     run: Run
@@ -86,6 +91,11 @@ def rehearse(
         UsageError: the strategy cannot be rehearsed, the profile is of something else, or the run has no record.
         InfeasiblePlan: there is too little memory here, or the cluster has too few machines; with the numbers.
         NonFiniteLoss, NonFiniteGradient, DataError: as of a real run.
+
+    Examples:
+        >>> found = hr.rehearse(job, hr.Downpour(workers=8), model=profile)
+        >>> found.virtual_s > 0
+        True
     """
     try:
         info = inspect_job(job)

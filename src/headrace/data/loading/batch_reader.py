@@ -41,6 +41,11 @@ class CpuBudget:
     Attributes:
         cores: the cores of this worker; None for all that this process may use.
         training: how many of them it trains on; None for the number of torch's threads.
+        say: takes the line that says how few cores are left for reading.
+
+    Examples:
+        >>> hr.data.CpuBudget(cores=8, training=6).cores
+        8
     """
 
     cores: int | None = None

@@ -37,8 +37,14 @@ class Loader:
         worker 1 |     7 2 |     9 3 |   5 |
 
     Args:
+        pipeline: what is read.
+        seed: of orders and transforms, where the pipeline has none of its own.
+        global_batch_size: examples that all workers take in one round.
         shares: relative weights by which a batch is split, one a worker; if hosts list examples of their own,
             those of this host's workers.
+        data_rank: the index of this worker's share.
+        ordered: visits the examples in the source's order, as evaluations do.
+        cpu_budget: the cores that reading may use.
         tell: called about once a second with `counters`.
 
     Attributes:
@@ -48,6 +54,12 @@ class Loader:
 
     Raises:
         UsageError: there is no such worker, or the batch size is below 1.
+
+    Examples:
+        >>> numbers = hr.data.from_arrays(torch.arange(10))
+        >>> loader = hr.data.Loader(numbers, seed=0, global_batch_size=4, shares=[1, 1], data_rank=1)
+        >>> [share.batch[0].tolist() for share in loader.rounds(0, 3)]
+        [[2, 3], [6, 7], [9]]
     """
 
     def __init__(

@@ -216,6 +216,11 @@ def delivered(shares: Generator[Share, None, None], device: torch.device) -> Gen
         compute            | step 0  | step 1  | step 2
 
     On a device without streams, by the device table, batches stay where they are.
+
+    Examples:
+        >>> loader = hr.data.Loader(hr.data.from_arrays(torch.arange(4)), 0, 2, shares=[1], data_rank=0)
+        >>> [share.batch[0].tolist() for share in hr.data.delivered(loader.rounds(0, 2), torch.device("cpu"))]
+        [[0, 1], [2, 3]]
     """
     return _double_buffered(shares, device) if kind_of(device.type).streams else shares
 

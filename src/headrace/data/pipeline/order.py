@@ -191,6 +191,10 @@ class Hosts:
     Attributes:
         counts: of examples, by host; () before they have told each other.
         mine: which one this is.
+
+    Examples:
+        >>> hr.data.Hosts(counts=(100, 120), mine=1).counts[1]
+        120
     """
 
     counts: tuple[int, ...] = ()

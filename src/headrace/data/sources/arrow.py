@@ -219,6 +219,12 @@ def from_hugging_face(
     Raises:
         DataError: it is none of these, has more than `limit` examples, or no such column.
         UnfitMachine: `datasets` is not installed.
+
+    Examples:
+        >>> from datasets import Dataset
+        >>> houses = Dataset.from_dict({"rooms": [3, 4]})
+        >>> hr.data.from_hugging_face(houses).source.example(1, hr.data.Epoch(0, 0))
+        {'rooms': tensor(4)}
     """
     datasets = import_package("datasets", "data sets of Hugging Face need their package", install="datasets")
     if isinstance(dataset, datasets.IterableDataset):

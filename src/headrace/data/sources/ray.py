@@ -39,6 +39,13 @@ def from_ray(dataset: Any, columns: Sequence[str] | None = None, *, memory_limit
     Raises:
         DataError: it is no such data set, has more than `memory_limit`, no rows, or no such column.
         UnfitMachine: Ray Data is not installed.
+
+    Examples:
+        >>> import ray
+        >>> _ = ray.init(num_cpus=2, include_dashboard=False)
+        >>> len(hr.data.from_ray(ray.data.from_items([{"x": 1.0}, {"x": 2.0}])))
+        2
+        >>> ray.shutdown()
     """
     data = import_package("ray.data", "data sets of Ray need their package", install="'ray[data]'")
     if not isinstance(dataset, data.Dataset):

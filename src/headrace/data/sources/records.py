@@ -186,6 +186,11 @@ def from_tfrecord(where: str | Sequence[str], **options: Any) -> InputPipeline:
     Raises:
         DataError: no file is found, or one is truncated or damaged.
         UnfitMachine: google-crc32c is not installed, or what that file system needs.
+
+    Examples:
+        >>> records = hr.data.from_tfrecord("train-*.tfrecord")
+        >>> len(records), type(records.source.example(0, hr.data.Epoch(0, 0)))
+        (2, <class 'bytes'>)
     """
     files = find_files(where, options)
     return InputPipeline(_Records("tfrecord", files, map_files(_scan_records, files)))
@@ -258,6 +263,15 @@ def from_array_record(where: str | Sequence[str]) -> InputPipeline:
         DataError: no file is found, or one is no ArrayRecord.
         UsageError: the files lie elsewhere.
         UnfitMachine: array-record is not installed.
+
+    Examples:
+        >>> from array_record.python.array_record_module import ArrayRecordWriter
+        >>> writer = ArrayRecordWriter("train-0.array_record", "group_size:1")
+        >>> for record in (b"first", b"second"):
+        ...     writer.write(record)
+        >>> writer.close()
+        >>> hr.data.from_array_record("train-*.array_record").source.example(1, hr.data.Epoch(0, 0))
+        b'second'
     """
     patterns = [where] if isinstance(where, str) else list(where)
     remote = [pattern for pattern in patterns if "://" in pattern]

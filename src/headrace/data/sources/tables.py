@@ -138,6 +138,13 @@ def from_parquet(
     Raises:
         DataError: no file is found, one is no Parquet, has another schema than the first, or there is no such column.
         UnfitMachine: pyarrow is not installed, or what that file system needs.
+
+    Examples:
+        >>> import pyarrow
+        >>> import pyarrow.parquet
+        >>> pyarrow.parquet.write_table(pyarrow.table({"rooms": [3, 4]}), "houses.parquet")
+        >>> hr.data.from_parquet("houses.parquet").source.example(1, hr.data.Epoch(0, 0))
+        {'rooms': tensor(4)}
     """
     files = find_files(where, options)
     metadata = map_files(lambda file: _opened(file, None, attrgetter("metadata")), files)

@@ -39,6 +39,16 @@ def from_webdataset(where: str | Sequence[str], **options: Any) -> InputPipeline
     Raises:
         DataError: no file is found, one is no tar, is truncated or damaged, or an example has two members of one name.
         UnfitMachine: what that file system needs is not installed.
+
+    Examples:
+        >>> import io, tarfile
+        >>> with tarfile.open("shard-0.tar", "w") as shard:
+        ...     for name, content in (("a.txt", b"one"), ("a.cls", b"1")):
+        ...         member = tarfile.TarInfo(name)
+        ...         member.size = len(content)
+        ...         shard.addfile(member, io.BytesIO(content))
+        >>> hr.data.from_webdataset("shard-*.tar").source.example(0, hr.data.Epoch(0, 0))
+        {'__key__': 'a', 'txt': b'one', 'cls': b'1'}
     """
     files = find_files(where, options)
     return InputPipeline(_Tars(files, map_files(_scan, files)))

@@ -62,6 +62,13 @@ class RayEngine(Engine):
 
     Raises:
         UsageError: a value is none of these.
+
+    Examples:
+        >>> import ray
+        >>> _ = ray.init(num_cpus=2, include_dashboard=False)
+        >>> hr.fit(job, hr.Mirrored(workers=2), engine=hr.RayEngine()).status
+        'ok'
+        >>> ray.shutdown()
     """
 
     def __init__(

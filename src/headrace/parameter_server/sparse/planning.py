@@ -23,6 +23,9 @@ class RowOptions:
         hot: so many rows of each table, those that a worker asks for most, are copied to it; 0 for none.
         hot_age: steps for which a worker reads a copy before it pulls the row again.
 
+    Raises:
+        UsageError: a number is out of its range.
+
     Examples:
         >>> strategy = hr.ParameterServer(workers=2, rows=hr.RowOptions(prefetch=True, hot=10_000))
         >>> strategy.rows.hot

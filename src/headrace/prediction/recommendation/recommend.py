@@ -122,10 +122,16 @@ def recommend(
         any_updates: whether a strategy may win whose updates are not those of one device: asynchronous ones, and those
             that average parameters. How many more examples they need to the same loss is not predicted.
         force: as for `simulate`.
+        assumptions: as of `simulate`.
 
     Raises:
         UsageError: something that is needed is missing, or impossible.
         InfeasiblePlan: the model fits nowhere, with what is short, and the smallest cluster that would do.
+
+    Examples:
+        >>> found = hr.recommend("model.toml", "cluster.toml", examples=10_000_000)
+        >>> found.winner.candidate.strategy.workers <= 32
+        True
     """
     model = model if isinstance(model, ModelSpec) else ModelSpec.load(model)
     cluster = cluster_of(cluster)

@@ -45,6 +45,10 @@ class Assumptions:
         input_gradient_share: the part of a backward pass that makes the gradient of the input, where a schedule does
             both parts apart.
         checkpoint_s, restart_s: how long a checkpoint stops the run, and how long it takes to begin again.
+        seed: of the random numbers: the same seed, the same result.
+
+    Raises:
+        UsageError: a number is out of its range, or there is no such algorithm.
 
     Examples:
         >>> stragglers = hr.Assumptions(steps=20, slow_share=0.1, slow_factor=3.0)

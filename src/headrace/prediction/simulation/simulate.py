@@ -36,12 +36,18 @@ class Prediction:
     """What a simulated run takes.
 
     Attributes:
+        strategy, workers, servers: what was simulated.
+        global_batch_size: examples of a round.
+        examples_per_s: of all workers together.
+        bottleneck: in words, what limits the rate.
         step_s: of a round, on average.
         shares: where the devices' time goes: the name of a part to its share of 1.
         moved_bytes: that a worker sends and receives in a step.
         memory_bytes: that the fullest worker holds, without the runtime itself; `server_bytes` of a server.
         efficiency: examples a second, over those of as many devices that each work alone on their part of a batch.
         reliability: what failures do; None if the hosts never fail.
+        notes: what was assumed, and what a reader must know.
+        timeline: what each process did when.
 
     Examples:
         >>> predicted = hr.simulate("model.toml", "cluster.toml", hr.ParameterServer(workers=16, servers=1))
@@ -120,6 +126,7 @@ def simulate(
         global_batch_size: examples of a round; None for the profile's largest batch on every replica.
         run_dir: where the events of the run are to be written, as a real run writes them, for `headrace report`.
         force: uses a profile of other versions or of another kind of device, and notes it.
+        assumptions: what neither file says; None for `Assumptions()`.
 
     Raises:
         UsageError: something that is needed is missing, or impossible; with the field and its unit.

@@ -32,6 +32,12 @@ class MLflow(Tracker):
         experiment: the runs' experiment, made if missing.
         run_name: None for `<strategy>-<workers>`.
         every_s: seconds between two rounds that are written where rounds are shorter; 0 for every round.
+
+    Raises:
+        UnfitMachine: mlflow is not installed, or refuses to begin.
+
+    Examples:
+        >>> run = hr.fit(job, on_event=hr.MLflow("mlruns"))
     """
 
     def __init__(

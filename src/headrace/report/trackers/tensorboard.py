@@ -24,6 +24,9 @@ class TensorBoard(Tracker):
         every_s: seconds between two rounds that are written where rounds are shorter; 0 for every round.
         per_run: gives each run a folder of its own in `log_dir`, `<strategy>-<workers>`, as a comparison needs it.
 
+    Raises:
+        UnfitMachine: tensorboard is not installed, or the folder cannot be written.
+
     Examples:
         >>> run = hr.fit(job, on_event=hr.TensorBoard("curves"))
     """

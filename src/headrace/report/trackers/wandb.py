@@ -31,6 +31,13 @@ class WandB(Tracker):
         run_name: None for `<strategy>-<workers>`.
         mode: "offline" writes files alone, which `wandb sync` uploads later; "online" uploads while the run goes on.
         every_s: seconds between two rounds that are written where rounds are shorter; 0 for every round.
+
+    Raises:
+        UsageError: there is no such mode.
+        UnfitMachine: wandb is not installed, or refuses to begin.
+
+    Examples:
+        >>> run = hr.fit(job, on_event=hr.WandB("curves"))
     """
 
     def __init__(
