@@ -24,6 +24,7 @@ from headrace.report.trackers.listeners import OnEvent
 from headrace.report.views.page import page_fragment, write_page
 from headrace.report.views.table import comparison_plain, comparison_table
 from headrace.spec.job import Job
+from headrace.spec.options import require_count
 from headrace.strategies import OneDevice, Strategy, Unconnected, resolve
 
 _MEASURE_S = 8.0
@@ -97,19 +98,14 @@ def compare(
         UsageError, DataError, UnfitMachine, RunFailed: as for `fit`; the first error ends the comparison.
 
     Examples:
-        >>> found = hr.compare(job, ["one_device", hr.Mirrored(workers=2)], retries=0)
-        >>> [run.plan.workers for run in found.runs]
-        [1, 2]
+        >>> [run.status for run in hr.compare(job, ["one_device", hr.Mirrored(workers=2)], retries=0).runs]
+        ['ok', 'ok']
     """
     chosen = [resolve(strategy) for strategy in strategies]
     if not chosen:
         raise UsageError("nothing to compare: name at least one strategy")
-    if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
-        raise UsageError(f"retries must be a whole number of at least 0, got {retries!r}")
-    keeper = TemporaryRunDir() if run_dir is None else None
-    directory = Path(keeper.path if keeper else run_dir or ".").absolute()
-    if (directory / "comparison.json").exists():
-        raise UsageError(f"{directory} holds a comparison already; name another run_dir, or delete it")
+    require_count("retries", retries, least=0)
+    directory, keeper = _directory(run_dir)
     told: set[str] = set()
     with nullcontext(engine) if engine else kept_engine() as own:
 
@@ -137,6 +133,14 @@ def compare(
         references = References() if runs[-1].interrupted else session.references(runs)
         references = replace(references, may_differ=session.may_differ)
     return Comparison(tuple(runs), references, directory, _write(directory, runs, references), keeper)
+
+
+def _directory(run_dir: Path | str | None) -> tuple[Path, TemporaryRunDir | None]:
+    keeper = TemporaryRunDir() if run_dir is None else None
+    directory = Path(keeper.path if keeper else run_dir or ".").absolute()
+    if (directory / "comparison.json").exists():
+        raise UsageError(f"{directory} holds a comparison already; name another run_dir, or delete it")
+    return directory, keeper
 
 
 class _Session:

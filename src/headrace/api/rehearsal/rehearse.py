@@ -93,8 +93,7 @@ def rehearse(
         NonFiniteLoss, NonFiniteGradient, DataError: as of a real run.
 
     Examples:
-        >>> found = hr.rehearse(job, hr.Downpour(workers=8), model=profile)
-        >>> found.virtual_s > 0
+        >>> hr.rehearse(job, hr.Downpour(workers=8), model=profile).virtual_s > 0
         True
     """
     try:
@@ -111,15 +110,16 @@ def rehearse(
             ended_s = setup.simulated(cluster, model) if record is None else setup.recorded(record)
         took_s = perf_counter() - began
         run = Run(info.job, setup.plan, directory, "ok", info.module, keeper)
-        single = None
-        if alone:
-            say("training in one process, to compare with")
-            folder = directory / "one_device"
-            single = fit(job, OneDevice(), device="cpu", run_dir=folder, checkpoints=False, engine=ThreadEngine())
+        single = _in_one_process(job, directory / "one_device", say) if alone else None
         return Rehearsal(run, took_s, ended_s, single, setup.alone_s, setup.memory_bytes, setup.notes)
     except HeadraceError as error:
         # The caller's frames help a user, those of headrace do not.
         raise error.with_traceback(None) from error.__cause__
+
+
+def _in_one_process(job: Job, run_dir: Path, say: Callable[[str], object]) -> Run:
+    say("training in one process, to compare with")
+    return fit(job, OneDevice(), device="cpu", run_dir=run_dir, checkpoints=False, engine=ThreadEngine())
 
 
 def _chosen(strategy: Strategy | str | None, record: Record | None) -> Strategy:

@@ -121,32 +121,26 @@ def recommend(
         deadline_s: in which the goal is to be reached; the cheapest that does is the winner where hosts have prices.
         any_updates: whether a strategy may win whose updates are not those of one device: asynchronous ones, and those
             that average parameters. How many more examples they need to the same loss is not predicted.
-        force: as for `simulate`.
-        assumptions: as of `simulate`.
+        assumptions, force: as for `simulate`.
 
     Raises:
         UsageError: something that is needed is missing, or impossible.
         InfeasiblePlan: the model fits nowhere, with what is short, and the smallest cluster that would do.
 
     Examples:
-        >>> found = hr.recommend("model.toml", "cluster.toml", examples=10_000_000)
-        >>> found.winner.candidate.strategy.workers <= 32
+        >>> hr.recommend("model.toml", "cluster.toml").distribute
         True
     """
     model = model if isinstance(model, ModelSpec) else ModelSpec.load(model)
     cluster = cluster_of(cluster)
     differ = require_usable(model, cluster, force)
     goal, assumed = _goal(model, global_batch_size, examples), assumptions or Assumptions()
-    priced = _priced(cluster, by_money, deadline_s)
-    by_money = by_money or (deadline_s is not None and priced)
+    by_money = _priced(cluster, by_money, deadline_s) and (by_money or deadline_s is not None)
     results = search(candidates(model, cluster, goal.global_batch_size), model, cluster, goal, assumed)
-    misfits = [each for each in results if isinstance(each, Misfit)]
-    if len(misfits) == len(results):
-        raise _nothing_fits(misfits, what_would_do(misfits, model, cluster, goal, assumed))
+    misfits = _misfits(results, model, cluster, goal, assumed)
     ranked = _ranked([each for each in results if isinstance(each, Offer)], by_money, deadline_s)
     winner = _winner(ranked, any_updates)
-    firsts = {offer.candidate.family: offer for offer in reversed(ranked)}
-    best = [offer for offer in ranked if firsts[offer.candidate.family] is offer]
+    best = _firsts(ranked)
     named = {id(offer): offer for offer in (winner, *best)}
     banded = {name: with_band(offer, model, cluster, goal, assumed) for name, offer in named.items()}
     return Recommendation(
@@ -209,9 +203,22 @@ def _ranked(offers: Sequence[Offer], by_money: bool, deadline_s: float | None) -
     return sorted(offers, key=key)
 
 
-def _nothing_fits(misfits: Sequence[Misfit], remedy: str) -> InfeasiblePlan:
+def _firsts(ranked: Sequence[Offer]) -> list[Offer]:
+    """Returns the best of each family, in the order of rank."""
+    firsts = {offer.candidate.family: offer for offer in reversed(ranked)}
+    return [offer for offer in ranked if firsts[offer.candidate.family] is offer]
+
+
+def _misfits(
+    results: Sequence[Offer | Pruned | Misfit], model: ModelSpec, cluster: Cluster, goal: Goal, assumed: Assumptions
+) -> list[Misfit]:
+    """Returns what does not fit; raises InfeasiblePlan, with what would do, if nothing does."""
+    misfits = [each for each in results if isinstance(each, Misfit)]
+    if len(misfits) < len(results):
+        return misfits
+    remedy = what_would_do(misfits, model, cluster, goal, assumed)
     closest = misfits[-1]
-    return InfeasiblePlan(
+    raise InfeasiblePlan(
         f"none of {len(misfits)} candidates fits on this cluster; the largest, {closest.candidate.text}: "
         f"{closest.why}" + (f"; {remedy}" if remedy else "")
     )
