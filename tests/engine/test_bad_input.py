@@ -77,6 +77,11 @@ JOBS: dict[str, tuple[dict[str, Any], type[HeadraceError], str]] = {
     "model lacks arguments": ({"model": nn.Linear}, JobError, "cannot be built: TypeError: .* missing 2 required"),
     "model holds a lock": ({"model": Locked()}, JobError, "cannot be copied; give a function that builds it"),
     "model does not fit": ({"model": lambda: nn.Linear(5, 1)}, JobError, r"cannot be run on data: .*\(2x4 and 5x1\)"),
+    "model takes more": (
+        {"model": lambda: nn.Bilinear(4, 4, 1)},
+        JobError,
+        r"'input2'. Of a batch that is a tuple of 2",
+    ),
     "model has another type": ({"model": lambda: nn.Linear(4, 1).double()}, JobError, "cannot be run on data: "),
     "all frozen": ({"model": frozen}, JobError, "no parameter to train: all are frozen, or there is none"),
     "sparse": (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from headrace.pipeline.stage import OUTPUT, Stage, TracedModel, cut
 from headrace.pipeline.trace.tracing import trace
-from headrace.training.whole_model import call
+from headrace.training.selection import call
 from headrace.trees import map_tensors
 from pipeline.zoo import ZOO, Case
 

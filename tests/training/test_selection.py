@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headrace.errors import JobError
 from headrace.modules import describe
-from headrace.training.whole_model import call, examples_of, select_target
+from headrace.training.selection import arguments, call, examples_of, select_target
 
 X, Y, Z = torch.ones(4, 2), torch.zeros(4), torch.full((4,), 2.0)
 
@@ -35,6 +35,7 @@ DICT = {"x": X, "y": Y}
         pytest.param(DICT, "x", (X,), {}, id="key"),
         pytest.param(DICT, ("y",), (), {"y": Y}, id="keys"),
         pytest.param((X, Y, Z), 2, (Z,), {}, id="index"),
+        pytest.param((X, Y, Z), (2, 0), (Z, X), {}, id="indices"),
         pytest.param(DICT, lambda batch: batch["y"], (Y,), {}, id="function"),
     ],
 )
@@ -45,6 +46,18 @@ def test_the_model_gets(batch: Any, inputs: Any, arguments: tuple[Any, ...], key
 
 
 TRIPLE = (X, Y, Z)
+
+
+@pytest.mark.parametrize(
+    ("batch", "inputs", "said"),
+    [
+        ((DICT, Y), None, "a dict with the keys ['x', 'y']"),
+        (DICT, ("x", "y"), "x=..., y=..."),
+        (TRIPLE, (0, 2), "a Tensor, a Tensor"),
+    ],
+)
+def test_what_the_model_gets_is_told(batch: Any, inputs: Any, said: str) -> None:
+    assert arguments(batch, inputs) == said
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,9 @@ from headrace.tasks import Task
 from headrace.training.embeddings.building import tables_of
 from headrace.training.embeddings.updater import RowUpdater, check_tables
 from headrace.training.optimizer import build, is_elementwise, require_lbfgs, state_copies
+from headrace.training.selection import arguments, call, form, select_target
 from headrace.training.update import make, plain
-from headrace.training.whole_model import call, cut, select_target
+from headrace.training.whole_model import cut
 from headrace.worker.session import make_module, objective_of
 
 _TRIED_EXAMPLES = 2
@@ -90,7 +91,8 @@ def inspect_job(job: Job, closures: bool = False) -> JobInfo:
     spec = replace(describe(module, sliceable), copies=2 + kept)
     spec = tables_of(module, lambda model: RowUpdater(job.optimizer, model, job.options), spec)
     check_tables(spec, job.options)
-    return JobInfo(job, module, spec, weighed, len(pipeline), notices)
+    # What is said of the data is often said of eval_data, too.
+    return JobInfo(job, module, spec, weighed, len(pipeline), tuple(dict.fromkeys(notices)))
 
 
 def _try_optimizer(job: Job, named: Sequence[tuple[str, Tensor]], closures: bool) -> tuple[bool, int]:
@@ -111,7 +113,7 @@ def _try(job: Job, module: nn.Module, data: object, what: str) -> tuple[bool, tu
     if job.options.accumulate > 1 and what == "data" and share.examples > 1:
         cut(share.batch, 0, 1, share.examples)
     with evaluating(module), torch.no_grad(), without_compilers(), NoSparseGradients(module):
-        output = _guarded(f"the model cannot be run on {what}", lambda: call(module, share.batch, job.inputs))
+        output = _run(job, module, share.batch, what)
         target = select_target(share.batch, job.target)
         if job.task:
             job.task.check(output, target)
@@ -159,7 +161,7 @@ def _made(job: Job) -> tuple[Job, nn.Module, tuple[str, ...]]:
     if lazy:
         share, _ = _first_share(job, job.data, "data")
         with evaluating(module), torch.no_grad():
-            _guarded("the model cannot be run on data", lambda: call(module, share.batch, job.inputs))
+            _run(job, module, share.batch, "data")
         if left := lazy_tensors(module):
             raise JobError(
                 f"{left[0]!r} has no shape yet, after a batch went through the model; leave out the lazy layer that "
@@ -222,6 +224,17 @@ def _try_schedule(job: Job, module: nn.Module) -> None:
         optimizer = build(job.optimizer, module.named_parameters())
         scheduler = _guarded("the schedule cannot be made", lambda: make(factory, optimizer))
         plain(scheduler.state_dict(), "the schedule's state")
+
+
+def _run(job: Job, module: nn.Module, batch: Any, what: str) -> Any:
+    def run() -> Any:
+        try:
+            return call(module, batch, job.inputs)
+        except TypeError as error:
+            got = f"a batch that is {form(batch)}, it gets {arguments(batch, job.inputs)}; see `inputs` of hr.Job"
+            raise TypeError(f"{error}. Of {got}") from error
+
+    return _guarded(f"the model cannot be run on {what}", run)
 
 
 def _guarded(what: str, function: Callable[[], T]) -> T:

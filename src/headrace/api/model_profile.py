@@ -38,7 +38,8 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import require_count
 from headrace.strategies import OneDevice, Strategy, Unconnected
 from headrace.training.optimizer import build
-from headrace.training.whole_model import HALF, examples_of
+from headrace.training.selection import examples_of
+from headrace.training.whole_model import HALF
 from headrace.trees import map_tensors, nbytes
 from headrace.worker.session import objective_of
 

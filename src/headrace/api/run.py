@@ -34,7 +34,7 @@ from headrace.spec.job import Job
 from headrace.spec.plan import Plan
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.embeddings.saving import load_rows
-from headrace.training.whole_model import call
+from headrace.training.selection import call
 from headrace.worker.run_spec import events_path, model_path
 
 _LOCK = "lock"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from headrace.errors import JobError
 from headrace.export.tables import with_whole_tables
 from headrace.spec.job import Job
-from headrace.training.whole_model import call
+from headrace.training.selection import call
 
 _LABELS = "labels"
 """The keyword by which a model that computes its loss gets the targets; without it, it predicts."""

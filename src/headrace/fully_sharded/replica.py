@@ -22,8 +22,9 @@ from headrace.training.compute import Compute, Computed
 from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import UsedParameters
 from headrace.training.optimizer import StatePiece
+from headrace.training.selection import call, select_target
 from headrace.training.update import Updater
-from headrace.training.whole_model import HALF, Objective, call, cut, select_target
+from headrace.training.whole_model import HALF, Objective, cut
 from headrace.trees import widened
 
 

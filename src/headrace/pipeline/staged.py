@@ -27,8 +27,9 @@ from headrace.training.compute import Compute, Computed
 from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import GradientSink, assign, divide
 from headrace.training.optimizer import StatePiece
+from headrace.training.selection import select_target
 from headrace.training.update import Updater
-from headrace.training.whole_model import ModelParallelGroup, Objective, WholeModel, cut, select_target
+from headrace.training.whole_model import ModelParallelGroup, Objective, WholeModel, cut
 from headrace.trees import widened
 
 _FEWER_COPIES = "use more stages, or an optimizer that keeps less: SGD nothing, momentum one copy, Adam two"

@@ -39,8 +39,9 @@ class Job:
         steps: rounds, where `epochs` is None.
         seed: fixes initialisation, order and augmentation.
         options: see `Options`.
-        inputs: selects the model's input from a batch: a key or index, or keys for keywords, or a function.
-            By default a pair is (inputs, target) and a dict goes to the model as keywords.
+        inputs: selects the model's input from a batch: a key or index, which becomes one argument; several keys,
+            which become keywords, or indices, which become positional arguments; or a function, whose result is one
+            argument. By default a pair is (input, target), and a dict goes to the model as keywords.
         target: selects what the loss and the metrics get, likewise. By default the second of a pair, or the
             whole dict.
         source: the file that it was read from, for commands that read it again; None where a program made it.

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from headrace.devices import forked_generators
 from headrace.tensor_parallel.analysis import has_hooks, is_compiled, is_elementwise
 from headrace.tensor_parallel.rules import ValueStep
-from headrace.training.whole_model import call
+from headrace.training.selection import call
 
 Atoms = Mapping[nn.Module, tuple[str, str]]
 """What a module does as one step, and its name."""

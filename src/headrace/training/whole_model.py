@@ -26,6 +26,7 @@ from headrace.training.compute import Compute, Computed
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.gradients import DirectGradients, GradientPlaces, GradientSink, assign, divide
 from headrace.training.optimizer import StateSlices
+from headrace.training.selection import call, select_target
 from headrace.trees import map_leaves, widened
 
 
@@ -322,51 +323,6 @@ def cut(batch: Any, start: int, stop: int, examples: int, option: str = "accumul
         )
 
     return map_leaves(piece, batch)
-
-
-def call(module: Callable[..., Any], batch: Any, inputs: Any) -> Any:
-    """Runs the model, or a compiled form of it, on the part of a batch that `Job.inputs` selects."""
-    if callable(inputs):
-        return module(inputs(batch))
-    if inputs is None:
-        if isinstance(batch, Mapping):
-            return module(**batch)
-        return module(batch[0] if isinstance(batch, tuple | list) else batch)
-    try:
-        if isinstance(inputs, tuple | list):
-            return module(**{key: batch[key] for key in inputs})
-        chosen = batch[inputs]
-    except (KeyError, IndexError, TypeError) as error:
-        raise JobError(f"inputs={inputs!r} does not fit a batch that is {_form(batch)}") from error
-    return module(chosen)
-
-
-def select_target(batch: Any, target: Any) -> Any:
-    """Returns the part of a batch that `Job.target` selects for the loss."""
-    if callable(target):
-        return target(batch)
-    if target is None:
-        return batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else batch
-    try:
-        return batch[target]
-    except (KeyError, IndexError, TypeError) as error:
-        raise JobError(f"target={target!r} does not fit a batch that is {_form(batch)}") from error
-
-
-def examples_of(batch: Any) -> int:
-    """Returns the length of the first tensor found in a batch."""
-    if isinstance(batch, Tensor):
-        return len(batch)
-    children = batch.values() if isinstance(batch, Mapping) else batch
-    return next(examples_of(child) for child in children)
-
-
-def _form(batch: Any) -> str:
-    if isinstance(batch, Mapping):
-        return f"a dict with the keys {sorted(map(str, batch))}"
-    if isinstance(batch, tuple | list):
-        return f"a {type(batch).__name__} of {len(batch)}"
-    return f"a {type(batch).__name__}"
 
 
 class ModelParallelGroup(ABC):

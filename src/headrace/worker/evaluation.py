@@ -19,7 +19,7 @@ from headrace.spec.job import Job, Share
 from headrace.spec.options import EarlyStopping
 from headrace.training.batch_norm import averaged_buffers
 from headrace.training.exchange import Replica
-from headrace.training.whole_model import select_target
+from headrace.training.selection import select_target
 
 
 class Evaluation:

@@ -17,7 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from headrace.api.probes.finding import Finding, Scope, names_of, trial
 from headrace.checkpoint.forms import extra_states
 from headrace.modules import restore, same_values, stateful_modules
-from headrace.training.whole_model import Objective, call, cut, examples_of
+from headrace.training.selection import call, examples_of
+from headrace.training.whole_model import Objective, cut
 
 _NUDGE = 1e-2
 """Relative change of the weights, so that a copy of them that follows them in forward has to move."""

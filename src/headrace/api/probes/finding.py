@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from headrace.modules import restore, stateful_modules
-from headrace.training.whole_model import Objective, call, select_target
+from headrace.training.selection import call, select_target
+from headrace.training.whole_model import Objective
 
 NAMED = 3
 """Most names that a finding has; of the others it says how many."""

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from headrace.api.probes.finding import Finding, Scope, drawn, names_of, trial
-from headrace.training.whole_model import Objective, call
+from headrace.training.selection import call
+from headrace.training.whole_model import Objective
 
 
 def probe_random_layers(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:

@@ -13,7 +13,7 @@ from headrace.data.loading.torch_data import as_pipeline
 from headrace.export.predictor import inputs_of
 from headrace.metrics import weigh
 from headrace.spec.job import Job
-from headrace.training.whole_model import select_target
+from headrace.training.selection import select_target
 
 Program = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 _BATCH = 32

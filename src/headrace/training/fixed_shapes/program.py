@@ -15,14 +15,12 @@ from headrace.errors import DataError, JobError, UsageError
 from headrace.metrics import Mean
 from headrace.spec.job import Share
 from headrace.training.batch_norm import PaddedBatchNorm, replace_batch_norm
+from headrace.training.selection import call, examples_of, select_target
 from headrace.training.whole_model import (
     GraphMode,
     Objective,
-    call,
     compiler_errors,
-    examples_of,
     one_compiling_process,
-    select_target,
 )
 from headrace.trees import map_leaves, map_tensors
 

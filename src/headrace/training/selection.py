@@ -1,0 +1,69 @@
+"""What of a batch goes to the model, and what to the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from headrace.errors import JobError
+
+
+def call(module: Callable[..., Any], batch: Any, inputs: Any) -> Any:
+    """Runs the model, or a compiled form of it, on the part of a batch that `Job.inputs` selects.
+
+    Of several entries, those of a tuple become positional arguments, and those of a dict keywords.
+    """
+    if callable(inputs):
+        return module(inputs(batch))
+    if inputs is None:
+        if isinstance(batch, Mapping):
+            return module(**batch)
+        return module(batch[0] if isinstance(batch, tuple | list) else batch)
+    try:
+        if isinstance(inputs, tuple | list):
+            places = [batch[key] for key in inputs if isinstance(key, int)]
+            return module(*places, **{key: batch[key] for key in inputs if not isinstance(key, int)})
+        chosen = batch[inputs]
+    except (KeyError, IndexError, TypeError) as error:
+        raise JobError(f"inputs={inputs!r} does not fit a batch that is {form(batch)}") from error
+    return module(chosen)
+
+
+def arguments(batch: Any, inputs: Any) -> str:
+    """Tells what `call` gives a model of a batch, for an error."""
+
+    def told(*places: Any, **keywords: Any) -> str:
+        return ", ".join([*map(form, places), *(f"{key}=..." for key in keywords)])
+
+    return str(call(told, batch, inputs))
+
+
+def select_target(batch: Any, target: Any) -> Any:
+    """Returns the part of a batch that `Job.target` selects for the loss."""
+    if callable(target):
+        return target(batch)
+    if target is None:
+        return batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else batch
+    try:
+        return batch[target]
+    except (KeyError, IndexError, TypeError) as error:
+        raise JobError(f"target={target!r} does not fit a batch that is {form(batch)}") from error
+
+
+def examples_of(batch: Any) -> int:
+    """Returns the length of the first tensor found in a batch."""
+    if isinstance(batch, Tensor):
+        return len(batch)
+    children = batch.values() if isinstance(batch, Mapping) else batch
+    return next(examples_of(child) for child in children)
+
+
+def form(batch: Any) -> str:
+    """Tells what kind of thing a batch, or a part of it, is."""
+    if isinstance(batch, Mapping):
+        return f"a dict with the keys {sorted(map(str, batch))}"
+    if isinstance(batch, tuple | list):
+        return f"a {type(batch).__name__} of {len(batch)}"
+    return f"a {type(batch).__name__}"
