@@ -16,7 +16,16 @@ from pathlib import Path
 
 from headrace.engine.local.engine import close_kept_engine
 
-__all__ = ["belongings", "descriptors", "left_since"]
+__all__ = ["belongings", "descriptors", "left_since", "private_bytes"]
+
+
+def private_bytes(pid: int | str = "self") -> int:
+    """Returns how much memory of a process's own is resident.
+
+    Without that of files: which pages of a library are resident, the system decides, megabytes at a time.
+    """
+    resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[1:3]
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")
 
 
 def descriptors() -> set[tuple[int, int, int, str]]:

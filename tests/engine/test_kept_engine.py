@@ -8,12 +8,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 import headrace as hr
-from belongings import belongings, left_since
+from belongings import belongings, left_since, private_bytes
 from engine.conftest import below, ended, fork_servers, until
 from engine.victims import make_job
 from headrace.engine.local.engine import close_kept_engine, kept_engine
@@ -48,10 +47,6 @@ def _none_kept() -> Iterator[None]:
     close_kept_engine()
 
 
-def resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def is_alive(pid: int) -> bool:
     return not ended(pid)
 
@@ -68,7 +63,7 @@ def test_many_fits_use_one_fork_server_and_leave_nothing() -> None:
         (server,) = set(fork_servers()) - others
         assert below(server) == []
         servers.add(server)
-        sizes.append(resident_bytes(os.getpid()) + resident_bytes(server))
+        sizes.append(private_bytes() + private_bytes(server))
     assert len(servers) == 1
     assert sizes[-1] - sizes[FITS // 2] < GROWTH_BYTES
     assert left_since(before, within_s=5) == {}

@@ -101,7 +101,9 @@ from headrace.training.whole_model import Objective
 from headrace.spec.model import ProfileRequest
 
 def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    # Without what is of files, such as libraries, of which the system decides what is resident.
+    resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")
 
 def squared(output, target):
     return ((output - target) ** 2).mean()

@@ -11,16 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from belongings import private_bytes
 from serving.bodies import bodies
 from serving.folders import looked_up, scaled, serving
 
 TENSOR = {"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [0, 0, 0]}
 CASES = int(os.environ.get("HEADRACE_SERVE_BODIES", "1500"))
 _MOST_GROWTH_BYTES = 64 << 20
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.slow
@@ -38,8 +35,8 @@ def test_no_body_gets_more_than_an_answer(tmp_path: Path) -> None:
                     assert "Traceback" not in found.document["error"]
                     assert len(found.body) < 2000
                 if number == 50:
-                    before = resident_bytes()
-            assert resident_bytes() - before < _MOST_GROWTH_BYTES
+                    before = private_bytes()
+            assert private_bytes() - before < _MOST_GROWTH_BYTES
         return statuses
 
     found = asyncio.run(talk())
@@ -63,10 +60,10 @@ def test_no_body_gets_more_than_an_answer(tmp_path: Path) -> None:
 def test_small_bodies_take_little_memory(tmp_path: Path, content: str) -> None:
     async def talk() -> Any:
         async with serving(scaled(tmp_path / "a", 2.0)) as client:
-            before = resident_bytes()
+            before = private_bytes()
             for path in ("/v2/models/m/infer", "/v1/models/m:predict"):
                 found = await client.ask(path, content.encode())
                 assert found.status in (400, 413), found
-            assert resident_bytes() - before < _MOST_GROWTH_BYTES
+            assert private_bytes() - before < _MOST_GROWTH_BYTES
 
     asyncio.run(talk())

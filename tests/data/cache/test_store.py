@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from belongings import private_bytes
 from headrace.data.cache.record import Absent
 from headrace.data.cache.shards import FileShards, MemoryShards, Shards
 from headrace.data.cache.store import Store
@@ -130,10 +131,6 @@ def test_threads_use_one_store(shards: Shards) -> None:
     assert store.take_notices() == ()
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
 def grown_by(length: int, limit: int) -> tuple[int, int, int]:
     """Puts twice as much as fits; returns by how much the process grew, what was said, and what is found of the first.
 
@@ -143,11 +140,11 @@ def grown_by(length: int, limit: int) -> tuple[int, int, int]:
     count = 2 * limit // (length + 200)
     # What is loaded when it is first used is not the cache's.
     Store(MemoryShards(limit), 1, limit, "the cache in memory").put([(0, rows)])
-    before = resident_bytes()
+    before = private_bytes()
     store = Store(MemoryShards(limit), count, limit, "the cache in memory")
     for start in range(0, count, 32):
         store.put([(index, rows) for index in range(start, start + 32)])
-    grown = resident_bytes() - before
+    grown = private_bytes() - before
     return grown, len(store.take_notices()), store.find(range(int(0.9 * limit / (length + 300)))).count(None)
 
 
