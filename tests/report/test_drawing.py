@@ -25,7 +25,7 @@ from headrace.report.drawing.svg import (
 from headrace.report.model.summary import summarize
 from headrace.report.model.verdict import References
 from headrace.report.views.pictures import pictures
-from headrace.report.views.style import PARTS, colours_of
+from headrace.report.views.style import PARTS, STAND_INS, colours_of, style_variables, words_on
 
 SVG = "{http://www.w3.org/2000/svg}"
 COLOUR = colours_of(["mirrored"])["mirrored"]
@@ -190,3 +190,20 @@ def test_a_name_is_cut_in_its_middle():
     assert cut.endswith("last")
     assert text_width(cut) <= 150
     assert shortened("mirrored", 1) == "…"
+
+
+def luminance(colour: str) -> float:
+    """Returns the relative luminance of "#rrggbb" (WCAG 2.2)."""
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_words_on_every_colour_are_legible(dark: bool) -> None:
+    colours = dict(re.findall(r"--([\w-]+): (#\w+);", style_variables(dark)))
+    for stand_in, name in STAND_INS.items():
+        if name in ("ink", "quiet", "grid", "paper"):
+            continue
+        lower, higher = sorted(luminance(colours[each]) for each in (name, words_on(stand_in)))
+        assert (higher + 0.05) / (lower + 0.05) >= 4.5, name

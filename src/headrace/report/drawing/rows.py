@@ -20,7 +20,7 @@ from headrace.report.drawing.svg import (
     x_ticks,
 )
 from headrace.report.format import fixed, percent
-from headrace.report.views.style import GRID, INK, QUIET
+from headrace.report.views.style import GRID, INK, QUIET, words_on
 
 _LABEL, _NOTE = 14.0, 18.0
 """The first line of a row, and how much lower the second is."""
@@ -101,7 +101,7 @@ def _draw_bar(canvas: Canvas, y: float, bar: Bar, scale: float, unit: str) -> No
         wide = bounded(length) * scale
         canvas.box(left, y, wide, _BAR, colour, f"{bar.label}: {name}{number_text(length)} {unit}")
         if bar.inside and text_width(fixed(length)) + GAP < wide:
-            canvas.text(left + wide / 2, y + _BAR - 3.5, fixed(length), "middle", "paper", kind="in")
+            canvas.text(left + wide / 2, y + _BAR - 3.5, fixed(length), "middle", words_on(colour), kind="in")
         left += wide
     for mark in bar.marks:
         x = bounded(mark.value) * scale
@@ -190,6 +190,6 @@ def draw_lanes(title: str, groups: Sequence[tuple[str, Sequence[Lane]]], x_label
                     tip = f"{lane.label}{f', {text}' if text else ''}: {when}"
                     canvas.box(left + begin, y + 1.5, wide, _LANE - 3, colour, tip)
                     if text and text_width(text) + 2 < wide:
-                        canvas.text(left + begin + wide / 2, y + _LANE - 6, text, "middle", "paper", kind="in")
+                        canvas.text(left + begin + wide / 2, y + _LANE - 6, text, "middle", words_on(colour), kind="in")
             y += _LANE
     return canvas.svg(title, draw_x_axis(canvas, ticks, y, left, x_label))

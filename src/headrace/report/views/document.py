@@ -73,8 +73,10 @@ def html_text(text: str) -> str:
 def scrolled_table(heads: Iterable[str], rows: Iterable[str], first: str = "run") -> str:
     """Returns a table of rows of `table_row`, which scrolls if it is too wide; a line end breaks a head."""
     head = "".join(f'<th scope="col">{html_text(name).replace(chr(10), "<br/>")}</th>' for name in heads)
+    label = f"Table by {first}" if first else "Table"
     return (
-        f'<div class="scroll"><table>\n<thead><tr><th scope="col">{first}</th>{head}</tr></thead>\n'
+        f'<div class="scroll" tabindex="0" role="group" aria-label="{label}"><table>\n'
+        f'<thead><tr><th scope="col">{first}</th>{head}</tr></thead>\n'
         f"<tbody>\n{chr(10).join(rows)}\n</tbody>\n</table></div>"
     )
 

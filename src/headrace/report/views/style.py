@@ -38,7 +38,7 @@ _SERIES = (
 _FIXED = {"one_device": 0, "mirrored": 1, "central_storage": 2}
 
 _PART_COLOURS = {
-    "wait_s": ("#8b939c", "#7d8791"),
+    "wait_s": ("#6e7680", "#7d8791"),
     "compute_s": ("#3f5873", "#9fb8d6"),
     "exchange_s": ("#b36200", "#f0a94a"),
     "update_s": ("#7d4a9c", "#c79ae3"),
@@ -47,6 +47,8 @@ _PART_COLOURS = {
 
 PARTS: Mapping[str, str] = {part: f"#0102{index:02x}" for index, part in enumerate(_PART_COLOURS)}
 """Stand-ins by the part of a step."""
+
+_PALE = frozenset({PARTS["other_s"]})
 
 _STRATEGIES = tuple(f"#0103{index:02x}" for index in range(len(_SERIES)))
 
@@ -65,6 +67,11 @@ def colours_of(strategies: Iterable[str]) -> dict[str, str]:
     strangers = [name for name in names if name not in _FIXED]
     chosen = {name: free[index % len(free)] for index, name in enumerate(strangers)}
     return {name: _STRATEGIES[_FIXED.get(name, chosen.get(name, 0))] for name in names}
+
+
+def words_on(colour: str) -> str:
+    """Returns the variable of the colour in which words are legible on a stand-in."""
+    return "ink" if colour in _PALE else "paper"
 
 
 def style_variables(dark: bool) -> str:
