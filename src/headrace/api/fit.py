@@ -20,6 +20,7 @@ from headrace.api.supervision import supervise
 from headrace.data import as_pipeline
 from headrace.devices import AUTO, notice_of_auto
 from headrace.engine.base import LEFT, TERMINATED, Engine, Terminated
+from headrace.engine.dynamo import postpone_compiler
 from headrace.engine.local.engine import kept_engine
 from headrace.engine.torchrun.agreement import require_same
 from headrace.engine.torchrun.elastic_workers.leader_file import find_leader
@@ -203,6 +204,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     wanted = None if arguments.run_dir is None else Path(arguments.run_dir).absolute()
     request = _resume_request(arguments)
     chosen = resolve(strategy)
+    postpone_compiler()
     ranks = launched_ranks() if arguments.engine is None else None
     if ranks:
         tell_uncaught()

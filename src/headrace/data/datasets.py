@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -23,7 +24,6 @@ import torch
 from torch import Tensor
 
 from headrace.data.pipeline.order import permutation
-from headrace.data.pipeline.source import import_package
 from headrace.errors import DataError, UnfitMachine
 
 Fetcher = Callable[[Path, Sequence[str]], None]
@@ -179,6 +179,8 @@ FETCHERS: tuple[tuple[str, Fetcher], ...] = (
 """Where to look, in this order."""
 
 _DIGITS_TEST = 360
+_DIGITS_FILE = "datasets/data/digits.csv.gz"
+"""In the package."""
 """Of 1,797."""
 
 
@@ -280,11 +282,19 @@ def digits() -> ImageData:
         >>> hr.data.digits().train_images.shape
         torch.Size([1437, 1, 8, 8])
     """
-    needs = "the digits come with scikit-learn, which is not installed"
-    bunch = import_package("sklearn.datasets", needs).load_digits()
-    order = torch.from_numpy(permutation(len(bunch.target), seed=0, epoch=0))
-    images = torch.from_numpy(bunch.images).float().div_(16).unsqueeze(1)[order]
-    labels = torch.from_numpy(bunch.target).long()[order]
+    # Not through scikit-learn, which imports scipy and pandas for it, and takes longer to do so than torch.
+    found = importlib.util.find_spec("sklearn")
+    file = Path(found.origin).parent / _DIGITS_FILE if found and found.origin else None
+    if file is None or not file.is_file():
+        raise UnfitMachine(
+            "the digits come with scikit-learn, which is not installed, or without its data sets; pip install "
+            '"headrace[data]"'
+        )
+    with gzip.open(file, "rt") as lines:
+        table = torch.from_numpy(np.loadtxt(lines, np.int64, delimiter=","))
+    order = torch.from_numpy(permutation(len(table), seed=0, epoch=0))
+    images = table[:, :-1].reshape(-1, 8, 8).float().div_(16).unsqueeze(1)[order]
+    labels = table[:, -1][order]
     return ImageData(
         name="digits",
         train_images=images[_DIGITS_TEST:],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from headrace.engine.dynamo import has_compiler
 from headrace.modules import restore, stateful_modules
 from headrace.training.selection import call, select_target
 from headrace.training.whole_model import Objective
@@ -98,7 +98,7 @@ def without_compilers() -> Iterator[None]:
     """Runs compiled parts of a model eagerly: compiling them for small batches takes longer than running them."""
     with ExitStack() as stack:
         # Where nothing has been compiled, the compiler need not be imported.
-        if "torch._dynamo" in sys.modules:
+        if has_compiler():
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 

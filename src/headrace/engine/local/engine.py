@@ -189,12 +189,15 @@ class ProcessLauncher:
 
     def __init__(self, spec: RunSpec, fork_server: ForkServer, control: int, ranks: int, lifeline: int) -> None:
         # Not before, because it imports torch.
+        from headrace.engine.dynamo import has_compiler
         from headrace.engine.shipping import pack
 
         self._spec = spec
         self._fork_server = fork_server
         self._descriptors = [control, lifeline]
         self._ranks = ranks
+        # What this process needed to check the job its workers need, too.
+        self._compiles = spec.job.options.compile or has_compiler()
         self._code, self._memory, self._length = pack(spec)
         log_path(spec.run_dir, 0).parent.mkdir(parents=True, exist_ok=True)
 
@@ -208,6 +211,7 @@ class ProcessLauncher:
             "path": sys.path,
             "log": str(log_path(self._spec.run_dir, role.rank)),
             "data_bytes": self._length,
+            "compiles": self._compiles,
         }
         # The worker does not read the lock; the run's directory stays locked until the last worker has ended.
         further = [descriptor for descriptor in (self._memory, self._spec.attempt.lock) if descriptor >= 0]

@@ -28,9 +28,8 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def load() -> None:
-    """Imports torch, headrace, and what the first optimizer or job of a process would import."""
+    """Imports torch, headrace, and what the first job of a process would import; not the compiler."""
     gc.disable()
-    import torch._dynamo
     import torch.utils.serialization.config  # noqa: F401
 
     import headrace.engine.local.process
@@ -43,6 +42,9 @@ def main(descriptor: int) -> None:
     """Serves the launcher at the other end of an inherited socket until it hangs up."""
     launcher = socket.socket(fileno=descriptor)
     load()
+    from headrace.engine.dynamo import postpone_compiler
+
+    postpone_compiler()
     # None of it is ever garbage, and searching it would stop a worker or server for a tenth of a second.
     gc.freeze()
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -74,6 +76,11 @@ def _handle(request: dict[str, Any], descriptors: list[int], workers: dict[int, 
             if rank in request["kill"]:
                 _end(pid)
         return
+    if request.get("compiles"):
+        from headrace.engine.dynamo import import_compiler
+
+        # Once for all workers.
+        import_compiler()
     pid = os.fork()
     if pid == 0:
         _become_worker(request, descriptors, own)

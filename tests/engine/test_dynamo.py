@@ -1,0 +1,70 @@
+"""The compiler that a run does without until something compiles."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from warm.programs import PYTHON
+
+_COLD = """
+import sys
+import torch
+from headrace.engine.dynamo import COMPILER, has_compiler, postpone_compiler
+
+assert not has_compiler()
+postpone_compiler()
+layer = torch.nn.Linear(2, 2)
+optimizer = torch.optim.Adam(layer.parameters(), lr=0.1)
+
+def step(x):
+    optimizer.zero_grad()
+    layer(x).sum().backward()
+    optimizer.step()
+    return x + 1
+
+before = layer.weight.clone()
+step(torch.ones(1, 2))
+assert not torch.equal(layer.weight, before)
+zero_grad = torch.optim.Optimizer.zero_grad.__wrapped__
+assert zero_grad.__dynamo_disable is zero_grad, "torch has another decorator"
+assert not has_compiler() and "sympy" not in sys.modules
+
+@torch.compiler.disable
+def left_out(x):
+    return x + torch.compiler.is_compiling()
+
+assert has_compiler(), "a function of the user's must be left out of graphs"
+assert torch._dynamo is sys.modules[COMPILER]
+assert not hasattr(zero_grad, "__dynamo_disable")
+compiled = torch.compile(lambda x: left_out(x) + torch.compiler.is_compiling(), backend="eager")
+assert compiled(torch.zeros(1)).tolist() == [1.0]
+step(torch.ones(1, 2))
+assert zero_grad.__dynamo_disable is not zero_grad
+"""
+
+
+@pytest.mark.slow
+def test_the_compiler_is_imported_when_something_compiles() -> None:
+    subprocess.run([PYTHON, "-c", _COLD], check=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_neither_launcher_nor_workers_import_what_they_do_not_need(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, headrace as hr\n"
+        "from headrace.engine.dynamo import has_compiler\n"
+        "class Model(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        assert not has_compiler()\n"
+        "        return super().forward(x)\n"
+        "data = torch.randn(8, 4), torch.randn(8, 1)\n"
+        "job = hr.Job(lambda: Model(4, 1), loss=torch.nn.functional.mse_loss, optimizer=torch.optim.Adam,\n"
+        "             data=data, eval_data=data, global_batch_size=4, steps=2)\n"
+        "assert hr.fit(job, hr.Mirrored(workers=2)).status == 'ok'\n"
+        "assert not has_compiler()\n"
+    )
+    subprocess.run([PYTHON, str(script)], check=True, timeout=300)
