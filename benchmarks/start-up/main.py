@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import RIVALS, alternate, ratio, report
 
 BIN = Path(sys.executable).parent
+README = Path(__file__).parents[2] / "README.md"
+# An installed package has its bytecode, as torch has here; without it half a second goes into compiling headrace.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def headrace() -> float:
@@ -48,6 +52,16 @@ def help_text() -> float:
     return time.monotonic() - began
 
 
+def readme() -> float:
+    """Returns the seconds of a program that trains the job of README.md once, from its start to its end."""
+    example = README.read_text().partition("```python\n")[2].partition("for strategy in")[0]
+    began = time.monotonic()
+    subprocess.run(
+        [sys.executable, "-c", f"{example}hr.fit(job, hr.Mirrored(workers=2))"], check=True, capture_output=True
+    )
+    return time.monotonic() - began
+
+
 def fits(count: int) -> list[list[float]]:
     """Returns what `fits.py` prints of each of `count` calls of `hr.fit` in one new process: seconds first."""
     script = Path(__file__).parent / "fits.py"
@@ -73,6 +87,7 @@ if __name__ == "__main__":
         raise SystemExit
     rounds = arguments.rounds
     names = {
+        "README's example with mirrored, whole program": readme,
         "hr.fit, first call": lambda: fits(1)[0][0],
         "hr.fit, second call": lambda: fits(2)[1][0],
         "hr.fit, second call, to the begin of the first step": lambda: fits(2)[1][1],
@@ -80,6 +95,7 @@ if __name__ == "__main__":
         "torchrun + DDP, first step": torchrun,
         "headrace --help": help_text,
     }
+    headrace()  # writes the bytecode
     figures = alternate(names, rounds)
     ratios = {"headrace / torchrun": ratio(figures, "headrace train, first step", "torchrun + DDP, first step")}
     report(Path(__file__).parent, "start-up", "s", figures, ratios)
