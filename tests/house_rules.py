@@ -15,7 +15,7 @@ __all__ = ["RULES"]
 
 FLOORS = floors((Path(__file__).resolve().parent.parent / "CONTRIBUTING.md").read_text(encoding="utf-8"))
 FLOOR = {name: floor for floor, rooms in enumerate(FLOORS) for name in rooms}
-LOOSE = {"metrics", "targets", "tasks", "trees"}
+LOOSE = {"batches", "metrics", "targets", "tasks", "trees"}
 """Files that stand in no folder: those of one floor are one room."""
 SIDEWAYS: set[tuple[str, str]] = set()
 """Room and module: the loader makes the `Share` that the compute takes."""

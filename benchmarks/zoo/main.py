@@ -35,9 +35,9 @@ import headrace as hr
 import models
 from headrace.api.checks import inspect_job
 from headrace.api.probes.probing import probe
+from headrace.batches import examples_of
 from headrace.errors import HeadraceError
 from headrace.spec.events.run import Notice
-from headrace.training.selection import examples_of
 from headrace.trees import map_tensors
 from headrace.worker.session import objective_of
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from headrace.batches import call
 from headrace.pipeline.stage import OUTPUT, Stage, TracedModel, cut
 from headrace.pipeline.trace.tracing import trace
-from headrace.training.selection import call
 from headrace.trees import map_tensors
 from pipeline.zoo import ZOO, Case
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from headrace.api.probes.finding import drawn, names_of, without_compilers
 from headrace.api.probes.layers import modes_text
 from headrace.api.probes.special_layers import NoSparseGradients, lazy_tensors, refuse_sparse_layers
+from headrace.batches import arguments, call, form, select_target
 from headrace.data import Loader, as_pipeline
 from headrace.errors import DataError, HeadraceError, JobError, UnknownName, UsageError
 from headrace.metrics import Mean, weigh
@@ -25,7 +26,6 @@ from headrace.tasks import Task
 from headrace.training.embeddings.building import tables_of
 from headrace.training.embeddings.updater import RowUpdater, check_tables
 from headrace.training.optimizer import build, is_elementwise, require_lbfgs, state_copies
-from headrace.training.selection import arguments, call, form, select_target
 from headrace.training.update import make, plain
 from headrace.training.whole_model import cut
 from headrace.worker.session import make_module, objective_of

@@ -17,6 +17,7 @@ from headrace.api.fit import fit
 from headrace.api.measuring import measured
 from headrace.api.profiling import with_ready_data, without_end
 from headrace.api.run import Run
+from headrace.batches import examples_of
 from headrace.bench.advice import JobFacts
 from headrace.data import Loader, as_pipeline
 from headrace.devices import AUTO, HOST
@@ -38,7 +39,6 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import require_count
 from headrace.strategies import OneDevice, Strategy, Unconnected
 from headrace.training.optimizer import build
-from headrace.training.selection import examples_of
 from headrace.training.whole_model import HALF
 from headrace.trees import map_tensors, nbytes
 from headrace.worker.session import objective_of

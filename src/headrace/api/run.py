@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from headrace.batches import call
 from headrace.checkpoint import forms
 from headrace.errors import CorruptCheckpoint, RunFailed, UnfitMachine, UsageError
 from headrace.export.choice import choose
@@ -34,7 +35,6 @@ from headrace.spec.job import Job
 from headrace.spec.plan import Plan
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.embeddings.saving import load_rows
-from headrace.training.selection import call
 from headrace.worker.run_spec import events_path, model_path
 
 _LOCK = "lock"

@@ -10,10 +10,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from headrace.batches import call
 from headrace.errors import JobError
 from headrace.export.tables import with_whole_tables
 from headrace.spec.job import Job
-from headrace.training.selection import call
 
 _LABELS = "labels"
 """The keyword by which a model that computes its loss gets the targets; without it, it predicts."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.batches import call, select_target
 from headrace.collectives.base import ProcessGroup
 from headrace.fully_sharded.sharding import ShardedModule
 from headrace.metrics import Mean, weigh
@@ -22,7 +23,6 @@ from headrace.training.compute import Compute, Computed
 from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import UsedParameters
 from headrace.training.optimizer import StatePiece
-from headrace.training.selection import call, select_target
 from headrace.training.update import Updater
 from headrace.training.whole_model import HALF, Objective, cut
 from headrace.trees import widened

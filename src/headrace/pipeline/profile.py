@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace.batches import select_target
 from headrace.data import Loader, as_pipeline
 from headrace.errors import UnfitMachine
 from headrace.machine import give_back
@@ -37,7 +38,6 @@ from headrace.pipeline.trace.tracing import trace, unchanged
 from headrace.spec.compute import LayerSpec
 from headrace.spec.job import Job
 from headrace.spec.model import ProfileRequest
-from headrace.training.selection import select_target
 from headrace.training.whole_model import Objective
 from headrace.trees import map_tensors, nbytes
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.batches import select_target
 from headrace.collectives.base import ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.metrics import Mean, weigh
@@ -27,7 +28,6 @@ from headrace.training.compute import Compute, Computed
 from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import GradientSink, assign, divide
 from headrace.training.optimizer import StatePiece
-from headrace.training.selection import select_target
 from headrace.training.update import Updater
 from headrace.training.whole_model import ModelParallelGroup, Objective, WholeModel, cut
 from headrace.trees import widened

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from headrace.batches import call
 from headrace.devices import forked_generators
 from headrace.tensor_parallel.analysis import has_hooks, is_compiled, is_elementwise
 from headrace.tensor_parallel.rules import ValueStep
-from headrace.training.selection import call
 
 Atoms = Mapping[nn.Module, tuple[str, str]]
 """What a module does as one step, and its name."""

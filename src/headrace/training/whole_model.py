@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from headrace.batches import call, select_target
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import DataError, JobError, UsageError
 from headrace.metrics import Mean, weigh
@@ -26,7 +27,6 @@ from headrace.training.compute import Compute, Computed
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.gradients import DirectGradients, GradientPlaces, GradientSink, assign, divide
 from headrace.training.optimizer import StateSlices
-from headrace.training.selection import call, select_target
 from headrace.trees import map_leaves, widened
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.batches import select_target
 from headrace.collectives.base import ProcessGroup
 from headrace.data import Loader
 from headrace.errors import UsageError
@@ -19,7 +20,6 @@ from headrace.spec.job import Job, Share
 from headrace.spec.options import EarlyStopping
 from headrace.training.batch_norm import averaged_buffers
 from headrace.training.exchange import Replica
-from headrace.training.selection import select_target
 
 
 class Evaluation:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from headrace.api.probes.finding import Finding, Scope, names_of, trial
+from headrace.batches import call, examples_of
 from headrace.checkpoint.forms import extra_states
 from headrace.modules import restore, same_values, stateful_modules
-from headrace.training.selection import call, examples_of
 from headrace.training.whole_model import Objective, cut
 
 _NUDGE = 1e-2

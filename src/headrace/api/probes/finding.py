@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from headrace.batches import call, select_target
 from headrace.engine.dynamo import has_compiler
 from headrace.modules import restore, stateful_modules
-from headrace.training.selection import call, select_target
 from headrace.training.whole_model import Objective
 
 NAMED = 3

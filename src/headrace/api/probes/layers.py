@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from headrace.api.probes.finding import Finding, Scope, drawn, names_of, trial
-from headrace.training.selection import call
+from headrace.batches import call
 from headrace.training.whole_model import Objective
 
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from headrace.api.checks import inspect_job
+from headrace.batches import call, examples_of
 from headrace.modules import evaluating
 from headrace.report.format import byte_count, short
 from headrace.report.views.document import embedded, html_text, scrolled_table, table_row
 from headrace.spec.job import Job
-from headrace.training.selection import call, examples_of
 from headrace.trees import map_tensors
 from headrace.worker.session import sample_of
 

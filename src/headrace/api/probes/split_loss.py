@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from headrace.api.probes.finding import Finding, Scope, drawn, loss_of, trial
+from headrace.batches import examples_of
 from headrace.metrics import Mean, weigh
-from headrace.training.selection import examples_of
 from headrace.training.whole_model import Objective, cut
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-4}

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.batches import select_target
 from headrace.data.loading.loader import Loader
 from headrace.data.loading.torch_data import as_pipeline
 from headrace.export.predictor import inputs_of
 from headrace.metrics import weigh
 from headrace.spec.job import Job
-from headrace.training.selection import select_target
 
 Program = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 _BATCH = 32

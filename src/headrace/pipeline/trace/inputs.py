@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.training.selection import call, examples_of
+from headrace.batches import call, examples_of
 from headrace.trees import map_leaves, map_tensors
 
 

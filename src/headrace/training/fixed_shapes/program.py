@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from headrace.batches import call, examples_of, select_target
 from headrace.errors import DataError, JobError, UsageError
 from headrace.metrics import Mean
 from headrace.spec.job import Share
 from headrace.training.batch_norm import PaddedBatchNorm, replace_batch_norm
-from headrace.training.selection import call, examples_of, select_target
 from headrace.training.whole_model import (
     GraphMode,
     Objective,

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from headrace.batches import arguments, call, examples_of, select_target
 from headrace.errors import JobError
 from headrace.modules import describe
-from headrace.training.selection import arguments, call, examples_of, select_target
 
 X, Y, Z = torch.ones(4, 2), torch.zeros(4), torch.full((4,), 2.0)
 
