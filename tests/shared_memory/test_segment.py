@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import itertools
 import os
 import stat
@@ -19,6 +20,7 @@ from belongings import descriptors
 from headrace.errors import UnfitMachine
 from headrace.shared_memory import segment as module
 from headrace.shared_memory.control_page import ControlPage, RankRecord
+from headrace.shared_memory.mapping import LARGE_PAGE_BYTES, mapped, use_large_pages
 from headrace.shared_memory.segment import SharedSegment
 
 NOBODY = 65534
@@ -38,7 +40,8 @@ def test_a_segment_is_zeroed_and_seen_by_everybody_who_opens_it() -> None:
 
 def test_a_segment_has_no_name() -> None:
     own = SharedSegment.create(4_096, "test")
-    assert not any("headrace" in name for name in os.listdir("/dev/shm"))
+    assert os.fstat(own.descriptor).st_nlink == 0
+    assert os.readlink(f"/proc/self/fd/{own.descriptor}").startswith("/memfd:headrace-test")
     assert "memfd:headrace-test" in Path("/proc/self/maps").read_text()
     own.close()
 
@@ -176,3 +179,37 @@ def test_what_different_processes_write_lies_on_different_cache_lines() -> None:
     ]
     assert all(start % 64 == 0 for start in starts)
     assert len(set(starts)) == len(starts)
+
+
+def test_a_lasting_segment_begins_where_large_pages_do_and_keeps_what_is_in_it() -> None:
+    nbytes = 2 * LARGE_PAGE_BYTES + 4_097
+    own = SharedSegment.create(nbytes, "test", lasting=True)
+    other = SharedSegment.open(os.getpid(), own.descriptor, nbytes)
+    for segment in (own, other):
+        assert segment.tensor().data_ptr() % LARGE_PAGE_BYTES == 0
+    own.tensor()[-1] = 7
+    own.tensor(torch.int32, count=2).fill_(3)
+    use_large_pages(own.memory)
+    assert other.tensor()[-1] == 7
+    assert other.tensor(torch.int32, count=3).tolist() == [3, 3, 0]
+    own.close()
+    other.close()
+
+
+def test_the_mapping_ends_with_the_last_tensor() -> None:
+    own = SharedSegment.create(3 * LARGE_PAGE_BYTES, "mapped", lasting=True)
+    view = own.tensor()[5:8]
+    own.close()
+    del own
+    gc.collect()
+    assert view.tolist() == [0, 0, 0]
+    assert "memfd:headrace-mapped" in Path("/proc/self/maps").read_text()
+    del view
+    gc.collect()
+    assert "memfd:headrace-mapped" not in Path("/proc/self/maps").read_text()
+
+
+def test_what_cannot_be_mapped_is_an_error_of_the_system() -> None:
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        mapped(-1, 3 * LARGE_PAGE_BYTES)
+    assert not use_large_pages(memoryview(bytearray(100)))

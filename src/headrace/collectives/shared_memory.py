@@ -94,7 +94,7 @@ class SharedMemoryGroup(ProcessGroup):
         return [sum(numbers[index] for numbers in every) for index in range(len(values))]
 
     def share(self, nbytes: int) -> tuple[Tensor, ...]:
-        own = SharedSegment.create(nbytes, f"rank-{self.rank}") if nbytes else None
+        own = SharedSegment.create(nbytes, f"rank-{self.rank}", lasting=True) if nbytes else None
         descriptor = own.descriptor if own else -1
         self._page.ranks[self.rank].segment_offer.publish(os.getpid(), descriptor, nbytes)
         self.barrier()

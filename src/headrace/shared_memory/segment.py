@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import warnings
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from headrace.errors import UnfitMachine
 from headrace.machine import spare_memory_bytes
+from headrace.shared_memory.mapping import mapped, use_large_pages
 
 
 def memory_file(label: str) -> int:
@@ -47,19 +47,27 @@ def set_length(descriptor: int, nbytes: int, label: str) -> None:
         ) from error
 
 
+_LARGE_BYTES = 4 << 20
+"""From so many bytes on, large pages pay for the copy that makes them."""
+
+
 class SharedSegment:
     """One mapped segment of shared memory, `nbytes` long."""
 
     def __init__(self, descriptor: int, nbytes: int, writable: bool = True) -> None:
         self.descriptor = descriptor
         self.nbytes = nbytes
-        protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-        self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, protection)
-        self.memory = memoryview(self._map)
+        self.memory = mapped(descriptor, nbytes, writable)
 
     @classmethod
-    def create(cls, nbytes: int, label: str) -> SharedSegment:
-        """Makes a zeroed segment; `label` shows in /proc/<pid>/maps. An UnfitMachine if too little memory is left."""
+    def create(cls, nbytes: int, label: str, lasting: bool = False) -> SharedSegment:
+        """Makes a zeroed segment. An UnfitMachine if too little memory is left.
+
+        Args:
+            nbytes: of the segment.
+            label: shows in /proc/<pid>/maps.
+            lasting: it is used again and again: from 4 MiB on, it gets large pages where the system has them.
+        """
         available = spare_memory_bytes()
         if nbytes > available:
             raise UnfitMachine(
@@ -73,7 +81,10 @@ class SharedSegment:
             os.posix_fallocate(descriptor, 0, nbytes)
             # A process that maps a file dies if another one shortens it.
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            return cls(descriptor, nbytes)
+            made = cls(descriptor, nbytes)
+            if lasting and nbytes >= _LARGE_BYTES:
+                use_large_pages(made.memory)
+            return made
         except UnfitMachine:
             os.close(descriptor)
             raise
@@ -116,7 +127,7 @@ class SharedSegment:
         """Returns `(count,)` elements of `dtype` from byte `start` on, in place; not to be changed unless writable."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
-            return torch.frombuffer(self._map, dtype=dtype, offset=start, count=count)
+            return torch.frombuffer(self.memory, dtype=dtype, offset=start, count=count)
 
     def close(self) -> None:
         """Closes the file; the memory is freed with the last tensor on it."""

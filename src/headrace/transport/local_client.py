@@ -128,7 +128,7 @@ class LocalClientTransport(ClientTransport):
     ) -> None:
         self.moved_bytes = 0
         self._layout = TransportLayout(parameters, pushes, replies)
-        self._own = [SharedSegment.create(nbytes, "push") for nbytes in segment_bytes(self._layout)]
+        self._own = [SharedSegment.create(nbytes, "push", lasting=True) for nbytes in segment_bytes(self._layout)]
         self._regions = [segment.tensor() for segment in self._own]
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._socket.settimeout(hello_s)

@@ -75,7 +75,7 @@ class LocalServerTransport(ServerTransport):
         self.moved_bytes = 0
         self._layout = TransportLayout(parameters, pushes, replies)
         head = head_bytes(parameters)
-        self._shared = SharedSegment.create(head + parameters.nbytes, "parameters")
+        self._shared = SharedSegment.create(head + parameters.nbytes, "parameters", lasting=True)
         self.region = self._shared.tensor(start=head)
         self._words = self._shared.memory[: 8 * len(parameters)].cast("q")
         self._changing = _Writing(self._words)
