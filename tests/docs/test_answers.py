@@ -55,6 +55,18 @@ def test_a_page_and_its_twin_show_the_same(name: str) -> None:
         assert _DEEPER.search(text)
 
 
+@pytest.mark.parametrize("name", [*NAMES, "index"])
+def test_the_figures_in_the_text_of_a_page_and_its_twin_are_the_same(name: str) -> None:
+    spanish = figures(SPANISH / f"{name}.md").translate(str.maketrans(".,", ",."))
+    assert sorted(figures(ENGLISH / f"{name}.md").split()) == sorted(spanish.split())
+
+
+def figures(page: Path) -> str:
+    """Returns the numbers of a page's text, without code and the targets of links."""
+    text = re.sub(r"^```.*?^```$|`[^`]*`|\]\([^)]*\)", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return " ".join(re.findall(r"\d+(?:[.,]\d+)*", text))
+
+
 @pytest.mark.parametrize("folder", [ENGLISH, SPANISH], ids=["en", "es"])
 def test_the_index_has_every_question_as_its_page_asks_it(folder: Path) -> None:
     index = (folder / "index.md").read_text(encoding="utf-8")

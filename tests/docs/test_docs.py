@@ -61,6 +61,15 @@ def test_every_guide_and_idea_shows_something_that_runs() -> None:
     assert [name_of(page) for page in silent if page not in (*RUNNABLE, *RECIPES)] == []
 
 
+@pytest.mark.parametrize("page", sorted((DOCS / "ideas").glob("*.md")), ids=name_of)
+def test_an_idea_has_a_picture_and_a_command_that_shows_it(page: Path) -> None:
+    there = blocks(page)
+    # Text that does not follow code is drawn; what follows code is what that prints.
+    drawn = [block for block in there if block.language == "text" and not block.follows]
+    assert drawn or _PICTURE.search(page.read_text(encoding="utf-8"))
+    assert any(block.language == "console" for block in there)
+
+
 @pytest.mark.parametrize("page", pages(), ids=name_of)
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

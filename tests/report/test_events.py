@@ -70,6 +70,14 @@ def test_any_other_bad_line_is_an_error_with_file_and_line(tmp_path, write_event
         read_events(tmp_path)
 
 
+def test_a_line_of_another_version_is_an_error_that_names_it(tmp_path, write_events):
+    versions = {"torch": "2.13.0", "headrace": "9.1.0"}
+    write_events(tmp_path, [RunStarted(LAUNCHER, 0.0, "a", 1, "cpu", 1, 8, 80, "2026-01-01", {}, versions)])
+    _append(tmp_path / "events/rank-0.jsonl", '{"kind":"teleported","rank":0,"time_s":1.0}\n')
+    with pytest.raises(DataError, match=r"rank-0\.jsonl, line 1: .*; headrace 9\.1\.0 wrote it, and this is \d"):
+        read_events(tmp_path)
+
+
 def test_a_directory_without_events_is_refused(tmp_path):
     with pytest.raises(UsageError, match="no run directory"):
         read_events(tmp_path / "nowhere")

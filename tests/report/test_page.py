@@ -230,3 +230,12 @@ def test_importing_the_room_imports_nothing_slow():
     code = f"import sys, {views}; print([name for name in {slow} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_an_event_file_that_is_cut_is_on_the_page(tmp_path, make_run):
+    run_dir = make_run(tmp_path / "a")
+    file = run_dir / "events" / "rank-1.jsonl"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    page = write_page(tmp_path / "a.html", [summarize(run_dir)]).read_text(encoding="utf-8")
+    assert "1 event file ends in half a line: what that process did after it is not known" in page

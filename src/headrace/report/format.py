@@ -154,3 +154,9 @@ def json_fields(*names: str) -> tuple[Field[Any], ...]:
 def json_mapping(fields: Sequence[Field[S]], name: str, key: str) -> Field[Any]:
     """Returns a field for an attribute that maps to subjects, in JSON under `key`."""
     return Field(lambda subject: {to: to_json(fields, each) for to, each in getattr(subject, name).items()}, key=key)
+
+
+def torn_text(count: int) -> str:
+    """Returns what is said of so many event files whose last line is not whole."""
+    ends = "file ends" if count == 1 else "files end"
+    return f"{count} event {ends} in half a line: what that process did after it is not known"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
 from typing import TypeVar
@@ -197,9 +199,20 @@ def _event(file: Path, number: int, line: bytes) -> Event:
     try:
         return decode(line.decode())
     except ValueError as error:
-        raise DataError(
-            f"{file}, line {number}: {error}; the file was changed after the run, or its disk was full"
-        ) from error
+        raise DataError(f"{file}, line {number}: {error}; {_why(file)}") from error
+
+
+_WRITTEN_BY = re.compile(rb'"versions": ?{[^}]*"headrace": ?"([^"\\]{1,40})"')
+
+
+def _why(file: Path) -> str:
+    """Returns why a line may be no event: another version wrote it, or something changed it."""
+    launcher = file.with_name("launcher.jsonl")
+    found = _WRITTEN_BY.findall(launcher.read_bytes()) if launcher.exists() else []
+    written, here = (found[-1].decode(errors="replace") if found else ""), version("headrace")
+    if written and written != here:
+        return f"headrace {written} wrote it, and this is {here}: read it with that version"
+    return "the file was changed after the run, or its disk was full"
 
 
 E = TypeVar("E", bound=Event)

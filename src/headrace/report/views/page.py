@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from headrace.errors import UsageError
-from headrace.report.format import MISSING, duration, fixed, short, to_cells, to_heads
+from headrace.report.format import MISSING, duration, fixed, short, to_cells, to_heads, torn_text
 from headrace.report.model.summary import Summary
 from headrace.report.model.training import STEP_PARTS, WARM_UP_STEPS
 from headrace.report.model.verdict import References, verdict
@@ -283,11 +283,7 @@ def _notices(summaries: Sequence[Summary], references: References) -> str:
     # What is said of the job is the same under several strategies.
     lines = [f"{', '.join(names)}: {notice}" if len(summaries) > 1 else notice for notice, names in said.items()]
     lines += [f"{each.name}: disturbed: {why}" for each in summaries if (why := references.disturbed(each))]
-    lines += [
-        f"{each.name}: {each.outcome.torn_lines} event files end in half a line, which is left out"
-        for each in summaries
-        if each.outcome.torn_lines
-    ]
+    lines += [f"{each.name}: {torn_text(each.outcome.torn_lines)}" for each in summaries if each.outcome.torn_lines]
     if not lines:
         return ""
     items = "".join(f"<li>{html_text(line)}</li>" for line in lines)

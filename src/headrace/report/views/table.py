@@ -23,6 +23,7 @@ from headrace.report.format import (
     short,
     to_json,
     to_rows,
+    torn_text,
 )
 from headrace.report.model.summary import Saves, Summary
 from headrace.report.model.verdict import References, verdict
@@ -290,7 +291,7 @@ _COST: tuple[Field[Summary], ...] = (
     Field(_non_finite_text, label="not finite"),
     Field(
         lambda summary: summary.outcome.torn_lines or None,
-        lambda count: f"{count} event files end in half a line",
+        torn_text,
         label="torn lines",
     ),
     Field(lambda summary: [to_json(PREDICTED, each) for each in predicted_figures(summary)] or None, key="prediction"),
