@@ -98,8 +98,8 @@ def test_nothing_is_left_when_both_ends_are_closed() -> None:
     for _ in range(3):
         sender.send(b"note", [torch.zeros(100)])
         receiver.receive(read)
-    # Each end has a descriptor of its own of each slot, and its map another one.
-    assert len(descriptors() - before) == 4 * SLOTS
+    # Each end has a descriptor of its own of each slot.
+    assert len(descriptors() - before) == 2 * SLOTS
     sender.close()
     receiver.close()
     assert descriptors() <= before

@@ -7,6 +7,8 @@ import mmap
 import os
 import weakref
 
+import numpy as np
+
 LARGE_PAGE_BYTES = 2 << 20
 """Of x86-64, and of AArch64 with its usual small pages. Elsewhere the system refuses, and the pages stay small."""
 
@@ -36,7 +38,7 @@ def mapped(descriptor: int, nbytes: int, writable: bool = True) -> memoryview:
         address = _map_aligned(nbytes, protection, flags, descriptor)
     array = (ctypes.c_ubyte * nbytes).from_address(address)
     weakref.finalize(array, _munmap, address, nbytes).atexit = False
-    memory = memoryview(array).cast("B")
+    memory = np.frombuffer(array, dtype=np.uint8).data
     return memory if writable else memory.toreadonly()
 
 
