@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from headrace.spec.job import Job
     from headrace.spec.model import ModelSpec
     from headrace.spec.options import Checkpoints, EarlyStopping, Options
+    from headrace.spec.parameter_sets import ParameterSet
     from headrace.spec.patterns import grouped
     from headrace.strategies import (
         EASGD,
@@ -94,6 +95,7 @@ __all__ = [
     "Options",
     "ParameterAveraging",
     "ParameterServer",
+    "ParameterSet",
     "Pipeline",
     "Prediction",
     "RayEngine",
@@ -159,6 +161,7 @@ _MODULES = {
     "spec.job": ("Job",),
     "spec.model": ("ModelSpec",),
     "spec.options": ("Checkpoints", "EarlyStopping", "Options"),
+    "spec.parameter_sets": ("ParameterSet",),
     "spec.patterns": ("grouped",),
     "training.embeddings.optimizers": ("LazyAdam", "RowwiseAdagrad"),
     "training.embeddings.vocabulary.limit": ("limit_rows",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from headrace.errors import UsageError
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.options import require_count
+from headrace.spec.parameter_sets import ParameterSet, divide
 from headrace.spec.patterns import require_matches
 
 
@@ -126,6 +127,51 @@ def frozen_until(module: nn.Module) -> dict[str, int]:
         for prefix, part in module.named_modules()
         for name, epoch in vars(part).get(_FROZEN_UNTIL, {}).items()
     }
+
+
+def names_of_sets(module: nn.Module, sets: Mapping[str, ParameterSet]) -> dict[str, tuple[str, ...]]:
+    """Returns the names of the parameters of each set, of which every trained one must be in one; see `divide`."""
+    aliases: dict[int, list[str]] = {}
+    frozen = []
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            aliases.setdefault(id(parameter), []).append(name)
+        else:
+            frozen.append(name)
+    return divide(sets, {own[0]: own for own in aliases.values()}, frozen)
+
+
+def parts_of(module: nn.Module, names: Mapping[str, Sequence[str]]) -> dict[str, nn.Module]:
+    """Returns, for each set of trained parameters, a module with these alone, in the same places under the same names.
+
+    The first one also has all that is not trained. Modules whose parameters are all of one set are the module's own.
+    """
+    kept = {id(parameter): parameter for parameter in module.parameters() if not parameter.requires_grad}
+    named = dict(module.named_parameters())
+    parts = {}
+    for index, (name, own) in enumerate(names.items()):
+        chosen = {id(named[each]) for each in own} | (set() if index else kept.keys())
+        parts[name] = _part(module, chosen, rest=index == 0) or nn.Module()
+    return parts
+
+
+def _part(module: nn.Module, chosen: Container[int], rest: bool) -> nn.Module | None:
+    """Returns a module as far as its parameters are chosen; `rest` asks for buffers that are nobody's, too."""
+    inside = [id(parameter) in chosen for parameter in module.parameters()]
+    if all(inside) if inside else rest:
+        return module
+    part = nn.Module()
+    for name, parameter in module.named_parameters(recurse=False):
+        if id(parameter) in chosen:
+            part.register_parameter(name, parameter)
+    for name, buffer in module.named_buffers(recurse=False) if rest else ():
+        part.register_buffer(name, buffer)
+    for name, child in module.named_children():
+        if (below := _part(child, chosen, rest)) is not None:
+            part.add_module(name, below)
+    if (until := vars(module).get(_FROZEN_UNTIL)) is not None:
+        vars(part)[_FROZEN_UNTIL] = until
+    return part
 
 
 class TrainedParameters:

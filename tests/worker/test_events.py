@@ -23,27 +23,31 @@ TIMES = st.floats(0, 1e6)
 
 
 @given(st.integers(0, 999), ZERO_OR_MORE, ZERO_OR_MORE, ZERO_OR_MORE, LOSSES, st.floats(0, 1e12),
-       st.integers(-1, 2**53), st.lists(TIMES, min_size=4, max_size=4), st.lists(ZERO_OR_MORE, max_size=3))  # fmt: skip
+       st.integers(-1, 2**53), st.lists(TIMES, min_size=4, max_size=4), st.lists(ZERO_OR_MORE, max_size=3),
+       st.sampled_from(["", "critic", "größe_2"]))  # fmt: skip
 def test_a_step_is_written_as_its_event_would_be(
     tmp_path_factory: pytest.TempPathFactory, rank: int, step: int, epoch: int, examples: int, loss: float | None,
-    weight: float, lease: int, times_s: list[float], pulled: list[int],
+    weight: float, lease: int, times_s: list[float], pulled: list[int], turn: str,
 ) -> None:  # fmt: skip
     folder = tmp_path_factory.mktemp("run")
     journal = EventWriter(folder, rank, monotonic())
-    journal.stepped(step, epoch, examples, loss, weight, lease, *times_s, pulled=pulled)
+    journal.stepped(step, epoch, examples, loss, weight, lease, *times_s, pulled=pulled, turn=turn)
     journal.close()
     (line,) = events_path(folder, rank).read_text().splitlines()
     event = decode(line)
     assert isinstance(event, Stepped)
     assert 0 <= event.time_s < 60
     rounded = [round(time_s, 7) for time_s in times_s]
-    assert event == Stepped(rank, event.time_s, step, epoch, examples, loss, weight, *rounded, lease, tuple(pulled))
+    expected = (rank, event.time_s, step, epoch, examples, loss, weight, *rounded, lease, tuple(pulled), turn)
+    assert event == Stepped(*expected)
     encoded = json.loads(encode(event))
     if lease < 0:
         # It goes without saying, in every line of a run that leases nothing.
         assert encoded.pop("lease") == -1
     if not pulled:
         assert encoded.pop("pulled") == []
+    if not turn:
+        assert encoded.pop("turn") == ""
     assert list(json.loads(line)) == list(encoded), "the same fields in the same order"
     assert json.loads(line) == encoded
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,15 +12,17 @@ from torch import Tensor, nn
 
 from headrace.api.probes.finding import drawn, names_of, without_compilers
 from headrace.api.probes.layers import modes_text
+from headrace.api.probes.sets import Sets, find_sets, try_loss
 from headrace.api.probes.special_layers import NoSparseGradients, lazy_tensors, refuse_sparse_layers
 from headrace.batches import arguments, call, form, select_target
 from headrace.data import Loader, as_pipeline
 from headrace.errors import DataError, HeadraceError, JobError, UnknownName, UsageError
 from headrace.metrics import Mean, weigh
-from headrace.modules import copy_module, describe, evaluating, frozen_until, set_train_modes
+from headrace.modules import copy_module, describe, evaluating, frozen_until, parts_of, set_train_modes
 from headrace.spec.job import Job, Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
+from headrace.spec.parameter_sets import loss_name, one_optimizer
 from headrace.spec.patterns import GroupedOptimizer
 from headrace.tasks import Task
 from headrace.training.embeddings.building import tables_of
@@ -28,7 +30,7 @@ from headrace.training.embeddings.updater import RowUpdater, check_tables
 from headrace.training.optimizer import build, is_elementwise, require_lbfgs, state_copies
 from headrace.training.update import make, plain
 from headrace.training.whole_model import cut
-from headrace.worker.session import make_module, objective_of
+from headrace.worker.session import alone, make_module, objective_of
 
 _TRIED_EXAMPLES = 2
 
@@ -43,6 +45,7 @@ class JobInfo:
         job: what runs: the job that was given, or one whose model has been materialised.
         weighed: whether its loss is a `Mean`.
         told: notices that another run has shown, and that are not shown again.
+        sets: the names of the parameters of each set, where sets are trained in turns.
     """
 
     job: Job
@@ -52,6 +55,7 @@ class JobInfo:
     examples: int
     notices: tuple[str, ...]
     told: frozenset[str] = frozenset()
+    sets: Sets = field(default_factory=dict)
 
 
 def inspect_job(job: Job, closures: bool = False) -> JobInfo:
@@ -72,39 +76,62 @@ def inspect_job(job: Job, closures: bool = False) -> JobInfo:
     pipeline, notices = as_pipeline(job.data)
     with torch.random.fork_rng(devices=[]):
         job, module, said = _made(job)
-        weighed, more = _try(job, module, job.data, "data")
+        sets = find_sets(job, module)
+        weighed, more = _try(job, module, job.data, "data", sets)
         notices += (*said, *more)
         if job.eval_data is not None:
             _, more = as_pipeline(job.eval_data)
             notices += more
-            notices += _try(job, module, job.eval_data, "eval_data")[1]
-        named = list(module.named_parameters())
-        if not any(parameter.requires_grad for _, parameter in named):
+            notices += _try(job, module, job.eval_data, "eval_data", sets)[1]
+        if not any(parameter.requires_grad for parameter in module.parameters()):
             raise JobError("the model has no parameter to train: all are frozen, or there is none")
         _check_frozen(module)
         _check_precision(job.options, module)
-        if isinstance(job.optimizer, GroupedOptimizer):
-            job.optimizer.check(name for name, _ in named)
-        sliceable, kept = _guarded("the optimizer cannot be made", lambda: _try_optimizer(job, named, closures))
-        _try_schedule(job, module)
+        sliceable, kept = _try_update(job, module, sets, closures)
     # Each parameter, its gradient, and its optimizer state.
     spec = replace(describe(module, sliceable), copies=2 + kept)
-    spec = tables_of(module, lambda model: RowUpdater(job.optimizer, model, job.options), spec)
+    spec = tables_of(module, partial(_row_updater, job), spec)
     check_tables(spec, job.options)
     # What is said of the data is often said of eval_data, too.
-    return JobInfo(job, module, spec, weighed, len(pipeline), tuple(dict.fromkeys(notices)))
+    return JobInfo(job, module, spec, weighed, len(pipeline), tuple(dict.fromkeys(notices)), sets=sets)
 
 
-def _try_optimizer(job: Job, named: Sequence[tuple[str, Tensor]], closures: bool) -> tuple[bool, int]:
-    """Returns whether the optimizer treats every element alone, and how many tensors of a parameter's size are kept."""
+def _row_updater(job: Job, model: ModelSpec) -> RowUpdater:
+    optimizer = one_optimizer(job.optimizer, f"the sparse embedding {model.tables[0].name!r}")
+    return RowUpdater(optimizer, model, job.options)
+
+
+def _try_update(job: Job, module: nn.Module, sets: Sets, closures: bool) -> tuple[bool, int]:
+    """Makes optimizers and schedules, each over its part of the model.
+
+    Returns whether every optimizer treats every element alone, and the most tensors of a parameter's size that one
+    keeps of it.
+    """
+    found = []
+    parts = parts_of(module, sets) if sets else {"": module}
+    for name, part in parts.items():
+        own = alone(job, name) if sets else job
+        optimizer, named = one_optimizer(own.optimizer, "a set of parameters"), list(part.named_parameters())
+        if isinstance(optimizer, GroupedOptimizer):
+            optimizer.check(name for name, _ in named)
+        of_set = f" of the set {name!r}" if sets else ""
+        trial = partial(_try_optimizer, optimizer, named, closures)
+        sliceable, kept = _guarded(f"the optimizer{of_set} cannot be made", trial)
+        _try_schedule(own.options, optimizer, named)
+        found.append((sliceable, kept + (own.options.ema_decay is not None)))
+    return all(sliceable for sliceable, _ in found), max(kept for _, kept in found)
+
+
+def _try_optimizer(
+    factory: Callable[..., Any], named: Sequence[tuple[str, Tensor]], closures: bool
+) -> tuple[bool, int]:
     if closures:
-        require_lbfgs(job.optimizer, named)
+        require_lbfgs(factory, named)
         return True, 0
-    sliceable = is_elementwise(job.optimizer, named)
-    return sliceable, state_copies(job.optimizer, named) + (job.options.ema_decay is not None)
+    return is_elementwise(factory, named), state_copies(factory, named)
 
 
-def _try(job: Job, module: nn.Module, data: object, what: str) -> tuple[bool, tuple[str, ...]]:
+def _try(job: Job, module: nn.Module, data: object, what: str, sets: Sets) -> tuple[bool, tuple[str, ...]]:
     """Runs the model, the loss and the metrics on the first examples.
 
     Returns whether the loss is a `Mean`, and the pipeline's notices.
@@ -117,15 +144,30 @@ def _try(job: Job, module: nn.Module, data: object, what: str) -> tuple[bool, tu
         target = select_target(share.batch, job.target)
         if job.task:
             job.task.check(output, target)
-        loss = _guarded(f"the loss cannot be computed on {what}", lambda: objective_of(job).loss(output, target))
-        weigh(loss, share.examples, "the loss")
+        weighed = _try_losses(job, module, (output, target), share, what, sets)
         metrics = {**(job.task.metrics if job.task else {}), **(job.metrics or {})}
         for name, metric in metrics.items():
-            value = _guarded(
-                f"the metric {name!r} cannot be computed on {what}", functools.partial(metric, output, target)
-            )
+            value = _guarded(f"the metric {name!r} cannot be computed on {what}", partial(metric, output, target))
             weigh(value, share.examples, name)
-    return isinstance(loss, Mean), notices
+    return weighed, notices
+
+
+def _try_losses(job: Job, module: nn.Module, taken: tuple[Any, Any], share: Share, what: str, sets: Sets) -> bool:
+    """Computes the loss, or each set's; `taken` is output and target. Returns whether it is a `Mean`."""
+    if not sets:
+        loss = _guarded(f"the loss cannot be computed on {what}", lambda: objective_of(job).loss(*taken))
+        weigh(loss, share.examples, "the loss")
+        return isinstance(loss, Mean)
+    means = set()
+    for name, own in sets.items():
+        trial = partial(try_loss, name, objective_of(alone(job, name)).loss, module, own, share)
+        means.add(isinstance(_guarded(f"the loss of {name!r} cannot be computed on {what}", trial), Mean))
+    if len(means) > 1:
+        raise UsageError(
+            f"some of the losses of {', '.join(sets)} are hr.Mean and others plain scalars; return hr.Mean from all, "
+            "with the number of examples as the weight where that is what counts"
+        )
+    return means == {True}
 
 
 def _first_share(job: Job, data: object, what: str) -> tuple[Share, tuple[str, ...]]:
@@ -179,7 +221,8 @@ def _check_early_stopping(job: Job) -> None:
         return
     if job.eval_data is None:
         raise UsageError("early_stopping follows evaluations, and the job has no eval_data; give it some")
-    names = ["loss", *(job.task.metrics if job.task else ()), *(job.metrics or ())]
+    losses = list(map(loss_name, job.sets)) or ["loss"]
+    names = [*losses, *(job.task.metrics if job.task else ()), *(job.metrics or ())]
     if option.metric not in names:
         raise UnknownName("metric for early stopping", option.metric, names)
 
@@ -218,11 +261,11 @@ def _check_precision(options: Options, module: nn.Module) -> None:
         )
 
 
-def _try_schedule(job: Job, module: nn.Module) -> None:
-    factory = job.options.schedule
+def _try_schedule(options: Options, optimizer: Callable[..., Any], named: Sequence[tuple[str, Tensor]]) -> None:
+    factory = options.schedule
     if factory is not None:
-        optimizer = build(job.optimizer, module.named_parameters())
-        scheduler = _guarded("the schedule cannot be made", lambda: make(factory, optimizer))
+        built = build(optimizer, named)
+        scheduler = _guarded("the schedule cannot be made", lambda: make(factory, built))
         plain(scheduler.state_dict(), "the schedule's state")
 
 

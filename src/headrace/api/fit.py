@@ -14,6 +14,7 @@ from time import monotonic
 from headrace.api.agreement import facts_of
 from headrace.api.checks import JobInfo, check_options, inspect_job
 from headrace.api.probes.probing import needs_probes, probe, said_by
+from headrace.api.probes.sets import plan_of, require_turns
 from headrace.api.resume import IF_SAVED, ResumeRequest, describe_run
 from headrace.api.run import Run, TemporaryRunDir
 from headrace.api.supervision import supervise
@@ -45,7 +46,7 @@ from headrace.strategies.context import ModelProbe
 from headrace.training.embeddings.naming import made_sparse
 from headrace.worker.callbacks.callback import Callback
 from headrace.worker.run_spec import RunSpec
-from headrace.worker.session import objective_of, sample_of
+from headrace.worker.session import objectives_of, sample_of
 from headrace.worker.worker import Worker
 
 # A process has four heartbeats a second.
@@ -273,6 +274,7 @@ def _planned(
         cluster = cluster.with_links_of(known)
     if isinstance(job, Job) and chosen.sparse_names():
         job = replace(job, model=made_sparse(job.model, chosen.sparse_names()))
+    require_turns(job, chosen)
     info = replace(inspect_job(job, chosen.closures), told=arguments.told)
     job = info.job
     check_options(job.options, cluster.device)
@@ -291,13 +293,13 @@ def _planned(
         info = replace(info, examples=total_of_hosts(info.examples, cluster))
     _check_tables(info.model, chosen)
     info = _inspected(job, info, chosen, cluster, arguments.encrypt, shares_measure=(ranks or 1) > 1)
-    plan = chosen.plan(info.model, cluster)
+    plan = plan_of(chosen, info.model, cluster, info.sets)
     check_device(chosen, plan, cluster)
     if arguments.device == AUTO and cluster.hosts[0].name == host_name() and (said := notice_of_auto(cluster.device)):
         info = replace(info, notices=(*info.notices, said))
     _check_split(job, info, plan)
     if arguments.check and needs_probes(plan, job.options.accumulate):
-        findings = probe(job, info.module, objective_of(job, info.weighed))
+        findings = probe(job, info.module, *objectives_of(job, info.module, info.weighed))
         info = replace(info, notices=(*info.notices, *said_by(findings, plan, job.options.accumulate)))
     return info, plan
 
@@ -312,7 +314,7 @@ def _inspected(
     job: Job, info: JobInfo, strategy: Strategy, cluster: Cluster, encrypt: bool, shares_measure: bool
 ) -> JobInfo:
     """Lets the strategy inspect the model."""
-    objective = objective_of(job, info.weighed)
+    objective = objectives_of(job, info.module, info.weighed)[0]
     notices = [] if encrypt or len(cluster.hosts) == 1 else [NOT_ENCRYPTED]
 
     def layers(request: ProfileRequest) -> tuple[LayerSpec, ...]:

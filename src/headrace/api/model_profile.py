@@ -37,6 +37,7 @@ from headrace.spec.events import Stepped, WorkerEnded
 from headrace.spec.job import Job
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import require_count
+from headrace.spec.parameter_sets import one_optimizer
 from headrace.strategies import OneDevice, Strategy, Unconnected
 from headrace.training.optimizer import build
 from headrace.training.whole_model import HALF
@@ -113,6 +114,7 @@ def profile(
     if threads is not None:
         require_count("threads", threads)
     info = inspect_job(job)
+    one_optimizer(job.optimizer, "a profile")
     kind = detect(device).device
     check_options(job.options, kind)
     own = _own_size(job)
@@ -134,6 +136,7 @@ def job_facts(job: Job, name: str, seconds: float = 1.0, say: Callable[[str], ob
     Its errors are those of `profile`.
     """
     info = inspect_job(job)
+    one_optimizer(job.optimizer, "a profile")
     measuring = _Measuring(info, "cpu", cores(), seconds, None, say)
     batch = measuring.batch(_own_size(job))
     examples = examples_of(batch)
@@ -210,7 +213,7 @@ def _measured_sizes(
 
 def identity(info: JobInfo) -> dict[str, str]:
     """Returns what tells a job's model from others, in the origin of its profile."""
-    optimizer = build(info.job.optimizer, info.module.named_parameters())
+    optimizer = build(one_optimizer(info.job.optimizer, "a profile"), info.module.named_parameters())
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     options = info.job.options
     return {

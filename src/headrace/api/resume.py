@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from headrace.api.checks import JobInfo
 from headrace.api.run import RunDirLock, refuse_living
@@ -18,15 +19,17 @@ from headrace.checkpoint.folder import step_of
 from headrace.checkpoint.remote import RemoteFolder
 from headrace.errors import CheckpointMismatch, CorruptCheckpoint, HeadraceError, UnfitMachine, UsageError
 from headrace.machine import versions
-from headrace.modules import parameters_and_buffers
+from headrace.modules import parameters_and_buffers, parts_of
 from headrace.parameter_server.server.snapshots import SnapshotSet, forget, newest_of
 from headrace.spec.job import Job
 from headrace.spec.options import is_url
+from headrace.spec.parameter_sets import one_optimizer
 from headrace.spec.plain import to_plain
 from headrace.spec.plan import Plan
 from headrace.training.optimizer import build
 from headrace.training.update import group_settings, make, plain
 from headrace.worker.run_spec import SNAPSHOTS, AttemptInfo, ResumePoint, RunSpec
+from headrace.worker.session import alone
 from headrace.worker.state import making_sense
 
 IF_SAVED = "if_saved"
@@ -41,7 +44,6 @@ _CHECKPOINT = re.compile("step-[0-9]{8,18}")
 
 def describe_run(job: Job, info: JobInfo, plan: Plan) -> dict[str, Any]:
     """Returns the description of a run that each of its checkpoints contains, as JSON values."""
-    optimizer = build(job.optimizer, info.module.named_parameters())
     return {
         "strategy": plan.strategy,
         "workers": plan.workers,
@@ -53,9 +55,7 @@ def describe_run(job: Job, info: JobInfo, plan: Plan) -> dict[str, Any]:
             "global_batch_size": job.global_batch_size,
             "examples": info.examples,
             **({"sparse_embeddings": _tables(info)} if info.model.tables else {}),
-            "optimizer": {"class": _class(optimizer), "groups": group_settings(optimizer)},
-            # After the groups: it changes them.
-            "schedule": _schedule(job, optimizer),
+            **_updates(job, info),
         },
         "training": {
             field.name: to_plain(getattr(job.options, field.name))
@@ -64,6 +64,27 @@ def describe_run(job: Job, info: JobInfo, plan: Plan) -> dict[str, Any]:
         },
         "versions": dict(versions()),
     }
+
+
+def _updates(job: Job, info: JobInfo) -> dict[str, Any]:
+    """Returns how the parameters are updated; where sets take turns, how each is, in the order of the turns."""
+    if info.sets:
+        parts = parts_of(info.module, info.sets)
+        own = {name: _update(alone(job, name), part) for name, part in parts.items()}
+        turns = [{"set": name, "rounds": each.rounds} for name, each in job.sets.items()]
+        return {
+            "turns": turns,
+            "optimizer": {name: each["optimizer"] for name, each in own.items()},
+            "schedule": {name: each["schedule"] for name, each in own.items()},
+        }
+    return _update(job, info.module)
+
+
+def _update(job: Job, module: nn.Module) -> dict[str, Any]:
+    optimizer = build(one_optimizer(job.optimizer, "a set of parameters"), module.named_parameters())
+    groups = group_settings(optimizer)
+    # After the groups: it changes them.
+    return {"optimizer": {"class": _class(optimizer), "groups": groups}, "schedule": _schedule(job, optimizer)}
 
 
 def find(run_dir: Path, resume: Path | str | Literal[True]) -> tuple[Checkpoint, tuple[CorruptCheckpoint, ...]]:
@@ -107,11 +128,14 @@ def resumption(
     """
     saved, now = checkpoint.description, description
     with making_sense(checkpoint.path):
-        job = {key: value for key, value in now["job"].items() if key not in ("optimizer", "schedule")}
+        job = {key: value for key, value in now["job"].items() if key not in ("optimizer", "schedule", "turns")}
         differences = [*_model_differences(checkpoint, info), *_differences("", saved["job"], job)]
-        if not reset_optimizer:
-            differences += _optimizer_differences(saved["job"]["optimizer"], now["job"]["optimizer"])
-            differences += _schedule_differences(saved["job"]["schedule"], now["job"]["schedule"])
+        turned = () if reset_optimizer else tuple(_turns_differences(saved["job"], now["job"]))
+        differences += turned
+        if not (reset_optimizer or turned):
+            for before, after in zip(_each_update(saved["job"]), _each_update(now["job"]), strict=True):
+                differences += _optimizer_differences(before["optimizer"], after["optimizer"])
+                differences += _schedule_differences(before["schedule"], after["schedule"])
         changes = tuple(_differences("", saved["training"], now["training"]))
         same = all(saved[key] == now[key] for key in ("strategy", "workers", "options"))
     if differences:
@@ -315,6 +339,24 @@ def _schedule_differences(saved: Mapping[str, Any] | None, now: Mapping[str, Any
     elif saved and now:
         state = {**saved["state"], "every": saved["every"]}
         yield from _differences(" of the schedule", state, {**now["state"], "every": now["every"]}, _NEW_ONE)
+
+
+def _turns_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    before, after = saved.get("turns"), now.get("turns")
+    if before != after:
+        yield f"sets of parameters that took turns were {_turns_text(before)}, are {_turns_text(after)}{_LEFT_BEHIND}"
+
+
+def _turns_text(turns: Sequence[Mapping[str, Any]] | None) -> str:
+    return ", ".join(f"{each['set']} ({each['rounds']})" for each in turns) if turns else "none"
+
+
+def _each_update(job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns optimizer and schedule, of each set of parameters where they take turns."""
+    if "turns" not in job:
+        return [job]
+    names = [each["set"] for each in job["turns"]]
+    return [{"optimizer": job["optimizer"][name], "schedule": job["schedule"][name]} for name in names]
 
 
 def _optimizer_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.errors import UsageError
 from headrace.spec.options import Options, require_count
+from headrace.spec.parameter_sets import ParameterSet, TurnOrder, as_sets, check_sets
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,11 +29,13 @@ class Job:
     Attributes:
         model: builds the model, or is one, whose weights then start the run.
         optimizer: takes named parameters (or parameters), returns a `torch.optim.Optimizer`:
-            `functools.partial(torch.optim.SGD, lr=0.1)`.
+            `functools.partial(torch.optim.SGD, lr=0.1)`. Or a dict of sets of parameters that are trained in turns, by
+            name: an optimizer for the parameters of the part of the model with that name, or an `hr.ParameterSet`.
         data: an `hr.data` pipeline, a torch `Dataset` or `DataLoader`, or a tuple of tensors or arrays.
         global_batch_size: examples that all workers together take in one round.
         task: loss, prediction and metrics in one, from `hr.tasks`; or give `loss`.
-        loss: `loss(output, target)` returns a scalar, the mean over the batch, or an `hr.Mean`.
+        loss: `loss(output, target)` returns a scalar, the mean over the batch, or an `hr.Mean`. With several sets of
+            parameters a dict: set to `loss(model, batch)`.
         metrics: name to `metric(output, target)`, returning a scalar mean or an `hr.Mean`.
         eval_data: what metrics are computed on, in the forms of `data`.
         epochs: visits of every example; or give `steps`.
@@ -64,11 +67,11 @@ class Job:
     """
 
     model: Callable[[], nn.Module] | nn.Module
-    optimizer: Callable[..., Any]
+    optimizer: Callable[..., Any] | Mapping[str, ParameterSet | Callable[..., Any]]
     data: Any = field(repr=False)
     global_batch_size: int
     task: Any = None
-    loss: Callable[..., Any] | None = None
+    loss: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None
     metrics: Mapping[str, Callable[..., Any]] | None = None
     eval_data: Any = field(default=None, repr=False)
     epochs: int | None = None
@@ -80,6 +83,11 @@ class Job:
     source: JobSource | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.optimizer, Mapping) and self.task is not None:
+            raise UsageError(
+                "a task has one loss, and optimizer has several sets of parameters; give loss={set: function, ...} and "
+                "metrics={...} in its place"
+            )
         if (self.task is None) == (self.loss is None):
             raise UsageError("a job has either a task (hr.tasks.multiclass(10)) or a loss, not both or neither")
         if (self.epochs is None) == (self.steps is None):
@@ -89,13 +97,36 @@ class Job:
                 require_count(name, getattr(self, name))
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**32:
             raise UsageError(f"seed must be a whole number from 0 to 2**32 - 1, got {self.seed!r}")
-        for name in ("model", "optimizer"):
-            if not callable(getattr(self, name)):
-                raise UsageError(f"{name} must be callable, got {getattr(self, name)!r}")
+        self._check_callables()
         if self.metrics is not None and not isinstance(self.metrics, Mapping):
             raise UsageError(f"metrics must be a dict of names to functions, got {type(self.metrics).__name__}")
         if not isinstance(self.options, Options):
             raise UsageError(f"options must be hr.Options(...), got {type(self.options).__name__}")
+
+    @property
+    def sets(self) -> dict[str, ParameterSet]:
+        """The sets of parameters that are trained in turns, by name; {} where one optimizer has all."""
+        return as_sets(self.optimizer)
+
+    @property
+    def turns(self) -> TurnOrder | None:
+        """Which set is trained in which round; None where one optimizer has all parameters."""
+        sets = self.sets
+        return TurnOrder({name: each.rounds for name, each in sets.items()}) if sets else None
+
+    def _check_callables(self) -> None:
+        if not callable(self.model):
+            raise UsageError(f"model must be callable, got {self.model!r}")
+        if isinstance(self.optimizer, Mapping):
+            check_sets(self.optimizer, self.loss)
+            return
+        if not callable(self.optimizer):
+            raise UsageError(f"optimizer must be callable, got {self.optimizer!r}")
+        if isinstance(self.loss, Mapping):
+            raise UsageError(
+                f"there is a loss for each of {', '.join(map(str, self.loss))}, and one optimizer; give optimizer="
+                "{set: function, ...} with the same sets"
+            )
 
 
 @dataclass(frozen=True)
@@ -107,9 +138,11 @@ class Share:
         examples: of this worker.
         of: examples of the global batch.
         epoch: counted from 0.
+        round: counted from 0 over the whole run, where its number matters.
     """
 
     batch: Any
     examples: int
     of: int
     epoch: int
+    round: int = 0

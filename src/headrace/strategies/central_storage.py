@@ -65,6 +65,7 @@ class CentralStorage(Strategy):
     equals_one_device = True
     one_host = True
     sparse_tables = True
+    turns = True
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)

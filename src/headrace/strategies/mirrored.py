@@ -71,6 +71,7 @@ class Mirrored(Strategy):
     equals_one_device = True
     collectives = True
     sparse_tables = True
+    turns = True
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)

@@ -42,6 +42,7 @@ class OneDevice(Strategy):
     name = "one_device"
     equals_one_device = True
     sparse_tables = True
+    turns = True
     one_host = True
 
     def __post_init__(self) -> None:
@@ -66,8 +67,7 @@ class LocalExchange(UpdatingExchange):
         self._first = first
         self.updater = context.updater_of(segments)
         self.parameter_bytes = context.model.parameter_bytes
-        named = context.module.named_parameters()
-        self._parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
+        self._parameters = {name: each for name, each in context.module.named_parameters() if each.requires_grad}
         self._options = context.options
         without = replace(context.options, clip_norm=None, clip_value=None)
         immediate = context.device.type == "cpu"

@@ -31,9 +31,8 @@ class Strategy(ABC):
             that says nothing has this guard; workers that equal one device always need it.
         one_model: whether all workers train one model, so that there is one state to save.
         one_host: whether all workers must be on one host.
-        sparse_tables: whether it trains embeddings with `sparse=True`, of which only rows travel.
-        closures: whether it trains with `torch.optim.LBFGS`, which evaluates the loss several times a step, and with no
-            other optimizer.
+        sparse_tables, turns: whether it trains embeddings with `sparse=True`; sets of parameters that take turns.
+        closures: whether it trains with `torch.optim.LBFGS`, which needs several losses a step, and with it alone.
         fixed_shapes: whether all steps have the same shapes, as devices need that compile a program for every shape.
         collectives: whether workers exchange tensors between devices, not through host memory.
         snapshots: whether servers' snapshots that are taken at different moments can be used together.
@@ -49,6 +48,7 @@ class Strategy(ABC):
     one_model: ClassVar[bool] = True
     one_host: ClassVar[bool] = False
     sparse_tables: ClassVar[bool] = False
+    turns: ClassVar[bool] = False
     closures: ClassVar[bool] = False
     fixed_shapes: ClassVar[bool] = False
     collectives: ClassVar[bool] = False

@@ -109,17 +109,23 @@ _PLAIN = Options()
 class Objective:
     """The loss, `loss(output, target)`, and how `inputs` and `target` are selected from a batch, as in `Job`.
 
-    `weighed` tells whether the loss is a `Mean`, whose total weight is a sum over workers.
+    `weighed` tells whether the loss is a `Mean`, whose total weight is a sum over workers. Where a part of a model is
+    trained, `model` is the whole one, and the loss is `loss(model, batch)`.
     """
 
     loss: Callable[..., Any]
     inputs: Any = None
     target: Any = None
     weighed: bool = False
+    model: nn.Module | None = None
 
     def of(self, forward: Callable[..., Any], batch: Any) -> Tensor | Mean:
         """Returns the loss of a batch, whose output `forward` makes."""
-        loss: Tensor | Mean = self.loss(call(forward, batch, self.inputs), select_target(batch, self.target))
+        if self.model is not None:
+            taken = self.model, batch
+        else:
+            taken = call(forward, batch, self.inputs), select_target(batch, self.target)
+        loss: Tensor | Mean = self.loss(*taken)
         return loss
 
 
@@ -148,7 +154,7 @@ class WholeModel(Compute):
         scale: LossScale | None = None,
         graph: GraphMode | None = None,
     ) -> None:
-        self.module = module
+        self.module = objective.model or module
         self._objective = objective
         self._sink = sink
         self._total = total
@@ -251,14 +257,14 @@ class WholeModel(Compute):
 
     def _add(self, loss: Tensor, epoch: int) -> None:
         """Adds the gradients of what is trained in an epoch to `.grad`."""
-        if epoch >= self._trained.last_begin:
+        if epoch >= self._trained.last_begin and self._objective.model is None:
             loss.backward()
         elif self._is_plain(loss):
             loss.backward(inputs=[*self._trained.in_epoch(epoch), *self._leaves()])
         else:
             raise UsageError(
-                "hr.frozen(..., until_epoch=...) leaves out gradients, and torch.utils.checkpoint(use_reentrant=True) "
-                "in forward makes all of them; use use_reentrant=False"
+                "hr.frozen(..., until_epoch=...) and several optimizers leave out gradients, and "
+                "torch.utils.checkpoint(use_reentrant=True) in forward makes all of them; use use_reentrant=False"
             )
 
     def _is_plain(self, loss: Tensor) -> bool:

@@ -18,6 +18,7 @@ from headrace.metrics import weigh
 from headrace.modules import evaluating
 from headrace.spec.job import Job, Share
 from headrace.spec.options import EarlyStopping
+from headrace.spec.parameter_sets import loss_name
 from headrace.training.batch_norm import averaged_buffers
 from headrace.training.exchange import Replica
 
@@ -41,27 +42,34 @@ class Evaluation:
         `weight` is that of this worker's running statistics in their mean.
         """
         job, task = self._job, self._job.task
-        measures = {"loss": task.loss if task else job.loss, **(task.metrics if task else {}), **(job.metrics or {})}
-        sums = [0.0] * (2 * len(measures) + 1)
+        losses, measures = _losses_of(job)
+        measures |= {**(task.metrics if task else {}), **(job.metrics or {})}
+        names = (*losses, *measures)
+        sums = [0.0] * (2 * len(names) + 1)
         module = self._replica.compute.module
         with self._replica.trained_weights(), self._averaged(weight), evaluating(module):
             for share in self._loader(self._group.rank, self._group.world).sweep():
                 if share.examples:
-                    self._measure(share, measures, sums)
+                    self._measure(share, losses, measures, sums)
                 else:
                     self._replica.compute.attend()
         totals = self._group.sum(sums)
-        metrics = {name: totals[2 * i] / totals[2 * i + 1] for i, name in enumerate(measures) if totals[2 * i + 1]}
+        metrics = {name: totals[2 * i] / totals[2 * i + 1] for i, name in enumerate(names) if totals[2 * i + 1]}
         return metrics, int(totals[-1])
 
-    def _measure(self, share: Share, measures: Mapping[str, Any], sums: list[float]) -> None:
-        output = self._replica.compute.predict(share.batch)
-        if not self._replica.compute.counts:
+    def _measure(self, share: Share, losses: Mapping[str, Any], measures: Mapping[str, Any], sums: list[float]) -> None:
+        compute = self._replica.compute
+        output = compute.predict(share.batch)
+        if not compute.counts:
             return
-        target = self._replica.compute.place(select_target(share.batch, self._job.target))
-        for index, (name, measure) in enumerate(measures.items()):
-            total, weight = weigh(measure(output, target), share.examples, name)
-            sums[2 * index] += float(total)
+        target = compute.place(select_target(share.batch, self._job.target))
+        batch = compute.place(share.batch) if losses else None
+        # With gradients, which a loss may be made of (a penalty on them).
+        values = {name: loss(compute.module, batch) for name, loss in losses.items()}
+        values |= {name: measure(output, target) for name, measure in measures.items()}
+        for index, (name, value) in enumerate(values.items()):
+            total, weight = weigh(value, share.examples, name)
+            sums[2 * index] += float(total.detach())
             sums[2 * index + 1] += float(weight)
         sums[-1] += share.examples
 
@@ -79,6 +87,13 @@ class Evaluation:
             with torch.no_grad():
                 for buffer, saved in zip(buffers, own, strict=True):
                     buffer.copy_(saved)
+
+
+def _losses_of(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the losses by name: those of the model and a batch, of sets, and that of output and target."""
+    if isinstance(job.loss, Mapping):
+        return {loss_name(name): loss for name, loss in job.loss.items()}, {}
+    return {}, {"loss": job.task.loss if job.task else job.loss}
 
 
 def average(buffers: list[Tensor], group: ProcessGroup, weight: float = 1.0) -> None:

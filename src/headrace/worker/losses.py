@@ -16,8 +16,8 @@ from headrace.worker.session import WorkerSession
 
 _READ_EVERY_S = 0.25
 
-_Head = tuple[int, int, int, float, int, tuple[int, ...]]
-"""Step, epoch, examples, weight, lease, versions of the parameters taken over before it."""
+_Head = tuple[int, int, int, float, int, tuple[int, ...], str]
+"""Step, epoch, examples, weight, lease, versions of the parameters taken over before it, set of parameters."""
 
 
 class LossReader:
@@ -55,12 +55,12 @@ class LossReader:
         self._read = monotonic()
 
     def _write(self, head: _Head, number: float | None, times_s: list[float]) -> None:
-        step, epoch, examples, weight, lease, pulled = head
+        step, epoch, examples, weight, lease, pulled, turn = head
         if number is not None:
             if not math.isfinite(number):
                 raise NonFiniteLoss(self._rank, step, number)
             self._page.ranks[self._rank].heartbeat.loss = number
-        self._events.stepped(step, epoch, examples, number, weight, lease, *times_s, pulled=pulled)
+        self._events.stepped(step, epoch, examples, number, weight, lease, *times_s, pulled=pulled, turn=turn)
 
 
 MOST_IN_A_ROW = {"skip": 10, "rollback": 3}

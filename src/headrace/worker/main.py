@@ -38,10 +38,10 @@ from headrace.worker.run_spec import RunSpec, model_path
 from headrace.worker.session import (
     DeviceGroup,
     WorkerSession,
-    build_context,
     build_evaluation,
     build_loader,
     build_module,
+    build_replica,
 )
 from headrace.worker.state import LoadedCheckpoint, making_sense, seed_random
 from headrace.worker.worker import Worker, train
@@ -121,8 +121,7 @@ def _build(
     """Builds the replica and the data of a worker."""
     loader, reporter = build_loader(run, role, group, events)
     devices = DeviceGroup(run, role, group)
-    context = build_context(run, role, page, module, loader, devices, closing)
-    replica = run.strategy.replica(run.plan, role.rank, context)
+    replica = build_replica(run, role, page, module, loader, devices, closing)
     for line in replica.compute.notes:
         events.write(Notice(role.rank, events.now(), line))
     evaluation = build_evaluation(run, role, replica, group)

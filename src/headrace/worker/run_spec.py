@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -107,6 +107,13 @@ class RunSpec:
     description: Mapping[str, Any] = field(default_factory=dict)
     attempt: AttemptInfo = AttemptInfo()
     callbacks: tuple[Callback, ...] = ()
+
+    def of_set(self, job: Job, names: Collection[str]) -> RunSpec:
+        """Returns the run of a job that trains the parameters of these names alone."""
+        parameters = tuple(each for each in self.model.parameters if each.name in names)
+        segments = tuple(each for each in self.plan.segments if each.parameter in names)
+        model, plan = replace(self.model, parameters=parameters), replace(self.plan, segments=segments)
+        return replace(self, job=job, model=model, plan=plan)
 
     def deadline(self, replaces: bool) -> float:
         """Returns when the run is to end, on the host's monotonic clock.

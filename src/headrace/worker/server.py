@@ -20,6 +20,7 @@ from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.server.snapshots import Snapshots, SnapshotSet, read
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Failed, Notice, RowsHeld, ServerEnded, ServerStarted, ServerStats, SnapshotTaken
+from headrace.spec.parameter_sets import one_optimizer
 from headrace.spec.plan import Plan
 from headrace.strategies.context import ServerContext
 from headrace.strategies.strategy import ServedStrategy
@@ -197,7 +198,7 @@ def _parts(run: RunSpec) -> ServerContext:
     first = run.resume.done if run.resume else 0
     return ServerContext(
         model=run.model,
-        optimizer=job.optimizer,
+        optimizer=one_optimizer(job.optimizer, run.strategy.name),
         options=job.options,
         rounds_per_epoch=rounds_per_epoch,
         first=first,

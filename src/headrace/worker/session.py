@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,16 +17,19 @@ from headrace.data import CpuBudget, Hosts, InputPipeline, Loader, as_pipeline
 from headrace.devices import use
 from headrace.errors import UsageError
 from headrace.machine import cores
-from headrace.modules import copy_module, set_train_modes
+from headrace.modules import copy_module, names_of_sets, parts_of, set_train_modes
 from headrace.parameter_server.replication.directory import find_servers
 from headrace.policies.roles import threads_per_worker
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Notice
 from headrace.spec.job import Job, Share
+from headrace.spec.parameter_sets import one_optimizer
 from headrace.spec.plan import Plan, Role, name_of
 from headrace.strategies.context import BatchInfo, WorkerContext
 from headrace.training.embeddings.building import deferred_tables, with_tables
-from headrace.training.exchange import Replica
+from headrace.training.exchange import Replica, UpdatingExchange
+from headrace.training.turns.compute import TurnsCompute
+from headrace.training.turns.exchange import TurnsExchange
 from headrace.training.whole_model import Objective
 from headrace.worker.evaluation import Evaluation
 from headrace.worker.events import EventWriter, InputReporter
@@ -148,8 +152,22 @@ def build_module(job: Job) -> nn.Module:
 def objective_of(job: Job, weighed: bool = False) -> Objective:
     """Returns the loss of the job's model, and what it takes."""
     loss = job.task.loss if job.task else job.loss
-    assert loss is not None  # Job holds that it has one of them
+    assert callable(loss)  # Job holds that it has one of them
     return Objective(loss, job.inputs, job.target, weighed)
+
+
+def objectives_of(job: Job, module: nn.Module, weighed: bool = False) -> tuple[Objective, ...]:
+    """Returns the loss, or one for each set of parameters that is trained in turns."""
+    if not job.sets:
+        return (objective_of(job, weighed),)
+    return tuple(replace(objective_of(alone(job, name), weighed), model=module) for name in job.sets)
+
+
+def alone(job: Job, name: str) -> Job:
+    """Returns the job of one set of parameters: its turns are the rounds of a job in which the others are frozen."""
+    own = job.sets[name]
+    assert isinstance(job.loss, Mapping)
+    return replace(job, optimizer=own.optimizer, loss=job.loss[name], options=own.options(job.options))
 
 
 def build_context(
@@ -171,7 +189,7 @@ def build_context(
         module=module,
         model=run.model,
         objective=objective_of(run.job, run.weighed),
-        optimizer=run.job.optimizer,
+        optimizer=one_optimizer(run.job.optimizer, run.strategy.name),
         options=run.job.options,
         group=group,
         device_group=devices,
@@ -181,6 +199,44 @@ def build_context(
         closing=closing,
         servers=find_servers(run.plan, role.rank, page, group, run.timeout_s),
         sample=lambda: sample_of(run.job),
+    )
+
+
+def build_replica(
+    run: RunSpec,
+    role: Role,
+    page: ControlPage,
+    module: nn.Module,
+    loader: Loader,
+    devices: DeviceGroup,
+    closing: ExitStack,
+) -> Replica:
+    """Returns what the strategy builds: one replica, or one for each set of parameters, which take turns."""
+    order, strategy = run.job.turns, run.strategy
+    if order is None:
+        context = build_context(run, role, page, module, loader, devices, closing)
+        return strategy.replica(run.plan, role.rank, context)
+    if role.device != "cpu":
+        # Before it is divided, so that what the parts do not have is there, too.
+        use(role.device)
+        module.to(role.device)
+    parts = parts_of(module, names_of_sets(module, run.job.sets))
+    holders = {name: part for part, own in parts.items() for name, _ in own.named_parameters()}
+    replicas = {}
+    for name, part in parts.items():
+        own = run.of_set(alone(run.job, name), {each for each, holder in holders.items() if holder == name})
+        context = build_context(own, role, page, part, loader, devices, closing)
+        context = replace(context, objective=replace(context.objective, model=module))
+        replicas[name] = strategy.replica(own.plan, role.rank, context)
+    exchanges = {}
+    for name, each in replicas.items():
+        # Of a strategy with `turns`, whose workers go in lockstep.
+        assert isinstance(each.exchange, UpdatingExchange)
+        assert each.sync is None
+        exchanges[name] = each.exchange
+    return Replica(
+        TurnsCompute({name: each.compute for name, each in replicas.items()}, order),
+        TurnsExchange(exchanges, holders, order),
     )
 
 

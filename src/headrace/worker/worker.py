@@ -41,6 +41,7 @@ class Worker:
         model: this worker's copy.
         device: where it lives.
         rounds: how many there are in the whole run.
+        turn: the set of parameters that the current round trains, where sets take turns; else "".
 
     Examples:
         >>> def train(worker):
@@ -62,6 +63,8 @@ class Worker:
         self._losses = control.losses
         self._nonfinite = NonFiniteHandler(session, control.roll_back, loop.reporter)
         self._compute, self._exchange, self._progress = replica.compute, replica.exchange, session.progress
+        self.turn = ""
+        self._turns = run.job.turns
         self._computed: Computed | None = None
         self._times = [0.0, 0.0, 0.0, 0.0]
 
@@ -99,6 +102,8 @@ class Worker:
         try:
             with closing(self._loop.shares()) as shares:
                 for share in shares:
+                    if self._turns:
+                        self.turn = self._turns.at(self._progress.round)
                     began = perf_counter()
                     batch = self._compute.place(share.batch)
                     self._times[0] = self._progress.waited_s + perf_counter() - began
@@ -146,7 +151,7 @@ class Worker:
             self._progress.share = Share(None, 0, 0, self._progress.share.epoch)
         loss = loss if finite else None
         self._record(computed, loss)
-        self._control.callbacks.stepped(loss)
+        self._control.callbacks.stepped(loss, self.turn)
         self._loop.advance()
         return loss
 
@@ -211,6 +216,7 @@ class Worker:
         head = (
             *(progress.round, share.epoch, share.examples * counts, computed.weight, lease),
             self._exchange.pulled if lease >= 0 else (),
+            self.turn,
         )
         self._losses.note(head, computed.loss, loss, self._times)
         self._session.events.passed(progress.round, self._compute.in_flight, self._compute.passes)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from headrace.api.probes.finding import Finding, Scope, names_of, trial
-from headrace.batches import call, examples_of
+from headrace.api.probes.finding import Finding, Scope, names_of, run_forward, trial
+from headrace.batches import examples_of
 from headrace.checkpoint.forms import extra_states
 from headrace.modules import restore, same_values, stateful_modules
 from headrace.training.whole_model import Objective, cut
@@ -42,7 +42,7 @@ def probe_changing_buffers(module: nn.Module, batch: Any, objective: Objective) 
             # Both begin with the same buffers and the same random numbers.
             with trial(module):
                 versions = {name: tensor._version for name, tensor in watched.items()}
-                call(module, cut(batch, low, high, count, "a probe"), objective.inputs)
+                run_forward(module, cut(batch, low, high, count, "a probe"), objective)
                 results.append(_changed(module, watched, versions, start))
                 kept.append(extra_states(module))
     first, second = results

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from headrace.batches import call, select_target
+from headrace.batches import call
 from headrace.engine.dynamo import has_compiler
 from headrace.modules import restore, stateful_modules
 from headrace.training.whole_model import Objective
@@ -61,8 +61,17 @@ def names_of(names: list[str]) -> str:
 
 def loss_of(module: nn.Module, batch: Any, objective: Objective) -> Any:
     """Runs the model and the loss."""
-    output = call(module, batch, objective.inputs)
-    return objective.loss(output, select_target(batch, objective.target))
+    # A loss of a part of the model may be made of gradients.
+    with torch.set_grad_enabled(objective.model is not None):
+        return objective.of(module, batch)
+
+
+def run_forward(module: nn.Module, batch: Any, objective: Objective) -> None:
+    """Runs what of the model a step runs forward."""
+    if objective.model is None:
+        call(module, batch, objective.inputs)
+    else:
+        loss_of(module, batch, objective)
 
 
 @contextmanager

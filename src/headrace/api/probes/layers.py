@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from headrace.api.probes.finding import Finding, Scope, drawn, names_of, trial
-from headrace.batches import call
+from headrace.api.probes.finding import Finding, Scope, drawn, names_of, run_forward, trial
 from headrace.training.whole_model import Objective
 
 
@@ -17,7 +16,7 @@ def probe_random_layers(module: nn.Module, batch: Any, objective: Objective) -> 
     """Tells whether forward draws random numbers, and the dropout layers."""
     with trial(module):
         before = drawn()
-        call(module, batch, objective.inputs)
+        run_forward(module, batch, objective)
         draws = drawn() != before
     if not draws:
         return ()

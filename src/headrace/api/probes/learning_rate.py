@@ -22,6 +22,7 @@ from headrace.report.views.style import INK, Picture, colours_of
 from headrace.spec.events import Stepped
 from headrace.spec.job import Job
 from headrace.spec.options import require_count
+from headrace.spec.parameter_sets import one_optimizer
 from headrace.strategies import OneDevice
 from headrace.training.optimizer import build
 from headrace.worker.callbacks.callback import Callback, Moment
@@ -166,7 +167,8 @@ def find_learning_rate(
         raise UsageError(f"least and most must be learning rates, 0 < least < most, got least={least!r}, most={most!r}")
     require_count("steps", steps, _LEAST_STEPS)
     info = inspect_job(job)
-    base = _base_rate(build(job.optimizer, info.module.named_parameters()))
+    optimizer = one_optimizer(job.optimizer, "find_learning_rate")
+    base = _base_rate(build(optimizer, info.module.named_parameters()))
     rates = [least * (most / least) ** (step / (steps - 1)) for step in range(steps)]
     options = replace(
         job.options,

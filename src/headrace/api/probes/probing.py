@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from typing import Any
 
 from torch import nn
@@ -25,8 +26,8 @@ _LEAST, _MOST = 4, 8
 """Examples of the batch: at least two halves of two, because BatchNorm takes no batch of one."""
 
 
-def probe(job: Job, module: nn.Module, objective: Objective, probes: Iterable[Probe] = PROBES) -> tuple[Finding, ...]:
-    """Runs the probes on the first examples of the job's data."""
+def probe(job: Job, module: nn.Module, *objectives: Objective, probes: Iterable[Probe] = PROBES) -> tuple[Finding, ...]:
+    """Runs the probes with each objective on the first examples of the job's data."""
     pipeline, _ = as_pipeline(job.data)
     count = min(_MOST, max(_LEAST, job.global_batch_size), len(pipeline))
     loader = Loader(pipeline, job.seed, count, (1,), 0, ordered=True)
@@ -38,12 +39,13 @@ def probe(job: Job, module: nn.Module, objective: Objective, probes: Iterable[Pr
     except DataError as error:
         return (_left_out("the batch cannot be cut into parts", error),)
     findings: list[Finding] = []
-    for each in probes:
+    for each, objective in product(probes, objectives):
         try:
             findings += each(module, share.batch, objective)
         except Exception as error:  # whatever a user's model raises
             findings.append(_left_out(f"the model failed on part of a batch of {share.examples} examples", error))
-    return tuple(findings)
+    # What two losses both show is said once.
+    return tuple(dict.fromkeys(findings))
 
 
 def _left_out(reason: str, error: Exception) -> Finding:

@@ -77,7 +77,7 @@ def _undecided(reason: str) -> Finding:
 
 def _value(loss: Any, examples: int) -> tuple[float, float]:
     total, weight = weigh(loss, examples, "the loss")
-    return float(total), float(weight)
+    return float(total.detach()), float(weight)
 
 
 def _tolerance(module: nn.Module, loss: Any) -> float:

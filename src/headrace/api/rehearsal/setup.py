@@ -30,6 +30,7 @@ from headrace.report.format import byte_count
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import LAUNCHER
 from headrace.spec.model import ModelSpec
+from headrace.spec.parameter_sets import one_optimizer
 from headrace.spec.plan import Plan
 from headrace.strategies import (
     TPU,
@@ -208,6 +209,7 @@ class RehearsalSetup:
 
     def _spec(self, strategy: Strategy) -> RunSpec:
         info = self._info
+        one_optimizer(info.job.optimizer, "a rehearsal")
         if info.model.tables or (isinstance(strategy, ParameterServer) and strategy.sparse):
             raise UsageError(
                 "a model with sparse embeddings cannot be rehearsed: their rows are fetched one by one, and only a "

@@ -223,10 +223,10 @@ def _job(path: Path, settings: Sequence[str]) -> Iterator[Check]:
         # Lazily: they import torch.
         from headrace.api.checks import inspect_job
         from headrace.api.probes.probing import probe
-        from headrace.worker.session import objective_of
+        from headrace.worker.session import objectives_of
 
         info = inspect_job(job)
-        findings = probe(info.job, info.module, objective_of(info.job, info.weighed))
+        findings = probe(info.job, info.module, *objectives_of(info.job, info.module, info.weighed))
     except HeadraceError as error:
         yield problem("job", str(error), f"correct {path}; nothing would have been trained")
         return

@@ -23,6 +23,7 @@ from headrace.prediction.rehearsal.order import PlannedStep, ServerAction, SyncI
 from headrace.prediction.rehearsal.server import InProcessServer, Policies, head_of, served_layouts
 from headrace.prediction.rehearsal.workers import ComputedStep, PushedGradient, VirtualWorkers
 from headrace.spec.events import NonFinite
+from headrace.spec.parameter_sets import one_optimizer
 from headrace.strategies.context import BatchInfo, WorkerContext
 from headrace.training.batch_norm import averaged_buffers
 from headrace.training.exchange import Replica
@@ -91,7 +92,7 @@ class ServedRehearsal:
             module=self._module,
             model=run.model,
             objective=objective_of(job, run.weighed),
-            optimizer=job.optimizer,
+            optimizer=one_optimizer(job.optimizer, "a rehearsal"),
             options=job.options,
             group=ThreadCollective(ThreadGroup(1), 0),
             rounds_per_epoch=every,

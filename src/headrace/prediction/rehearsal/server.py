@@ -21,6 +21,7 @@ from headrace.parameter_server.server.requests import Requests
 from headrace.parameter_server.wire import Kind, Message, ShardLayout, decode
 from headrace.policies.staleness import Admission, Combination
 from headrace.spec.events import ServerStats
+from headrace.spec.parameter_sets import one_optimizer
 from headrace.transport.base import Blob, ReceivedMessage, ServerTransport
 from headrace.worker.run_spec import RunSpec
 
@@ -94,7 +95,7 @@ class InProcessServer:
         remedies = options.get("remedies")
         self._optimizer = ShardOptimizer(
             self.layout,
-            run.job.optimizer,
+            one_optimizer(run.job.optimizer, "a rehearsal"),
             run.model.parameters,
             clock,
             options.get("scale") == "full",

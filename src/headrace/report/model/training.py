@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, zip_longest
 from statistics import fmean
 
@@ -209,12 +209,14 @@ class EvaluationPoint:
 class Curves:
     """The loss, at most `CURVE_POINTS` points without steps whose loss is not finite, and the evaluations in order.
 
-    `first_loss` is of the first round, the untrained model's.
+    `first_loss` is of the first round, the untrained model's. Where sets of parameters take turns, each has a loss of
+    its own in `set_losses`, and there is no other.
     """
 
     loss: tuple[LossPoint, ...]
     evaluations: tuple[EvaluationPoint, ...]
     first_loss: float | None = None
+    set_losses: Mapping[str, tuple[LossPoint, ...]] = field(default_factory=dict)
 
 
 def curves_of(
@@ -228,22 +230,29 @@ def curves_of(
     seen = list(accumulate((rounds[index].examples for index in order), initial=0))
     # Workers that run ahead finish a later step before others an earlier one; the curve goes forward only.
     times = list(accumulate((rounds[index].time_s for index in order), max))
-    width = max(1, math.ceil(len(order) / CURVE_POINTS))
-    loss = []
-    for start in range(0, len(order), width):
-        stop = min(start + width, len(order))
-        piece = [rounds[index] for index in order[start:stop]]
-        weight = math.fsum(each.weight for each in piece)
-        if weight > 0:
-            mean = math.fsum(each.loss for each in piece) / weight
-            loss.append(LossPoint(seen[stop], clock.until(times[stop - 1]), mean))
+    by_set: dict[str, list[int]] = defaultdict(list)
+    for place, index in enumerate(order):
+        by_set[rounds[index].turn].append(place)
+    losses: dict[str, tuple[LossPoint, ...]] = {}
+    for name, places in by_set.items():
+        width = max(1, math.ceil(len(places) / CURVE_POINTS))
+        points = []
+        for start in range(0, len(places), width):
+            chosen = places[start : start + width]
+            piece = [rounds[order[place]] for place in chosen]
+            weight = math.fsum(each.weight for each in piece)
+            if weight > 0:
+                mean = math.fsum(each.loss for each in piece) / weight
+                points.append(LossPoint(seen[chosen[-1] + 1], clock.until(times[chosen[-1]]), mean))
+        losses[name] = tuple(points)
+    loss = losses.pop("", ())
     evaluations = []
     for event in evaluated:
         epochs = seen[bisect_left(order, event.step)] / examples_per_epoch if examples_per_epoch else 0.0
         point = EvaluationPoint(event.step, epochs, clock.until(event.time_s), event.metrics, event.seconds)
         evaluations.append(point)
-    begun = rounds[order[0]] if order else _Round()
-    return Curves(tuple(loss), tuple(evaluations), begun.loss / begun.weight if begun.weight > 0 else None)
+    begun = rounds[order[0]] if order and not losses else _Round()
+    return Curves(loss, tuple(evaluations), begun.loss / begun.weight if begun.weight > 0 else None, losses)
 
 
 @dataclass
@@ -254,8 +263,10 @@ class _Round:
     time_s: float = 0.0
     loss: float = 0.0
     weight: float = 0.0
+    turn: str = ""
 
     def add(self, step: Stepped) -> None:
+        self.turn = step.turn
         self.examples += step.examples
         self.time_s = max(self.time_s, step.time_s)
         if step.loss is not None and math.isfinite(step.loss):

@@ -25,6 +25,7 @@ from headrace.spec.events import (
     Stepped,
     ValuesLogged,
 )
+from headrace.spec.parameter_sets import loss_name
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,9 @@ Tracked = TrackedValue | TrackedText | TrackedPicture
 class EventCurves:
     """Turns one run's events into values and texts.
 
-    `loss` by step is the weighted mean over the workers, known when as many of them have reported the step as there
-    are, or, where workers do not go in step, when each of them is beyond it; `seconds/<part>/rank-<n>` is where each
-    worker's step went.
+    `loss` by step (`loss/<set>` where sets of parameters take turns) is the weighted mean over the workers, known when
+    as many of them have reported the step as there are, or, where workers do not go in step, when each of them is
+    beyond it; `seconds/<part>/rank-<n>` is where each worker's step went.
     """
 
     def __init__(self, started: RunStarted) -> None:
@@ -135,4 +136,5 @@ class EventCurves:
         weight = sum(event.weight for event in parts)
         if weight > 0:
             loss = sum((event.loss or 0.0) * event.weight for event in parts) / weight
-            yield TrackedValue("loss", loss, step, self._began + max(event.time_s for event in parts))
+            tag = loss_name(parts[0].turn) if parts[0].turn else "loss"
+            yield TrackedValue(tag, loss, step, self._began + max(event.time_s for event in parts))

@@ -81,6 +81,16 @@ def loss_answer(runs: Sequence[Summary], references: References, by_time: bool) 
     return f"{_first(runs, reached, target, text)}{_missed(missed)}{_doubt(doubtful)}{_left_out(runs)}"
 
 
+def set_loss_answer(runs: Sequence[Summary], name: str) -> str:
+    """Returns where the loss of a set of parameters began and ended, of each run."""
+    told = []
+    for run in runs:
+        path = smoothed([(point.examples, point.loss) for point in run.curves.set_losses.get(name, ())])
+        if path:
+            told.append(f"{run.name}: from {short(path[0][1])} to {short(path[-1][1])}")
+    return f"{'; '.join(told)}." if told else ""
+
+
 def _examples(count: float) -> str:
     return f"{count:,.0f} examples"
 

@@ -21,6 +21,7 @@ from headrace.report.views.answers import (
     metric_answer,
     period_answer,
     pipeline_answer,
+    set_loss_answer,
     steps_answer,
     throughput_answer,
     workers_answer,
@@ -171,6 +172,7 @@ def pictures(summaries: Sequence[Summary], references: References) -> tuple[Pict
     rates = [] if len(summaries) == 1 and references == References() else [_throughput(summaries, references)]
     drawn = (
         *_losses(summaries, references),
+        *_set_losses(summaries),
         *rates,
         _steps(summaries),
         *_metrics(summaries),
@@ -186,7 +188,8 @@ def pictures(summaries: Sequence[Summary], references: References) -> tuple[Pict
 
 def main_pictures(summaries: Sequence[Summary], references: References) -> tuple[Picture, ...]:
     """Returns the pictures to show where there is little room: the loss, and the rates where runs are compared."""
-    losses = tuple(each for each in _losses(summaries, references) if not each.group)
+    found = (*_losses(summaries, references), *_set_losses(summaries))
+    losses = tuple(each for each in found if not each.group)
     rates = _throughput(summaries, references) if len(summaries) > 1 else None
     return (*losses, *([rates] if rates else []))
 
@@ -221,8 +224,34 @@ def _losses(summaries: Sequence[Summary], references: References) -> list[Pictur
     ]
 
 
-def _loss_curves(summaries: Sequence[Summary], place: Callable[[LossPoint], float]) -> list[Curve]:
-    curves = _curves_of(summaries, lambda run: [(place(point), point.loss) for point in run.curves.loss])
+def _set_losses(summaries: Sequence[Summary]) -> list[Picture]:
+    """Returns the loss of each set of parameters that takes turns."""
+    losses = (own for each in summaries for own in each.curves.set_losses.items())
+    names = list(dict.fromkeys(name for name, points in losses if points))
+    return [_set_loss(summaries, name) for name in names]
+
+
+def _set_loss(summaries: Sequence[Summary], name: str) -> Picture:
+    title = f"How does the loss of {name} go?"
+    drawn = draw_curves(
+        title,
+        _loss_curves(summaries, attrgetter("examples"), lambda run: run.curves.set_losses.get(name, ())),
+        "examples seen by all workers",
+        f"training loss of {name}",
+    )
+    reading = (
+        f"The rounds in which {name} was trained, the others left out. Where sets work against each other a loss need "
+        f"not fall. Drawn: the mean over 1/{SMOOTH} of the run around each point; faint: before that."
+    )
+    return Picture(title, drawn, reading, "runs", set_loss_answer(summaries, name))
+
+
+def _loss_curves(
+    summaries: Sequence[Summary],
+    place: Callable[[LossPoint], float],
+    losses: Callable[[Summary], Sequence[LossPoint]] = lambda run: run.curves.loss,
+) -> list[Curve]:
+    curves = _curves_of(summaries, lambda run: [(place(point), point.loss) for point in losses(run)])
     smooth = [(each, smoothed(each.points)) for each in curves]
     return [
         replace(each, points=points, faint=each.points if points != each.points else (), dots=len(points) == 1)

@@ -31,6 +31,7 @@ class Stepped(Event, kind="stepped"):
         lease: the data lease, where data is leased; else -1.
         pulled: the version of the servers' parameters that the worker took over before it computed: one number for all
             shards, or one for each where they differ; () where it went on with its own parameters.
+        turn: the set of parameters that was trained, where sets take turns; else "".
     """
 
     step: int
@@ -44,6 +45,7 @@ class Stepped(Event, kind="stepped"):
     update_s: float
     lease: int = -1
     pulled: tuple[int, ...] = ()
+    turn: str = ""
 
 
 @dataclass(frozen=True)

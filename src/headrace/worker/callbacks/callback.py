@@ -36,6 +36,7 @@ class Moment:
         step: rounds that are done; where workers do not go in step, up to this worker's last one.
         epoch: epochs that are done.
         loss: of this worker in its last step; None where it had no example, or is read later (on accelerators).
+        turn: the set of parameters that the last step trained, where sets take turns; else "".
         model: rank 0's copy; under pipelines and tensor parallelism the part that it holds.
         run_dir: the run's directory.
 
@@ -52,6 +53,7 @@ class Moment:
         self.step = 0
         self.epoch = 0
         self.loss: float | None = None
+        self.turn = ""
         self.model = model
         self.run_dir = run_dir
         self._actions = actions

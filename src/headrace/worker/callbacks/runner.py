@@ -28,9 +28,9 @@ class CallbackRunner:
         actions = RunActions(self._log_values, self._log_picture, self._stop, self._set_factor)
         self._moment = Moment(session.replica.compute.module, session.run.run_dir, actions)
 
-    def stepped(self, loss: float | None) -> None:
+    def stepped(self, loss: float | None, turn: str = "") -> None:
         """Calls them after a step of this worker."""
-        self._moment.loss = loss
+        self._moment.loss, self._moment.turn = loss, turn
         for callback, moment in self._here():
             callback.on_step(moment)
 

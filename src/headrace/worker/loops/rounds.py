@@ -185,10 +185,11 @@ class LockstepLoop(RoundLoop):
         return self._balancer is not None and self._balancer.reassigns()
 
     def part(self, batch: Any) -> Share:
-        share = self._session.progress.share
+        session = self._session
+        share = session.progress.share
         # The loss of a worker that steps alone is the mean over its own share.
         of = share.of if self.needs_every_step else share.examples
-        return Share(batch, share.examples, of, share.epoch)
+        return Share(batch, share.examples, of, share.epoch, session.progress.round)
 
     def synchronize(self) -> float:
         share, mates = self._session.progress.share, self._session.mates

@@ -1,0 +1,84 @@
+"""The other two verbs where sets of parameters take turns: an exchange for each, with an optimizer of its own.
+
+    round        0               1               2               3
+    set          critic          critic          generator       critic
+    its own      0               1               0               2
+
+Each exchange has the gradients of its own set alone, and counts its own rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+from headrace.spec.parameter_sets import TurnOrder
+from headrace.training.clipping import StepDecision
+from headrace.training.exchange import Exchange, UpdatingExchange
+from headrace.training.optimizer import StatePiece, by_parameter
+
+_SETS = "sets"
+
+
+class _SetExchanges(Exchange):
+    """What is done with the exchanges of all sets, whose turn it may be."""
+
+    def __init__(self, exchanges: Mapping[str, UpdatingExchange], holders: Mapping[str, str]) -> None:
+        self._exchanges = exchanges
+        self._holders = holders
+
+    def swap_weights(self, averaged: bool) -> None:
+        for each in self._exchanges.values():
+            each.swap_weights(averaged)
+
+    def scale_rates(self, factor: float) -> None:
+        for each in self._exchanges.values():
+            each.scale_rates(factor)
+
+    def state(self) -> Iterable[StatePiece]:
+        return chain.from_iterable(each.state() for each in self._exchanges.values())
+
+    def own(self) -> tuple[StatePiece, ...]:
+        return tuple(chain.from_iterable(each.own() for each in self._exchanges.values()))
+
+    def settings(self) -> dict[str, Any]:
+        return {_SETS: {name: each.settings() for name, each in self._exchanges.items()}}
+
+    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
+        by_set: dict[str, list[StatePiece]] = {name: [] for name in self._exchanges}
+        for parameter, own in by_parameter(pieces).items():
+            by_set[self._holders[parameter]] += own
+        for name, each in self._exchanges.items():
+            each.load(by_set[name], None if settings is None else settings[_SETS][name])
+
+    def memory(self) -> tuple[int, int]:
+        held = [each.memory() for each in self._exchanges.values()]
+        return sum(parameters for parameters, _ in held), sum(state for _, state in held)
+
+
+class TurnsExchange(_SetExchanges):
+    """Synchronizes and updates in each round one set of parameters.
+
+    Args:
+        exchanges: those of the sets, by name.
+        holders: the set of each parameter, by the parameter's name.
+    """
+
+    def __init__(self, exchanges: Mapping[str, UpdatingExchange], holders: Mapping[str, str], order: TurnOrder) -> None:
+        super().__init__(exchanges, holders)
+        self._order = order
+        self._turn = next(iter(exchanges.values()))
+
+    def begin(self, round_: int) -> None:
+        self._turn = self._exchanges[self._order.at(round_)]
+        self._turn.begin(self._order.own_round(round_))
+
+    def synchronize(self, finite: bool = True) -> StepDecision:
+        return self._turn.synchronize(finite)
+
+    def update(self, round_: int) -> None:
+        self._turn.update(self._order.own_round(round_))
+
+    def skip(self, round_: int) -> None:
+        self._turn.skip(self._order.own_round(round_))
