@@ -38,7 +38,7 @@ def mapped(descriptor: int, nbytes: int, writable: bool = True) -> memoryview:
         address = _map_aligned(nbytes, protection, flags, descriptor)
     array = (ctypes.c_ubyte * nbytes).from_address(address)
     weakref.finalize(array, _munmap, address, nbytes).atexit = False
-    memory = np.frombuffer(array, dtype=np.uint8).data
+    memory = np.frombuffer(memoryview(array), dtype=np.uint8).data
     return memory if writable else memory.toreadonly()
 
 
