@@ -26,7 +26,7 @@ from pathlib import Path
 
 from warm.programs import ROOT, programs
 
-__all__ = ["ROOT", "Block", "blocks", "pages", "run_page", "unmatched"]
+__all__ = ["ROOT", "Block", "blocks", "pages", "run_page", "unmatched", "write_files"]
 
 _FENCE = re.compile(r"^( *)```(\w*)\s*$")
 _FILE = re.compile(r"# ([\w./-]+\.py)\n")
@@ -111,6 +111,18 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
+def write_files(page: Path, folder: Path) -> None:
+    """Writes the files that a page shows, without running it."""
+    for block in blocks(page):
+        if block.language == "python" and (named := _FILE.match(block.text)):
+            _write(folder / named[1], block.text)
+
+
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+
+
 def run_page(page: Path, folder: Path) -> int:
     """Runs a page's blocks in a folder and returns how many ran; the first that does not hold fails an assertion."""
     for name in ("examples", "benchmarks"):
@@ -125,8 +137,7 @@ def run_page(page: Path, folder: Path) -> int:
         for block in blocks(page):
             where = f"{page.relative_to(ROOT)}:{block.line}"
             if block.language == "python" and (named := _FILE.match(block.text)):
-                (folder / named[1]).parent.mkdir(parents=True, exist_ok=True)
-                (folder / named[1]).write_text(block.text, encoding="utf-8")
+                _write(folder / named[1], block.text)
             elif block.language == "python":
                 printed = python.run(block.text, where)
                 ran += 1

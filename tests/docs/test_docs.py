@@ -15,7 +15,7 @@ import pytest
 from typer.main import get_command
 
 import headrace as hr
-from docs.pages import ROOT, Block, blocks, pages, run_page, unmatched
+from docs.pages import ROOT, Block, blocks, pages, run_page, unmatched, write_files
 from headrace.cli import COMMANDS, app
 from headrace.spec import events
 from headrace.strategies import STRATEGIES
@@ -51,6 +51,11 @@ def in_full_runs_only(page: Path) -> bool:
     [pytest.param(page, id=name_of(page), marks=[pytest.mark.full] * in_full_runs_only(page)) for page in RUNNABLE],
 )
 def test_the_code_of_a_page_runs_and_prints_what_it_shows(page: Path, tmp_path: Path) -> None:
+    if page.parent.name == "tutorial":
+        # A reader has the files of the parts before.
+        for before in sorted(page.parent.glob("*.md")):
+            if before < page:
+                write_files(before, tmp_path)
     assert run_page(page, tmp_path) > 0
 
 

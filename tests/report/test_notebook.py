@@ -15,6 +15,7 @@ from headrace.report.views.live import ProgressBar
 from headrace.report.views.notebook import notebook_display, progress_html
 from headrace.report.views.page import page_fragment
 from headrace.spec.events import Notice
+from watch.test_page import hostile_run
 
 
 def parsed(fragment: str) -> ElementTree.Element:
@@ -53,6 +54,15 @@ def test_a_comparison_is_a_table_with_the_loss_and_the_rates(tmp_path: Path, mak
     questions = [texts(figure.find("h3")) for figure in element.iter("figure")]  # type: ignore[arg-type]
     assert questions == ["Which loss falls first?", "How many examples a second?"]
     assert "mirrored: interrupted after 10 steps" in texts(element)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_hostile_texts_of_runs_are_text(tmp_path: Path, count: int) -> None:
+    runs = [summarize(hostile_run(tmp_path / f"<img src=x>{number}")) for number in range(count)]
+    element = parsed(page_fragment(runs, References(80.0)))
+    assert not [each.tag for each in element.iter() if each.tag in ("script", "img")]
+    # Of strategy, host and error.
+    assert texts(element).count("<script>alert(1)</script>") > 2
 
 
 def test_progress_is_one_line_with_a_bar_where_the_end_is_known() -> None:

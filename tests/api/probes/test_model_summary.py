@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from xml.etree import ElementTree
 
 import torch
@@ -79,6 +80,13 @@ def test_it_is_shown_as_a_table_and_the_model_stays_as_it_is() -> None:
     assert "Model: 153 parameters (612 B), 27 of them frozen; buffers 24 B" in text
     element = ElementTree.fromstring(found._repr_html_())
     assert len(list(element.iter("tr"))) == 8
+
+
+def test_a_hostile_name_of_a_layer_is_text() -> None:
+    layers = {"flat": nn.Flatten(), "<script>": nn.Linear(16, 3)}
+    shown = hr.summary(job(nn.Sequential(OrderedDict(layers))))._repr_html_()
+    assert "<script" not in shown
+    assert "&lt;script&gt;" in shown
 
 
 def test_a_tied_parameter_counts_once() -> None:
