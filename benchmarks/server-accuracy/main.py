@@ -21,7 +21,10 @@ ONE = "one device"
 STRATEGIES = {
     ONE: hr.OneDevice(),
     "4 asynchronous workers": hr.ParameterServer(4),
-    "downpour, 4 workers, intervals 5": hr.Downpour(4, push_every=5, fetch_every=5),
+    "downpour, the paper's rule, 4 workers, intervals 5": hr.Downpour(4, push_every=5, fetch_every=5),
+    "downpour, local='optimizer', 4 workers, intervals 5": hr.Downpour(
+        4, push_every=5, fetch_every=5, local="optimizer"
+    ),
 }
 
 

@@ -184,6 +184,7 @@ def test_a_gradient_that_is_not_finite_ends_it_as_it_ends_a_run(tmp_path: Path) 
         (hr.Mirrored(workers=2, balance="speed"), "balance='equal'"),
         (hr.Unconnected(workers=2), "never exchange anything"),
         (hr.Downpour(workers=2, backups=1), "backups=0"),
+        (hr.Downpour(workers=2, local="optimizer"), "use local='sgd'"),
         (hr.ParameterServer(workers=64), "leaves some of 64 replicas without one"),
         (None, "needs a strategy"),
     ],

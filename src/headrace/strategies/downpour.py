@@ -11,14 +11,16 @@
     fetch     ◄─ parameters ─┐       ◄─ parameters ─┐
     servers   ───────────────▓▓▓▓──────────────────▓▓▓▓───
 
-Dean et al., "Large scale distributed deep networks", 2012, section 4.1 and algorithm 7.1.
+Dean et al., "Large scale distributed deep networks", 2012, section 4.1 and algorithm 7.1. With `local="optimizer"` the
+local steps are those of the job's optimizer, what is pushed is how far they have moved the worker (as in Zhang et al.,
+"Deep learning with elastic averaging SGD", 2015), and a fetch leaves the worker its own steps that it lacks.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ from headrace.errors import UsageError
 from headrace.parameter_server.client.data_leases import ServerDataLeases, fixed_span, leases_between
 from headrace.parameter_server.client.downpour import Background, DownpourExchange, LocalSteps, ServerLinks
 from headrace.parameter_server.client.exchange import ReplicaGroup
+from headrace.parameter_server.client.own_steps import OwnSteps, OwnStepsExchange
 from headrace.parameter_server.connecting import brings_parameters, build_server, connect
 from headrace.parameter_server.core.leases import LeaseTable
 from headrace.parameter_server.planning import (
@@ -41,6 +44,7 @@ from headrace.parameter_server.replication.failover import server_of
 from headrace.parameter_server.server.optimizer import RoundClock, ShardOptimizer
 from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.wire import ShardLayout
+from headrace.policies.sharding import everywhere
 from headrace.policies.staleness import Admission, Combination, EveryPush, Unbounded
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -48,6 +52,7 @@ from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.checks import check_count, refuse_synced_buffers
 from headrace.strategies.context import ServerContext, WorkerContext
+from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.strategy import ServedStrategy, describe_options
 from headrace.training.exchange import Replica
 
@@ -68,7 +73,7 @@ class Downpour(ServedStrategy):
         overlap: push and fetch while the worker computes; otherwise it waits for both.
         sharding, placement: as of `ParameterServer`.
         scale: "share" applies gradients with the learning rate times their share of the global batch, "full" with the
-            whole learning rate, as the paper does; on the shards and in the local step.
+            whole learning rate, as the paper does; on the shards and, of plain SGD, in the local step.
         transport: "shared_memory" within a host, or "tcp", also there; between hosts TCP, encrypted.
         push_codec, pull_codec: how gradients and parameters travel: "plain", "bf16", or "int8" with error feedback.
 
@@ -94,6 +99,7 @@ class Downpour(ServedStrategy):
     transport: str = "shared_memory"
     push_codec: str = "plain"
     pull_codec: str = "plain"
+    local: str = "sgd"
 
     name = "downpour"
     equals_one_device = False
@@ -112,6 +118,13 @@ class Downpour(ServedStrategy):
         check_whole("warmstart_steps", self.warmstart_steps)
         if not isinstance(self.overlap, bool):
             raise UsageError(f"overlap must be True or False, got {self.overlap!r}")
+        if self.local not in ("sgd", "optimizer"):
+            raise UsageError(f"local must be 'sgd' or 'optimizer', got {self.local!r}")
+
+    @property
+    def moves(self) -> bool:
+        """Whether workers push how far they have moved."""
+        return self.local == "optimizer"
 
     def check(self, options: Options) -> None:
         check_served(options)
@@ -120,6 +133,9 @@ class Downpour(ServedStrategy):
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         # Also the accumulated sum; with overlap the sum that is being pushed, and the parameters being fetched.
         copies = 6 if self.overlap else 4
+        if self.moves:
+            # The servers treat every element alone, whatever the job's optimizer does.
+            model = replace(model, sliceable=True)
         return plan_with_servers(
             self.name,
             describe_options(self),
@@ -139,7 +155,9 @@ class Downpour(ServedStrategy):
         model, replica_group = context.model, context.agreement()
         layouts = [layout_of(plan, model, server) for server in context.servers.ranks]
         places = [places_of(layout, context.module) for layout in layouts]
-        links = self._links(plan, context, layouts, places, replica_group)
+        shapes = [[piece.shape for piece in layout.pieces] for layout in layouts]
+        own = OwnSteps(places, shapes) if self.moves else None
+        links = self._links(plan, context, layouts, places, replica_group, own)
         if context.inside:
             links.main.pulled = context.inside.spread
         leads = brings_parameters(links.main, context.servers.worker)
@@ -147,11 +165,18 @@ class Downpour(ServedStrategy):
             links.main, replica_group.group, leads, len(plan.shares),
             fixed_span(self.push_every), links, self.warmstart_steps,
         )  # fmt: skip
-        local = LocalSteps(
+        every = leases, layouts, model, context.group, replica_group, links
+        if own is not None:
+            # The servers keep the moving average.
+            without = replace(context, options=replace(context.options, ema_decay=None))
+            local = LocalExchange(everywhere(model.parameters), without)
+            moving = OwnStepsExchange(*every, local, context.first)
+            moving.load_values(places)
+            return Replica(context.whole_model(local_shares=len(plan.shares)), moving, leases)
+        steps = LocalSteps(
             context.module, model, context.optimizer, context.options, context.rounds_per_epoch, context.first
         )
-        weighted = self.scale == "share"
-        exchange = DownpourExchange(leases, layouts, model, context.group, replica_group, links, local, weighted)
+        exchange = DownpourExchange(*every, steps, self.scale == "share")
         exchange.load_values(places)
         return Replica(context.whole_model(exchange.buffer, local_shares=len(plan.shares)), exchange, leases)
 
@@ -162,6 +187,7 @@ class Downpour(ServedStrategy):
         layouts: Sequence[ShardLayout],
         places: Sequence[Sequence[Tensor]],
         replica_group: ReplicaGroup,
+        own: OwnSteps | None,
     ) -> ServerLinks:
         servers, check = context.servers, context.group.check
         roles, who = [plan.roles[server] for server in servers.ranks], (servers.worker, servers.incarnation)
@@ -170,7 +196,7 @@ class Downpour(ServedStrategy):
         )
         if not self.overlap:
             main = opens(places, who, check, roles, context.closing)
-            return ServerLinks(main, places, self.fetch_every, replica_group)
+            return ServerLinks(main, places, self.fetch_every, replica_group, kept=own)
         # A connection belongs to one thread, so each thread has its own.
         fetched = [[torch.empty_like(place, device="cpu") for place in own] for own in places]
         pushing = Background("push", opens(fetched, who, check, roles, context.closing))
@@ -183,13 +209,17 @@ class Downpour(ServedStrategy):
             fetching.check()
 
         main = opens(places, who, check_all, roles, context.closing, observes=True)
-        return ServerLinks(main, places, self.fetch_every, replica_group, pushing, fetching, fetched)
+        return ServerLinks(main, places, self.fetch_every, replica_group, pushing, fetching, fetched, own)
 
     def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
         rank, first = server_of(plan, rank), context.first
         layout = layout_of(plan, context.model, rank)
-        clock = RoundClock(context.options, context.rounds_per_epoch, first)
-        optimizer = ShardOptimizer(layout, context.optimizer, context.model.parameters, clock, self.scale == "full")
+        clock, factory = RoundClock(context.options, context.rounds_per_epoch, first), context.optimizer
+        if self.moves:
+            # Schedules are the workers', the moving average is that of what they make together.
+            clock = replace(clock, options=Options(ema_decay=context.options.ema_decay))
+            factory = functools.partial(torch.optim.SGD, lr=1.0)
+        optimizer = ShardOptimizer(layout, factory, context.model.parameters, clock, self.scale == "full")
         until = first + leases_between(first, context.until, self.push_every)
         alone = leases_between(first, max(first, self.warmstart_steps), self.push_every)
         table = LeaseTable(len(plan.shares), until, first, alone=alone, workers=range(plan.replicas))

@@ -52,6 +52,11 @@ def check_outer(outer: Served, inner: Strategy) -> None:
             f"backups={outer.backups} lets a run go on without a server, and without a rank of a replica it cannot; "
             "use backups=0, and checkpoints"
         )
+    if isinstance(outer, Downpour) and outer.moves:
+        raise UsageError(
+            "local='optimizer' gives each worker an optimizer of its own, and the ranks of a replica would have one "
+            "each; use local='sgd', or hr.ParameterAveraging(...) as the outer strategy"
+        )
     if isinstance(outer, ParameterServer) and outer.backup_workers:
         raise UsageError(
             f"backup_workers={outer.backup_workers} drops what comes late, and each stage's servers would drop another "

@@ -81,6 +81,8 @@ def require_rehearsable(strategy: Strategy) -> None:
         reason = "its workers never exchange anything: each is a run of its own"
     if isinstance(strategy, _SERVED) and strategy.backups:
         reason = "a server and its backup do not fail here; use backups=0"
+    if isinstance(strategy, Downpour) and strategy.moves:
+        reason = "the local steps of a rehearsal are plain SGD; use local='sgd'"
     if reason:
         raise UsageError(f"{strategy.name} cannot be rehearsed: {reason}")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,9 @@ from headrace.spec.options import Options
 from headrace.training.clipping import HEALTHY, StepDecision
 from headrace.training.optimizer import StatePiece, build
 from headrace.training.update import Schedule
+
+Push = tuple[list[list[Tensor | None]], float, int]
+"""What is pushed, by server and shard; the mean share of a round of its steps; their number."""
 
 
 class Background:
@@ -60,6 +64,10 @@ class Background:
             error, self._error = self._error, None
             raise error
 
+    def waiter(self) -> Callable[[], None]:
+        """Returns a function for another thread, which waits for the end of the task that runs now."""
+        return self._thread.join if self._thread is not None else _nothing
+
     def close(self) -> None:
         """Waits for the thread, and closes the connections; a task's error is dropped, as it follows from the end."""
         self._join()
@@ -72,13 +80,37 @@ class Background:
         return thread is not None
 
 
+def _nothing() -> None:
+    """There is nothing to wait for."""
+
+
+class KeptSteps(Protocol):
+    """A worker's own steps, which outlast a fetch."""
+
+    def push(self) -> list[list[Tensor | None]]:
+        """Returns minus the movement since the last push by server and shard, to be applied like gradients."""
+
+    def begin_fetch(self) -> None:
+        """Notes that the next fetch has the steps that were pushed until now."""
+
+    def pull(self, pull: Callable[[], None]) -> None:
+        """Calls `pull`, which changes the parameters, and adds the steps that were not pushed yet."""
+
+    def take_over(self, fetched: list[Tensor]) -> None:
+        """Puts fetched parameters, and the own steps that they lack, in the parameters' place."""
+
+    def restart(self) -> None:
+        """Begins with the parameters as they are."""
+
+
 class ServerLinks(BackgroundWork):
     """A worker's clients: one for everything, or one for each of its threads.
 
     `main` leases the data, and is used where all workers synchronize; it also pushes and fetches if nothing does so in
     the background. `fetching` writes to the places `fetched`, which are taken over on all ranks of a replica at once.
     `versions` are those of the parameters that this worker computes with, by server and shard; `renewed` says whether
-    they were taken over since a reader cleared it.
+    they were taken over since a reader cleared it. Where a worker's own steps are `kept`, a fetch has all
+    that was pushed before it.
     """
 
     renewed = True
@@ -92,8 +124,10 @@ class ServerLinks(BackgroundWork):
         pushing: Background | None = None,
         fetching: Background | None = None,
         fetched: Sequence[Sequence[Tensor]] = (),
+        kept: KeptSteps | None = None,
     ) -> None:
         self.main = main
+        self.kept = kept
         self.pushing = pushing
         self.versions = main.versions
         self._fetch_every = fetch_every
@@ -119,19 +153,36 @@ class ServerLinks(BackgroundWork):
         self._since += 1
         due = self._since == self._fetch_every
         if self._fetching is None:
-            if due:
+            if due and self.kept is not None:
+                self.kept.pull(self.pull)
+            elif due:
                 self.pull()
             return
         self._ready |= self._fetching.wait() if due else self._fetching.done()
         if self._replica_group.all(self._ready):
             self._ready = False
-            if self._places:
+            if self.kept is not None:
+                self.kept.take_over(self._fetched)
+            elif self._places:
                 torch._foreach_copy_(self._places, self._fetched)
             self.versions, self.renewed = self._fetching.client.versions, True
             self.main.pulled()
         if due:
             self._since = 0
-            self._fetching.start(self._fetching.client.pull)
+            self._fetching.start(self._fetch_of(self._fetching.client))
+
+    def _fetch_of(self, client: Client) -> Callable[[], None]:
+        """Returns the task that fetches."""
+        if self.kept is None or self.pushing is None:
+            return client.pull
+        self.kept.begin_fetch()
+        pushed = self.pushing.waiter()
+
+        def fetch() -> None:
+            pushed()
+            client.pull()
+
+        return fetch
 
     def finish(self) -> None:
         for background in self._backgrounds:
@@ -141,6 +192,8 @@ class ServerLinks(BackgroundWork):
         self.finish()
         self._ready = False
         self.pull()
+        if self.kept is not None:
+            self.kept.restart()
 
     @property
     def moved_bytes(self) -> int:  # type: ignore[override]
@@ -199,8 +252,14 @@ class LocalSteps:
             self._schedule.load(settings)
 
 
-class DownpourExchange(ServedExchange):
-    """Steps locally, and pushes the accumulated gradient of a lease when it ends; `weighted` by shares of a round."""
+class LeasedExchange(ServedExchange):
+    """Makes steps of its own, and pushes once for each lease, when it ends.
+
+    Attributes:
+        nonfinite: whether a step since the last push was left out, because its loss or gradient was not finite.
+    """
+
+    nonfinite = False
 
     def __init__(
         self,
@@ -210,18 +269,16 @@ class DownpourExchange(ServedExchange):
         group: ProcessGroup,
         replica_group: ReplicaGroup,
         links: ServerLinks,
-        local: LocalSteps,
-        weighted: bool,
     ) -> None:
         super().__init__(leases, layouts, model, group, replica_group)
         if links.pushing:
             # The places that the background fetches to.
             self.parameter_bytes *= 2
         self._links = links
-        self._weighted = weighted
-        self._local = local
-        self._accumulated = GradientAccumulator(layouts, model, weighted)
-        self._nonfinite = False
+
+    @abstractmethod
+    def take(self) -> Push:
+        """Returns what the steps since the last push come to, and forgets it."""
 
     def begin(self, round_: int) -> None:
         # A user's own loop calls it after forward: the parameters must not change before the gradient is there.
@@ -231,37 +288,23 @@ class DownpourExchange(ServedExchange):
             self.pulled = alike(self._links.versions) if self._links.renewed else ()
             self._links.renewed = False
 
-    def synchronize(self, finite: bool = True) -> StepDecision:
-        leases = self.leases
-        if leases.lease < 0:
-            # This worker had no data before the sync point.
-            return HEALTHY
-        decision = self.judge(finite)
-        if decision.apply:
-            self._local.step(self._round, self.buffer.gradients, leases.share if self._weighted else 1.0)
-            self._accumulated.add(self.buffer, leases.share)
-        else:
-            self._nonfinite = True
-        if not leases.left:
+    def end_step(self) -> None:
+        """Pushes at the end of a lease, and fetches when it is time."""
+        if not self.leases.left:
             self._push()
         self._links.step()
-        return decision
-
-    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
-        self._local.load(settings)
-        super().load(pieces, settings)
 
     def swap_weights(self, averaged: bool) -> None:
         self.client.forget()
         super().swap_weights(averaged)
 
     def _push(self) -> None:
-        """Pushes the accumulated gradient; in the background if there is one, which then commits the lease."""
+        """Pushes what a lease comes to; in the background if there is one, which then commits the lease."""
         leases, pushing = self.leases, self._links.pushing
-        gradients, share, steps = self._accumulated.take()
+        gradients, share, steps = self.take()
         # The sum has not been checked. If every gradient of a lease was left out, the server is told whether one was
         # not finite.
-        finite, self._nonfinite = None if steps else not self._nonfinite, False
+        finite, self.nonfinite = None if steps else not self.nonfinite, False
         client, lease = pushing.client if pushing else self.client, leases.lease
         push = functools.partial(
             client.push, gradients, lease, float(steps > 0), share, finite,
@@ -282,3 +325,44 @@ class DownpourExchange(ServedExchange):
 
         pushing.start(push_and_commit)
         leases.lease = -1
+
+
+class DownpourExchange(LeasedExchange):
+    """Steps locally by plain SGD, and pushes the sum of a lease's gradients; `weighted` by shares of a round."""
+
+    def __init__(
+        self,
+        leases: ServerDataLeases,
+        layouts: Sequence[ShardLayout],
+        model: ModelSpec,
+        group: ProcessGroup,
+        replica_group: ReplicaGroup,
+        links: ServerLinks,
+        local: LocalSteps,
+        weighted: bool,
+    ) -> None:
+        super().__init__(leases, layouts, model, group, replica_group, links)
+        self._weighted = weighted
+        self._local = local
+        self._accumulated = GradientAccumulator(layouts, model, weighted)
+
+    def synchronize(self, finite: bool = True) -> StepDecision:
+        leases = self.leases
+        if leases.lease < 0:
+            # This worker had no data before the sync point.
+            return HEALTHY
+        decision = self.judge(finite)
+        if decision.apply:
+            self._local.step(self._round, self.buffer.gradients, leases.share if self._weighted else 1.0)
+            self._accumulated.add(self.buffer, leases.share)
+        else:
+            self.nonfinite = True
+        self.end_step()
+        return decision
+
+    def take(self) -> Push:
+        return self._accumulated.take()
+
+    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
+        self._local.load(settings)
+        super().load(pieces, settings)
