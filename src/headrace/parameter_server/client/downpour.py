@@ -109,8 +109,8 @@ class ServerLinks(BackgroundWork):
     `main` leases the data, and is used where all workers synchronize; it also pushes and fetches if nothing does so in
     the background. `fetching` writes to the places `fetched`, which are taken over on all ranks of a replica at once.
     `versions` are those of the parameters that this worker computes with, by server and shard; `renewed` says whether
-    they were taken over since a reader cleared it. Where a worker's own steps are `kept`, a fetch has all
-    that was pushed before it.
+    they were taken over since a reader cleared it. Where a worker's own steps are `kept`, pushes and
+    fetches take turns, so that a fetch has all that was pushed before it, and nothing else.
     """
 
     renewed = True
@@ -134,7 +134,7 @@ class ServerLinks(BackgroundWork):
         self._replica_group = replica_group
         self._since, self._ready = 0, False
         self._fetching = fetching
-        self._places, self._fetched = ([place for own in each for place in own] for each in (places, fetched))
+        self._places, self._into = ([place for own in each for place in own] for each in (places, fetched))
         self._backgrounds = [each for each in (pushing, fetching) if each is not None]
 
     def pull(self) -> None:
@@ -162,14 +162,18 @@ class ServerLinks(BackgroundWork):
         if self._replica_group.all(self._ready):
             self._ready = False
             if self.kept is not None:
-                self.kept.take_over(self._fetched)
+                self.kept.take_over(self._into)
             elif self._places:
-                torch._foreach_copy_(self._places, self._fetched)
+                torch._foreach_copy_(self._places, self._into)
             self.versions, self.renewed = self._fetching.client.versions, True
             self.main.pulled()
         if due:
             self._since = 0
             self._fetching.start(self._fetch_of(self._fetching.client))
+
+    def fetched(self) -> Callable[[], None]:
+        """Returns a function for the thread that pushes, which waits until the fetch that runs now has what it has."""
+        return _nothing if self.kept is None or self._fetching is None else self._fetching.waiter()
 
     def _fetch_of(self, client: Client) -> Callable[[], None]:
         """Returns the task that fetches."""
@@ -316,7 +320,10 @@ class LeasedExchange(ServedExchange):
             self.replica_group.any(False)
             return
 
+        fetched = self._links.fetched()
+
         def push_and_commit() -> None:
+            fetched()
             push()
             # No worker passes the next sync point before the pushes of the replica's other ranks have arrived.
             if self.replica_group.leads:
