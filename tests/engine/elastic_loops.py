@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import headrace as hr
+from headrace.training.turns.exchange import TurnsExchange
 
 ROUND = 7
 """The round in which it is lost."""
@@ -56,6 +57,8 @@ def lose_rank_1(how: str, first_without: int, worker: hr.Worker) -> None:
 
 def plant(how: str, worker: hr.Worker) -> None:
     exchange = worker._session.replica.exchange
+    if isinstance(exchange, TurnsExchange):
+        exchange = exchange._exchanges[worker.turn]
     # That of workers that average is beside the averaging.
     updating = getattr(exchange, "_local", exchange)
     if how == "in forward":

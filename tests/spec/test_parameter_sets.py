@@ -150,7 +150,6 @@ def test_early_stopping_follows_the_loss_of_a_set() -> None:
     "strategy",
     [
         hr.FullySharded(2),
-        hr.Unconnected(2),
         hr.ParameterServer(1),
         hr.Downpour(1),
         hr.Sandblaster(1),
@@ -170,11 +169,6 @@ def test_a_strategy_that_cannot_have_them_says_so(strategy: Strategy) -> None:
     assert said.startswith("the job trains 2 sets of parameters in turns (critic, generator), and ")
     assert strategy.name in said
     assert said.endswith("use one_device, mirrored or central_storage")
-
-
-def test_workers_that_come_and_go_are_refused() -> None:
-    with pytest.raises(UsageError, match="and their workers stay the same; leave out min_workers"):
-        fit(make_job(), hr.Mirrored(2, min_workers=1))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import headrace as hr
 from headrace.errors import CheckpointMismatch
+from headrace.export.quantize.measuring import metrics_of
 from headrace.modules import names_of_sets, parts_of
 from headrace.report.trackers.curves import EventCurves
 from headrace.spec.events import Evaluated, RunStarted, Stepped, ValuesLogged
@@ -295,3 +296,29 @@ def test_parts_of_a_module_that_is_shared_stay_in_their_places() -> None:
     ]
     assert parts["generator"].generator is module.generator
     assert [name for name, _ in parts["generator"].named_parameters()] == list(names["generator"])
+
+
+@pytest.mark.slow
+def test_unconnected_workers_take_turns_each_by_itself() -> None:
+    run = fit(make_job(), hr.Unconnected(2))
+    for rank in (0, 1):
+        steps = sorted((each.step, each.turn) for each in run.events if isinstance(each, Stepped) and each.rank == rank)
+        assert [turn for _, turn in steps] == ["critic", "critic", "generator"] * 3
+    assert distance(run.model, fit(make_job()).model) > 1e-6
+
+
+@pytest.mark.slow
+def test_the_trained_model_predicts_by_its_forward() -> None:
+    run = fit(make_job(eval_data=points(), metrics={"size": lambda output, _: output.abs().mean()}))
+    noise = points()[1]
+    with torch.no_grad():
+        made = run.model.eval()(noise)
+    assert torch.equal(run.predict(points()), made)
+
+    def program(named: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        with torch.no_grad():
+            return {"output": run.model(*named.values())}
+
+    # An exported program has no parts, so its metrics are without the losses of sets.
+    found = metrics_of(run.job, run.model, {"exported": program})
+    assert found == {"exported": {"size": pytest.approx(run.metrics["size"], abs=1e-9)}}

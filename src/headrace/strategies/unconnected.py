@@ -46,6 +46,7 @@ class Unconnected(Strategy):
     lock_step = False
     one_model = False
     one_host = True
+    turns = True
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)

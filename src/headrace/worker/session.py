@@ -29,6 +29,7 @@ from headrace.strategies.context import BatchInfo, WorkerContext
 from headrace.training.embeddings.building import deferred_tables, with_tables
 from headrace.training.exchange import Replica, UpdatingExchange
 from headrace.training.turns.compute import TurnsCompute
+from headrace.training.turns.elastic import TurnsState
 from headrace.training.turns.exchange import TurnsExchange
 from headrace.training.whole_model import Objective
 from headrace.worker.evaluation import Evaluation
@@ -234,9 +235,11 @@ def build_replica(
         assert isinstance(each.exchange, UpdatingExchange)
         assert each.sync is None
         exchanges[name] = each.exchange
+    states = {name: each.elastic for name, each in replicas.items() if each.elastic}
     return Replica(
         TurnsCompute({name: each.compute for name, each in replicas.items()}, order),
         TurnsExchange(exchanges, holders, order),
+        elastic=TurnsState(states, holders) if states else None,
     )
 
 

@@ -96,19 +96,10 @@ _NOT_IN_TURNS = {
 
 
 def plan_of(strategy: Strategy, model: ModelSpec, cluster: Cluster, sets: Sets) -> Plan:
-    """Returns the strategy's plan; of sets that take turns each is divided by itself, so that all have a part of it.
-
-    Raises:
-        UsageError: workers may come and go.
-    """
+    """Returns the strategy's plan; of sets that take turns each is divided by itself, so that all have a part of it."""
     plan = strategy.plan(model, cluster)
     if not sets:
         return plan
-    if plan.min_workers:
-        raise UsageError(
-            f"the job trains {len(sets)} sets of parameters in turns, and their workers stay the same; leave out "
-            "min_workers and max_workers"
-        )
     holders = {parameter: name for name, own in sets.items() for parameter in own}
     first = next(iter(sets))
     segments: list[Segment] = []

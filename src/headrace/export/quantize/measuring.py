@@ -28,7 +28,9 @@ def metrics_of(job: Job, model: torch.nn.Module, programs: Mapping[str, Program]
     if job.eval_data is None or not measurable(job):
         return {name: {} for name in programs}
     task = job.task
-    measures = {"loss": task.loss if task else job.loss, **(task.metrics if task else {}), **(job.metrics or {})}
+    loss = task.loss if task else job.loss
+    # Losses of sets of parameters take the model itself, which a program is not.
+    measures = {**({"loss": loss} if callable(loss) else {}), **(task.metrics if task else {}), **(job.metrics or {})}
     sums = {name: {measure: [0.0, 0.0] for measure in measures} for name in programs}
     pipeline, _ = as_pipeline(job.eval_data)
     loader = Loader(pipeline, job.seed, min(_BATCH, len(pipeline)), (1,), 0, ordered=True)

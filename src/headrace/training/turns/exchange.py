@@ -16,9 +16,18 @@ from typing import Any
 from headrace.spec.parameter_sets import TurnOrder
 from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Exchange, UpdatingExchange
-from headrace.training.optimizer import StatePiece, by_parameter
+from headrace.training.optimizer import StatePiece
 
-_SETS = "sets"
+SETS = "sets"
+"""The key, in the settings, of those of each set."""
+
+
+def pieces_of_sets(pieces: Iterable[StatePiece], holders: Mapping[str, str]) -> dict[str, list[StatePiece]]:
+    """Returns the pieces of each set; `holders` are the sets of the parameters, by the parameters' names."""
+    found: dict[str, list[StatePiece]] = {}
+    for piece in pieces:
+        found.setdefault(holders[piece.parameter], []).append(piece)
+    return found
 
 
 class _SetExchanges(Exchange):
@@ -43,14 +52,12 @@ class _SetExchanges(Exchange):
         return tuple(chain.from_iterable(each.own() for each in self._exchanges.values()))
 
     def settings(self) -> dict[str, Any]:
-        return {_SETS: {name: each.settings() for name, each in self._exchanges.items()}}
+        return {SETS: {name: each.settings() for name, each in self._exchanges.items()}}
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
-        by_set: dict[str, list[StatePiece]] = {name: [] for name in self._exchanges}
-        for parameter, own in by_parameter(pieces).items():
-            by_set[self._holders[parameter]] += own
+        by_set = pieces_of_sets(pieces, self._holders)
         for name, each in self._exchanges.items():
-            each.load(by_set[name], None if settings is None else settings[_SETS][name])
+            each.load(by_set.get(name, ()), None if settings is None else settings[SETS][name])
 
     def memory(self) -> tuple[int, int]:
         held = [each.memory() for each in self._exchanges.values()]
