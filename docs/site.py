@@ -1,4 +1,4 @@
-"""What mkdocs does with the pages beyond their text: links that leave docs/ name a path of the repository."""
+"""What mkdocs does with the pages beyond their text: links that leave docs/ name a path; a name for the search."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
     """Replaces such links of a page by their text and the path; code stays as it is."""
     parts = _FENCE.split(markdown)
     return "".join(part if number % 2 else _named(part, page.file.src_uri) for number, part in enumerate(parts))
+
+
+def on_post_page(output: str, **_: object) -> str:
+    """Gives the theme's search its name for screen readers."""
+    return output.replace('role="dialog"', 'role="dialog" aria-label="Search"')
 
 
 def _named(text: str, page: str) -> str:

@@ -77,9 +77,18 @@ def test_unknown_parts_and_full_disks_are_refused(tmp_path: Path, monkeypatch: p
 
 def test_files_that_stay_cached_are_not_taken_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "_is_cached", lambda file: True)
+    monkeypatch.setattr(storage, "_LETS_GO_S", 0.0)
     found = tiny(tmp_path, "storage")
     assert {each.column for each in found.figures} == {storage.CACHE}
     assert {gap.why for gap in found.gaps} == {"the page cache keeps what was written here"}
+
+
+def test_a_cache_that_lets_go_after_a_moment_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [True, True, False]
+    monkeypatch.setattr(storage, "_is_cached", lambda file: answers.pop(0) if answers else False)
+    monkeypatch.setattr(storage, "_LETS_GO_S", 60.0)
+    assert tiny(tmp_path, "storage").gaps == ()
+    assert answers == []
 
 
 def test_whether_a_file_is_cached_is_asked_of_the_kernel(tmp_path: Path) -> None:

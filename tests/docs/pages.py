@@ -36,7 +36,7 @@ _NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?~?")
 """Also as `headrace bench` prints one that varies."""
 _MARK = "<!-- measured -->"
 _TOLERANCE = 0.02
-_TIMEOUT_S = 120
+_TIMEOUT_S = 280
 
 _INTERPRETER = """
 import io, json, sys, traceback, types

@@ -14,6 +14,8 @@ import pytest
 
 import headrace as hr
 from docs.pages import ROOT
+from watch.axe import faults
+from watch.browser import CHROMIUM, browser
 
 GROUPS = ("data", "metrics", "tasks")
 
@@ -34,6 +36,24 @@ def test_every_public_name_is_in_the_reference_of_the_site(site: Path) -> None:
     names = {name for name in hr.__all__ if name not in GROUPS}
     names |= {f"{front}.{name}" for front in GROUPS for name in importlib.import_module(f"headrace.{front}").__all__}
     assert sorted(names - found) == []
+
+
+@pytest.mark.slow
+def test_names_that_share_a_line_are_rows_of_the_reference(site: Path) -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in (site / "api").glob("*.html"))
+    rows = set(re.findall(r'<td><code>(?:<span title="[^"]*">)?([^<]+)<', text))
+    # "slow_share, slow_factor: ..." of hr.Assumptions.
+    assert {"slow_share", "slow_factor"} <= rows
+    assert [name for name in rows if name.endswith(",")] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_axe_finds_no_serious_fault_on_the_site(site: Path, tmp_path: Path) -> None:
+    with browser(tmp_path) as tab:
+        for width, dark in ((1280, False), (390, True)):
+            tab.open((site / "index.html").as_uri(), width, dark)
+            assert [each for each in faults(tab) if each.startswith(("serious", "critical"))] == [], width
 
 
 @pytest.mark.slow
