@@ -16,7 +16,7 @@ from torch import nn
 import headrace as hr
 from engine.networks import go_there
 from engine.ranks import TESTS, errors_said, say, total
-from engine.victims import INPUTS, TARGETS, make_job, split_model
+from engine.victims import INPUTS, TARGETS, make_job, make_job_in_turns, split_model
 from headrace.spec.events import Stepped
 
 RANK, HOST = int(os.environ["RANK"]), os.environ["HEADRACE_HOST"]
@@ -86,6 +86,17 @@ def resume() -> None:
     tell(hr.fit(wide(epochs=2), coded, run_dir="coded", resume=True))
 
 
+def turns() -> None:
+    """With gradients that leave while backward runs, and after it; then a run that goes on, by a codec."""
+    tell(hr.fit(make_job_in_turns(epochs=2), "mirrored"))
+    tell(hr.fit(make_job_in_turns(epochs=2), hr.Mirrored(overlap=False)))
+    wide = functools.partial(make_job_in_turns, "2", model=wide_model)
+    coded = hr.Mirrored(codec="int8")
+    tell(hr.fit(wide(epochs=2), coded, run_dir="whole"))
+    hr.fit(wide(epochs=1), coded, run_dir="coded")
+    tell(hr.fit(wide(epochs=2), coded, run_dir="coded", resume=True))
+
+
 def own_data() -> None:
     """Host 0 has three quarters of it."""
     mine = slice(0, 48) if HOST == "host-0" else slice(48, None)
@@ -123,6 +134,7 @@ DEEDS: dict[str, Callable[[], None]] = {
     "average": average,
     "gossip": gossip,
     "resume": resume,
+    "turns": turns,
     "hybrid": hybrid,
     "fully sharded": fully_sharded,
     "own data": own_data,

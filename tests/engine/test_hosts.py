@@ -13,7 +13,7 @@ import torch
 import headrace as hr
 from engine.networks import Start, hosts_script, network, starts
 from engine.ranks import TESTS, total
-from engine.victims import INPUTS, NOTICED_S, TARGETS, make_job, split_model
+from engine.victims import INPUTS, NOTICED_S, TARGETS, make_job, make_job_in_turns, split_model
 from headrace.engine.local.fork_server import ForkServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.net]
@@ -104,6 +104,16 @@ def test_a_run_goes_on_over_hosts(start: Start) -> None:
         once, twice, coded, interrupted = (line["total"] for line in said)
         assert (once, twice) == pytest.approx((on_one(2), on_one(2, epochs=2)), abs=1e-6)
         # Bit for bit, with what the codec has rounded.
+        assert interrupted == coded
+
+
+def test_sets_of_parameters_take_turns_over_hosts(start: Start) -> None:
+    ended = start("turns", on=(0, 1, 1))
+    assert set(ended.codes.values()) == {0}, ended.logs
+    one = hr.fit(make_job_in_turns(epochs=2), engine=hr.ThreadEngine())
+    for said in ended.said:
+        overlapped, after, coded, interrupted = (line["total"] for line in said)
+        assert (overlapped, after) == pytest.approx([total(one.model)] * 2, abs=1e-5)
         assert interrupted == coded
 
 

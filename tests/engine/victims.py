@@ -53,6 +53,21 @@ def two_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
 
 
+def squared_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def make_job_in_turns(last: str = "1", **changes: object) -> hr.Job:
+    """One whose first layer and whose last take turns, two rounds and one."""
+    sgd = functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+    sets = {
+        "first": hr.ParameterSet(sgd, ["0.*"], rounds=2, clip_norm=0.5),
+        "last": hr.ParameterSet(sgd, [f"{last}.*"]),
+    }
+    losses = dict.fromkeys(sets, squared_error)
+    return make_job(**{"model": split_model, "task": None, "optimizer": sets, "loss": losses, **changes})
+
+
 def split_model() -> nn.Module:
     """Two layers that four devices can share."""
     return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))

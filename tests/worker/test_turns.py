@@ -146,6 +146,30 @@ def test_a_run_is_what_a_plain_loop_gives(strategy: Strategy, accumulate: int) -
         assert sum((each.loss or 0.0) * each.weight for each in parts) / weight == pytest.approx(loss, abs=1e-9)
 
 
+def weighed(loss: Callable[..., Tensor]) -> Callable[..., hr.Mean]:
+    def mean(model: Pair, batch: tuple[Tensor, Tensor]) -> hr.Mean:
+        return hr.Mean(loss(model, batch) * len(batch[0]), 1.0 * len(batch[0]))
+
+    return mean
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "accumulate"), [(hr.OneDevice(), 2), (hr.Mirrored(3), 1), (hr.CentralStorage(3), 2)], ids=repr
+)
+def test_losses_may_bring_their_weights(strategy: Strategy, accumulate: int) -> None:
+    means = {name: weighed(loss) for name, loss in LOSSES.items()}
+    run = fit(make_job(loss=means, options=hr.Options(accumulate=accumulate)), strategy)
+    assert distance(run.model, by_hand(make_job(), LOSSES)[0]) < 1e-9
+
+
+@pytest.mark.slow
+def test_every_worker_has_a_part_of_every_set() -> None:
+    plan = fit(make_job(steps=1), hr.CentralStorage(2)).plan
+    owners = {(each.parameter.partition(".")[0], each.owner) for each in plan.segments}
+    assert owners == {(name, rank) for name in SETS for rank in (0, 1)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [hr.OneDevice(), hr.Mirrored(2), hr.CentralStorage(2)], ids=repr)
 @pytest.mark.parametrize("steps", [4, 5], ids=["before-the-generator", "after-a-critic"])
