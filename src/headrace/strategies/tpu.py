@@ -43,9 +43,8 @@ class TPU(Strategy):
         UsageError: an option has a value that it cannot have.
 
     Examples:
-        >>> run = hr.fit(job, hr.TPU(workers=2, compiler="eager"))
-        >>> run.plan.workers, run.summary.steps
-        (2, 4)
+        >>> hr.TPU(workers=8).fixed_shapes, hr.Mirrored(workers=8).fixed_shapes
+        (True, False)
     """
 
     workers: int | None = None
