@@ -45,6 +45,7 @@ def test_a_comparison(here: Path, make_run, capsys: Capture) -> None:
         ceiling_examples_per_s={2: 9.0},
         doubts={"mirrored": ("its rate varied by 43 %",)},
         measured_again={"mirrored": "again-1-mirrored"},
+        may_differ=("mirrored",),
     )
     document = comparison_plain([summarize(here / "c" / label) for label in labels], references)
     (here / "c" / "comparison.json").write_text(json.dumps(document))
@@ -53,6 +54,7 @@ def test_a_comparison(here: Path, make_run, capsys: Capture) -> None:
     assert [each["label"] for each in result["runs"]] == list(labels)
     assert result["references"] == document["references"]
     assert [each["disturbed"] for each in result["runs"]] == [None, "its rate varied by 43 %"]
+    assert [each["may_differ"] for each in result["runs"]] == [False, True]
     assert "disturbed, so not recommended: mirrored" in result["verdict"]
     assert "one_device" in (here / "c" / "report.html").read_text()
 

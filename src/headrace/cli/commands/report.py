@@ -70,6 +70,7 @@ def _read_comparison(directory: Path) -> tuple[tuple[Summary, ...], References]:
             doubts={str(label): tuple(map(str, why)) for label, why in measured.get("doubts", {}).items()},
             one_device_doubts=tuple(map(str, measured.get("one_device_doubts", ()))),
             measured_again={str(label): str(name) for label, name in measured.get("measured_again", {}).items()},
+            may_differ=tuple(map(str, measured.get("may_differ", ()))),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{file} is no comparison ({error!r}); run `headrace compare` again") from error
