@@ -93,6 +93,12 @@ class Extra(Pair):
         self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
 
 
+class Sparse(Pair):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 2, sparse=True)
+
+
 def detached(model: Pair, batch: tuple[Tensor, Tensor]) -> Tensor:
     return model.critic(model.generator(batch[1]).detach()).mean()
 
@@ -101,6 +107,7 @@ def detached(model: Pair, batch: tuple[Tensor, Tensor]) -> Tensor:
     ("changes", "said"),
     [
         ({"model": Tied}, r"the parameter 'generator\.0\.bias' is in the sets .* \(it is tied: .*critic\.0\.bias\)"),
+        ({"model": Sparse}, r"the sparse embedding 'table' is updated row by row, .* use sparse=False there"),
         ({"model": Extra}, r"the parameter 'scale' is in none of the sets critic, generator; add a pattern"),
         (
             {"optimizer": {**SETS, "critic": hr.ParameterSet(ADAM, patterns=["*.weight", "critic.*"])}},

@@ -18,6 +18,7 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan, Segment
 from headrace.strategies import Strategy
+from headrace.training.embeddings.layer import sparse_layers
 
 Sets = Mapping[str, Sequence[str]]
 """The names of the parameters of each set."""
@@ -27,11 +28,17 @@ def find_sets(job: Job, module: nn.Module) -> dict[str, tuple[str, ...]]:
     """Returns the names of each set's parameters; {} where one optimizer has all.
 
     Raises:
-        UsageError: a parameter is in no set, or in two; a set would train nothing for some epochs.
+        UsageError: a parameter is in no set, or in two; a set would train nothing for some epochs; the model has a
+            sparse embedding.
         UnknownName: a pattern fits no parameter.
     """
     if not job.sets:
         return {}
+    for layer in sparse_layers(module):
+        raise UsageError(
+            f"the sparse embedding {layer.spec.name!r} is updated row by row, by one optimizer for all, and the job "
+            f"trains {len(job.sets)} sets of parameters in turns ({', '.join(job.sets)}); use sparse=False there"
+        )
     found = names_of_sets(module, job.sets)
     until = frozen_until(module)
     for name, own in found.items():
