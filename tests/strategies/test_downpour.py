@@ -24,7 +24,7 @@ from headrace.spec.events import NonFinite, ServerStats
 from strategies.contract_models import BATCH, COUNTS, MODELS, VARIANTS, verb_by_verb
 from strategies.contract_options import OPTIONS
 from strategies.contract_runs import distance, train
-from strategies.test_contract import DOUBLE, assert_same_bits, on_one_device
+from strategies.test_contract import DOUBLE, assert_same_bits, assert_same_through_servers, on_one_device
 
 STEPWISE = partial(hr.Downpour, fetch_every=1, push_every=1, overlap=False)
 CASES = {
@@ -38,8 +38,13 @@ DESCENT = partial(torch.optim.SGD, lr=0.1)
 
 @pytest.mark.parametrize(("name", "size"), in_turn(sorted(CASES), ["uneven", "tiny"]))
 def test_one_worker_that_waits_is_one_device_bit_for_bit(name: str, size: str) -> None:
-    outcome = train(CASES[name].job(COUNTS[size]), STEPWISE(1))
-    assert_same_bits(outcome, on_one_device(CASES[name], size, torch.float64, None))
+    job = CASES[name].job(COUNTS[size])
+    assert_same_through_servers(train(job, STEPWISE(1)), on_one_device(CASES[name], size, torch.float64, None), job)
+
+
+def test_adam_is_bit_for_bit_where_the_job_says_how() -> None:
+    job = CASES["mlp"].job(COUNTS["tiny"], optimizer=partial(torch.optim.Adam, lr=0.01, foreach=False))
+    assert_same_bits(train(job, STEPWISE(1)), train(job, hr.OneDevice()))
 
 
 @pytest.mark.parametrize("layout", [{"servers": 3}, {"sharding": "max_size:64B"}, {"servers": 2, "scale": "full"}])

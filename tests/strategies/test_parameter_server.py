@@ -25,7 +25,14 @@ from headrace.spec.events import NonFinite, ServerStats, Stepped
 from strategies.contract_models import ADAM, BATCH, COUNTS, MODELS, SGD, VARIANTS, Bang, Case, dense, verb_by_verb
 from strategies.contract_options import BF16, OPTIONS
 from strategies.contract_runs import CLUSTER, MODEL, distance, train
-from strategies.test_contract import DOUBLE, SINGLE, assert_equal, assert_same_bits, on_one_device
+from strategies.test_contract import (
+    DOUBLE,
+    SINGLE,
+    assert_equal,
+    assert_same_bits,
+    assert_same_through_servers,
+    on_one_device,
+)
 
 LOCAL = hr.Options(batch_norm="local")
 CASES = {
@@ -57,15 +64,16 @@ SLICED = ["mlp", "lstm", "tied", "idle", "buffers", "partial", "tokens", "groups
 
 @pytest.mark.parametrize(("name", "size"), in_turn(sorted(CASES), ["uneven", "tiny"]))
 def test_one_worker_in_lock_step_is_one_device_bit_for_bit(name: str, size: str) -> None:
-    outcome = train(CASES[name].job(COUNTS[size]), LOCK_STEP(1))
-    assert_same_bits(outcome, on_one_device(CASES[name], size, torch.float64, None))
+    job = CASES[name].job(COUNTS[size])
+    assert_same_through_servers(train(job, LOCK_STEP(1)), on_one_device(CASES[name], size, torch.float64, None), job)
 
 
 @pytest.mark.parametrize("name", ["mlp", "partial", "tokens", "all-together", "adam-one-cycle"])
 @pytest.mark.parametrize("bound", [None, 2])
 def test_one_worker_by_itself_is_one_device_bit_for_bit(name: str, bound: int | None) -> None:
-    outcome = train(CASES[name].job(COUNTS["tiny"]), hr.ParameterServer(1, staleness_bound=bound))
-    assert_same_bits(outcome, on_one_device(CASES[name], "tiny", torch.float64, None))
+    job = CASES[name].job(COUNTS["tiny"])
+    outcome = train(job, hr.ParameterServer(1, staleness_bound=bound))
+    assert_same_through_servers(outcome, on_one_device(CASES[name], "tiny", torch.float64, None), job)
 
 
 @pytest.mark.parametrize("option", sorted(BF16))

@@ -17,7 +17,15 @@ from headrace.errors import UsageError
 from headrace.spec.options import Options
 from headrace.spec.plan import Segment
 from headrace.training.clipping import LossScale
-from headrace.training.optimizer import StatePiece, by_parameter, is_plain_sgd, load_state, state_bytes, state_pieces
+from headrace.training.optimizer import (
+    IMPLEMENTATION,
+    StatePiece,
+    by_parameter,
+    is_plain_sgd,
+    load_state,
+    state_bytes,
+    state_pieces,
+)
 
 
 class Schedule:
@@ -82,7 +90,7 @@ class Schedule:
         """Loads what `settings` returned in a run with the same groups."""
         for group, saved in zip(self._template.param_groups, settings["groups"], strict=True):
             # Only options that the class knows, whatever a checkpoint holds.
-            known = (group.keys() & saved["options"].keys()) - {"params", "param_names"}
+            known = (group.keys() & saved["options"].keys()) - {"params", "param_names", *IMPLEMENTATION}
             group.update({key: _restored(saved["options"][key]) for key in known})
         if self._scheduler is not None and settings["schedule"] is not None:
             self._scheduler.load_state_dict(_restored(settings["schedule"]))
@@ -135,7 +143,7 @@ def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def _options(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in group.items():
-        if key not in ("params", "param_names"):
+        if key not in ("params", "param_names", *IMPLEMENTATION):
             with suppress(UsageError):
                 yield key, plain(value, key)
 

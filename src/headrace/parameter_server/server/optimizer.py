@@ -19,7 +19,7 @@ from headrace.parameter_server.wire import ShardLayout, like
 from headrace.spec.model import ParameterSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Segment
-from headrace.training.optimizer import StatePiece, build, build_over
+from headrace.training.optimizer import StatePiece, build, build_over, prefer_fused
 from headrace.training.update import Updater
 
 _EXACTLY = 1e-6
@@ -96,6 +96,8 @@ class ShardOptimizer(ShardUpdater):
         for piece, parameter in zip(self._layout.pieces, self._parameters, strict=True):
             by_name.setdefault(piece.parameter, []).append(parameter)
             owned.append((Segment(piece.parameter, piece.start, piece.start + piece.elements, 0), parameter))
+        # The template gives the options of its groups to the other one.
+        prefer_fused(self._template)
         optimizer = build_over(self._template, by_name)
         self._updater = Updater(optimizer, owned, self._clock.options, self._clock.rounds_per_epoch, self._template)
 
