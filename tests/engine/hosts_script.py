@@ -65,10 +65,12 @@ def hybrid() -> None:
 
 
 def fully_sharded() -> None:
-    """Two hosts of two, with shares that are empty at times; then it goes on as mirrored."""
+    """Two hosts of two, with shares that are empty at times; then it goes on as two replicas, and as mirrored."""
     job = functools.partial(make_job, model=split_model, eval_data=(INPUTS[:9], TARGETS[:9]), global_batch_size=7)
     tell(hr.fit(job(epochs=1), hr.FullySharded(), run_dir="run"))
-    tell(hr.fit(job(epochs=2), "mirrored", run_dir="run", resume=True))
+    replicas = hr.Hybrid(hr.Mirrored(workers=2), hr.FullySharded())
+    tell(hr.fit(job(epochs=2), replicas, run_dir="run", resume=True))
+    tell(hr.fit(job(epochs=3), "mirrored", run_dir="run", resume=True))
 
 
 def wide_model() -> nn.Module:

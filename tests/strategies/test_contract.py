@@ -71,6 +71,12 @@ ROWS = {
 
 KINDS = {
     **ROWS,
+    "sharded replicas": Row(
+        lambda workers: hr.Hybrid(hr.Mirrored(workers=max(1, workers // 2)), hr.FullySharded(workers=2)),
+        workers=(4,),
+        many=(4, 4),
+        refuses=MATRICES,
+    ),
     "diloco": Row(partial(hr.DiLoCo, period=3), references.diloco),
     "easgd": Row(partial(hr.EASGD, period=3), references.easgd),
     "gossip-hypercube": Row(partial(hr.Gossip, topology="hypercube"), references.GOSSIPS["hypercube"], many=(4, 8)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import signal
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import headrace as hr
+from headrace.checkpoint import CheckpointFolder
 from headrace.engine.base import Engine
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import InfeasiblePlan, PeerLost, UsageError
@@ -159,6 +161,11 @@ def test_options_that_cannot_be_meant_are_refused() -> None:
         hr.FullySharded(reshard_after_forward=2)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="use compile=False"):
         train(Case(Partial, options=hr.Options(compile=True)).job(8), hr.FullySharded(2))
+    for outer in (hr.ParameterAveraging(2, period=2), hr.ParameterServer(2)):
+        with pytest.raises(UsageError, match=r"divides sum their gradients .* outer strategy must be hr\.Mirrored"):
+            hr.Hybrid(outer, hr.FullySharded(2))
+    with pytest.raises(UsageError, match=r"codec='int8' is for gradients of whole parameters, .* use codec='plain'"):
+        hr.Hybrid(hr.Mirrored(2, codec="int8"), hr.FullySharded(2))
     with pytest.raises(UsageError, match="outer strategy of a hybrid must be"):
         hr.Hybrid(hr.FullySharded(2), hr.Pipeline(2))
     with pytest.raises(InfeasiblePlan, match="fully_sharded runs on CPUs, and the devices are cuda"):
@@ -179,6 +186,31 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would_do(memory: int, wo
     model = ModelSpec((ParameterSpec("weight", (100, 10)),))
     with pytest.raises(InfeasiblePlan, match=words):
         hr.FullySharded(4).plan(model, Cluster((Host("here", 4, memory),)))
+
+
+def test_replicas_that_are_divided_are_refused_where_their_state_does_not_fit() -> None:
+    model = ModelSpec((ParameterSpec("weight", (100, 10)),))
+    two_by_two = hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2))
+    with pytest.raises(InfeasiblePlan, match=r"hybrid needs 24,000 bytes .* 24,000 bytes in all; start as many"):
+        two_by_two.plan(model, Cluster((Host("here", 4, 20_000),)))
+    plan = two_by_two.plan(model, Cluster((Host("here", 4, 30_000),)))
+    assert [(each.start, each.stop, each.owner) for each in plan.segments] == [(0, 500, 0), (500, 1_000, 1)]
+    assert plan.shares == (1, 1, 1, 1)
+
+
+@pytest.mark.slow
+def test_replicas_that_are_divided_save_each_part_once_and_resume_bit_for_bit(tmp_path: Path) -> None:
+    job, strategy = LAYERS.job(11), hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2))
+    halfway = dataclasses.replace(job, epochs=None, steps=3)
+    run = {"device": "cpu", "engine": hr.ThreadEngine()}
+    hr.fit(halfway, strategy, run_dir=tmp_path / "a", **run)  # type: ignore[arg-type]
+    checkpoint = CheckpointFolder(tmp_path / "a" / "checkpoints").open(3)
+    saved = [{name for name in checkpoint.read(rank) if name.startswith(("state/", "parameter/"))} for rank in range(4)]
+    assert all(saved[:2])
+    assert not any(saved[2:])
+    resumed = hr.fit(job, strategy, run_dir=tmp_path / "a", resume=True, **run)  # type: ignore[arg-type]
+    whole = hr.fit(job, strategy, **run)  # type: ignore[arg-type]
+    assert distance(resumed.model.state_dict(), whole.model.state_dict()) == 0.0
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ CASES = {**MODELS, **VARIANTS}
 PIPELINE = hr.Pipeline(stages=2, micro_batches=2)
 SLICES = hr.TensorParallel(devices=2)
 INNER = {"pipeline": PIPELINE, "slices": SLICES}
+EVERY_INNER = {**INNER, "divided": hr.FullySharded(workers=2)}
 TWO = hr.Mirrored(workers=2)
 AVERAGING = hr.ParameterAveraging(workers=2, period=3)
 
@@ -42,6 +43,16 @@ def test_replicas_that_are_pipelines_are_one_device(model: str, count: int) -> N
     assert outcome.metrics == pytest.approx(one.metrics, rel=1e-9)
 
 
+@pytest.mark.parametrize("model", ["mlp", "idle", "clipped", "mean-clipped", "tokens"])
+@pytest.mark.parametrize("count", [11, 9])
+def test_replicas_that_are_divided_are_one_device(model: str, count: int) -> None:
+    job = CASES[model].job(count)
+    outcome, one = train(job, hr.Hybrid(TWO, hr.FullySharded(2))), train(job, hr.OneDevice())
+    assert distance(outcome.tensors, one.tensors) <= 1e-9
+    assert outcome.losses == pytest.approx(one.losses, rel=1e-9)
+    assert outcome.metrics == pytest.approx(one.metrics, rel=1e-9)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("inner", sorted(INNER))
 @pytest.mark.parametrize("model", ["mlp", "tokens"])
@@ -53,10 +64,10 @@ def test_replicas_that_average_are_workers_that_average(inner: str, model: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inner", sorted(INNER))
+@pytest.mark.parametrize("inner", sorted(EVERY_INNER))
 def test_four_processes_are_one_device_and_two_runs_alike(processes: Engine, inner: str) -> None:
     job = CASES["clipped"].job(11)
-    one, again = (train(job, hr.Hybrid(TWO, INNER[inner]), processes) for _ in range(2))
+    one, again = (train(job, hr.Hybrid(TWO, EVERY_INNER[inner]), processes) for _ in range(2))
     assert distance(one.tensors, train(job, hr.OneDevice()).tensors) <= 1e-9
     assert distance(one.tensors, again.tensors) == 0
     assert one.losses == again.losses

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.batches import call, select_target
-from headrace.collectives.base import ProcessGroup
+from headrace.collectives.base import Collective, ProcessGroup
 from headrace.fully_sharded.sharding import ShardedModule
 from headrace.metrics import Mean, weigh
 from headrace.modules import frozen_until, restore
@@ -159,7 +159,10 @@ class ShardedModel(Compute):
 
 
 class ShardedExchange(UpdatingExchange):
-    """Updates this worker's part of every parameter, of whose gradients backward has left the sum."""
+    """Updates this worker's part of every parameter, of whose gradients backward has left the sum.
+
+    Where several replicas are sharded, it is the sum over one replica, and `mates` are the ranks that hold this part.
+    """
 
     def __init__(
         self,
@@ -168,19 +171,22 @@ class ShardedExchange(UpdatingExchange):
         clipper: GradientClipper,
         used: UsedParameters,
         counts_whole: bool,
+        mates: Collective | None,
     ) -> None:
         self.updater = updater
         self.parameter_bytes = sharded.held_bytes()
         self._sharded = sharded
         self._clipper = clipper
         self._used = used
-        # Every rank holds them, and one measures them.
-        self._unmeasured = frozenset() if counts_whole else sharded.whole
+        self._mates = mates
         self._names = list(sharded.pieces)
+        # What several ranks hold, one measures.
+        copies = frozenset(self._names) if mates and mates.rank else sharded.whole
+        self._unmeasured = frozenset() if counts_whole else copies
 
     def synchronize(self, finite: bool = True) -> StepDecision:
         missing = {self._names[index] for index in self._used.settle()}
-        sums = self._sharded.sum_gradients(missing.__contains__)
+        sums = self._sharded.sum_gradients(missing.__contains__, self._mates)
         measured = [gradient for name, gradient in sums if name not in self._unmeasured]
         return self._clipper.clip(measured, [gradient for _, gradient in sums], finite)
 

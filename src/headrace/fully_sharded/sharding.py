@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from headrace.collectives.base import ProcessGroup
+from headrace.collectives.base import Collective, ProcessGroup
 from headrace.fully_sharded.link import HostsLink, OwnGradients, SharedLink, UnitGather, UnitLink, UnitScatter
 from headrace.fully_sharded.units import is_kept_whole, unit_parameters
 from headrace.modules import parameters_and_buffers
@@ -140,8 +140,11 @@ class ShardedModule:
         """Divides the gradients by the weight of all examples."""
         divide([_gradient(each) for each in self._parameters.values()], weight)
 
-    def sum_gradients(self, missing: Callable[[str], bool]) -> list[tuple[str, Tensor]]:
-        """Puts the summed gradients into the pieces, except those of parameters of which no rank has one."""
+    def sum_gradients(self, missing: Callable[[str], bool], mates: Collective | None) -> list[tuple[str, Tensor]]:
+        """Puts the summed gradients into the pieces, except those of parameters of which no rank has one.
+
+        They are summed over the ranks that hold the same pieces, too, where these are `mates`.
+        """
         found = []
         for name, piece in self.pieces.items():
             gradient = _gradient(self._parameters[name])
@@ -153,6 +156,9 @@ class ShardedModule:
                 piece.grad = None
                 continue
             assert gradient is not None, f"no sum of the gradients of {name}"
+            # Of fewer rows than ranks some have none, and so have their mates.
+            if mates and gradient.numel():
+                mates.all_reduce(gradient)
             piece.grad = gradient.view(piece.shape)
             found.append((name, piece.grad))
         return found

@@ -15,9 +15,10 @@ collectives go through the memory that the workers of a host share, and between 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from headrace.collectives.base import ProcessGroup
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.fully_sharded.units import AUTO, find_units
 from headrace.modules import without_data
@@ -85,21 +86,15 @@ class FullySharded(Strategy):
         return model
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
-        if not model.sliceable:
-            raise UsageError(
-                f"the job's optimizer looks at whole matrices, of which each worker has a part under {self.name}; use "
-                "one that treats every element alone (SGD, Adam), or mirrored"
-            )
-        options = describe_options(self)
-        plan = data_parallel_plan(
-            self.name, options, self.workers, model, cluster, copies=(0, 0), cut=rows, spread=True
-        )
-        require_cpu(self.name, cluster)
-        for host in cluster.hosts:
-            _require_memory(plan, sum(role.host == host.name for role in plan.roles), model, host)
-        return plan
+        return sharded_plan(self.name, describe_options(self), self.workers, model, cluster)
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
+        return self.in_replicas(plan, context, context.group)
+
+    def in_replicas(
+        self, plan: Plan, context: WorkerContext, within: ProcessGroup, mates: ProcessGroup | None = None
+    ) -> Replica:
+        """Returns what a rank runs where ranks `within` shard a replica, and `mates` hold the same part of others."""
         # Here, because importing torch.distributed costs what the other strategies need not pay.
         from headrace.fully_sharded.replica import ShardedExchange, ShardedModel
         from headrace.fully_sharded.sharding import ShardedModule
@@ -110,20 +105,45 @@ class FullySharded(Strategy):
         communicates = context.synchronise_batch_norm()
         ghosts = [(name, without_data(each)) for name, each in module.named_parameters()]
         template = build(context.optimizer, ghosts)
-        sharded = ShardedModule(module, units, group, self.reshard_after_forward, context.closing)
-        owned = sharded.owned([each for each in plan.segments if each.owner in (rank, EVERY_WORKER)])
+        sharded = ShardedModule(module, units, within, self.reshard_after_forward, context.closing)
+        owned = sharded.owned([each for each in plan.segments if each.owner in (within.rank, EVERY_WORKER)])
         updater = context.updater(build_over_owned(template, owned), owned, template)
         used = UsedParameters(group, len(sharded.pieces))
         objective, options, sample = context.objective, context.options, context.sample
         compute = ShardedModel(sharded, objective, options, group, used, sample, communicates, context.scale)
-        if rank == 0:
+        if group.rank == 0:
             compute.notes = (sharded.describe(),)
-        return Replica(compute, ShardedExchange(sharded, updater, context.clipper(), used, rank == 0))
+        return Replica(compute, ShardedExchange(sharded, updater, context.clipper(), used, group.rank == 0, mates))
 
 
-def _require_memory(plan: Plan, workers: int, model: ModelSpec, host: Host) -> None:
+def sharded_plan(
+    name: str, options: Mapping[str, object], workers: int | None, model: ModelSpec, cluster: Cluster, replicas: int = 1
+) -> Plan:
+    """Plans workers of which each has a part of every parameter, in one replica or in several that are alike."""
+    if not model.sliceable:
+        raise UsageError(
+            f"the job's optimizer looks at whole matrices, of which each worker has a part under {name}; use one that "
+            "treats every element alone (SGD, Adam), or mirrored"
+        )
+    plan = data_parallel_plan(
+        name,
+        options,
+        workers,
+        model,
+        cluster,
+        copies=(0, 0),
+        cut=lambda parameters, count: rows(parameters, count // replicas),
+        spread=True,
+    )
+    require_cpu(name, cluster)
+    for host in cluster.hosts:
+        _require_memory(plan, sum(role.host == host.name for role in plan.roles), replicas, model, host)
+    return plan
+
+
+def _require_memory(plan: Plan, workers: int, replicas: int, model: ModelSpec, host: Host) -> None:
     """Refuses what does not fit into a host that has some of the workers: says what is short, and what would do."""
-    whole, state = model.parameter_bytes, model.copies * model.trainable_bytes
+    whole, state = model.parameter_bytes, replicas * model.copies * model.trainable_bytes
     there = f"bytes of host memory, and {host.name} has {host.memory_bytes:,} left"
     held = state * workers // plan.workers
     if held > host.memory_bytes:

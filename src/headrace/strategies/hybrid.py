@@ -31,6 +31,7 @@ from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import Options
 from headrace.spec.plan import EVERY_WORKER, Plan, ProcessCounts, Role
 from headrace.strategies.context import ModelProbe, ServerContext, WorkerContext
+from headrace.strategies.fully_sharded import FullySharded, sharded_plan
 from headrace.strategies.mirrored import Mirrored
 from headrace.strategies.parameter_averaging import ParameterAveraging
 from headrace.strategies.pipeline import Pipeline
@@ -54,7 +55,8 @@ class Hybrid(ServedStrategy):
         outer: what the replicas do with each other: `Mirrored`, `ParameterAveraging` by all-reduce, or
             `ParameterServer` or `Downpour`, each of whose servers has shards of one stage or slice; its `workers` are
             replicas.
-        inner: what a replica is: `TensorParallel` or `Pipeline`.
+        inner: what a replica is: `TensorParallel` or `Pipeline`; or `FullySharded`, under an outer `Mirrored` (torch's
+            HSDP), whose ranks each compute on a share of their own.
 
     Raises:
         UsageError: these two cannot be combined.
@@ -72,16 +74,18 @@ class Hybrid(ServedStrategy):
     equals_one_device = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inner, TensorParallel | Pipeline):
+        if not isinstance(self.inner, TensorParallel | Pipeline | FullySharded):
             raise UsageError(
-                "the inner strategy of a hybrid must be hr.TensorParallel(...) or hr.Pipeline(...), which hold one "
-                f"model on several devices, got {self.inner!r}"
+                "the inner strategy of a hybrid must be hr.TensorParallel(...), hr.Pipeline(...) or "
+                f"hr.FullySharded(...), which hold one model on several devices, got {self.inner!r}"
             )
         if not isinstance(self.outer, Mirrored | ParameterAveraging | Served):
             raise UsageError(
                 "the outer strategy of a hybrid must be hr.Mirrored(...), hr.ParameterAveraging(...), "
                 f"hr.ParameterServer(...) or hr.Downpour(...), got {self.outer!r}"
             )
+        if isinstance(self.inner, FullySharded):
+            _check_sharded(self.outer)
         if isinstance(self.outer, Mirrored | ParameterAveraging) and self.outer.min_workers is not None:
             raise UsageError(
                 f"min_workers={self.outer.min_workers} lets workers come and go one by one, and the ranks of a replica "
@@ -123,6 +127,8 @@ class Hybrid(ServedStrategy):
 
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
         replicas, devices = self._counts(probe.cluster)
+        if isinstance(self.inner, FullySharded):
+            return self.inner.inspect_model(model, probe)
         if isinstance(self.outer, Served) and isinstance(self.inner, TensorParallel):
             # Servers must know the part that each device will hold.
             cuts = self.inner.cuts(probe.module, devices, Trial(probe.sample(), probe.inputs))
@@ -139,6 +145,8 @@ class Hybrid(ServedStrategy):
         replicas, devices = self._counts(cluster)
         if isinstance(self.outer, Mirrored):
             self.outer.require_network(self.name, cluster)
+        if isinstance(self.inner, FullySharded):
+            return sharded_plan(self.name, describe_options(self), replicas * devices, model, cluster, replicas)
         roles = self._roles(cluster, replicas * devices)
         inner = self.inner.plan(model, _alone(cluster, devices))
         if isinstance(self.outer, Served):
@@ -169,9 +177,7 @@ class Hybrid(ServedStrategy):
             InfeasiblePlan: neither options nor launcher say, or they contradict each other.
         """
         assert isinstance(self.outer, Mirrored | ParameterAveraging | Served)
-        assert isinstance(self.inner, TensorParallel | Pipeline)
-        inner = self.inner.devices if isinstance(self.inner, TensorParallel) else self.inner.stages
-        replicas, devices = self.outer.workers, inner
+        replicas, devices = self.outer.workers, self._devices()
         if replicas is not None and devices is not None:
             return replicas, devices
         known = replicas or devices
@@ -184,7 +190,15 @@ class Hybrid(ServedStrategy):
             )
         return replicas or ranks // known, devices or ranks // known
 
+    def _devices(self) -> int | None:
+        if isinstance(self.inner, FullySharded):
+            return self.inner.workers
+        assert isinstance(self.inner, TensorParallel | Pipeline)
+        return self.inner.devices if isinstance(self.inner, TensorParallel) else self.inner.stages
+
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
+        if isinstance(self.inner, FullySharded):
+            return self._sharded(self.inner, plan, rank, context)
         role, everyone = plan.role(rank), context.group
         workers = plan.roles[: plan.workers]
         within = [other.rank for other in workers if other.data_rank == role.data_rank]
@@ -207,6 +221,15 @@ class Hybrid(ServedStrategy):
         assert all(segment.owner == EVERY_WORKER for segment in outer.segments)
         return replace(self.outer.replica(outer, role.data_rank, own), slices=inside.slices)
 
+    def _sharded(self, inner: FullySharded, plan: Plan, rank: int, context: WorkerContext) -> Replica:
+        assert isinstance(self.outer, Mirrored)
+        # One of both numbers is given: else there is no plan.
+        devices = inner.workers or plan.workers // (self.outer.workers or 1)
+        first, place = rank - rank % devices, rank % devices
+        within = context.group.subgroup(range(first, first + devices))
+        mates = context.group.subgroup(range(place, plan.workers, devices))
+        return inner.in_replicas(plan, context, within, mates)
+
     def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
         model = in_parts(context.model, plan.workers // plan.replicas)
         assert isinstance(self.outer, ServedStrategy)
@@ -226,6 +249,19 @@ class Hybrid(ServedStrategy):
                 f"{compute.tied[0]!r}; use hr.Pipeline alone, or leave clip_norm out"
             )
         return StagedReplica(compute, near.group, everyone, near.model)
+
+
+def _check_sharded(outer: Strategy) -> None:
+    if not isinstance(outer, Mirrored):
+        raise UsageError(
+            "replicas that hr.FullySharded(...) divides sum their gradients in every round: the outer strategy must be "
+            f"hr.Mirrored(...), got {outer!r}"
+        )
+    if outer.codec != "plain":
+        raise UsageError(
+            f"codec={outer.codec!r} is for gradients of whole parameters, and the ranks of hr.FullySharded(...) have "
+            "parts; use codec='plain'"
+        )
 
 
 def _itself(group: ProcessGroup) -> Callable[[], Collective | None]:

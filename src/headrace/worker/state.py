@@ -120,11 +120,14 @@ def owned_pieces(pieces: Iterable[StatePiece], plan: Plan, rank: int, spool: Spo
     Rows of tables, which may be more than fit into memory, are kept in `spool`.
     """
     shared = {segment.parameter for segment in plan.segments if segment.owner == EVERY_WORKER}
+    own = {segment.parameter for segment in plan.segments if segment.owner == rank}
+    # Ranks that own no segment may hold copies of those of others.
+    copied = set() if plan.servers else {segment.parameter for segment in plan.segments} - own - shared
     leads = plan.leads(rank)
     return {
         f"state/{piece.name}": spool.keep(piece.value) if spool and is_row_piece(piece) else piece.value
         for piece in pieces
-        if leads or piece.parameter not in shared
+        if piece.parameter not in copied and (leads or piece.parameter not in shared)
     }
 
 
