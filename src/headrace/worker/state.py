@@ -120,9 +120,9 @@ def owned_pieces(pieces: Iterable[StatePiece], plan: Plan, rank: int, spool: Spo
     Rows of tables, which may be more than fit into memory, are kept in `spool`.
     """
     shared = {segment.parameter for segment in plan.segments if segment.owner == EVERY_WORKER}
-    own = {segment.parameter for segment in plan.segments if segment.owner == rank}
-    # Ranks that own no segment may hold copies of those of others.
-    copied = set() if plan.servers else {segment.parameter for segment in plan.segments} - own - shared
+    workers = [each for each in plan.segments if each.owner != EVERY_WORKER and plan.role(each.owner).computes]
+    # A worker may hold copies of what another one owns.
+    copied = {each.parameter for each in workers} - {each.parameter for each in workers if each.owner == rank}
     leads = plan.leads(rank)
     return {
         f"state/{piece.name}": spool.keep(piece.value) if spool and is_row_piece(piece) else piece.value
