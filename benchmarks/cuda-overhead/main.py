@@ -21,7 +21,7 @@ from headrace.engine.local.engine import LocalEngine
 BATCH = 256
 
 
-def ours(workload: str, strategy: hr.Strategy, seconds: float, engine: LocalEngine) -> float:
+def ours(device: str, workload: str, strategy: hr.Strategy, seconds: float, engine: LocalEngine) -> float:
     """Returns examples/s."""
     job = hr.Job(
         model=MODELS[workload][0],
@@ -32,15 +32,17 @@ def ours(workload: str, strategy: hr.Strategy, seconds: float, engine: LocalEngi
         steps=10_000_000,
     )
     with tempfile.TemporaryDirectory() as folder:
-        run = fit(job, strategy, device="cuda", run_dir=Path(folder) / "run", seconds=seconds, engine=engine)
+        run = fit(job, strategy, device=device, run_dir=Path(folder) / "run", seconds=seconds, engine=engine)
         return run.throughput or 0.0
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each run")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the command out")
     arguments = parser.parse_args()
+    device = arguments.device
     strategies = {
         "one_device": hr.OneDevice(),
         "mirrored, 1 worker": hr.Mirrored(1),
@@ -50,11 +52,11 @@ if __name__ == "__main__":
         contestants = {}
         for workload in MODELS:
             contestants[f"bare loop, {workload}"] = partial(
-                rival, "bare_cuda_loop", workload, str(BATCH), str(arguments.seconds), tuned=True
+                rival, "bare_device_loop", device, workload, str(BATCH), str(arguments.seconds), tuned=True
             )
             for name, strategy in strategies.items():
                 contestants[f"headrace {name}, {workload}"] = partial(
-                    ours, workload, strategy, arguments.seconds, engine
+                    ours, device, workload, strategy, arguments.seconds, engine
                 )
         figures = alternate(contestants, arguments.rounds)
     ratios = {
@@ -64,4 +66,5 @@ if __name__ == "__main__":
         for workload in MODELS
         for name in strategies
     }
-    report(Path(__file__).parent, torch.cuda.get_device_name().lower().replace(" ", "-"), "examples/s", figures, ratios)
+    name = torch.cuda.get_device_name().lower().replace(" ", "-") if device == "cuda" else "cpu"
+    report(Path(__file__).parent, name, "examples/s", figures, ratios)

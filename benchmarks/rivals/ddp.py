@@ -2,7 +2,7 @@
 
 With 1 worker it is the bare loop: two of them at once are the ceiling, one with all threads what a user of one
 machine would pick (`THREADS` and `BATCH` in the environment). With `FRESH` it takes other examples in every step, as
-training does, and not one batch again and again.
+training does, and not one batch again and again. With `DEVICE=cuda` each process has a GPU, and the backend is nccl.
 """
 
 from __future__ import annotations
@@ -35,9 +35,15 @@ def train(rank: int, workers: int, workload: str, seconds: float, port: int) -> 
     torch.set_num_threads(int(os.environ.get("THREADS", "1")))
     batch = int(os.environ.get("BATCH", str(EXAMPLES_A_WORKER)))
     torch.manual_seed(0)
-    model: nn.Module = MODELS[workload][0]()
+    cuda = os.environ.get("DEVICE") == "cuda"
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    model: nn.Module = MODELS[workload][0]().to(device)
     if workers > 1:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=workers)
+        if cuda:
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=workers
+        )
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loss = nn.CrossEntropyLoss()
@@ -46,14 +52,14 @@ def train(rank: int, workers: int, workload: str, seconds: float, port: int) -> 
     def step() -> None:
         x, y = next(batches)
         optimizer.zero_grad()
-        loss(model(x), y).backward()
+        loss(model(x.to(device, non_blocking=True)), y.to(device, non_blocking=True)).backward()
         optimizer.step()
 
     for _ in range(10):
         step()
     began = time.perf_counter()
     steps = 0
-    going = torch.ones(1)
+    going = torch.ones(1, device=device)
     while going:
         for _ in range(10):
             step()

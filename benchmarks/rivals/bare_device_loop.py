@@ -1,6 +1,6 @@
-"""The bare PyTorch loop on a GPU: `bare_cuda_loop.py mlp|cnn BATCH SECONDS`; prints examples/s.
+"""The bare PyTorch loop on a device: `bare_device_loop.py DEVICE mlp|cnn BATCH SECONDS`; prints examples/s.
 
-The loss stays on the GPU, as in headrace: no step waits for it.
+The loss stays on the device, as in headrace: no step waits for it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from workloads import MODELS, examples
 
 
-def main(workload: str, size: int, seconds: float) -> None:
+def main(device: str, workload: str, size: int, seconds: float) -> None:
     torch.manual_seed(0)
-    model = MODELS[workload][0]().cuda()
+    model = MODELS[workload][0]().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x, y = examples(workload, 4096)
     loss = nn.CrossEntropyLoss()
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     order = torch.randperm(len(x))
     position = 0
 
@@ -33,21 +34,21 @@ def main(workload: str, size: int, seconds: float) -> None:
         position += size
         inputs, target = x.index_select(0, index), y.index_select(0, index)
         optimizer.zero_grad()
-        loss(model(inputs.cuda(non_blocking=True)), target.cuda(non_blocking=True)).backward()
+        loss(model(inputs.to(device, non_blocking=True)), target.to(device, non_blocking=True)).backward()
         optimizer.step()
 
     for _ in range(20):
         step()
-    torch.cuda.synchronize()
+    wait()
     began = time.perf_counter()
     steps = 0
     while time.perf_counter() - began < seconds:
         for _ in range(20):
             step()
-        torch.cuda.synchronize()
+        wait()
         steps += 20
     print(size * steps / (time.perf_counter() - began), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
