@@ -5,12 +5,15 @@ The promise: what is not sound is refused by the error that the reader's documen
 
 from __future__ import annotations
 
+import atexit
 import os
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import cv2
@@ -39,19 +42,25 @@ from headrace.spec.events import decode, encode
 from headrace.spec.options import Options
 from headrace.watch.state import WatchedRun
 
-__all__ = ["INPUTS", "folder"]
+__all__ = ["GIVEN", "INPUTS", "folder"]
 
 MOST_READ = 64
 """Examples of a file."""
 
+GIVEN = "FUZZ_FOLDER"
+"""The variable that names a folder: what fuzzes ends without a word, and the process above it removes the folder."""
+
 _NUMBERS = count()
 
 
+@cache
 def folder() -> Path:
-    """Returns this process's folder in memory."""
-    where = Path(f"/dev/shm/headrace-fuzz-{os.getpid()}")
-    where.mkdir(exist_ok=True)
-    return where
+    """Returns the folder in memory for files: the one that it was given, or one of this process, gone when it ends."""
+    if given := os.environ.get(GIVEN):
+        return Path(given)
+    own = TemporaryDirectory(prefix="headrace-fuzz-", dir="/dev/shm")
+    atexit.register(own.cleanup)
+    return Path(own.name)
 
 
 def _written(data: bytes, ending: str) -> str:

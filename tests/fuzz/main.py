@@ -16,6 +16,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -98,6 +99,7 @@ def main() -> int:
 def run(reader: str, executions: int, seed: int, seconds: int) -> int:
     """Fuzzes in a process of its own, because the fuzzer ends the one that it is in."""
     from fuzz.input_seeds import input_seeds
+    from fuzz.inputs import GIVEN
     from fuzz.seeds import seeds
 
     folder = corpus(reader)
@@ -109,7 +111,9 @@ def run(reader: str, executions: int, seed: int, seconds: int) -> int:
     began = time.monotonic()
     command = [sys.executable, __file__, "inside", reader, "--executions", str(executions), "--seed", str(seed)]
     command += ["--seconds", str(seconds)]
-    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    with tempfile.TemporaryDirectory(prefix="headrace-fuzz-", dir="/dev/shm") as files:
+        env = {**os.environ, GIVEN: files}
+        ended = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, check=False)
     _write_result(reader, int(_stat(ended.stderr, "number_of_executed_units")), began, seed, ended.returncode)
     if ended.returncode:
         print(ended.stderr[-4000:], file=sys.stderr)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from time import thread_time
 
@@ -15,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fuzz.input_seeds import input_seeds
-from fuzz.inputs import INPUTS, folder, read_images, read_tars
+from fuzz.inputs import INPUTS, read_images, read_tars
 from fuzz.main import INPUTS as NAMES
 from fuzz.main import MOST_KEPT, MOST_S
 from headrace.cli.jobfile import _values
@@ -26,14 +25,6 @@ from headrace.spec.cluster import Cluster
 every_reader = pytest.mark.parametrize("name", NAMES)
 
 HOST = '[[hosts]]\nname = "a"\ncores = 1\nmemory_gb = 1\n'
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _removed() -> Iterator[None]:
-    yield
-    for path in sorted(folder().rglob("*"), reverse=True):
-        path.unlink() if path.is_file() else path.rmdir()
-    folder().rmdir()
 
 
 def test_every_reader_is_fuzzed() -> None:
