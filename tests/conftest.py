@@ -41,6 +41,16 @@ def _no_waiting_for_the_disk(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _environment_as_it_was() -> Iterator[None]:
+    """A command that ran in this process has set the variables of its workers, such as how malloc keeps memory."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _programs_begin_warm(request: pytest.FixtureRequest) -> Iterator[None]:
     """Python programs that tests and engines start are forked from one that has imported torch: seconds for each.
