@@ -35,7 +35,8 @@ def select_columns(
     found = [share.batch for share in takewhile(lambda _: len(lines) != told, islice(shares, rounds))]
     shares.close()
     alone = [share.batch for share in islice(Loader(pipeline, 0, 4, (1,), 0).sweep(alone=True), len(found))]
-    assert len(found) == len(alone)
+    # Alone it reads one epoch.
+    assert len(alone) == min(len(found), -(-len(pipeline) // 4))
     assert told or len(found) == rounds
     assert all(map(torch.equal, found, alone))
     assert not [thread for thread in threading.enumerate() if thread.name == "headrace-data"]
