@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.nn.functional as F
 from harness import alternate, ratio, report
-from storm import live_seconds
 from torch import Tensor, nn
 
 import headrace as hr
@@ -26,6 +25,7 @@ from headrace.parameter_server.server.server import Server
 from headrace.spec.events import Event, Lost, Stepped, WorkerStarted
 from headrace.spec.plan import Plan
 from headrace.strategies.context import ServerContext
+from storm import live_seconds
 
 WORKERS, PERIOD = 4, 16
 BATCH, EXAMPLES = 256, 16_384

@@ -27,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import alternate, ratio
 from on_hosts import hosts, run
 from one_rank import HIDDEN
-from storm import Storm, live_seconds
 from workloads import EXAMPLES_A_WORKER, MODELS, examples, throughput
+
+from storm import Storm, live_seconds
 
 WORKERS, STORM_WORKERS = 3, 4
 EXAMPLES = 4096

@@ -26,8 +26,9 @@ from headrace.spec.events import Event, Lost, Notice, Stepped
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from on_hosts import HOSTS, MASTER, hosts
-from storm import live_seconds
 from workloads import EXAMPLES_A_WORKER, MODELS, examples
+
+from storm import live_seconds
 
 WORKERS, EXAMPLES = 4, 1024
 LEARNING_RATE = 2.0**-7

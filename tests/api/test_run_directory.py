@@ -24,7 +24,7 @@ from engine.conftest import below, ended, state, until
 from engine.lasting import OFTEN, files_of, lasting_job
 from headrace.api.run import RunDirLock, refuse_living
 from headrace.errors import UnfitMachine, UsageError, WorkerFailed
-from headrace.spec.events import LAUNCHER, Event, Notice, decode
+from headrace.spec.events import LAUNCHER, Event, Notice, Saved, decode, encode
 from headrace.worker.events import EventWriter
 from headrace.worker.run_spec import events_path
 from warm.programs import ROOT
@@ -276,3 +276,15 @@ def test_a_finished_run_lets_go(tmp_path: Path) -> None:
     refuse_living(tmp_path)
     assert re.fullmatch(r"\d+", (tmp_path / "lock").read_text())
     assert lasting.files_of(tmp_path)[0] == lasting.ROUNDS
+
+
+def test_a_resumed_attempt_begins_after_every_event_of_the_one_before(tmp_path: Path) -> None:
+    # Found by scripts/storm, seed 11: a save ends while steps go on, and its event is written after theirs.
+    # The step counted twice: by its time, it belonged to the attempt that did it again.
+    path = events_path(tmp_path, 0)
+    path.parent.mkdir()
+    events = [Notice(0, 0.00001, 'says "time_s":9.0,'), Saved(0, 7.25, 8, 1, 0.0, 0.0), Saved(0, 3.5, 4, 1, 0.0, 0.0)]
+    path.write_text("".join(f"{encode(event)}\n" for event in events) + '{"kind":"stepped","rank":0,"time_s":8.0,')
+    lock = RunDirLock(tmp_path, continues=True)
+    lock.close()
+    assert lock.attempt_s == 7.25

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import sys
 import tempfile
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,7 @@ from headrace.modules import copy_module, is_dense, restore
 from headrace.report.model.events import EventLog, read_log
 from headrace.report.model.summary import Summary, summarize
 from headrace.report.views.page import page_fragment, write_page
-from headrace.spec.events import LAUNCHER, Event, decode
+from headrace.spec.events import LAUNCHER, Event
 from headrace.spec.job import Job
 from headrace.spec.plan import Plan
 from headrace.training.embeddings.layer import sparse_layers
@@ -133,6 +133,9 @@ def _living(directory: Path) -> UsageError:
     )
 
 
+_TIME = re.compile(rb'"time_s":([0-9]{1,15}(?:[.][0-9]+)?(?:e-[0-9]+)?)[,}]')
+
+
 def _mend(directory: Path) -> float:
     """Cuts off the incomplete last line that a killed process has left in its events; returns their last time, s."""
     last_s = 0.0
@@ -141,11 +144,8 @@ def _mend(directory: Path) -> float:
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
             os.truncate(path, whole)
-        lines = content[:whole].splitlines()
-        # Reports complain of a line that is no event.
-        with suppress(ValueError):
-            for line in lines[-1:]:
-                last_s = max(last_s, decode(line.decode()).time_s)
+        # The last line is not always the latest: a save's is written after steps that followed its end.
+        last_s = max((last_s, *map(float, _TIME.findall(content[:whole]))))
     return last_s
 
 

@@ -1,0 +1,109 @@
+"""What is wrong with a run, from what it has left alone."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from headrace.spec.events import PushesApplied, RunEnded, RunStarted, Stepped
+from storm.evidence import Attempt, Evidence
+from storm.jobs import ACCOUNTED, BATCH, EXACT, ROUNDS, TIMEOUT_S
+from storm.schedule import MOUNTED
+
+__all__ = ["problems"]
+
+SLACK_S = 15.0
+"""Over what is documented: the machine may be busy with other work."""
+
+NAMING = ("kill", "freeze")
+"""Faults of one process whose error names its rank."""
+
+UNWRITTEN = {"small files", *MOUNTED}
+"""Faults under which training goes on and event files take no more, as documented."""
+
+ENDED_BY_US = (-9, -15, 143)
+"""By SIGKILL and SIGTERM."""
+
+
+def problems(evidence: Evidence) -> list[str]:
+    """Returns a line for each; [] for a sound run."""
+    found = [line for number, attempt in enumerate(evidence.attempts) for line in _of_attempt(number, attempt)]
+    if not evidence.attempts or evidence.attempts[-1].code != 0:
+        return [*found, "the run has not come to its end"]
+    return [*found, *_of_end(evidence), *_of_examples(evidence), *_of_pushes(evidence)]
+
+
+def _of_attempt(number: int, attempt: Attempt) -> Iterator[str]:
+    say = f"attempt {number} ({', '.join(str(strike.fault) for strike in attempt.strikes) or 'no fault'})"
+    if math.isinf(attempt.ended):
+        yield f"{say}: stood still"
+        return
+    if "Traceback (most recent call last)" in attempt.said:
+        yield f"{say}: a traceback: {attempt.said.strip().splitlines()[-1]}"
+    if attempt.processes:
+        yield f"{say}: processes are left: {attempt.processes}"
+    if attempt.files and attempt.code != -9:
+        yield f"{say}: files are left: {attempt.files}"
+    if attempt.code == 0:
+        return
+    if not attempt.strikes:
+        yield f"{say}: ended with code {attempt.code}: {attempt.said.strip()[-200:]}"
+        return
+    last = attempt.strikes[-1]
+    if attempt.code not in ENDED_BY_US and not attempt.said.strip():
+        yield f"{say}: no error"
+    if last.fault.kind in NAMING and attempt.code not in ENDED_BY_US:
+        struck = {strike.rank for strike in attempt.strikes}
+        named = {int(rank) for rank in re.findall(r"\brank (\d+)", attempt.said)}
+        if not named & struck:
+            yield f"{say}: rank {last.rank} was struck, the error names {sorted(named)}: {attempt.said.strip()[-200:]}"
+    within = TIMEOUT_S if last.fault.kind == "freeze" else 2.0
+    if last.fault.kind in NAMING and attempt.ended - last.at > within + SLACK_S:
+        yield f"{say}: ended {attempt.ended - last.at:.1f} s after the fault"
+
+
+def _of_end(evidence: Evidence) -> Iterator[str]:
+    ends = [event for event in evidence.events if isinstance(event, RunEnded)]
+    if not ends or ends[-1].status != "ok":
+        yield "the command ended well, but its last event does not say so"
+    if evidence.unfinished:
+        yield f"checkpoints are half done: {evidence.unfinished}"
+    if not evidence.parameters:
+        yield "there is no model"
+    elif evidence.strategy in EXACT and evidence.parameters != evidence.undisturbed:
+        yield "the parameters are not those of the run without faults"
+
+
+def _of_examples(evidence: Evidence) -> Iterator[str]:
+    """Every round once: what an attempt has done beyond its last checkpoint, the next one does again."""
+    struck = {strike.fault.kind for attempt in evidence.attempts for strike in attempt.strikes}
+    if evidence.strategy not in ACCOUNTED or struck & UNWRITTEN:
+        return
+    rounds: dict[int, dict[int, int]] = {}
+    for event in evidence.events:
+        if isinstance(event, RunStarted):
+            rounds = {step: ranks for step, ranks in rounds.items() if step < event.resumed_step}
+        elif isinstance(event, Stepped):
+            ranks = rounds.setdefault(event.step, {})
+            if event.rank in ranks:
+                yield f"rank {event.rank} counted round {event.step} twice"
+            ranks[event.rank] = event.examples
+    wrong = {step: sum(ranks.values()) for step, ranks in rounds.items() if sum(ranks.values()) != BATCH}
+    if wrong or len(rounds) != ROUNDS:
+        yield f"{len(rounds)} of {ROUNDS} rounds; not of {BATCH} examples: {wrong}"
+
+
+def _of_pushes(evidence: Evidence) -> Iterator[str]:
+    """A lease is applied once, by those that the servers list, in each attempt."""
+    applied: Counter[tuple[int, int, int]] = Counter()
+    for event in evidence.events:
+        if isinstance(event, RunStarted):
+            applied.clear()
+        elif isinstance(event, PushesApplied):
+            firsts = event.firsts or (0,) * len(event.leases)
+            for lease, first in zip(event.leases, firsts, strict=True):
+                applied[event.rank, lease, first] += 1
+                if applied[event.rank, lease, first] == 2:
+                    yield f"rank {event.rank} applied lease {lease} twice"

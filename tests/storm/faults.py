@@ -1,0 +1,116 @@
+"""Does the faults to processes, files and disks, from outside."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from storm.jobs import TIMEOUT_S
+from storm.schedule import Fault
+
+__all__ = ["DAMAGES", "Disk", "damage", "strike"]
+
+SLOW_S, SLICE_S = 2.0, 0.02
+"""How long a process is slow, and how long it stands still each time."""
+
+LIMITS = {
+    "few descriptors": (resource.RLIMIT_NOFILE, 16),
+    "small files": (resource.RLIMIT_FSIZE, 4096),
+    "little memory": (resource.RLIMIT_AS, 1 << 20),
+}
+DAMAGES = ("damaged checkpoint", "cut checkpoint")
+TO_LAUNCHER = {"terminate": signal.SIGTERM, **dict.fromkeys(("kill launcher", *DAMAGES), signal.SIGKILL)}
+DISK_BYTES = 16 << 20
+
+
+class Disk:
+    """A small file system of its own for a run directory; needs root."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "storm", str(folder)], check=True)
+
+    def fail(self, kind: str) -> None:
+        if kind == "read-only disk":
+            # A file that is open for writing forbids `remount,ro` of a mount; the lazy way is that of a failing disk.
+            subprocess.run(["mount", "-o", "remount,ro", str(self._folder)], check=False, capture_output=True)
+            return
+        with (self._folder / "ballast").open("wb", buffering=0) as file:
+            try:
+                while file.write(bytes(1 << 16)):
+                    pass
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+
+    def mend(self) -> None:
+        subprocess.run(["mount", "-o", "remount,rw", str(self._folder)], check=True)
+        (self._folder / "ballast").unlink(missing_ok=True)
+
+    def close(self) -> None:
+        subprocess.run(["umount", "--lazy", str(self._folder)], check=True)
+
+
+def strike(fault: Fault, launcher: int, ranks: Mapping[int, int], run_dir: Path, disk: Disk | None) -> int | None:
+    """Does a fault to one of the processes (by rank), the command or the disk; returns the rank that was struck.
+
+    Raises:
+        ProcessLookupError: the process has ended meanwhile.
+    """
+    if fault.kind in TO_LAUNCHER:
+        os.kill(launcher, TO_LAUNCHER[fault.kind])
+        return None
+    if fault.kind.endswith("disk"):
+        assert disk is not None
+        disk.fail(fault.kind)
+        return None
+    rank = sorted(ranks)[fault.pick % len(ranks)]
+    pid = ranks[rank]
+    if fault.kind in LIMITS:
+        which, most = LIMITS[fault.kind]
+        resource.prlimit(pid, which, (most, resource.prlimit(pid, which)[1]))
+    elif fault.kind in ("pause", "slow"):
+        threading.Thread(target=_halting(pid, fault.kind)).start()
+    else:
+        os.kill(pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+    return rank
+
+
+def _halting(pid: int, kind: str) -> Callable[[], None]:
+    stands, count = (TIMEOUT_S / 2, 1) if kind == "pause" else (SLICE_S, int(SLOW_S / SLICE_S / 2))
+
+    def halt() -> None:
+        with suppress(ProcessLookupError):  # it ended meanwhile
+            for _ in range(count):
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(stands)
+                os.kill(pid, signal.SIGCONT)
+                time.sleep(SLICE_S)
+
+    return halt
+
+
+def damage(fault: Fault, run_dir: Path) -> None:
+    """Changes a byte of the newest checkpoint, or cuts off its end; where there is none, nothing."""
+    found = sorted(run_dir.glob("checkpoints/step-*[0-9]"))
+    if not found:
+        return
+    chance = random.Random(fault.pick)
+    path = chance.choice(sorted(found[-1].iterdir()))
+    content = bytearray(path.read_bytes())
+    place = chance.randrange(len(content))
+    if fault.kind == "cut checkpoint":
+        del content[place:]
+    else:
+        content[place] ^= 1 << chance.randrange(8)
+    path.write_bytes(content)

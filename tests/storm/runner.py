@@ -1,0 +1,159 @@
+"""Runs a strategy's job through faults until it has come to its end, and collects what it leaves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from uuid import uuid4
+
+from headrace.report.model.events import read_events
+from storm.evidence import Attempt, Evidence, Strike
+from storm.faults import DAMAGES, Disk, damage, strike
+from storm.schedule import MOUNTED, Fault
+
+__all__ = ["undisturbed", "weather"]
+
+TESTS = Path(__file__).parents[1]
+POLL_S = 0.01
+STANDS_STILL_S = 90.0
+"""Without a new event; a start on a busy machine takes its time."""
+
+GONE_WITHIN_S = 10.0
+PASSING = ("sem.mp-", "torch_", "headrace-fuzz-")
+"""Names in /dev/shm that other work on this machine has."""
+
+
+def undisturbed(strategy: str) -> str:
+    """Returns the digest of the parameters of a run without faults."""
+    evidence = weather(strategy, (), "")
+    assert evidence.attempts[-1].code == 0, evidence.attempts[-1].said
+    return evidence.parameters
+
+
+def weather(strategy: str, faults: tuple[Fault, ...], expected: str) -> Evidence:
+    """Gives the command until it ends well, at most once more than there are faults, and then once more."""
+    with TemporaryDirectory(prefix="headrace-storm-") as where:
+        folder = Path(where)
+        disk = Disk(folder / "run") if any(fault.kind in MOUNTED for fault in faults) else None
+        try:
+            run_dir, left, attempts = folder / "run" / "a", list(faults), list[Attempt]()
+            while len(attempts) < len(faults) + 2 and (not attempts or attempts[-1].code != 0):
+                if disk:
+                    disk.mend()
+                if not any(run_dir.glob("checkpoints/step-*[0-9]")):
+                    shutil.rmtree(run_dir, ignore_errors=True)
+                attempts.append(Command(strategy, run_dir, folder / "tmp", disk).attempt(left))
+                for done in attempts[-1].strikes:
+                    if done.fault.kind in DAMAGES:
+                        damage(done.fault, run_dir)
+            return _collect(strategy, tuple(attempts), run_dir, expected)
+        finally:
+            if disk:
+                disk.close()
+
+
+def _collect(strategy: str, attempts: tuple[Attempt, ...], run_dir: Path, expected: str) -> Evidence:
+    parameters = run_dir / "model.safetensors"
+    digest = hashlib.sha256(parameters.read_bytes()).hexdigest() if parameters.exists() else ""
+    unfinished = tuple(path.name for path in run_dir.glob("checkpoints/*") if path.suffix in (".part", ".old"))
+    events = read_events(run_dir) if any(run_dir.glob("events/*.jsonl")) else ()
+    return Evidence(strategy, attempts, events, digest, expected or digest, unfinished)
+
+
+class Command:
+    """One attempt. What it starts is known by a word in its environment."""
+
+    def __init__(self, strategy: str, run_dir: Path, temporary: Path, disk: Disk | None) -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        self._run_dir, self._temporary, self._disk = run_dir, temporary, disk
+        self._word = f"STORM={uuid4().hex}"
+        self._shared = set(os.listdir("/dev/shm"))
+        self._sizes = {path: path.stat().st_size for path in run_dir.glob("events/*.jsonl")}
+        self._steps, self._ranks = 0, dict[int, int]()
+        env = {**os.environ, "TMPDIR": str(temporary), "STORM": self._word.partition("=")[2], "CI": "true"}
+        command = [sys.executable, str(TESTS / "storm" / "jobs.py"), strategy, str(run_dir)]
+        self._log = (temporary.parent / "stderr").open("w+")
+        self._process = subprocess.Popen(
+            command, env=env, stdout=subprocess.DEVNULL, stderr=self._log, start_new_session=True
+        )
+
+    def attempt(self, faults: list[Fault]) -> Attempt:
+        """Does those faults whose time comes, which are taken from the list, and waits for the end."""
+        strikes: list[Strike] = []
+        moved = time.monotonic()
+        ended = math.inf
+        while time.monotonic() - moved < STANDS_STILL_S:
+            if self._process.poll() is not None:
+                ended = time.monotonic()
+                break
+            if self._read():
+                moved = time.monotonic()
+            if faults and self._steps >= faults[0].after and (ranks := dict(self._alive())):
+                fault = faults.pop(0)
+                rank = strike(fault, self._process.pid, ranks, self._run_dir, self._disk)
+                strikes.append(Strike(fault, rank, time.monotonic()))
+                self._steps = 0
+            time.sleep(POLL_S)
+        self._process.kill()
+        code = self._process.wait()
+        processes = tuple(self._left()) if math.isfinite(ended) else ()
+        self._end()
+        with self._log as log:
+            log.seek(0)
+            said = log.read()
+        shared = set(os.listdir("/dev/shm")) - self._shared
+        files = [name for name in shared if not name.startswith(PASSING)]
+        files += [str(path.relative_to(self._temporary)) for path in self._temporary.rglob("*")]
+        return Attempt(tuple(strikes), code, ended, said, processes, tuple(sorted(files)))
+
+    def _read(self) -> bool:
+        """Reads new whole lines: who is there, and how many steps there were."""
+        found = False
+        for path in self._run_dir.glob("events/*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(self._sizes.get(path, 0))
+                lines = file.read().rpartition(b"\n")[0]
+            self._sizes[path] = self._sizes.get(path, 0) + len(lines) + bool(lines)
+            for line in filter(None, lines.split(b"\n")):
+                event, found = json.loads(line), True
+                self._steps += event["kind"] == "stepped"
+                if event["kind"] in ("worker_started", "server_started"):
+                    self._ranks[event["rank"]] = event["pid"]
+        return found
+
+    def _alive(self) -> Iterator[tuple[int, int]]:
+        ours = dict(self._processes())
+        return ((rank, pid) for rank, pid in self._ranks.items() if pid in ours)
+
+    def _processes(self) -> Iterator[tuple[int, str]]:
+        """Yields those that have the word, with their names; zombies have no environment any more."""
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                try:
+                    if self._word.encode() in (folder / "environ").read_bytes():
+                        yield int(folder.name), (folder / "comm").read_text().strip()
+                except (FileNotFoundError, ProcessLookupError, PermissionError):
+                    continue  # it ended meanwhile, or is another user's
+
+    def _left(self) -> list[str]:
+        give_up = time.monotonic() + GONE_WITHIN_S
+        while (left := [name for _, name in self._processes()]) and time.monotonic() < give_up:
+            time.sleep(0.05)
+        return left
+
+    def _end(self) -> None:
+        for pid, _ in list(self._processes()):
+            try:
+                os.kill(pid, 9)
+            except ProcessLookupError:
+                continue

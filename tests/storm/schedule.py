@@ -1,0 +1,62 @@
+"""Which faults a run meets: drawn by a seed, and made shorter where it fails."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["KINDS", "MOUNTED", "Fault", "draw", "reduce"]
+
+KINDS = (
+    "kill", "freeze", "pause", "slow", "terminate", "kill launcher", "damaged checkpoint", "cut checkpoint",
+    "few descriptors", "small files", "little memory", "full disk", "read-only disk",
+)  # fmt: skip
+"""kill: SIGKILL. freeze: SIGSTOP for ever. pause: half the timeout. slow: half of the time for a while, as by a quota.
+terminate: SIGTERM to the command. Damaged and cut: the launcher is killed, and the newest checkpoint's file changed
+before the command is given again. Few, small, little: a limit of one process. Disks: that of the run directory."""
+
+MOUNTED = ("full disk", "read-only disk")
+"""Those for which the run directory is a file system of its own."""
+
+MOST_STEPS = 60
+"""Steps of all workers, from the beginning of an attempt, before a fault."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens, after how many steps of an attempt, to which of the processes that are there (by order of rank)."""
+
+    kind: str
+    after: int
+    pick: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}@{self.after}/{self.pick}"
+
+
+def draw(seed: int, count: int, kinds: Sequence[str] = KINDS) -> tuple[Fault, ...]:
+    """Returns the same faults for the same seed."""
+    chance = random.Random(seed)
+    return tuple(
+        Fault(chance.choice(kinds), chance.randint(1, MOST_STEPS), chance.randrange(1000)) for _ in range(count)
+    )
+
+
+def reduce(faults: tuple[Fault, ...], fails: Callable[[tuple[Fault, ...]], bool]) -> tuple[Fault, ...]:
+    """Returns a part of the faults that fails too, of which no single one can be left out (delta debugging).
+
+    Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", 2002.
+    """
+    pieces = 2
+    while len(faults) > 1:
+        size = -(-len(faults) // pieces)
+        starts = range(0, len(faults), size)
+        rest = next((each for start in starts if fails(each := faults[:start] + faults[start + size :])), None)
+        if rest is not None:
+            faults, pieces = rest, max(2, pieces - 1)
+        elif size == 1:
+            break
+        else:
+            pieces = min(len(faults), 2 * pieces)
+    return () if len(faults) == 1 and fails(()) else faults
