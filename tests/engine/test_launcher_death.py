@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -75,13 +76,20 @@ def test_nothing_outlives_it(tmp_path: Path, stopped: tuple[str, ...]) -> None:
         launcher.kill()
         launcher.wait()
     gone = until(lambda: all(map(ended, everything)), GONE_WITHIN_S)
-    left = [pid for pid in everything if not ended(pid)]
+    left = {pid: shown(pid) for pid in everything if not ended(pid)}
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert gone, left
     # torch's DataLoader makes a name for a batch and removes it at once; who is killed in between leaves it. Python's
     # semaphores are of tests that run beside this one.
     assert until(lambda: set(filter(is_ours, os.listdir("/dev/shm"))) <= shared, 10)
+
+
+def shown(pid: int) -> str:
+    """Returns what a process is, and its state, parent and group."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text()[:60] + Path(f"/proc/{pid}/cmdline").read_text()[:200]
+    return "has ended meanwhile"
 
 
 def is_ours(name: str) -> bool:
