@@ -57,19 +57,20 @@ def train(strategy: str, tracker: str, seconds: float, engine: LocalEngine) -> f
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=12.0)
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each run")
+    parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES), choices=list(STRATEGIES))
     arguments = parser.parse_args()
     installed = [name for name, (package, _) in TRACKERS.items() if importlib.util.find_spec(package)]
     with LocalEngine() as engine:
         contestants = {
             f"{strategy}, {tracker or 'no tracker'}": partial(train, strategy, tracker, arguments.seconds, engine)
-            for strategy in STRATEGIES
+            for strategy in arguments.strategies
             for tracker in ("", *installed)
         }
         figures = alternate(contestants, arguments.rounds)
     extra = {
         f"{strategy}, {tracker} more": difference(figures, f"{strategy}, {tracker}", f"{strategy}, no tracker")
-        for strategy in STRATEGIES
+        for strategy in arguments.strategies
         for tracker in installed
     }
     report(Path(__file__).parent, "event-sinks", "us a step", figures, extra)
