@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import headrace as hr
 from cover import in_turn
+from headrace.background import BackgroundThread
 from headrace.data import Loader, as_pipeline
 from headrace.errors import UsageError
-from headrace.parameter_server.client.downpour import Background
 from headrace.spec.events import NonFinite, ServerStats
 from strategies.contract_models import BATCH, COUNTS, MODELS, VARIANTS, verb_by_verb
 from strategies.contract_options import OPTIONS
@@ -280,7 +280,7 @@ def test_what_is_fetched_in_the_background_comes_in_by_the_next_fetch(
 ) -> None:
     if slow:
         # As if no fetch ever came to its end between two.
-        monkeypatch.setattr(Background, "done", lambda self: False)
+        monkeypatch.setattr(BackgroundThread, "done", lambda self: False)
     job = without_fences(COUNTS["even"], epochs=20)
     run = hr.fit(job, hr.Downpour(1, fetch_every=1, push_every=1), engine=hr.ThreadEngine())
     counted = staleness(run)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import headrace as hr
+from headrace.background import BackgroundThread
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import InfeasiblePlan, NonFiniteLoss, UsageError
-from headrace.parameter_server.client.downpour import Background
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import ServerStats, Stepped
 from headrace.strategies import resolve
@@ -200,13 +200,13 @@ def test_an_evaluation_is_that_of_the_parameters_that_are_left(regime: str, inne
 
 
 def test_a_sync_point_waits_for_the_pushes_of_every_rank_of_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = Background.start
+    start = BackgroundThread.start
 
-    def start_slowly(background: Background, task: Callable[[], object]) -> None:
+    def start_slowly(background: BackgroundThread, task: Callable[[], object]) -> None:
         late = threading.current_thread().name == "rank-3"
         start(background, lambda: (time.sleep(0.1 * late), task()))
 
-    monkeypatch.setattr(Background, "start", start_slowly)
+    monkeypatch.setattr(BackgroundThread, "start", start_slowly)
     job = CASES["tied"].job(11)
     run = hr.fit(job, hr.Hybrid(REGIMES["downpour"], INNER["slices"]), engine=hr.ThreadEngine())
     assert job.eval_data is not None

@@ -129,7 +129,7 @@ def test_a_save_waits_for_the_one_before(
     asked, wait = threading.Semaphore(0), module.Saver.wait
 
     def waiting(saver: module.Saver) -> None:
-        if saver._group.rank == 0 and saver._writes():
+        if saver._group.rank == 0 and saver._thread.busy:
             asked.release()
         wait(saver)
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from headrace.background import BackgroundThread
 from headrace.errors import UsageError
 from headrace.parameter_server.client.data_leases import ServerDataLeases, fixed_span, leases_between
 from headrace.parameter_server.client.downpour import Background, DownpourExchange, LocalSteps, ServerLinks
@@ -199,14 +200,16 @@ class Downpour(ServedStrategy):
             return ServerLinks(main, places, self.fetch_every, replica_group, kept=own)
         # A connection belongs to one thread, so each thread has its own.
         fetched = [[torch.empty_like(place, device="cpu") for place in own] for own in places]
-        pushing = Background("push", opens(fetched, who, check, roles, context.closing))
-        fetching = Background("fetch", opens(fetched, who, check, roles, context.closing, observes=True))
+        pushing = Background(BackgroundThread("push"), opens(fetched, who, check, roles, context.closing))
+        fetching = Background(
+            BackgroundThread("fetch"), opens(fetched, who, check, roles, context.closing, observes=True)
+        )
 
         def check_all() -> None:
             check()
             # A worker whose push has failed would wait for data for ever.
-            pushing.check()
-            fetching.check()
+            pushing.thread.check()
+            fetching.thread.check()
 
         main = opens(places, who, check_all, roles, context.closing, observes=True)
         return ServerLinks(main, places, self.fetch_every, replica_group, pushing, fetching, fetched, own)

@@ -8,8 +8,8 @@ rank 1   copy ─► training goes on ──────────────
 
 from __future__ import annotations
 
+import functools
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from headrace.background import BackgroundThread
 from headrace.checkpoint import Checkpoint, CheckpointFolder, FileRecord
 from headrace.checkpoint.manifest import file_name
 from headrace.collectives.base import ProcessGroup
@@ -57,9 +58,8 @@ class Saver:
         self._group = group
         self._page = page
         self._events = events
-        self._thread: threading.Thread | None = None
+        self._thread = BackgroundThread("saver")
         self._news: deque[Event] = deque()
-        self._failure: Exception | None = None
         self._last_s = monotonic()
         resume = run.resume
         own = resume is not None and resume.folder == self.folder.path and not resume.reset_optimizer
@@ -90,7 +90,7 @@ class Saver:
     def overdue(self) -> bool:
         """Whether it is time to save, by the clock."""
         when = self._when
-        if when is None or when.every_s is None or self._writes():
+        if when is None or when.every_s is None or self._thread.busy:
             return False
         return monotonic() - self._last_s >= when.every_s
 
@@ -133,19 +133,12 @@ class Saver:
             if problem:
                 self._news.append(self._warning(done, problem.strerror or str(problem)))
             return
-        arguments = (done, rank, members, tensors, description, stall_s)
-        self._thread = threading.Thread(target=self._write, args=arguments, name="headrace-saver", daemon=True)
-        self._thread.start()
+        self._thread.start(functools.partial(self._write, done, rank, members, tensors, description, stall_s))
 
     def wait(self) -> None:
         """Waits until this rank's thread has ended; on rank 0 the checkpoint is then on disk, or was abandoned."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._thread.wait()
         self._report()
-
-    def _writes(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
 
     def _report(self) -> None:
         # Only the worker's own thread writes events and raises errors.
@@ -154,8 +147,7 @@ class Saver:
             self._events.write(event)
             if isinstance(event, Saved):
                 self._tell(event)
-        if self._failure:
-            raise self._failure
+        self._thread.check()
 
     def _write(
         self,
@@ -167,12 +159,9 @@ class Saver:
         stall_s: float,
     ) -> None:
         began = monotonic()
-        try:
-            self._write_part(done, rank, members[rank], tensors)
-            if rank == 0:
-                self._commit(done, members, description, stall_s, began)
-        except Exception as failure:  # raised again by the worker's own thread, which would wait for ever
-            self._failure = failure
+        self._write_part(done, rank, members[rank], tensors)
+        if rank == 0:
+            self._commit(done, members, description, stall_s, began)
 
     def _write_part(self, done: int, rank: int, member: int, tensors: Mapping[str, Tensor]) -> None:
         saved = self._page.ranks[member].saved

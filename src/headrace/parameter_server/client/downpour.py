@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from headrace.background import BackgroundThread
 from headrace.collectives.base import ProcessGroup
 from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.client.data_leases import BackgroundWork, ServerDataLeases
@@ -26,58 +27,17 @@ Push = tuple[list[list[Tensor | None]], float, int]
 """What is pushed, by server and shard; the mean share of a round of its steps; their number."""
 
 
+@dataclass(frozen=True)
 class Background:
-    """Runs one task at a time in a thread, which alone uses `client`."""
+    """A thread, which alone uses `client`."""
 
-    def __init__(self, name: str, client: Client) -> None:
-        self.client = client
-        self._name = f"headrace-{name}"
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def start(self, task: Callable[[], object]) -> None:
-        """Starts a task when the one before has ended."""
-        self.wait()
-
-        def run() -> None:
-            try:
-                task()
-            except BaseException as error:  # raised again by `check`
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name=self._name, daemon=True)
-        self._thread.start()
-
-    def wait(self) -> bool:
-        """Waits until no task runs, and raises its error; returns whether there was a task."""
-        begun = self._join()
-        self.check()
-        return begun
-
-    def done(self) -> bool:
-        """Returns True once for every task that has ended, and raises its error; does not wait."""
-        return self._thread is not None and not self._thread.is_alive() and self.wait()
-
-    def check(self) -> None:
-        """Raises a task's error, for a thread that waits for what this task would have done."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def waiter(self) -> Callable[[], None]:
-        """Returns a function for another thread, which waits for the end of the task that runs now."""
-        return self._thread.join if self._thread is not None else _nothing
+    thread: BackgroundThread
+    client: Client
 
     def close(self) -> None:
-        """Waits for the thread, and closes the connections; a task's error is dropped, as it follows from the end."""
-        self._join()
+        """Waits for the task, and closes the connections; a task's error is dropped, as it follows from the end."""
+        self.thread.close()
         self.client.close()
-
-    def _join(self) -> bool:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
-        return thread is not None
 
 
 def _nothing() -> None:
@@ -158,7 +118,7 @@ class ServerLinks(BackgroundWork):
             elif due:
                 self.pull()
             return
-        self._ready |= self._fetching.wait() if due else self._fetching.done()
+        self._ready |= self._fetching.thread.wait() if due else self._fetching.thread.done()
         if self._replica_group.all(self._ready):
             self._ready = False
             if self.kept is not None:
@@ -169,18 +129,18 @@ class ServerLinks(BackgroundWork):
             self.main.pulled()
         if due:
             self._since = 0
-            self._fetching.start(self._fetch_of(self._fetching.client))
+            self._fetching.thread.start(self._fetch_of(self._fetching.client))
 
     def fetched(self) -> Callable[[], None]:
         """Returns a function for the thread that pushes, which waits until the fetch that runs now has what it has."""
-        return _nothing if self.kept is None or self._fetching is None else self._fetching.waiter()
+        return _nothing if self.kept is None or self._fetching is None else self._fetching.thread.waiter()
 
     def _fetch_of(self, client: Client) -> Callable[[], None]:
         """Returns the task that fetches."""
         if self.kept is None or self.pushing is None:
             return client.pull
         self.kept.begin_fetch()
-        pushed = self.pushing.waiter()
+        pushed = self.pushing.thread.waiter()
 
         def fetch() -> None:
             pushed()
@@ -190,7 +150,7 @@ class ServerLinks(BackgroundWork):
 
     def finish(self) -> None:
         for background in self._backgrounds:
-            background.wait()
+            background.thread.wait()
 
     def renew(self) -> None:
         self.finish()
@@ -330,7 +290,7 @@ class LeasedExchange(ServedExchange):
                 # Asked, not told: this connection is idle until the next push, and what is told could be lost.
                 client.ask(0, Message(Kind.COMMIT, lease=lease))
 
-        pushing.start(push_and_commit)
+        pushing.thread.start(push_and_commit)
         leases.lease = -1
 
 

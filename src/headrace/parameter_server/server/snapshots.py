@@ -13,10 +13,10 @@ server                           the rest, as JSON
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,6 +27,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from headrace.background import BackgroundThread
 from headrace.checkpoint import forms
 from headrace.checkpoint.header import NAMES, PREFIX, TensorEntry, encode, length, parse
 from headrace.checkpoint.storage import Storage
@@ -152,25 +153,22 @@ class Snapshots:
         self._server = server
         self._every_s = every_s
         self._last = monotonic()
-        self._thread: threading.Thread | None = None
+        self._thread = BackgroundThread("snapshot")
 
     def look(self, snapshot: Callable[[], memoryview]) -> None:
         """Takes a snapshot if it is due and the one before is written."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread.busy:
             return
         began = monotonic()
         if began - self._last < self._every_s:
             return
         self._last, content = began, snapshot()
         self.bytes, self.pause_s = len(content), monotonic() - began
-        self._thread = threading.Thread(target=self._write, args=(content,), name="headrace-snapshot", daemon=True)
-        self._thread.start()
+        self._thread.start(functools.partial(self._write, content))
 
     def close(self) -> None:
         """Waits until the snapshot that is being written is complete."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._thread.wait()
 
     def _write(self, content: memoryview) -> None:
         try:

@@ -1,0 +1,106 @@
+"""A thread beside the one that gives it tasks."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import NoReturn
+
+__all__ = ["BackgroundThread"]
+
+_LOOK_EVERY_S = 1.0
+
+
+class _Task:
+    """A call, and its end."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
+        self.ended = threading.Event()
+        self.error: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Notes why the call has failed."""
+        self.error = error
+
+
+class BackgroundThread:
+    """Runs one task at a time in a daemon thread, which is started at once and ends with this object.
+
+    At once, because `Thread.start` blocks for ever if the new thread fails before it runs, which happens when a
+    process reaches its memory limit in the middle of a run.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._task: _Task | None = None
+        # The thread refers to the queue alone, so that it does not keep this object alive.
+        self._thread = threading.Thread(target=_work, args=(self._tasks,), name=f"headrace-{name}", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._tasks.put, None)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a task runs."""
+        return self._task is not None and not self._task.ended.is_set()
+
+    def start(self, call: Callable[[], object]) -> None:
+        """Starts a task when the one before has ended, whose error it raises."""
+        self.wait()
+        self._task = _Task(call)
+        self._tasks.put(self._task)
+
+    def wait(self) -> bool:
+        """Blocks until no task runs, and raises its error; returns whether there was a task since the last call.
+
+        Raises:
+            RuntimeError: the thread has ended in the middle of a task.
+        """
+        task, self._task = self._task, None
+        if task is None:
+            return False
+        self._await(task)
+        if task.error is not None:
+            raise task.error
+        return True
+
+    def done(self) -> bool:
+        """Returns True once for every task that has ended, and raises its error; does not block."""
+        return self._task is not None and self._task.ended.is_set() and self.wait()
+
+    def close(self) -> None:
+        """Blocks until no task runs, whose error is dropped."""
+        task, self._task = self._task, None
+        if task is not None:
+            self._await(task)
+
+    def check(self) -> None:
+        """Raises the error of a task that has failed, for a thread that waits for what the task would have done."""
+        if self._task is not None and self._task.ended.is_set() and self._task.error is not None:
+            self.wait()
+
+    def waiter(self) -> Callable[[], None]:
+        """Returns a function for another thread, which blocks until the task that runs now has ended."""
+        task = self._task
+        return lambda: None if task is None else self._await(task)
+
+    def _await(self, task: _Task) -> None:
+        while not task.ended.wait(_LOOK_EVERY_S):
+            if not self._thread.is_alive() and not task.ended.is_set():
+                _fail(self._thread.name)
+
+
+def _fail(name: str) -> NoReturn:
+    raise RuntimeError(f"the thread {name} has ended in the middle of a task, as it may when memory is short")
+
+
+def _work(tasks: SimpleQueue[_Task | None]) -> None:
+    while (task := tasks.get()) is not None:
+        try:
+            task.call()
+        except BaseException as error:  # raised again by `wait`
+            task.fail(error)
+        task.ended.set()
+        del task
