@@ -98,7 +98,12 @@ class Page:
         before = self.known.get("loss", {})
         first, count = message["first"], message["count"]
         self.known["loss"] = {
-            name: [*before.get(name, [])[:first], *message[name]][:count] for name in ("examples", "seconds", "loss")
+            name: [*before.get(name, [])[:first], *message[name]][:count] for name in ("examples", "seconds")
+        }
+        losses = before.get("losses", {})
+        self.known["loss"]["losses"] = {
+            name: [*losses.get(name, [None] * first)[:first], *values][:count]
+            for name, values in message["losses"].items()
         }
 
     def _lanes(self, name: str, message: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_the_curves_are_those_of_the_report(tmp_path: Path) -> None:
     known = Page(read(WatchedRun(tmp_path))).update()
     summary = summarize(tmp_path)
     assert known["loss"]["examples"] == [point.examples for point in summary.curves.loss]
-    assert known["loss"]["loss"] == pytest.approx([point.loss for point in summary.curves.loss], rel=1e-6)
+    assert known["loss"]["losses"][""] == pytest.approx([point.loss for point in summary.curves.loss], rel=1e-6)
     assert known["loss"]["seconds"] == pytest.approx([point.seconds for point in summary.curves.loss], rel=1e-5)
     assert [each["seconds"] for each in known["evaluations"]] == pytest.approx(
         [each.seconds for each in summary.curves.evaluations]
@@ -79,7 +80,7 @@ def test_a_page_that_is_told_changes_alone_knows_what_one_that_begins_now_knows(
         known = page.update()
     fresh = Page(run).update()
     assert known == fresh
-    assert len(known["loss"]["loss"]) == 325
+    assert len(known["loss"]["losses"][""]) == 325
     assert known["loss"]["examples"][-1] == 8 * (2 * rounds + 800)
     assert known["processes"][1]["lost"] == [[75.0, 76.0]]
     assert known["lanes"]["ranks"] == [0, 1, 2]
@@ -169,14 +170,35 @@ def test_a_cut_takes_out_the_share_of_a_bin() -> None:
     assert bins.changed(3, None) is None
 
 
+def test_sets_that_take_turns_have_a_loss_each(tmp_path: Path) -> None:
+    turns = [replace(each, turn=("critic", "generator")[each.step % 3 == 2]) for each in steps(0, range(30))]
+    write(tmp_path, started(), begun(0), *turns, RunEnded(LAUNCHER, 5.0, "ok"))
+    known = Page(read(WatchedRun(tmp_path))).update()
+    for name, points in summarize(tmp_path).curves.set_losses.items():
+        drawn = [each for each in known["loss"]["losses"][name] if each is not None]
+        assert drawn == pytest.approx([point.loss for point in points], rel=1e-6)
+    assert sorted(known["loss"]["losses"]) == ["critic", "generator"]
+    assert known["run"]["loss"] is None
+    assert known["loss"]["examples"][-1] == 240
+
+
+def test_no_more_sets_are_kept_than_can_be_drawn() -> None:
+    bins = LossBins()
+    bins.add(table(*(replace(each, turn=str(each.step)) for each in steps(0, range(50)))), 1)
+    changed = bins.changed(0, None)
+    assert changed is not None
+    assert len(changed["losses"]) == 8
+    assert bins.examples == 400
+
+
 def test_what_is_not_finite_is_left_out_of_the_loss() -> None:
     bins = LossBins()
     nan = Stepped(0, 1.0, 1, 0, 8, math.inf, 8.0, 0.0, 0.1, 0.0, 0.0)
     bins.add(table(*steps(0, [0]), nan), 1)
     changed = bins.changed(0, None)
     assert changed is not None
-    assert changed["loss"][0] == pytest.approx(10.0)
-    assert math.isnan(changed["loss"][1])
+    assert changed["losses"][""][0] == pytest.approx(10.0)
+    assert math.isnan(changed["losses"][""][1])
     assert bins.last() == pytest.approx(10.0)
 
 

@@ -199,7 +199,7 @@ def test_a_long_history_is_read_in_samples_first_and_as_a_whole_in_the_end(
     monkeypatch.setattr(tail, "_PREVIEW", 1 << 30)
     whole = Page(read(WatchedRun(tmp_path))).update()
     assert late["loss"]["examples"] == whole["loss"]["examples"]
-    assert late["loss"]["loss"] == pytest.approx(whole["loss"]["loss"], rel=1e-5)
+    assert late["loss"]["losses"][""] == pytest.approx(whole["loss"]["losses"][""], rel=1e-5)
     assert late["rates"]["rate"] == pytest.approx(whole["rates"]["rate"], rel=1e-3)
     assert summarize(tmp_path).training.examples == late["run"]["examples"]
 

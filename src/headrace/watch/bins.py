@@ -13,6 +13,7 @@ import numpy.typing as npt
 from headrace.watch.steps import Floats, Ints, Steps
 
 _LOSS_BINS = 512
+_MOST_SETS = 8
 _LANE_BINS = 256
 _FIRST_WIDTH_S = 0.25
 RECENT_BINS, RECENT_WIDTH_S = 120, 0.5
@@ -28,12 +29,15 @@ _MOST_RANKS = 1024
 class LossBins:
     """The loss by step: weighted sums of consecutive steps, of all workers together.
 
-    The number of steps in a bin doubles whenever there are too many bins.
+    The number of steps in a bin doubles whenever there are too many bins. Where sets of parameters take turns, each has
+    a loss of its own.
     """
 
     def __init__(self) -> None:
         self.width = 1
-        self._sums = np.zeros((_LOSS_BINS, 3))
+        self._examples = np.zeros(_LOSS_BINS)
+        # By set, "" where there is one optimizer: the sums of the weights, and of the weighted losses.
+        self._sums: dict[str, Floats] = {}
         self._time_s = np.full(_LOSS_BINS, -math.inf)
         self._changed = np.full(_LOSS_BINS, -1, dtype=np.int64)
         self.steps = 0
@@ -45,7 +49,7 @@ class LossBins:
 
     @property
     def examples(self) -> int:
-        return round(float(self._sums[:, 2].sum()))
+        return round(float(self._examples.sum()))
 
     def add(self, steps: Steps, revision: int) -> None:
         """Adds steps."""
@@ -57,8 +61,13 @@ class LossBins:
         bins = steps.step // self.width
         counts = np.isfinite(steps.loss) & np.isfinite(steps.weight) & (steps.weight > 0)
         weight = np.where(counts, steps.weight, 0.0)
-        values = np.stack((weight, weight * np.where(counts, steps.loss, 0.0), steps.examples), axis=1)
-        np.add.at(self._sums, bins, values)
+        values = np.stack((weight, weight * np.where(counts, steps.loss, 0.0)), axis=1)
+        np.add.at(self._examples, bins, steps.examples)
+        for name in sorted(set(steps.turn.tolist())):
+            if name not in self._sums and len(self._sums) == _MOST_SETS:
+                continue
+            own = steps.turn == name
+            np.add.at(self._sums.setdefault(name, np.zeros((_LOSS_BINS, 2))), bins[own], values[own])
         np.maximum.at(self._time_s, bins, steps.time_s)
         self._changed[bins] = revision
 
@@ -68,14 +77,17 @@ class LossBins:
             return
         whole, rest = divmod(step, self.width)
         held = min(self.width, self.steps - whole * self.width)
-        self._sums[whole] *= rest / held
-        self._sums[whole + bool(rest) :] = 0
+        for sums in (self._examples, *self._sums.values()):
+            sums[whole] *= rest / held
+            sums[whole + bool(rest) :] = 0
         self._time_s[whole + bool(rest) :] = -math.inf
         self._changed[whole:] = revision
         self.steps = step
 
     def changed(self, since: int, batch: int | None) -> dict[str, Any] | None:
         """Returns the points from the first that has changed since a revision on; None if none has.
+
+        "losses" are by set, "" where there is one optimizer; NaN where a set had no turn.
 
         Args:
             batch: examples of a step where not all steps are known yet; None where they are.
@@ -84,13 +96,10 @@ class LossBins:
         if not len(new):
             return None
         count, first = self.count, int(new[0])
-        weight, sums, examples = self._sums[:count].T
         if batch is None:
-            seen = np.cumsum(examples)
+            seen = np.cumsum(self._examples[:count])
         else:
             seen = batch * np.minimum(np.arange(1, count + 1) * self.width, self.steps)
-        loss = np.full(count, np.nan)
-        np.divide(sums, weight, out=loss, where=weight > 0)
         times = np.maximum.accumulate(self._time_s[:count])
         return {
             "width": self.width,
@@ -98,28 +107,42 @@ class LossBins:
             "first": first,
             "examples": seen[first:].astype(np.int64),
             "time_s": times[first:],
-            "loss": loss[first:].astype(np.float32),
+            "losses": {name: _means(sums[first:count]).astype(np.float32) for name, sums in self._sums.items()},
         }
 
     def last(self) -> float | None:
-        """Returns the loss of the last bin that has one."""
-        known = np.flatnonzero(self._sums[: self.count, 0] > 0)
-        if not len(known):
+        """Returns the loss of the last bin that has one; None where sets have losses of their own."""
+        if len(self._sums) != 1:
             return None
-        weight, total, _ = self._sums[known[-1]]
-        return float(total / weight)
+        (sums,) = self._sums.values()
+        means = _means(sums[: self.count])
+        known = np.flatnonzero(np.isfinite(means))
+        return float(means[known[-1]]) if len(known) else None
 
     def examples_until(self, step: int) -> int:
         """Returns the examples of all steps before one, from whole bins."""
-        return round(float(self._sums[: min(self.count, -(-step // self.width)), 2].sum()))
+        return round(float(self._examples[: min(self.count, -(-step // self.width))].sum()))
 
     def _fold(self, revision: int) -> None:
         half = _LOSS_BINS // 2
-        self._sums = np.concatenate((self._sums.reshape(half, 2, 3).sum(axis=1), np.zeros((half, 3))))
+        self._examples = _folded(self._examples)
+        self._sums = {name: _folded(sums) for name, sums in self._sums.items()}
         self._time_s = np.concatenate((self._time_s.reshape(half, 2).max(axis=1), np.full(half, -math.inf)))
         self.width *= 2
         self._changed[:] = -1
         self._changed[:half] = revision
+
+
+def _folded(sums: Floats) -> Floats:
+    """Returns sums over bins that are twice as wide."""
+    half = sums.reshape(len(sums) // 2, 2, *sums.shape[1:]).sum(axis=1)
+    return np.concatenate((half, np.zeros_like(half)))
+
+
+def _means(sums: Floats) -> Floats:
+    means = np.full(len(sums), np.nan)
+    np.divide(sums[:, 1], sums[:, 0], out=means, where=sums[:, 0] > 0)
+    return means
 
 
 class LaneBins(ABC):

@@ -183,6 +183,7 @@ class WatchedRun:
         loss = self._loss.changed(since, batch)
         if loss is not None:
             loss["seconds"] = self._training_s(loss.pop("time_s")).astype(np.float32)
+            loss["losses"] = {clean(name)[:_MOST_TEXT]: each for name, each in loss["losses"].items()}
             found["loss"] = loss
         if self._evaluations.revision > since:
             found["evaluations"] = self._evaluated()

@@ -40,6 +40,7 @@ class Steps:
     Attributes:
         spent_s: compute, exchange, update, and waiting for data: an array with four columns.
         before_s: end of the worker's step before; NaN where that is not known.
+        turn: the set of parameters that was trained, where sets take turns; else "".
     """
 
     rank: Ints
@@ -50,6 +51,7 @@ class Steps:
     weight: Floats
     spent_s: Floats
     before_s: Floats
+    turn: npt.NDArray[np.object_]
 
     def __len__(self) -> int:
         return len(self.rank)
@@ -77,6 +79,7 @@ class LineReader:
         self.events: list[Event] = []
         self.bad: dict[str, list[str]] = defaultdict(list)
         self._rows: list[tuple[Any, ...]] = []
+        self._turns: dict[int, str] = {}
         self._sources: list[tuple[int, str]] = []
 
     def read(self, lines: Iterable[bytes], source: str, before_s: float = math.nan) -> float:
@@ -93,7 +96,10 @@ class LineReader:
         for line in lines:
             if line.startswith(_STEPPED):
                 try:
-                    row = _of(orjson.loads(line))
+                    found = orjson.loads(line)
+                    row = _of(found)
+                    if turn := found.get("turn"):
+                        self._turns[len(rows)] = _text(turn)
                     rows.append((*row, before_s))
                     before_s = row[1]
                     continue
@@ -107,6 +113,8 @@ class LineReader:
                 self.bad[source].append(str(error))
                 continue
             if isinstance(event, Stepped):
+                if event.turn:
+                    self._turns[len(rows)] = event.turn
                 rows.append((*(getattr(event, field) for field in _FIELDS), before_s))
                 before_s = event.time_s
             elif _is_sound(event):
@@ -126,6 +134,8 @@ class LineReader:
         except (TypeError, ValueError):
             empty = (-1.0,) * (len(_FIELDS) + 1)
             table = np.array([row if _is_numeric(row) else empty for row in self._rows], dtype=np.float64)
+        turn = np.full(len(table), "", dtype=object)
+        turn[list(self._turns)] = list(self._turns.values())
         counts, times, spent = table[:, [0, 2, 3, 5]], table[:, 1], table[:, 6:10]
         # A comparison with NaN is false.
         sound = (counts >= 0).all(1) & (counts < _MOST).all(1) & (times >= 0) & (times < _MOST_S)
@@ -134,11 +144,17 @@ class LineReader:
             for index in np.flatnonzero(~sound).tolist():
                 source = self._sources[bisect_right(self._sources, index, key=itemgetter(0)) - 1][1]
                 self.bad[source].append("a step's numbers are out of range")
-            table = table[sound]
+            table, turn = table[sound], turn[sound]
         if not len(table):
             return None
         rank, step = table[:, 0].astype(np.int64), table[:, 2].astype(np.int64)
-        return Steps(rank, table[:, 1], step, table[:, 3], table[:, 4], table[:, 5], table[:, 6:10], table[:, 10])
+        return Steps(rank, table[:, 1], step, table[:, 3], table[:, 4], table[:, 5], table[:, 6:10], table[:, 10], turn)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"no text: {value!r:.60}")
+    return value
 
 
 def _is_numeric(row: tuple[Any, ...]) -> bool:

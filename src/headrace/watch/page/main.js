@@ -131,12 +131,16 @@ const compare = (name, wanted) => {
 };
 
 function takeCurves(name, message) {
-  const empty = { loss: { examples: [], seconds: [], loss: [] }, evaluations: [], rates: { seconds: [], rate: [] } };
+  const empty = { loss: { examples: [], seconds: [], losses: new Map() }, evaluations: [], rates: { seconds: [], rate: [] } };
   const known = message.whole || !curves.has(name) ? empty : curves.get(name);
   if (message.loss) {
-    const { first, count, ...values } = message.loss;
-    for (const key of ["examples", "seconds", "loss"]) {
-      known.loss[key] = known.loss[key].slice(0, first).concat(values[key]).slice(0, count);
+    const { first, count, examples, seconds, losses } = message.loss;
+    const renewed = (old, values) => old.slice(0, first).concat(values).slice(0, count);
+    known.loss.examples = renewed(known.loss.examples, examples);
+    known.loss.seconds = renewed(known.loss.seconds, seconds);
+    for (const [name, values] of Object.entries(losses)) {
+      // A set whose first turn came later has no loss before.
+      known.loss.losses.set(name, renewed(known.loss.losses.get(name) || new Array(first).fill(null), values));
     }
   }
   if (message.evaluations) known.evaluations = message.evaluations;
@@ -180,7 +184,11 @@ function drawCurves() {
   names.forEach((name, index) => {
     const { loss, evaluations, rates: rate } = curves.get(name);
     const alone = names.length === 1;
-    losses.push({ name: alone ? "training" : name, ...style(index), points: pairs(loss[by], loss.loss) });
+    for (const [set, values] of loss.losses) {
+      const own = set === "" ? "training" : set;
+      const form = set === "" || !alone ? style(index) : style(losses.length);
+      losses.push({ name: alone ? own : set === "" ? name : `${name}, ${set}`, ...form, points: pairs(loss[by], values) });
+    }
     const seen = evaluations.filter((each) => Number.isFinite(each.metrics.loss));
     const dots = { name: alone ? "evaluation" : `${name}, evaluation`, ...style(alone ? 1 : index), dots: true };
     if (seen.length) losses.push({ ...dots, points: seen.map((each) => [each[by], each.metrics.loss]) });
