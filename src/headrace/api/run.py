@@ -136,8 +136,12 @@ def _living(directory: Path) -> UsageError:
 _TIME = re.compile(rb'"time_s":([0-9]{1,15}(?:[.][0-9]+)?(?:e-[0-9]+)?)[,}]')
 
 
+_AFTER_S = 0.001
+"""An attempt begins after the last event of the one before: events of the same time would come in another order."""
+
+
 def _mend(directory: Path) -> float:
-    """Cuts off the incomplete last line that a killed process has left in its events; returns their last time, s."""
+    """Cuts off the incomplete last line that a killed process has left in its events; returns a time after all, s."""
     last_s = 0.0
     for path in events_path(directory, LAUNCHER).parent.glob("*.jsonl"):
         content = path.read_bytes()
@@ -145,7 +149,7 @@ def _mend(directory: Path) -> float:
         if whole < len(content):
             os.truncate(path, whole)
         # The last line is not always the latest: a save's is written after steps that followed its end.
-        last_s = max((last_s, *map(float, _TIME.findall(content[:whole]))))
+        last_s = max((last_s, *(float(time) + _AFTER_S for time in _TIME.findall(content[:whole]))))
     return last_s
 
 
