@@ -9,16 +9,17 @@ from collections.abc import Iterator
 
 from headrace.spec.events import PushesApplied, RunEnded, RunStarted, Stepped
 from storm.evidence import Attempt, Evidence
+from storm.hosts import STILL
 from storm.jobs import ACCOUNTED, BATCH, EXACT, ROUNDS, TIMEOUT_S
-from storm.schedule import MOUNTED
+from storm.schedule import CUTS, MOUNTED
 
 __all__ = ["problems"]
 
 SLACK_S = 15.0
 """Over what is documented: the machine may be busy with other work."""
 
-NAMING = ("kill", "freeze")
-"""Faults of one process whose error names its rank."""
+NAMING = ("kill", "freeze", *CUTS)
+"""Faults of one process or of two hosts whose error names a rank of them."""
 
 UNWRITTEN = {"small files", *MOUNTED}
 """Faults under which training goes on and event files take no more, as documented."""
@@ -40,6 +41,8 @@ def _of_attempt(number: int, attempt: Attempt) -> Iterator[str]:
     if math.isinf(attempt.ended):
         yield f"{say}: stood still"
         return
+    if STILL in attempt.said:
+        yield f"{say}: a rank stood still"
     if "Traceback (most recent call last)" in attempt.said:
         yield f"{say}: a traceback: {attempt.said.strip().splitlines()[-1]}"
     if attempt.processes:
@@ -55,11 +58,12 @@ def _of_attempt(number: int, attempt: Attempt) -> Iterator[str]:
     if attempt.code not in ENDED_BY_US and not attempt.said.strip():
         yield f"{say}: no error"
     if last.fault.kind in NAMING and attempt.code not in ENDED_BY_US:
-        struck = {strike.rank for strike in attempt.strikes}
+        struck = {rank for strike in attempt.strikes for rank in strike.ranks}
         named = {int(rank) for rank in re.findall(r"\brank (\d+)", attempt.said)}
         if not named & struck:
-            yield f"{say}: rank {last.rank} was struck, the error names {sorted(named)}: {attempt.said.strip()[-200:]}"
-    within = TIMEOUT_S if last.fault.kind == "freeze" else 2.0
+            which = " and ".join(map(str, last.ranks))
+            yield f"{say}: rank {which} was struck, the error names {sorted(named)}: {attempt.said.strip()[-200:]}"
+    within = 2.0 if last.fault.kind == "kill" else TIMEOUT_S
     if last.fault.kind in NAMING and attempt.ended - last.at > within + SLACK_S:
         yield f"{say}: ended {attempt.ended - last.at:.1f} s after the fault"
 

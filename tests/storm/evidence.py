@@ -12,10 +12,10 @@ __all__ = ["Attempt", "Evidence", "Strike"]
 
 @dataclass(frozen=True)
 class Strike:
-    """A fault that was done: to which rank, None for the command or the disk; `at` is of the monotonic clock."""
+    """A fault that was done: to which ranks, none for the command or the disk; `at` is of the monotonic clock."""
 
     fault: Fault
-    rank: int | None
+    ranks: tuple[int, ...]
     at: float
 
 

@@ -12,12 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from itertools import permutations
 from pathlib import Path
 
+from storm.hosts import HOSTS, cut, mend
 from storm.jobs import TIMEOUT_S
-from storm.schedule import Fault
+from storm.schedule import LINKS, Fault
 
-__all__ = ["DAMAGES", "Disk", "damage", "strike"]
+__all__ = ["DAMAGES", "GROUPS", "Disk", "damage", "strike", "ungroup"]
 
 SLOW_S, SLICE_S = 2.0, 0.02
 """How long a process is slow, and how long it stands still each time."""
@@ -27,9 +29,14 @@ LIMITS = {
     "small files": (resource.RLIMIT_FSIZE, 4096),
     "little memory": (resource.RLIMIT_AS, 1 << 20),
 }
+GROUPS = Path("/sys/fs/cgroup")
+"""Control groups, version 1: a folder for each controller."""
+
+PERIOD_US, QUOTA_US = 100_000, 5_000
 DAMAGES = ("damaged checkpoint", "cut checkpoint")
 TO_LAUNCHER = {"terminate": signal.SIGTERM, **dict.fromkeys(("kill launcher", *DAMAGES), signal.SIGKILL)}
 DISK_BYTES = 16 << 20
+PAIRS = tuple(permutations(range(HOSTS), 2))
 
 
 class Disk:
@@ -61,29 +68,58 @@ class Disk:
         subprocess.run(["umount", "--lazy", str(self._folder)], check=True)
 
 
-def strike(fault: Fault, launcher: int, ranks: Mapping[int, int], run_dir: Path, disk: Disk | None) -> int | None:
-    """Does a fault to one of the processes (by rank), the command or the disk; returns the rank that was struck.
+def strike(fault: Fault, launcher: int, ranks: Mapping[int, int], disk: Disk | None) -> tuple[int, ...]:
+    """Does a fault to one of the processes (by rank), the command, the disk or a link; returns the ranks it struck.
 
     Raises:
         ProcessLookupError: the process has ended meanwhile.
     """
     if fault.kind in TO_LAUNCHER:
         os.kill(launcher, TO_LAUNCHER[fault.kind])
-        return None
+        return ()
     if fault.kind.endswith("disk"):
         assert disk is not None
         disk.fail(fault.kind)
-        return None
+        return ()
+    if fault.kind in LINKS:
+        pair = PAIRS[fault.pick % len(PAIRS)]
+        cut(*pair, both=fault.kind != "cut one way")
+        if fault.kind == "short cut":
+            threading.Timer(TIMEOUT_S / 2, mend).start()
+        return pair
     rank = sorted(ranks)[fault.pick % len(ranks)]
     pid = ranks[rank]
     if fault.kind in LIMITS:
         which, most = LIMITS[fault.kind]
         resource.prlimit(pid, which, (most, resource.prlimit(pid, which)[1]))
+    elif fault.kind == "few threads":
+        group = _group("pids", pid)
+        (group / "pids.max").write_text((group / "pids.current").read_text())
+    elif fault.kind == "quota":
+        group = _group("cpu", pid)
+        (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+        (group / "cpu.cfs_quota_us").write_text(str(QUOTA_US))
+        threading.Timer(SLOW_S, (group / "cpu.cfs_quota_us").write_text, ("-1",)).start()
     elif fault.kind in ("pause", "slow"):
         threading.Thread(target=_halting(pid, fault.kind)).start()
     else:
         os.kill(pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
-    return rank
+    return (rank,)
+
+
+def _group(controller: str, pid: int) -> Path:
+    """Puts a process into a control group of its own."""
+    group = GROUPS / controller / f"storm-{pid}"
+    group.mkdir(exist_ok=True)
+    (group / "cgroup.procs").write_text(str(pid))
+    return group
+
+
+def ungroup() -> None:
+    """Removes the control groups of processes that have ended."""
+    for group in GROUPS.glob("*/storm-*"):
+        if not (group / "cgroup.procs").read_text():
+            group.rmdir()
 
 
 def _halting(pid: int, kind: str) -> Callable[[], None]:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.errors import HeadraceError
+from storm.hosts import HOSTS
 
-__all__ = ["ACCOUNTED", "BATCH", "EXACT", "ROUNDS", "STRATEGIES", "TIMEOUT_S"]
+__all__ = ["ACCOUNTED", "BATCH", "EXACT", "OVER_HOSTS", "ROUNDS", "STRATEGIES", "TIMEOUT_S"]
 
 TIMEOUT_S = 3.0
 BATCH, ROUNDS, FEATURES = 12, 64, 8
@@ -37,10 +38,22 @@ STRATEGIES: dict[str, hr.Strategy] = {
     "hybrid": hr.Hybrid(hr.Mirrored(2), hr.Pipeline(stages=2, micro_batches=2)),
 }
 
-EXACT = ("one_device", "mirrored", "central_storage", "fully_sharded", "pipeline", "tensor_parallel", "hybrid")
+OVER_HOSTS: dict[str, hr.Strategy] = {
+    "mirrored over hosts": hr.Mirrored(),
+    "elastic over hosts": hr.Mirrored(min_workers=1),
+    "servers over hosts": hr.ParameterServer(HOSTS - 1, servers=1),
+    "pipeline over hosts": hr.Pipeline(stages=HOSTS, micro_batches=2),
+    "fully_sharded over hosts": hr.FullySharded(),
+}
+"""One rank on each host."""
+
+EXACT = ("one_device", "mirrored", "central_storage", "fully_sharded", "pipeline", "tensor_parallel", "hybrid",
+         "mirrored over hosts", "pipeline over hosts", "fully_sharded over hosts")  # fmt: skip
 """A resumed run equals the uninterrupted one bit for bit."""
 
-ACCOUNTED = ("one_device", "mirrored", "central_storage", "fully_sharded")
+ACCOUNTED = (
+    "one_device", "mirrored", "central_storage", "fully_sharded", "mirrored over hosts", "fully_sharded over hosts",
+)  # fmt: skip
 """Every worker counts its own part of each round's examples, and all the workers are there from beginning to end."""
 
 
@@ -63,7 +76,7 @@ def main(strategy: str, run_dir: Path) -> int:
     )  # fmt: skip
     checkpoints = hr.Checkpoints(every_steps=8, every_s=None, keep=3)
     try:
-        hr.fit(job, STRATEGIES[strategy], run_dir=run_dir, timeout_s=TIMEOUT_S, checkpoints=checkpoints,
+        hr.fit(job, (STRATEGIES | OVER_HOSTS)[strategy], run_dir=run_dir, timeout_s=TIMEOUT_S, checkpoints=checkpoints,
                resume="if_saved", check=False)  # fmt: skip
     except HeadraceError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

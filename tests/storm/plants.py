@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from headrace.spec.events import RunEnded, Stepped
 from storm.evidence import Evidence, Strike
+from storm.hosts import STILL
 from storm.schedule import Fault
 
 __all__ = ["PLANTS"]
@@ -24,7 +25,7 @@ def _attempt(evidence: Evidence, **changes: object) -> Evidence:
 
 def _failed(evidence: Evidence, said: str, after_s: float) -> Evidence:
     """Puts an attempt before the first, in which rank 1 was killed."""
-    strike = Strike(KILL, 1, 100.0)
+    strike = Strike(KILL, (1,), 100.0)
     failed = replace(evidence.attempts[0], strikes=(strike,), code=4, ended=100.0 + after_s, said=said)
     return replace(evidence, attempts=(failed, *evidence.attempts))
 
@@ -45,6 +46,7 @@ PLANTS: dict[str, Callable[[Evidence], Evidence]] = {
     "a process is left": lambda seen: _attempt(seen, processes=("python",)),
     "a file is left": lambda seen: _attempt(seen, files=("headrace-1",)),
     "it stands still": lambda seen: _attempt(seen, ended=math.inf),
+    "a rank stands still": lambda seen: _attempt(seen, said=f"{STILL}, process 7"),
     "a traceback": lambda seen: _attempt(seen, said="Traceback (most recent call last):\n  ...\nKeyError: 1"),
     "no error": lambda seen: _failed(seen, "", 0.1),
     "another rank is named": lambda seen: _failed(seen, "PeerLost: rank 0 was lost", 0.1),

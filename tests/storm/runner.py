@@ -17,7 +17,9 @@ from uuid import uuid4
 
 from headrace.report.model.events import read_events
 from storm.evidence import Attempt, Evidence, Strike
-from storm.faults import DAMAGES, Disk, damage, strike
+from storm.faults import DAMAGES, Disk, damage, strike, ungroup
+from storm.hosts import mend
+from storm.jobs import OVER_HOSTS
 from storm.schedule import MOUNTED, Fault
 
 __all__ = ["undisturbed", "weather"]
@@ -49,6 +51,8 @@ def weather(strategy: str, faults: tuple[Fault, ...], expected: str) -> Evidence
             while len(attempts) < len(faults) + 2 and (not attempts or attempts[-1].code != 0):
                 if disk:
                     disk.mend()
+                if strategy in OVER_HOSTS:
+                    mend()
                 if not any(run_dir.glob("checkpoints/step-*[0-9]")):
                     shutil.rmtree(run_dir, ignore_errors=True)
                 attempts.append(Command(strategy, run_dir, folder / "tmp", disk).attempt(left))
@@ -78,10 +82,12 @@ class Command:
         self._run_dir, self._temporary, self._disk = run_dir, temporary, disk
         self._word = f"STORM={uuid4().hex}"
         self._shared = set(os.listdir("/dev/shm"))
-        self._sizes = {path: path.stat().st_size for path in run_dir.glob("events/*.jsonl")}
+        # Without a line that a killed process has left half written, which the next attempt cuts off.
+        self._sizes = {path: path.read_bytes().rfind(b"\n") + 1 for path in run_dir.glob("events/*.jsonl")}
         self._steps, self._ranks = 0, dict[int, int]()
         env = {**os.environ, "TMPDIR": str(temporary), "STORM": self._word.partition("=")[2], "CI": "true"}
-        command = [sys.executable, str(TESTS / "storm" / "jobs.py"), strategy, str(run_dir)]
+        script = TESTS / "storm" / ("hosts.py" if strategy in OVER_HOSTS else "jobs.py")
+        command = [sys.executable, str(script), strategy, str(run_dir)]
         self._log = (temporary.parent / "stderr").open("w+")
         self._process = subprocess.Popen(
             command, env=env, stdout=subprocess.DEVNULL, stderr=self._log, start_new_session=True
@@ -100,8 +106,8 @@ class Command:
                 moved = time.monotonic()
             if faults and self._steps >= faults[0].after and (ranks := dict(self._alive())):
                 fault = faults.pop(0)
-                rank = strike(fault, self._process.pid, ranks, self._run_dir, self._disk)
-                strikes.append(Strike(fault, rank, time.monotonic()))
+                struck = strike(fault, self._process.pid, ranks, self._disk)
+                strikes.append(Strike(fault, struck, time.monotonic()))
                 self._steps = 0
             time.sleep(POLL_S)
         self._process.kill()
@@ -157,3 +163,4 @@ class Command:
                 os.kill(pid, 9)
             except ProcessLookupError:
                 continue
+        ungroup()

@@ -10,14 +10,26 @@ __all__ = ["KINDS", "MOUNTED", "Fault", "draw", "reduce"]
 
 KINDS = (
     "kill", "freeze", "pause", "slow", "terminate", "kill launcher", "damaged checkpoint", "cut checkpoint",
-    "few descriptors", "small files", "little memory", "full disk", "read-only disk",
+    "few descriptors", "small files", "little memory", "few threads", "quota", "full disk", "read-only disk",
+    "cut", "cut one way", "short cut",
 )  # fmt: skip
 """kill: SIGKILL. freeze: SIGSTOP for ever. pause: half the timeout. slow: half of the time for a while, as by a quota.
 terminate: SIGTERM to the command. Damaged and cut: the launcher is killed, and the newest checkpoint's file changed
-before the command is given again. Few, small, little: a limit of one process. Disks: that of the run directory."""
+before the command is given again. Few, small, little: a limit of one process. quota: a twentieth of a core for a while.
+Disks: that of the run directory. Cuts: the link between two hosts, in both directions or one; a short one is mended
+after half the timeout."""
 
 MOUNTED = ("full disk", "read-only disk")
 """Those for which the run directory is a file system of its own."""
+
+CUTS = ("cut", "cut one way")
+"""Links that stay cut until the attempt has ended."""
+
+LINKS = (*CUTS, "short cut")
+"""Those that need several hosts."""
+
+GROUPED = ("few threads", "quota")
+"""Those that need a control group."""
 
 MOST_STEPS = 60
 """Steps of all workers, from the beginning of an attempt, before a fault."""

@@ -73,7 +73,7 @@ def test_only_the_newest_checkpoint_is_damaged(tmp_path: Path, kind: str, bytes_
 
 
 def test_events_that_a_full_disk_did_not_take_are_not_missed(sound: Evidence) -> None:
-    full = Strike(Fault("full disk", 1, 0), None, 0.5)
+    full = Strike(Fault("full disk", 1, 0), (), 0.5)
     missing = PLANTS["a round is missing"](sound)
     assert problems(missing)
     assert problems(replace(missing, attempts=(replace(missing.attempts[0], strikes=(full,)),))) == []
