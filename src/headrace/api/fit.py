@@ -13,6 +13,7 @@ from time import monotonic
 
 from headrace.api.agreement import facts_of
 from headrace.api.checks import JobInfo, check_options, inspect_job
+from headrace.api.probes.memory_format import settle_memory_format
 from headrace.api.probes.probing import needs_probes, probe, said_by
 from headrace.api.probes.sets import plan_of, require_turns
 from headrace.api.resume import IF_SAVED, ResumeRequest, describe_run
@@ -298,6 +299,8 @@ def _planned(
     if arguments.device == AUTO and cluster.hosts[0].name == host_name() and (said := notice_of_auto(cluster.device)):
         info = replace(info, notices=(*info.notices, said))
     _check_split(job, info, plan)
+    info, plan = settle_memory_format(info, chosen, plan, cluster, shares_measure=(ranks or 1) > 1)
+    job = info.job
     if arguments.check and needs_probes(plan, job.options.accumulate):
         findings = probe(job, info.module, *objectives_of(job, info.module, info.weighed))
         info = replace(info, notices=(*info.notices, *said_by(findings, plan, job.options.accumulate)))

@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.spec.model import ITEM_BYTES, ParameterSpec
@@ -80,13 +80,16 @@ def slices(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, .
     """Cuts the concatenated parameters into `owners` contiguous ranges of nearly equal length.
 
     The cuts are the multiples of 16 elements nearest to equal parts, where there are 16 elements an owner;
-    otherwise the parts differ by at most 1. A parameter that crosses a cut becomes several segments.
+    otherwise the parts differ by at most 1. A parameter that crosses a cut becomes several segments. One in
+    channels-last order is cut between rows: inside a row its elements lie in another order than they are numbered.
     """
     _require_owners(owners)
     trainable = [parameter for parameter in parameters if parameter.trainable]
     total = sum(parameter.elements for parameter in trainable)
     line = _LINE if total >= _LINE * owners else 1
     cuts = [(2 * part * total + owners * line) // (2 * owners * line) * line for part in range(1, owners)]
+    offsets = list(accumulate((parameter.elements for parameter in trainable), initial=0))
+    cuts = [_allowed(cut, trainable, offsets) for cut in cuts]
     segments = []
     offset = 0
     for parameter in trainable:
@@ -101,6 +104,16 @@ def slices(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, .
         segments.append(Segment(parameter.name, start - offset, end - offset, owner))
         offset = end
     return tuple(segments)
+
+
+def _allowed(cut: int, parameters: Sequence[ParameterSpec], offsets: Sequence[int]) -> int:
+    """Returns the place nearest to a cut where the parameter there may be cut; `offsets` is where each begins."""
+    index = bisect_right(offsets, cut) - 1
+    if index == len(parameters) or not parameters[index].channels_last:
+        return cut
+    begin, parameter = offsets[index], parameters[index]
+    row = parameter.elements // parameter.shape[0]
+    return begin + (2 * (cut - begin) + row) // (2 * row) * row
 
 
 def whole(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, ...]:

@@ -49,6 +49,7 @@ class ParameterSpec:
         trainable: False for frozen parameters and buffers.
         cut: the dim along which each device of a replica holds an equal part, if a strategy must know it before the
             run; None for a whole parameter.
+        channels_last: whether the elements of its shape `(N, C, H, W)` lie in memory as those of `(N, H, W, C)`.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ParameterSpec:
     dtype: str = "float32"
     trainable: bool = True
     cut: int | None = None
+    channels_last: bool = False
 
     @property
     def elements(self) -> int:
@@ -122,6 +124,11 @@ class ModelSpec:
     def trainable_bytes(self) -> int:
         """Bytes of all gradients together."""
         return sum(parameter.bytes for parameter in self.trainable)
+
+    def in_channels_last(self) -> ModelSpec:
+        """Returns the model with its 4-d parameters in channels-last order."""
+        parameters = tuple(replace(each, channels_last=len(each.shape) == 4) for each in self.parameters)
+        return replace(self, parameters=parameters)
 
     @staticmethod
     def load(path: Path | str) -> ModelSpec:

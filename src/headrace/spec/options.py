@@ -59,6 +59,9 @@ class Options:
     precision: "fp32" computes in the types of the parameters; "bf16" and "fp16" compute forward under autocast,
         fp16 (CUDA alone) with a loss scale. Parameters and updates keep their types.
     compile: compiles the model (`torch.compile`).
+    memory_format: order in memory of 4-d weights (those of convolutions over two dims) and of 4-d inputs of the
+        model: "preserve" leaves both as they come; "channels_last"; "auto" measures both for about a second before
+        the run and takes "channels_last" where a step gets at least 3 % shorter. Numbers are equal up to rounding.
     batch_norm: "local" normalises by a worker's own share of the batch; "sync" by the global batch, and then
         N workers equal one device.
     sync_buffers: buffers that forward changes (codebooks, target networks), beside those of BatchNorm. "local": each
@@ -92,6 +95,7 @@ class Options:
     warmup: int = 0
     precision: str = "fp32"
     compile: bool = False
+    memory_format: str = "preserve"
     batch_norm: str = "local"
     sync_buffers: str = "local"
     ema_decay: float | None = None
@@ -108,6 +112,7 @@ class Options:
         _check_choice("batch_norm", self.batch_norm, ("local", "sync"))
         _check_choice("sync_buffers", self.sync_buffers, ("local", "mean", "first"))
         _check_choice("precision", self.precision, ("fp32", "bf16", "fp16"))
+        _check_choice("memory_format", self.memory_format, ("preserve", "channels_last", "auto"))
         _check_choice("schedule_every", self.schedule_every, ("step", "epoch"))
         _check_choice("on_nonfinite", self.on_nonfinite, ("raise", "skip", "rollback"))
         require_count("accumulate", self.accumulate)
@@ -128,6 +133,11 @@ class Options:
             raise UsageError(f"ema_decay must be a number between 0 and 1, got {decay!r}; None switches it off")
         if self.early_stopping is not None and not isinstance(self.early_stopping, EarlyStopping):
             raise UsageError(f"early_stopping must be hr.EarlyStopping(...), got {self.early_stopping!r:.60}")
+        if self.compile and self.memory_format == "auto":
+            raise UsageError(
+                "memory_format='auto' with compile=True: what is measured for a second is not the compiled model, which "
+                "would take longer to compile; use 'channels_last' or 'preserve'"
+            )
         if self.compile and self.batch_norm == "sync":
             raise UsageError(
                 "batch_norm='sync' with compile=True: layers that talk to other workers cut the model into pieces that "

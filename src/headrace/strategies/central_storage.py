@@ -100,6 +100,14 @@ class CentralStorage(Strategy):
         )
         return elastic_plan(plan, self.min_workers, self.max_workers, cluster)
 
+    def refuses_channels_last(self) -> str:
+        if self.min_workers is None:
+            return ""
+        return (
+            f"min_workers={self.min_workers} lets workers come and go, and the slices of the one copy change with them "
+            "between any two elements; leave out min_workers, or use mirrored"
+        )
+
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         always = context.synchronise_batch_norm()
         module, model, group = context.module, context.model, context.group

@@ -96,6 +96,11 @@ class Mirrored(Strategy):
         )
         return elastic_plan(plan, self.min_workers, self.max_workers, cluster)
 
+    def refuses_channels_last(self) -> str:
+        if self.codec == "plain":
+            return ""
+        return f"what codec={self.codec!r} has rounded is kept in the usual order; use codec='plain'"
+
     def require_network(self, name: str, cluster: Cluster) -> None:
         """Refuses a codec with an `InfeasiblePlan` where nothing travels between hosts, in a strategy of this name."""
         if self.codec != "plain" and len(cluster.hosts) == 1:

@@ -53,6 +53,9 @@ class OneDevice(Strategy):
         (role,) = plan.roles
         return replace(plan, roles=(replace(role, threads=self.threads or role.threads),))
 
+    def refuses_channels_last(self) -> str:
+        return ""
+
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         return with_tables(Replica(context.whole_model(), LocalExchange(plan.segments, context)), context)
 

@@ -78,6 +78,10 @@ class Strategy(ABC):
         """Returns how many processes it asks for; raises UsageError if its options do not say."""
         return process_counts(self.name, describe_options(self), self.one_host)
 
+    def refuses_channels_last(self) -> str:
+        """Returns why weights cannot keep channels-last order under it, and the remedy; "" where they keep it."""
+        return f"{self.name} does not keep that order; use one_device, mirrored, central_storage or unconnected"
+
     def check(self, options: Options) -> None:  # noqa: B027  (most can do all)
         """Refuses options that cannot be had under this strategy; raises UsageError with the remedy."""
 

@@ -51,6 +51,9 @@ class Unconnected(Strategy):
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
 
+    def refuses_channels_last(self) -> str:
+        return ""
+
     def check(self, options: Options) -> None:
         check_local_steps(self.name, options, "never")
 

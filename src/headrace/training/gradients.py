@@ -72,7 +72,9 @@ class FlatLayout:
 
     def views(self, region: Tensor) -> tuple[Tensor, ...]:
         """Returns every parameter's place in a `(nbytes,)` uint8 region, in its shape and type, in order."""
-        return tuple(self.flat(region, name).view(each.shape) for name, each in self._parameters.items())
+        return tuple(
+            in_order(self.flat(region, name), each.shape, each.channels_last) for name, each in self._parameters.items()
+        )
 
     def runs(self, region: Tensor, start: int, stop: int) -> list[Tensor]:
         """Returns the places of the parameters `[start, stop)` as few flat pieces: one a type."""
@@ -89,6 +91,14 @@ class FlatLayout:
         parameter, start = self._parameters[name], self._offsets[name]
         stop = start + parameter.elements * ITEM_BYTES[parameter.dtype]
         return region[start:stop].view(getattr(torch, parameter.dtype))
+
+
+def in_order(flat: Tensor, shape: tuple[int, ...], channels_last: bool) -> Tensor:
+    """Returns flat memory as a tensor of a shape, whose elements lie there in the usual or in channels-last order."""
+    if not channels_last:
+        return flat.view(shape)
+    count, channels, height, width = shape
+    return flat.view(count, height, width, channels).permute(0, 3, 1, 2)
 
 
 def _padded(parameter: ParameterSpec) -> int:

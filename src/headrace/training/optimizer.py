@@ -295,9 +295,16 @@ def load_state(
             )
             piece.copy_to(target, segment.start)
         if state:
-            optimizer.state[tensor] = state
+            optimizer.state[tensor] = {key: _laid_out_as(tensor, value) for key, value in state.items()}
         else:
             optimizer.state.pop(tensor, None)
+
+
+def _laid_out_as(tensor: Tensor, value: Any) -> Any:
+    """Returns state of a parameter's shape in the parameter's order of memory, which fused kernels count on."""
+    if not isinstance(value, Tensor) or value.shape != tensor.shape or value.stride() == tensor.stride():
+        return value
+    return torch.empty_like(tensor, dtype=value.dtype).copy_(value)
 
 
 def by_parameter(pieces: Iterable[StatePiece]) -> dict[str, list[StatePiece]]:

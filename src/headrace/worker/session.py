@@ -17,7 +17,7 @@ from headrace.data import CpuBudget, Hosts, InputPipeline, Loader, as_pipeline
 from headrace.devices import use
 from headrace.errors import UsageError
 from headrace.machine import cores
-from headrace.modules import copy_module, names_of_sets, parts_of, set_train_modes
+from headrace.modules import copy_module, names_of_sets, parts_of, set_train_modes, use_channels_last
 from headrace.parameter_server.replication.directory import find_servers
 from headrace.policies.roles import threads_per_worker
 from headrace.shared_memory.control_page import ControlPage
@@ -183,9 +183,6 @@ def build_context(
     """Returns what the strategy builds a replica from; `closing` closes what the strategy opens."""
     group = devices.group
     group.ends.names = [name_of(run.plan, rank) for rank in range(len(group.ends.names))]
-    if role.device != "cpu":
-        use(role.device)
-        module.to(role.device)
     return WorkerContext(
         module=module,
         model=run.model,
@@ -214,13 +211,15 @@ def build_replica(
 ) -> Replica:
     """Returns what the strategy builds: one replica, or one for each set of parameters, which take turns."""
     order, strategy = run.job.turns, run.strategy
+    # Before the model is divided, so that what the parts do not have is there, too.
+    if role.device != "cpu":
+        use(role.device)
+        module.to(role.device)
+    if run.job.options.memory_format == "channels_last":
+        use_channels_last(module)
     if order is None:
         context = build_context(run, role, page, module, loader, devices, closing)
         return strategy.replica(run.plan, role.rank, context)
-    if role.device != "cpu":
-        # Before it is divided, so that what the parts do not have is there, too.
-        use(role.device)
-        module.to(role.device)
     parts = parts_of(module, names_of_sets(module, run.job.sets))
     holders = {name: part for part, own in parts.items() for name, _ in own.named_parameters()}
     replicas = {}

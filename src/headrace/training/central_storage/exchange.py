@@ -14,7 +14,7 @@ from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.plan import Segment
 from headrace.training.clipping import GradientClipper, StepDecision
 from headrace.training.exchange import Reduced, ReducingExchange
-from headrace.training.gradients import FlatGradients, FlatLayout, SharedGradients
+from headrace.training.gradients import FlatGradients, FlatLayout, SharedGradients, in_order
 from headrace.training.optimizer import StatePiece, build_over_owned
 from headrace.training.reduction import shared_traffic
 from headrace.training.update import Updater
@@ -74,9 +74,13 @@ def place_parameters(module: nn.Module, layout: FlatLayout, region: Tensor) -> N
 
 
 def cut_segment(places: FlatLayout, region: Tensor, segment: Segment, specs: Mapping[str, ParameterSpec]) -> Tensor:
-    """Returns a segment's place in a region, flat."""
+    """Returns a segment's place in a region, flat; in the parameter's shape where it is all of it, or has its order."""
     spec = specs[segment.parameter]
     piece = places.flat(region, segment.parameter)[segment.start : segment.stop]
+    if spec.channels_last:
+        # It is cut between rows.
+        rows, *row = spec.shape
+        return in_order(piece, (piece.numel() * rows // max(1, spec.elements), *row), channels_last=True)
     # A whole parameter keeps its shape, for optimizers that look at it.
     return piece.view(spec.shape) if piece.numel() == spec.elements else piece
 
