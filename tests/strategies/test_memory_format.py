@@ -127,6 +127,34 @@ def test_unconnected_workers_keep_the_order_too() -> None:
     assert run.status == "ok"
 
 
+@pytest.mark.parametrize("strategy", [hr.DiLoCo(2, period=1), hr.EASGD(2, period=1)], ids=["diloco", "easgd"])
+def test_averaged_parameters_keep_the_order_too(tmp_path: Path, strategy: hr.Strategy) -> None:
+    """So does what the outer step keeps of them, which is saved in the usual order."""
+
+    def fit(order: str, name: str, **changes: Any) -> hr.Run:
+        asked = job(options=hr.Options(memory_format=order), **changes)
+        resume = (tmp_path / name).exists()
+        return hr.launch(
+            watched if order == "channels_last" else plainly, asked, strategy,
+            run_dir=tmp_path / name, resume=resume, engine=hr.ThreadEngine(), check=False,
+        )  # fmt: skip
+
+    expected: dict[str, Tensor] = {}
+    for order, then in (("preserve", "preserve"), ("channels_last", "preserve"), ("preserve", "channels_last")):
+        fit(order, f"{order} {then}", epochs=1)
+        run = fit(then, f"{order} {then}")
+        expected = expected if order != then else run.model.state_dict()
+        assert distance(run.model.state_dict(), expected) <= 1e-9
+
+
+def plainly(worker: hr.Worker) -> None:
+    for batch in worker.batches():
+        worker.step(batch)
+    model = worker.model
+    assert isinstance(model, Net)
+    assert model.seen == {False}
+
+
 def test_a_forward_of_the_users_own_gets_inputs_in_that_order() -> None:
     plain = hr.Options(memory_format="channels_last")
     outcome = train(job(options=plain), hr.Mirrored(2), loop=by_backward)

@@ -206,15 +206,15 @@ class ParameterAverager(LocalStepsSync):
         places |= {f"{_LOST}-{index}": region for index, region in enumerate(self.average.lost)}
         for piece in pieces:
             if piece.key in places:
-                piece.copy_to(self.average.layout.flat(places[piece.key], piece.parameter), 0)
+                piece.copy_to(self.average.layout.view(places[piece.key], piece.parameter), 0)
         if self._group.fixed:
             # Where all ranks share one region, all have written the same into it.
             self._group.barrier()
 
     def pieces(self, key: str, region: Tensor) -> list[StatePiece]:
         """Returns copies of what a region has of each parameter."""
-        names = self.average.layout.names
-        return [StatePiece(name, key, 0, self.average.layout.flat(region, name).clone()) for name in names]
+        layout = self.average.layout
+        return [StatePiece(name, key, 0, layout.view(region, name).flatten().clone()) for name in layout.names]
 
     def _agree(self, done: int, finite: bool, train_s: float) -> tuple[list[float], float, float]:
         """Returns every copy's weight in the mean, the slowest worker's time since the last synchronization, and the

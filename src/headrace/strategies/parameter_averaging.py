@@ -195,6 +195,9 @@ class ParameterAveraging(ServedStrategy):
         )
         return elastic_plan(plan, self.min_workers, self.max_workers, cluster)
 
+    def refuses_channels_last(self) -> str:
+        return "" if self.via != "server" else super().refuses_channels_last()
+
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         if self.via == "server":
             return self._served_replica(plan, rank, context)

@@ -80,7 +80,10 @@ class Strategy(ABC):
 
     def refuses_channels_last(self) -> str:
         """Returns why weights cannot keep channels-last order under it, and the remedy; "" where they keep it."""
-        return f"{self.name} does not keep that order; use one_device, mirrored, central_storage or unconnected"
+        return (
+            f"{self.name} does not keep that order; use one_device, mirrored, central_storage, parameter_averaging "
+            "without servers, or unconnected"
+        )
 
     def check(self, options: Options) -> None:  # noqa: B027  (most can do all)
         """Refuses options that cannot be had under this strategy; raises UsageError with the remedy."""

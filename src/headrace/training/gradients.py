@@ -72,9 +72,12 @@ class FlatLayout:
 
     def views(self, region: Tensor) -> tuple[Tensor, ...]:
         """Returns every parameter's place in a `(nbytes,)` uint8 region, in its shape and type, in order."""
-        return tuple(
-            in_order(self.flat(region, name), each.shape, each.channels_last) for name, each in self._parameters.items()
-        )
+        return tuple(self.view(region, name) for name in self._parameters)
+
+    def view(self, region: Tensor, name: str) -> Tensor:
+        """Returns one parameter's place, in its shape and type."""
+        parameter = self._parameters[name]
+        return in_order(self.flat(region, name), parameter.shape, parameter.channels_last)
 
     def runs(self, region: Tensor, start: int, stop: int) -> list[Tensor]:
         """Returns the places of the parameters `[start, stop)` as few flat pieces: one a type."""

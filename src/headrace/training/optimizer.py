@@ -235,10 +235,13 @@ class StatePiece:
         return cls(parameter, key, int(start), value, kind or "tensor")
 
     def copy_to(self, target: Tensor, start: int) -> None:
-        """Copies what this piece covers into a contiguous tensor that begins with the parameter's element `start`."""
+        """Copies what this piece covers into a tensor that begins with the parameter's element `start`."""
         low, high = max(start, self.start), min(start + target.numel(), self.start + self.value.numel())
         if low < high:
-            target.view(-1)[low - start : high - start].copy_(self.value[low - self.start : high - self.start])
+            dense = target.contiguous()  # weights in channels-last order have others
+            dense.view(-1)[low - start : high - start].copy_(self.value[low - self.start : high - self.start])
+            if dense is not target:
+                target.copy_(dense)
 
 
 class StateSlices(Protocol):
@@ -290,21 +293,13 @@ def load_state(
             if piece.start < 0:
                 state[piece.key] = piece.value.clone() if piece.kind == "tensor" else piece.value.item()
                 continue
-            target = state.setdefault(
-                piece.key, torch.zeros(tensor.shape, dtype=piece.value.dtype, device=tensor.device)
-            )
+            # In the parameter's order of memory, which fused kernels count on.
+            target = state.setdefault(piece.key, torch.zeros_like(tensor, dtype=piece.value.dtype, requires_grad=False))
             piece.copy_to(target, segment.start)
         if state:
-            optimizer.state[tensor] = {key: _laid_out_as(tensor, value) for key, value in state.items()}
+            optimizer.state[tensor] = state
         else:
             optimizer.state.pop(tensor, None)
-
-
-def _laid_out_as(tensor: Tensor, value: Any) -> Any:
-    """Returns state of a parameter's shape in the parameter's order of memory, which fused kernels count on."""
-    if not isinstance(value, Tensor) or value.shape != tensor.shape or value.stride() == tensor.stride():
-        return value
-    return torch.empty_like(tensor, dtype=value.dtype).copy_(value)
 
 
 def by_parameter(pieces: Iterable[StatePiece]) -> dict[str, list[StatePiece]]:

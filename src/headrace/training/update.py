@@ -342,8 +342,5 @@ class Updater:
         for index in indices:
             segment, tensor = self.owned[index][0], tensors[index]
             if segment.parameter in found:
-                dense = tensor.contiguous()  # a model in channels-last order has others
                 for piece in found[segment.parameter]:
-                    piece.copy_to(dense, segment.start)
-                if dense is not tensor:
-                    tensor.copy_(dense)
+                    piece.copy_to(tensor, segment.start)
