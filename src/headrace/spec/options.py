@@ -61,7 +61,8 @@ class Options:
     compile: compiles the model (`torch.compile`).
     memory_format: order in memory of 4-d weights (those of convolutions over two dims) and of 4-d inputs of the
         model: "preserve" leaves both as they come; "channels_last"; "auto" measures both for about a second before
-        the run and takes "channels_last" where a step gets at least 3 % shorter. Numbers are equal up to rounding.
+        the run and takes "channels_last" where a step gets at least 3 % shorter. Numbers are equal up to rounding,
+        dropout of images aside, which drops other elements.
     batch_norm: "local" normalises by a worker's own share of the batch; "sync" by the global batch, and then
         N workers equal one device.
     sync_buffers: buffers that forward changes (codebooks, target networks), beside those of BatchNorm. "local": each
@@ -135,8 +136,8 @@ class Options:
             raise UsageError(f"early_stopping must be hr.EarlyStopping(...), got {self.early_stopping!r:.60}")
         if self.compile and self.memory_format == "auto":
             raise UsageError(
-                "memory_format='auto' with compile=True: what is measured for a second is not the compiled model, which "
-                "would take longer to compile; use 'channels_last' or 'preserve'"
+                "memory_format='auto' with compile=True: what is measured for a second is not the compiled model, "
+                "which takes longer to compile; use 'channels_last' or 'preserve'"
             )
         if self.compile and self.batch_norm == "sync":
             raise UsageError(
