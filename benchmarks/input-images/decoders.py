@@ -2,8 +2,8 @@
 
     decoders.py [--rounds 7] [--turbojpeg libturbojpeg.so.0]
 
-It measures what is installed: `pip install torchvision PyTurboJPEG` adds two contestants, and `--turbojpeg`, a library of
-version 3 or later, those that decode a piece of a photograph alone.
+It measures what is installed: `pip install torchvision PyTurboJPEG` adds two contestants, and `--turbojpeg`, a library
+of version 3 or later, those that decode a piece of a photograph alone.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def by_torchvision(content: bytes) -> Pixels:
 class Region(ctypes.Structure):
     """A `tjregion`."""
 
-    _fields_ = [(name, ctypes.c_int) for name in ("x", "y", "w", "h")]  # noqa: RUF012  (ctypes wants a list)
+    _fields_ = [(name, ctypes.c_int) for name in ("x", "y", "w", "h")]
 
 
 class TurboJpeg:
