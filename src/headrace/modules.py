@@ -7,7 +7,6 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.options import require_count
 from headrace.spec.parameter_sets import ParameterSet, divide
 from headrace.spec.patterns import require_matches
-from headrace.trees import map_tensors
 
 
 @contextmanager
@@ -56,20 +54,6 @@ def describe(module: nn.Module, sliceable: bool = True) -> ModelSpec:
         buffers=tuple(_spec(name, tensor) for name, tensor in module.named_buffers()),
         sliceable=sliceable,
     )
-
-
-def use_channels_last(module: nn.Module) -> None:
-    """Puts 4-d parameters and buffers in channels-last order, and from now on the 4-d inputs of each forward."""
-    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    module.register_forward_pre_hook(_in_channels_last, with_kwargs=True)
-
-
-def _in_channels_last(module: nn.Module, values: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-    def converted(tensor: Tensor) -> Tensor:
-        images = tensor.dim() == 4 and is_dense(tensor)
-        return tensor.contiguous(memory_format=torch.channels_last) if images else tensor
-
-    return map_tensors(converted, values), map_tensors(converted, named)
 
 
 def copy_module(module: nn.Module) -> nn.Module:

@@ -18,7 +18,7 @@ import headrace as hr
 from headrace.engine.local.engine import launch_script
 from headrace.errors import UsageError
 
-WAYS = ["plain", "clip", "accumulate", "scheduler", "adamw", "in order", "unused", "batch of one"]
+WAYS = ["plain", "clip", "accumulate", "scheduler", "adamw", "in order", "unused", "batch of one", "fused"]
 
 TRAIN = '''
 import json, os, sys
@@ -40,7 +40,12 @@ def train(strategy, way):
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(51, 6).double(), torch.randn(51, 2).double())
     model = Net().double()
-    if way == "adamw":
+    if way == "fused":
+        # Column by column: fused optimizers go over memory, and gradients must lie in the same order.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.t().contiguous().t()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    elif way == "adamw":
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -109,6 +111,31 @@ def test_slices_drawn() -> None:
         Segment("out", 0, 8, 1),
         Segment("out", 8, 56, 2),
     )
+
+
+def test_what_is_in_channels_last_order_is_cut_between_rows() -> None:
+    # Rows of 27 elements: 108 among 2 would be cut at 48, and the nearest end of a row is 54.
+    image = ParameterSpec("image", (4, 3, 3, 3), channels_last=True)
+    assert slices([image], 2) == (Segment("image", 0, 54, 0), Segment("image", 54, 108, 1))
+    assert slices([ParameterSpec("a", (27,)), image], 4) == (
+        Segment("a", 0, 27, 0),
+        Segment("image", 0, 27, 1),
+        Segment("image", 27, 81, 2),
+        Segment("image", 81, 108, 3),
+    )
+    # More owners than rows leave some without any.
+    assert slices([replace(image, shape=(1, 3, 3, 3))], 2) == (Segment("image", 0, 27, 0),)
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 4)] * 4), max_size=6), OWNERS)
+def test_rows_in_channels_last_order_stay_whole_and_all_are_covered(shapes: list[Any], owners: int) -> None:
+    parameters = [ParameterSpec(f"p{index}", shape, channels_last=True) for index, shape in enumerate(shapes)]
+    segments = slices(parameters, owners)
+    for parameter in parameters:
+        own = [segment for segment in segments if segment.parameter == parameter.name]
+        assert [each.start for each in own] == [0, *(each.stop for each in own[:-1])]
+        assert own[-1].stop == parameter.elements
+        assert all(each.start * parameter.shape[0] % max(1, parameter.elements) == 0 for each in own)
 
 
 @given(parameter_lists(), OWNERS)

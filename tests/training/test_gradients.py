@@ -54,6 +54,17 @@ def test_missing_is_what_no_rank_has(rounds: list[list[list[bool] | None]]) -> N
     assert together(world, act) == [expected] * world
 
 
+def test_a_place_lies_in_the_order_of_its_parameter() -> None:
+    specs = [ParameterSpec("a", (3,)), ParameterSpec("image", (2, 3, 4, 5), channels_last=True)]
+    layout = FlatLayout(specs)
+    region = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    _, view = layout.views(region)
+    image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    assert view.stride() == image.stride()
+    view.copy_(image)
+    assert torch.equal(layout.flat(region, "image"), image.permute(0, 2, 3, 1).flatten())
+
+
 def flat() -> tuple[FlatGradients, tuple[Tensor, ...], UsedParameters]:
     layout = FlatLayout(SPECS)
     region = torch.full((layout.nbytes,), 255, dtype=torch.uint8)

@@ -293,6 +293,18 @@ def test_saved_state_does_not_change_with_the_optimizer() -> None:
     assert torch.equal(optimizer.state[tensor]["momentum_buffer"], torch.full((4,), 1.9))
 
 
+def test_state_is_loaded_in_its_parameters_order_of_memory() -> None:
+    """Fused optimizers go over memory."""
+    image = nn.Parameter(torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last))
+    optimizer = optim.SGD([image], lr=0.1, momentum=0.9, fused=True)
+    load_state(
+        optimizer, [(Segment("a", 0, 48, 0), image)], [StatePiece("a", "momentum_buffer", 0, torch.arange(48.0))]
+    )
+    loaded = optimizer.state[image]["momentum_buffer"]
+    assert loaded.stride() == image.stride()
+    assert torch.equal(loaded.flatten(), torch.arange(48.0))
+
+
 def test_a_parameter_without_state_stays_without() -> None:
     tensor = nn.Parameter(torch.zeros(4))
     optimizer = optim.SGD([tensor], lr=0.1, momentum=0.9)

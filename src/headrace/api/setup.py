@@ -163,8 +163,8 @@ class _Synchronizer:
         self._reduction.reduce()
         self._group.barrier()
         for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
-            # A copy, because the script may change it.
-            parameter.grad = None if index in missing else view.clone()
+            # A copy, because the script may change it, in the parameter's order, as fused optimizers need it.
+            parameter.grad = None if index in missing else torch.empty_like(parameter, requires_grad=False).copy_(view)
 
 
 def _share_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, group: ProcessGroup) -> None:

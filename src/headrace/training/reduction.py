@@ -251,7 +251,8 @@ class MirroredExchange(ReducingExchange):
     """Reduces the gradients, and updates a mirror of all parameters on every worker.
 
     `parameters` are this worker's trainable parameters, in order. If `copies`, the optimizer gets a copy of the sum,
-    because it might write into a result that all workers of the host read.
+    because it might write into a result that all workers of the host read; so it does where the sum lies in another
+    order of memory than a parameter.
     """
 
     def __init__(
@@ -265,7 +266,9 @@ class MirroredExchange(ReducingExchange):
     ) -> None:
         self._reduction = reduction
         self._views = reduction.layout.views(reduction.result)
-        self._private = [view.clone() for view in self._views] if copies else []
+        # Fused kernels go over memory, so that gradients must lie in the order of their parameters.
+        apart = any(view.stride() != each.stride() for view, each in zip(self._views, parameters, strict=True))
+        self._private = [torch.zeros_like(each, requires_grad=False) for each in parameters] if copies or apart else []
         clipper.allow_votes()
         super().__init__(updater, clipper, reduction.used, parameters, self._private or self._views, parameter_bytes)
 
