@@ -91,7 +91,7 @@ def test_all_workers_train_in_the_order_that_was_chosen() -> None:
     def checked(worker: hr.Worker) -> None:
         for batch in worker.batches():
             worker.step(batch)
-        assert not worker.model.layer.weight.is_contiguous()
+        assert not worker.model.get_parameter("layer.weight").is_contiguous()
 
     asked = job(functools.partial(Biased, slow_last=False))
     assert hr.launch(checked, asked, hr.Mirrored(2), engine=hr.ThreadEngine()).status == "ok"
