@@ -7,11 +7,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from headrace.errors import CorruptCheckpoint
 from headrace.spec.events import PushesApplied, RunEnded, RunStarted, Stepped
 from storm.evidence import Attempt, Evidence
 from storm.hosts import STILL
 from storm.jobs import ACCOUNTED, BATCH, EXACT, ROUNDS, TIMEOUT_S
-from storm.schedule import CUTS, MOUNTED
+from storm.schedule import CUTS, DAMAGES, MOUNTED
 
 __all__ = ["problems"]
 
@@ -30,7 +31,11 @@ ENDED_BY_US = (-9, -15, 143)
 
 def problems(evidence: Evidence) -> list[str]:
     """Returns a line for each; [] for a sound run."""
-    found = [line for number, attempt in enumerate(evidence.attempts) for line in _of_attempt(number, attempt)]
+    found, damaged = list[str](), False
+    for number, attempt in enumerate(evidence.attempts):
+        if not (damaged and attempt.code == CorruptCheckpoint.exit_code):
+            found += _of_attempt(number, attempt)
+        damaged |= any(strike.fault.kind in DAMAGES for strike in attempt.strikes)
     if not evidence.attempts or evidence.attempts[-1].code != 0:
         return [*found, "the run has not come to its end"]
     return [*found, *_of_end(evidence), *_of_examples(evidence), *_of_pushes(evidence)]

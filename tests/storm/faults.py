@@ -17,9 +17,9 @@ from pathlib import Path
 
 from storm.hosts import HOSTS, cut, mend
 from storm.jobs import TIMEOUT_S
-from storm.schedule import LINKS, Fault
+from storm.schedule import DAMAGES, LINKS, Fault
 
-__all__ = ["DAMAGES", "GROUPS", "Disk", "damage", "strike", "ungroup"]
+__all__ = ["GROUPS", "Disk", "damage", "strike", "ungroup"]
 
 SLOW_S, SLICE_S = 2.0, 0.02
 """How long a process is slow, and how long it stands still each time."""
@@ -33,7 +33,6 @@ GROUPS = Path("/sys/fs/cgroup")
 """Control groups, version 1: a folder for each controller."""
 
 PERIOD_US, QUOTA_US = 100_000, 5_000
-DAMAGES = ("damaged checkpoint", "cut checkpoint")
 TO_LAUNCHER = {"terminate": signal.SIGTERM, **dict.fromkeys(("kill launcher", *DAMAGES), signal.SIGKILL)}
 DISK_BYTES = 16 << 20
 PAIRS = tuple(permutations(range(HOSTS), 2))
@@ -99,7 +98,7 @@ def strike(fault: Fault, launcher: int, ranks: Mapping[int, int], disk: Disk | N
         group = _group("cpu", pid)
         (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
         (group / "cpu.cfs_quota_us").write_text(str(QUOTA_US))
-        threading.Timer(SLOW_S, (group / "cpu.cfs_quota_us").write_text, ("-1",)).start()
+        threading.Timer(SLOW_S, _unlimit, (group,)).start()
     elif fault.kind in ("pause", "slow"):
         threading.Thread(target=_halting(pid, fault.kind)).start()
     else:
@@ -113,6 +112,11 @@ def _group(controller: str, pid: int) -> Path:
     group.mkdir(exist_ok=True)
     (group / "cgroup.procs").write_text(str(pid))
     return group
+
+
+def _unlimit(group: Path) -> None:
+    with suppress(FileNotFoundError):  # the process has ended meanwhile
+        (group / "cpu.cfs_quota_us").write_text("-1")
 
 
 def ungroup() -> None:

@@ -15,12 +15,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from uuid import uuid4
 
+from headrace.errors import CorruptCheckpoint
 from headrace.report.model.events import read_events
 from storm.evidence import Attempt, Evidence, Strike
-from storm.faults import DAMAGES, Disk, damage, strike, ungroup
+from storm.faults import Disk, damage, strike, ungroup
 from storm.hosts import mend
 from storm.jobs import OVER_HOSTS
-from storm.schedule import MOUNTED, Fault
+from storm.schedule import DAMAGES, MOUNTED, Fault
 
 __all__ = ["undisturbed", "weather"]
 
@@ -42,13 +43,17 @@ def undisturbed(strategy: str) -> str:
 
 
 def weather(strategy: str, faults: tuple[Fault, ...], expected: str) -> Evidence:
-    """Gives the command until it ends well, at most once more than there are faults, and then once more."""
+    """Gives the command until it ends well, at most twice more than there are faults.
+
+    Where the only checkpoint is the one that was damaged, the command says so, and it is deleted as a user would.
+    """
     with TemporaryDirectory(prefix="headrace-storm-") as where:
         folder = Path(where)
         disk = Disk(folder / "run") if any(fault.kind in MOUNTED for fault in faults) else None
         try:
             run_dir, left, attempts = folder / "run" / "a", list(faults), list[Attempt]()
-            while len(attempts) < len(faults) + 2 and (not attempts or attempts[-1].code != 0):
+            most = 2 + sum(2 if fault.kind in DAMAGES else 1 for fault in faults)
+            while len(attempts) < most and (not attempts or attempts[-1].code != 0):
                 if disk:
                     disk.mend()
                 if strategy in OVER_HOSTS:
@@ -56,6 +61,8 @@ def weather(strategy: str, faults: tuple[Fault, ...], expected: str) -> Evidence
                 if not any(run_dir.glob("checkpoints/step-*[0-9]")):
                     shutil.rmtree(run_dir, ignore_errors=True)
                 attempts.append(Command(strategy, run_dir, folder / "tmp", disk).attempt(left))
+                if attempts[-1].code == CorruptCheckpoint.exit_code:
+                    shutil.rmtree(run_dir / "checkpoints")
                 for done in attempts[-1].strikes:
                     if done.fault.kind in DAMAGES:
                         damage(done.fault, run_dir)

@@ -28,6 +28,8 @@ CUTS = ("cut", "cut one way")
 LINKS = (*CUTS, "short cut")
 """Those that need several hosts."""
 
+DAMAGES = ("damaged checkpoint", "cut checkpoint")
+
 GROUPED = ("few threads", "quota")
 """Those that need a control group."""
 
