@@ -37,7 +37,7 @@ def make_reduction(way: str, module: nn.Module, host: ProcessGroup, store: str) 
         return SharedMemoryReduction(trainable, host)
     wire = TorchDistributed(torch.distributed.FileStore(store, WORKERS), host.rank, WORKERS, "cpu", 60.0)
     if way == "gloo-overlap":
-        return OverlappedReduction(trainable, host, wire, module)
+        return OverlappedReduction(trainable, host, wire, module, torch.device("cpu"))
     return CollectiveReduction(trainable, host, wire, torch.device("cpu"))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +100,11 @@ DEVICES: dict[str, DeviceKind] = {each.name: each for each in _ROWS}
 
 AUTO = "auto"
 
+EXAMPLE = (f"{GPU}:0", HOST)
+"""Devices that are named one for each worker, as messages write them."""
+
+NAMED = f"device={list(EXAMPLE)}"
+
 
 def accelerators() -> tuple[DeviceKind, ...]:
     """Returns the rows of all devices but the CPU."""
@@ -119,6 +124,21 @@ def check_name(device: str, *more: str) -> None:
     names = [*more, *DEVICES]
     if device not in names:
         raise UsageError(f"device is {', '.join(map(repr, names[:-1]))} or {names[-1]!r}, got {device!r}")
+
+
+def one_each(device: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns the devices that are named one for each worker, ["cuda:0", "cpu"] or "cuda:0,cpu"; () for a kind of them.
+
+    Raises:
+        UsageError: it is neither a name nor a list of names.
+    """
+    if isinstance(device, str):
+        return tuple(name.strip() for name in device.split(",")) if {",", ":"} & set(device) else ()
+    if not isinstance(device, Sequence) or not device or not all(isinstance(name, str) for name in device):
+        raise UsageError(
+            f"device is the name of a kind of device, or a list with the device of each worker, {NAMED}, got {device!r:.60}"
+        )
+    return tuple(device)
 
 
 def found(kind: DeviceKind) -> tuple[str, ...]:
@@ -162,6 +182,32 @@ def choose(device: str, fixed_shapes: bool = True) -> tuple[str, tuple[str, ...]
         kind = DEVICES[device]
         raise UnfitMachine(f"device={device!r} and {_why_not(kind)}; use device='cpu', or {_remedy(kind)}")
     return HOST, ()
+
+
+def choose_each(names: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Returns the kind of the first accelerator among devices that were named one by one, and those that are here.
+
+    Where there is no accelerator among them, that is the CPU, and ().
+
+    Raises:
+        UsageError: an unknown device, or one without its number.
+        UnfitMachine: it is not here.
+    """
+    for name in names:
+        kind_name = name.partition(":")[0]
+        check_name(kind_name)
+        if name == HOST:
+            continue
+        if kind_name == HOST:
+            raise UsageError(f"device {name!r} has a number, and all workers on CPUs share the cores; use 'cpu'")
+        _, there = choose(kind_name)
+        if name not in there:
+            seen = f"torch sees {', '.join(there)}; use one of them, or 'cpu'"
+            if ":" in name:
+                raise UnfitMachine(f"device {name!r} is not here: {seen}")
+            raise UsageError(f"device {name!r} has no number: {seen}")
+    distinct = tuple(dict.fromkeys(name for name in names if name != HOST))
+    return (distinct[0].partition(":")[0] if distinct else HOST), distinct
 
 
 def explain_auto(chosen: str) -> str:

@@ -7,14 +7,14 @@ import os
 import platform
 import resource
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TextIO
 
-from headrace.devices import choose
+from headrace.devices import choose, choose_each, one_each
 from headrace.errors import UnfitMachine
 from headrace.spec.cluster import Cluster, Host
 
@@ -236,11 +236,15 @@ def require_linux() -> None:
         )
 
 
-def detect(device: str, ranks: int | None = None, fixed_shapes: bool = True) -> Cluster:
-    """Describes this machine, with the devices that `devices.choose` takes of it; raises what that raises."""
+def detect(device: str | Sequence[str], ranks: int | None = None, fixed_shapes: bool = True) -> Cluster:
+    """Describes this machine, with the devices that `devices.choose` takes of it, or those that are named one by one.
+
+    Raises what `devices.choose`, `one_each` and `choose_each` raise.
+    """
     require_linux()
-    kind, found = choose(device, fixed_shapes)
-    host = Host(host_name(), cores(), spare_memory_bytes(), found)
+    named = one_each(device)
+    kind, found = choose_each(named) if named else choose(str(device), fixed_shapes)
+    host = Host(host_name(), cores(), spare_memory_bytes(), found, worker_devices=named)
     return Cluster((host,), ranks, kind)
 
 

@@ -306,7 +306,7 @@ def reduce_both_ways(host: SharedMemoryGroup, page: ControlPage, store: str) -> 
     ways: list[Reduction] = [
         SharedMemoryReduction(specs, host),
         CollectiveReduction(specs, host, wire, torch.device("cpu")),
-        OverlappedReduction(specs, host, wire, modules),
+        OverlappedReduction(specs, host, wire, modules, torch.device("cpu")),
     ]
     layout = ways[0].layout
     wrong = []

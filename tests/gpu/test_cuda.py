@@ -106,7 +106,7 @@ def test_gradients_through_nccl(tmp_path: Path, overlap: bool) -> None:
     try:
         specs, group = describe(module).trainable, ThreadCollective(ThreadGroup(1), 0)
         reduction = (
-            OverlappedReduction(specs, group, wire, module)
+            OverlappedReduction(specs, group, wire, module, torch.device("cuda:0"))
             if overlap
             else CollectiveReduction(specs, group, wire, torch.device("cuda:0"))
         )

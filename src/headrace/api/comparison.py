@@ -13,6 +13,7 @@ from pathlib import Path
 from headrace.api.fit import FitArguments, run_job
 from headrace.api.measuring import measured, settle
 from headrace.api.run import Run, TemporaryRunDir
+from headrace.devices import one_each
 from headrace.engine.base import Engine
 from headrace.engine.local.engine import kept_engine
 from headrace.errors import UnfitMachine, UsageError
@@ -105,6 +106,11 @@ def compare(
     if not chosen:
         raise UsageError("nothing to compare: name at least one strategy")
     require_count("retries", retries, least=0)
+    if len(one_each(device)) > 1:
+        raise UsageError(
+            f"compare measures strategies and references on devices of one kind, got device={device!r:.60}; name the "
+            "kind, or train each strategy by fit (headrace train)"
+        )
     directory, keeper = _directory(run_dir)
     told: set[str] = set()
     with nullcontext(engine) if engine else kept_engine() as own:

@@ -60,7 +60,7 @@ def fit(
     job: Job,
     strategy: str | Strategy = "one_device",
     *,
-    device: str = "auto",
+    device: str | Sequence[str] = "auto",
     run_dir: Path | str | None = None,
     on_event: OnEvent | Sequence[OnEvent] | None = None,
     callbacks: Sequence[Callback] = (),
@@ -80,7 +80,8 @@ def fit(
         job: what to train.
         strategy: how, by name ("mirrored") or as a value (`hr.Mirrored(workers=2)`).
         device: "auto" takes the first kind of accelerator that there is, else the CPU; or a name in the device table:
-            "cpu", "cuda", "tpu", "xpu".
+            "cpu", "cuda", "tpu", "xpu"; or a list with the device of each worker, by rank, `["cuda:0", "cpu"]`, under a
+            launcher those of this host. Devices of several kinds exchange in host memory.
         run_dir: where events, logs, checkpoints and the model go; None for a directory that goes with the returned run.
         on_event: called in this process with every event, in the order of their writing; a tracker as
             `hr.TensorBoard("logs")`; or a list of such.
@@ -123,7 +124,7 @@ def launch(
     job: Job,
     strategy: str | Strategy = "one_device",
     *,
-    device: str = "auto",
+    device: str | Sequence[str] = "auto",
     run_dir: Path | str | None = None,
     on_event: OnEvent | Sequence[OnEvent] | None = None,
     callbacks: Sequence[Callback] = (),
@@ -167,7 +168,7 @@ def launch(
 class FitArguments:
     """The caller's arguments beside job and strategy; `told` are notices that another run has shown."""
 
-    device: str
+    device: str | Sequence[str]
     run_dir: Path | str | None
     on_event: OnEvent | Sequence[OnEvent] | None
     timeout_s: float
@@ -278,11 +279,12 @@ def _planned(
     require_turns(job, chosen)
     info = replace(inspect_job(job, chosen.closures), told=arguments.told)
     job = info.job
-    check_options(job.options, cluster.device)
     chosen.check(job.options)
     if (ranks or 1) > 1:
         require_same(facts_of(info, chosen, arguments.encrypt))
         cluster = join(cluster)
+    for kind in cluster.kinds:
+        check_options(job.options, kind)
     if known and len(cluster.hosts) > 1:
         known.require(cluster.hosts)
     if len(cluster.hosts) > 1 and as_pipeline(job.data)[0].hosts is not None:

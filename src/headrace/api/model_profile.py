@@ -20,7 +20,7 @@ from headrace.api.run import Run
 from headrace.batches import examples_of
 from headrace.bench.advice import JobFacts
 from headrace.data import Loader, as_pipeline
-from headrace.devices import AUTO, HOST
+from headrace.devices import AUTO, HOST, check_name
 from headrace.engine.base import Engine
 from headrace.errors import HeadraceError, JobError, UnfitMachine, UsageError
 from headrace.machine import cores, detect, give_back
@@ -115,6 +115,7 @@ def profile(
         require_count("threads", threads)
     info = inspect_job(job)
     one_optimizer(job.optimizer, "a profile")
+    check_name(device, AUTO)
     kind = detect(device).device
     check_options(job.options, kind)
     own = _own_size(job)

@@ -359,7 +359,7 @@ def _started(spec: RunSpec, info: JobInfo) -> RunStarted:
         time_s=spec.attempt.began_s,
         strategy=spec.plan.strategy,
         workers=spec.plan.workers,
-        device=role.device.partition(":")[0],
+        device=", ".join(spec.plan.kinds),
         threads=role.threads,
         global_batch_size=spec.job.global_batch_size,
         examples_per_epoch=info.examples,

@@ -94,14 +94,20 @@ class WorkerAverage(ABC):
 
 
 class SharedMemoryAverage(WorkerAverage):
-    """Averages in shared memory; if `apart`, this worker's copy lies in memory of its own between synchronizations."""
+    """Averages in shared memory.
 
-    def __init__(self, layout: FlatLayout, group: ProcessGroup, outer: OuterStep, apart: bool) -> None:
+    If `apart`, or on an accelerator, this worker's copy lies in memory of its own between synchronizations.
+    """
+
+    def __init__(
+        self, layout: FlatLayout, group: ProcessGroup, outer: OuterStep, apart: bool, device: torch.device
+    ) -> None:
         self.layout = layout
         regions = group.share(layout.nbytes)
         self.own = regions[group.rank]
+        apart = apart or device != self.own.device
         if apart:
-            self.own, self.shown = torch.zeros_like(self.own), self.own
+            self.own, self.shown = torch.zeros_like(self.own, device=device), self.own
         # One for all, of which each rank moves its part.
         self.kept = tuple(group.share(0 if group.rank else layout.nbytes)[0] for _ in range(outer.copies_kept))
         self.nbytes = layout.nbytes * (1 + apart + (0 if group.rank else outer.copies_kept))

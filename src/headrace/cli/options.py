@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.devices import AUTO, DEVICES
+from headrace.devices import AUTO, DEVICES, EXAMPLE, one_each
 from headrace.engine.base import Terminated
 from headrace.errors import RunFailed, UnfitMachine, UnknownName, UsageError
 from headrace.spec.call import parse_call, split_calls
@@ -36,6 +36,12 @@ def _known_device(name: str) -> str:
     if name not in (AUTO, *DEVICES):
         raise typer.BadParameter(f"{name!r} is not one of {', '.join(map(repr, (AUTO, *DEVICES)))}.")
     return name
+
+
+def _known_devices(text: str) -> str:
+    for name in one_each(text) or (text,):
+        _known_device(name.partition(":")[0])
+    return text
 
 
 def option(name: str, help: str, **settings: Any) -> Any:
@@ -62,6 +68,16 @@ DeviceOption = Annotated[
         autocompletion=lambda incomplete: [name for name in (AUTO, *DEVICES) if name.startswith(incomplete)],
         callback=_known_device,
         help="What tensors live on.",
+    ),
+]
+DevicesOption = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        metavar=f"[{'|'.join((AUTO, *DEVICES))}] or DEVICE,DEVICE,...",
+        autocompletion=lambda incomplete: [name for name in (AUTO, *DEVICES) if name.startswith(incomplete)],
+        callback=_known_devices,
+        help=f"What tensors live on; or the device of each worker, by rank: {','.join(EXAMPLE)}.",
     ),
 ]
 SettingsOption = Annotated[

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +65,7 @@ _FOLLOW_EVERY_S = 0.5
 class Engine(ABC):
     """Starts the processes of a run and watches them."""
 
-    def cluster(self, strategy: Strategy, device: str, encrypt: bool) -> Cluster:
+    def cluster(self, strategy: Strategy, device: str | Sequence[str], encrypt: bool) -> Cluster:
         """Returns the machines that a run will have; an engine of other machines places its processes now."""
         return detect(device, fixed_shapes=strategy.fixed_shapes)
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from headrace.devices import kind_of
+from headrace.devices import NAMED, kind_of
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.policies.sharding import everywhere
-from headrace.spec.cluster import Cluster
+from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.plan import Plan, Role, Segment
 
@@ -24,7 +24,10 @@ def worker_roles(strategy: str, workers: int | None, cluster: Cluster, spread: b
         return _spread_roles(strategy, workers, cluster, spread)
     (host,) = cluster.hosts
     count = _count(strategy, workers, cluster)
-    if cluster.device == "cpu":
+    if host.worker_devices:
+        _require_names(strategy, host, count)
+        devices = list(host.worker_devices)
+    elif cluster.device == "cpu":
         devices = ["cpu"] * count
     elif count > len(host.accelerators):
         raise InfeasiblePlan(
@@ -67,6 +70,8 @@ def worker_and_server_roles(
     among = tuple(replace(host, ranks=tuple(rank for rank in host.ranks if rank < left)) for host in cluster.hosts)
     if len(cluster.hosts) > 1:
         _require_host_memory(strategy, cluster)
+        for host in among:
+            _require_names(strategy, host, len(host.ranks))
         among = tuple(host for host in among if host.ranks)
     roles = worker_roles(strategy, workers, replace(cluster, hosts=among, ranks=left), spread=True)
     names = {rank: host.name for host in cluster.hosts for rank in host.ranks}
@@ -191,19 +196,34 @@ def _spread_roles(strategy: str, workers: int | None, cluster: Cluster, spread: 
         raise InfeasiblePlan(f"{strategy} works on one host, this cluster has {len(cluster.hosts)}: {names}; {remedy}")
     _require_host_memory(strategy, cluster)
     _count(strategy, workers, cluster)
-    roles = [
-        Role(rank, "worker", host.name, "cpu", threads_per_worker(host.cores, len(host.ranks)), rank)
-        for host in cluster.hosts
-        for rank in host.ranks
-    ]
+    roles = []
+    for host in cluster.hosts:
+        _require_names(strategy, host, len(host.ranks))
+        threads = threads_per_worker(host.cores, len(host.ranks))
+        devices = host.worker_devices or ("cpu",) * len(host.ranks)
+        roles += [
+            Role(rank, "worker", host.name, device, threads, rank)
+            for rank, device in zip(host.ranks, devices, strict=True)
+        ]
     return tuple(sorted(roles, key=lambda role: role.rank))
 
 
 def _require_host_memory(strategy: str, cluster: Cluster) -> None:
-    if cluster.device != "cpu":
+    if cluster.device != "cpu" and not cluster.names_devices:
         raise InfeasiblePlan(
             f"{strategy} exchanges between hosts what lies in host memory, and the device is {cluster.device}; "
-            "use device='cpu', or one host"
+            f"use device='cpu', or one host, or name the devices of each host's workers, {NAMED}, whose tensors are "
+            "then copied to host memory"
+        )
+
+
+def _require_names(strategy: str, host: Host, workers: int) -> None:
+    """Refuses a host whose workers' devices are named, but not one for each."""
+    named = host.worker_devices
+    if named and len(named) != workers:
+        raise InfeasiblePlan(
+            f"device names {len(named)} devices on {host.name}, {', '.join(named)}, and {strategy} has {workers} "
+            f"worker{'s' * (workers != 1)} there; name one for each worker"
         )
 
 
@@ -233,7 +253,9 @@ def _count(strategy: str, workers: int | None, cluster: Cluster) -> int:
                 f"leave workers out, or start {workers}"
             )
         return cluster.ranks
-    return workers if workers is not None else max(1, cluster.accelerators)
+    if workers is not None:
+        return workers
+    return sum(len(host.worker_devices) for host in cluster.hosts) or max(1, cluster.accelerators)
 
 
 def threads_per_worker(cores: int, workers_on_host: int) -> int:

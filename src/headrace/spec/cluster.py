@@ -32,6 +32,7 @@ class Host:
         bus_bytes_per_s: between two devices of the host, or two processes on its cores.
         speed: of its devices, relative to the one that the model was measured on.
         hours_between_failures: on average; 0 if it never fails.
+        worker_devices: of each of its workers, in the order of their ranks, where the user has named them; else ().
     """
 
     name: str
@@ -46,6 +47,7 @@ class Host:
     bus_bytes_per_s: float = 5e9
     speed: float = 1.0
     hours_between_failures: float = 0.0
+    worker_devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class Cluster:
     Attributes:
         hosts: in the order of their first ranks.
         ranks: number of processes that a launcher has started (torchrun's WORLD_SIZE); None without a launcher.
-        device: where tensors live, a row of the device table.
+        device: where tensors live, a row of the device table; the first accelerator's, where workers' devices are named
+            one by one.
         link_bytes_per_s: bandwidth between two hosts that no link names; 1 Gbit/s is an assumption.
         link_latency_s: latency between them.
         links: between hosts, as measured or as said.
@@ -94,6 +97,17 @@ class Cluster:
     def accelerators(self) -> int:
         """Accelerators of all hosts together."""
         return sum(len(host.accelerators) for host in self.hosts)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of devices that workers run on, each once."""
+        named = [device.partition(":")[0] for host in self.hosts for device in host.worker_devices or (HOST,)]
+        return tuple(dict.fromkeys(named)) if self.names_devices else (self.device,)
+
+    @property
+    def names_devices(self) -> bool:
+        """Whether the user has named the workers' devices one by one; where a host has no names, they are CPUs."""
+        return any(host.worker_devices for host in self.hosts)
 
     @property
     def price_per_hour(self) -> float:

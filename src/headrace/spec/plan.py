@@ -15,7 +15,7 @@ class Role:
 
     Attributes:
         kind: "worker", which computes, "server", which holds shards, or "backup", which holds a copy of a server's.
-        device: "cpu" or "cuda:1".
+        device: "cpu" or "cuda:1"; those of workers may be of several kinds.
         data_rank: which share of a global batch it computes, the same on all ranks of one replica; -1 for none.
         stage: which part of its replica it holds: a stage of a pipeline, or a slice of each split layer; of a
             server, which part of all replicas its shards belong to.
@@ -124,6 +124,26 @@ class Plan:
     def workers(self) -> int:
         """Number of processes that compute."""
         return sum(role.kind == "worker" for role in self.roles)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of devices of the workers, each once, by rank."""
+        return tuple(dict.fromkeys(role.device.partition(":")[0] for role in self.roles if role.computes))
+
+    @property
+    def through_host(self) -> bool:
+        """Whether tensors of accelerators are exchanged in host memory, because no backend carries those of all workers.
+
+        Then the workers' devices are of several kinds, or accelerators of several hosts, or several workers share one.
+        """
+        places = [(role.host, role.device) for role in self.roles if role.computes and role.device != "cpu"]
+        shared = len(set(places)) < len(places)
+        return bool(places) and (shared or len(self.kinds) > 1 or self.spans_hosts)
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether the workers are on several hosts."""
+        return len({role.host for role in self.roles if role.computes}) > 1
 
     @property
     def replicas(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
-from headrace.devices import kind_of
+from headrace.devices import DEVICES, HOST, DeviceKind, kind_of
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.shared_memory.control_page import MEMBERS as MOST_MEMBERS
 from headrace.spec.cluster import Cluster
@@ -89,22 +89,36 @@ class DeviceNeeds(Protocol):
     name: ClassVar[str]
     fixed_shapes: ClassVar[bool]
     collectives: ClassVar[bool]
+    mixes_devices: ClassVar[bool]
 
 
 def check_device(strategy: DeviceNeeds, plan: Plan, cluster: Cluster) -> None:
-    """Refuses a device that cannot run a strategy, with its row of the device table.
+    """Refuses devices that cannot run a strategy, with their rows of the device table.
 
     Raises:
-        InfeasiblePlan: it compiles a program for every shape and the steps have several, it has no collectives, or its
-            processes must be a launcher's.
+        InfeasiblePlan: workers are on devices of several kinds and cannot be, a device compiles a program for every
+            shape and the steps have several, it has no collectives, or its processes must be a launcher's.
     """
-    kind = kind_of(cluster.device)
+    kinds = [kind_of(name) for name in plan.kinds]
+    far = plan.spans_hosts and kinds != [DEVICES[HOST]]
+    if (far or len(kinds) > 1) and not strategy.mixes_devices:
+        where = " on several hosts" * plan.spans_hosts
+        raise InfeasiblePlan(
+            f"{strategy.name} exchanges tensors among devices of one kind and host, and those of the workers are "
+            f"{' and '.join(kind.row() for kind in kinds)}{where}; give all workers one kind, or use mirrored, "
+            "parameter_server, downpour or parameter_averaging, which exchange in host memory"
+        )
+    for kind in kinds:
+        _check_kind(kind, strategy, plan, cluster)
+
+
+def _check_kind(kind: DeviceKind, strategy: DeviceNeeds, plan: Plan, cluster: Cluster) -> None:
     if kind.fixed_shapes and not strategy.fixed_shapes:
         raise InfeasiblePlan(
             f"{strategy.name} has steps of several shapes (the last batch of an epoch is short), and the device is "
             f"{kind.row()}; use hr.TPU, or device='cpu'"
         )
-    if plan.workers > 1 and strategy.collectives and not kind.backend:
+    if plan.workers > 1 and strategy.collectives and not kind.backend and not plan.through_host:
         raise InfeasiblePlan(
             f"{plan.workers} workers of {strategy.name} exchange tensors between devices, and the device is "
             f"{kind.row()}; use workers=1, or device='cpu'"

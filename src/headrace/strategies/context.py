@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from headrace.checkpoint.forms import pack, unpack
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
+from headrace.collectives.through_host import ThroughHost
 from headrace.errors import UsageError
 from headrace.modules import restore
 from headrace.parameter_server.client.exchange import ReplicaGroup
@@ -35,6 +36,8 @@ from headrace.training.gradients import GradientSink, SharedGradients
 from headrace.training.optimizer import build
 from headrace.training.update import Updater
 from headrace.training.whole_model import CompiledModule, ModelParallelGroup, Objective, WholeModel
+
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class WorkerContext:
         optimizer: the job's factory.
         group: the workers.
         device_group: connects, at its first call, the collective that carries the devices' own tensors, and returns it;
-            returns None where they live in the memory of one host.
+            returns None where they live in the memory of one host. It is a `ThroughHost` on an accelerator whose backend
+            does not carry the tensors of all workers.
         rounds_per_epoch: of the training data.
         batches: what is known of the global batches.
         first: the round that the run begins with.
@@ -89,7 +93,15 @@ class WorkerContext:
     def device(self) -> torch.device:
         """Where the module lives, or has lived before parts of it were let go."""
         here = (parameter.device for parameter in self.module.parameters() if not parameter.is_meta)
-        return next(here, torch.device("cpu"))
+        return next(here, _HOST)
+
+    def sums_by(self) -> tuple[Collective | None, torch.device]:
+        """Returns what sums the workers' gradients, None where they share memory, and the device where the sum lies.
+
+        That is the worker's own device, or host memory where no backend carries the tensors of all devices.
+        """
+        devices = self.device_group()
+        return (devices.near, _HOST) if isinstance(devices, ThroughHost) else (devices, self.device)
 
     @cached_property
     def scale(self) -> LossScale | None:
@@ -109,7 +121,9 @@ class WorkerContext:
 
     def clipper(self, gradients: Mapping[str, Tensor] | None = None) -> GradientClipper:
         """Returns what decides over summed gradients: by parameter, if several ranks hold a replica."""
-        immediate, inside = self.device.type == "cpu", self.inside
+        # By where the sum lies, and not this worker's device: all workers must check alike.
+        place = next((each.device for each in gradients.values()), self.device) if gradients else self.device
+        immediate, inside = place.type == "cpu", self.inside
         if inside is None:
             return GradientClipper(self.options, self.group, self.scale, immediate)
         assert gradients is not None

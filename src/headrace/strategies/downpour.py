@@ -105,6 +105,7 @@ class Downpour(ServedStrategy):
     name = "downpour"
     equals_one_device = False
     lock_step = False
+    mixes_devices = True
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)

@@ -5,6 +5,8 @@
     each on its share             memory on a CPU host, NCCL among GPUs,
                                   encrypted between hosts
 
+Where devices are of several kinds, gradients are copied to host memory, summed there as on CPUs, and copied back.
+
 On a CPU host, gradients go from autograd straight into shared memory. Rank r adds up the r-th part of all
 workers' gradients into one result that every worker's optimizer reads in place:
 
@@ -72,6 +74,7 @@ class Mirrored(Strategy):
     collectives = True
     sparse_tables = True
     turns = True
+    mixes_devices = True
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
@@ -112,22 +115,23 @@ class Mirrored(Strategy):
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         always = context.synchronise_batch_norm()
         group, module, trainable = context.group, context.module, context.model.trainable
-        devices = context.device_group()
-        broadcast(module, devices or group)
+        broadcast(module, context.device_group() or group)
+        summing, place = context.sums_by()
         reduction: Reduction
-        if devices is None:
+        if summing is None:
             reduction = SharedMemoryReduction(trainable, group)
         elif self.overlap and not always and not _leaves_at_end(context):
             # If layers communicate during backward, a bucket that lacks a gradient on one worker would meet their sums.
-            reduction = OverlappedReduction(trainable, group, devices, module, self.codec)
+            reduction = OverlappedReduction(trainable, group, summing, module, place, self.codec)
         else:
-            reduction = CollectiveReduction(trainable, group, devices, context.device, self.codec)
+            reduction = CollectiveReduction(trainable, group, summing, place, self.codec)
         updater = context.updater_of(plan.segments)
         views = dict(zip(reduction.layout.names, reduction.layout.views(reduction.result), strict=True))
         # Not get_parameter(), which script modules lack.
         named = dict(module.named_parameters())
         parameters = [named[name] for name in views]
-        copies = devices is None and (group.world > 1 or not group.fixed) and may_write_gradients(updater.optimizer)
+        shares = summing is None and (group.world > 1 or not group.fixed)
+        copies = place != context.device or (shares and may_write_gradients(updater.optimizer))
         exchange = MirroredExchange(
             updater, context.clipper(views), reduction, parameters, context.model.parameter_bytes, copies
         )

@@ -116,6 +116,7 @@ class ParameterAveraging(ServedStrategy):
     equals_one_device = False
     collectives = True
     lock_step = False
+    mixes_devices = True
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
@@ -201,7 +202,7 @@ class ParameterAveraging(ServedStrategy):
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         if self.via == "server":
             return self._served_replica(plan, rank, context)
-        if self.codec != "plain" and context.device_group() is None:
+        if self.codec != "plain" and context.sums_by()[0] is None:
             raise UsageError(
                 f"codec={self.codec!r} saves bytes on a wire, and workers of one host average in memory that they "
                 "share, where nothing travels; use codec='plain'"
@@ -290,13 +291,10 @@ class ParameterAveraging(ServedStrategy):
     def _average(
         self, layout: FlatLayout, context: WorkerContext, outer: OuterStep, apart: bool = False
     ) -> WorkerAverage:
-        devices = context.device_group()
-        if devices is None and not context.group.fixed:
-            # Memory of lost workers would be lost with them.
-            return CollectiveAverage(layout, context.group, context.device, outer)
-        if devices is None:
-            return SharedMemoryAverage(layout, context.group, outer, apart)
-        return CollectiveAverage(layout, devices, context.device, outer, self.codec)
+        if context.sums_by()[0] is None and context.group.fixed:
+            return SharedMemoryAverage(layout, context.group, outer, apart, context.device)
+        # Else memory of lost workers would be lost with them.
+        return CollectiveAverage(layout, context.device_group() or context.group, context.device, outer, self.codec)
 
 
 LocalSGD: Callable[..., ParameterAveraging] = functools.partial(ParameterAveraging, period=16)

@@ -111,6 +111,7 @@ class ParameterServer(ServedStrategy):
     equals_one_device = False
     lock_step = False
     sparse_tables = True
+    mixes_devices = True
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)

@@ -35,6 +35,7 @@ class Strategy(ABC):
         closures: whether it trains with `torch.optim.LBFGS`, which needs several losses a step, and with it alone.
         fixed_shapes: whether all steps have the same shapes, as devices need that compile a program for every shape.
         collectives: whether workers exchange tensors between devices, not through host memory.
+        mixes_devices: whether its workers may be on devices of several kinds, or on accelerators of several hosts.
         snapshots: whether servers' snapshots that are taken at different moments can be used together.
 
     Examples:
@@ -52,6 +53,7 @@ class Strategy(ABC):
     closures: ClassVar[bool] = False
     fixed_shapes: ClassVar[bool] = False
     collectives: ClassVar[bool] = False
+    mixes_devices: ClassVar[bool] = False
     snapshots: ClassVar[bool] = True
 
     def sparse_names(self) -> tuple[str, ...]:

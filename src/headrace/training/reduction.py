@@ -174,11 +174,12 @@ class OverlappedReduction(Reduction):
         group: ProcessGroup,
         collective: Collective,
         module: nn.Module,
+        device: torch.device,
         codec: str = "plain",
     ) -> None:
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._collective = collective
-        self._lay_out(trainable, group, collective.rank, next(module.parameters()).device)
+        self._lay_out(trainable, group, collective.rank, device)
         self.compression = Compression(codec, self.result)
         self.sink = self
         self._views = self.layout.views(self.result)
@@ -250,9 +251,9 @@ class OverlappedReduction(Reduction):
 class MirroredExchange(ReducingExchange):
     """Reduces the gradients, and updates a mirror of all parameters on every worker.
 
-    `parameters` are this worker's trainable parameters, in order. If `copies`, the optimizer gets a copy of the sum,
-    because it might write into a result that all workers of the host read; so it does where the sum lies in another
-    order of memory than a parameter.
+    `parameters` are this worker's trainable parameters, in order. If `copies`, the optimizer gets a copy of the sum on
+    their device, because the result lies elsewhere, or is read by all workers of the host and might be written to; so
+    it does where the sum lies in another order of memory than a parameter.
     """
 
     def __init__(

@@ -24,8 +24,10 @@ class LossReader:
     """Reads losses at once on a CPU, or if an option needs them; otherwise a few times a second."""
 
     def __init__(self, session: WorkerSession) -> None:
-        options, role = session.run.job.options, session.run.plan.role(session.rank)
-        self._at_once = role.device == "cpu" or options.on_nonfinite != "raise" or options.precision == "fp16"
+        options, plan = session.run.job.options, session.run.plan
+        # What is exchanged in host memory has waited for the device already.
+        waits = plan.role(session.rank).device == "cpu" or plan.through_host
+        self._at_once = waits or options.on_nonfinite != "raise" or options.precision == "fp16"
         self._rank = session.rank
         self._page = session.page
         self._events = session.events

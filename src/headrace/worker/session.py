@@ -13,6 +13,7 @@ from torch import nn
 
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
+from headrace.collectives.through_host import ThroughHost
 from headrace.data import CpuBudget, Hosts, InputPipeline, Loader, as_pipeline
 from headrace.devices import use
 from headrace.errors import UsageError
@@ -61,6 +62,8 @@ class DeviceGroup:
         run, role, group = self._run, self._role, self.group
         if role.device == "cpu":
             return None if group.one_memory else group
+        if run.plan.through_host:
+            return ThroughHost(group)
         if group.world == 1:
             return ThreadCollective(ThreadGroup(1), 0)
         # Here, because importing torch.distributed costs what a CPU run need not pay.

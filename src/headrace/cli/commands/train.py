@@ -15,6 +15,7 @@ from headrace.cli.options import (
     CheckpointEveryOption,
     CopyToOption,
     DeviceOption,
+    DevicesOption,
     EncryptOption,
     JobFile,
     JsonOption,
@@ -92,7 +93,7 @@ def train(
     strategy: _StrategyOption = "one_device",
     workers: WorkersOption = None,
     servers: ServersOption = None,
-    device: DeviceOption = AUTO,
+    device: DevicesOption = AUTO,
     run_dir: RunDirOption = None,
     settings: SettingsOption = None,
     timeout_s: TimeoutOption = 10.0,
@@ -161,6 +162,8 @@ def _keep_prediction(
     if cluster is None and launched_rank() is not None:
         raise UsageError("--predict needs --cluster FILE on several hosts: headrace doctor measures one")
     machines = cluster or detect(device)
+    if not isinstance(machines, Path | str) and len(machines.kinds) > 1:
+        raise UsageError(f"--predict simulates devices of one kind, got --device {device}; leave one of them out")
     simulate(profile, machines, strategy, global_batch_size=job.global_batch_size).save(run_dir)
 
 

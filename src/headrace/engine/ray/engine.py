@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from headrace.devices import AUTO, GPU
+from headrace.devices import AUTO, GPU, HOST
 from headrace.engine.base import Engine, RunProgress, orderly_interrupts
 from headrace.engine.ray.agent import RankAgent
 from headrace.engine.ray.connection import connect, naming_runtime_env
@@ -96,7 +96,12 @@ class RayEngine(Engine):
         self._placed: _Placed | None = None
         self._connection = ExitStack()
 
-    def cluster(self, strategy: Strategy, device: str, encrypt: bool) -> Cluster:
+    def cluster(self, strategy: Strategy, device: str | Sequence[str], encrypt: bool) -> Cluster:
+        if device not in (AUTO, HOST, GPU):
+            raise UsageError(
+                f"RayEngine reserves CPUs or GPUs for the workers, device is {AUTO!r}, {HOST!r} or {GPU!r}, got "
+                f"{device!r:.60}; another device, or one for each worker, needs other engines"
+            )
         if not self._busy.acquire(blocking=False):
             raise UsageError("this engine runs something already; wait for its end, or give each run an engine")
         self._placed = _Placed(encrypt)
@@ -106,7 +111,7 @@ class RayEngine(Engine):
             self.release()
             raise
 
-    def _place(self, strategy: Strategy, device: str, placed: _Placed) -> Cluster:
+    def _place(self, strategy: Strategy, device: str | Sequence[str], placed: _Placed) -> Cluster:
         own_env = connect(self._address, self._runtime_env, self._connection)
         # Not before, because it may not be installed.
         import ray

@@ -10,13 +10,14 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from time import monotonic
 
+from headrace.devices import HOST, NAMED
 from headrace.engine.schedulers.environment import adopt, secret_remedy
 from headrace.engine.torchrun.address import START_TIMEOUT, is_here, master, start_timeout_s, state_of
 from headrace.engine.torchrun.elastic_workers.leader_file import STORE
@@ -173,7 +174,8 @@ def first_failed(host: str, code: int) -> WorkerFailed:
 def join(cluster: Cluster) -> Cluster:
     """Returns the cluster of all the launcher's processes, from what each sees; all call it together.
 
-    Raises InfeasiblePlan where some have devices of another kind.
+    Raises InfeasiblePlan where some have devices of another kind that the user has not named, or those of a host name
+    different ones.
     """
     if cluster.ranks in (None, 1):
         return cluster
@@ -182,17 +184,41 @@ def join(cluster: Cluster) -> Cluster:
 
 def joined(seen: Sequence[Cluster]) -> Cluster:
     """Returns the cluster of which each rank sees its own host alone; raises InfeasiblePlan as `join`."""
+    named = any(each.names_devices for each in seen)
     kinds = {each.device: each.hosts[0].name for each in seen}
-    if len(kinds) > 1:
+    if len(kinds) > 1 and not named:
         found = ", ".join(f"{kind} on {name}" for kind, name in kinds.items())
-        raise InfeasiblePlan(f"the launcher's processes have different devices: {found}; say the same device= on all")
+        raise InfeasiblePlan(
+            f"the launcher's processes have different devices: {found}; say the same device= on all, or name those of "
+            f"each host's workers, {NAMED}"
+        )
     ranks: dict[str, list[int]] = {}
     for rank, each in enumerate(seen):
         ranks.setdefault(each.hosts[0].name, []).append(rank)
+    if named:
+        _require_same_names(seen, ranks)
     if len(ranks) == 1:
         return seen[0]
     hosts = tuple(replace(seen[each[0]].hosts[0], ranks=tuple(each)) for each in ranks.values())
-    return replace(seen[0], hosts=hosts, ranks=len(seen))
+    return replace(seen[0], hosts=hosts, ranks=len(seen), device=next((kind for kind in kinds if kind != HOST), HOST))
+
+
+def _require_same_names(seen: Sequence[Cluster], ranks: Mapping[str, Sequence[int]]) -> None:
+    """Refuses hosts whose processes name different devices, or name none and would take what is there."""
+    for name, own in ranks.items():
+        told = {rank: ", ".join(seen[rank].hosts[0].worker_devices) or seen[rank].device for rank in own}
+        if len(set(told.values())) > 1:
+            each = ", ".join(f"rank {rank} says {device}" for rank, device in told.items())
+            raise InfeasiblePlan(
+                f"the processes of {name} name different devices: {each}; let each name those of all the host's "
+                "workers, in the order of their ranks"
+            )
+        first = seen[own[0]]
+        if first.device != HOST and not first.names_devices:
+            raise InfeasiblePlan(
+                f"other hosts name the devices of their workers, and {name} says {first.device}; name them there, too, "
+                f"{NAMED}"
+            )
 
 
 def total_of_hosts(count: int, cluster: Cluster) -> int:

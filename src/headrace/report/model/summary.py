@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.errors import DataError
@@ -47,8 +47,8 @@ class Outcome:
     """How the run ended: its last attempt, where it was resumed.
 
     `status` is "ok", "failed", "interrupted", or "unfinished" where the launcher has not written the end; `failure` is
-    the first that a process reported; `hosts` are in the order of their first rank; `torn_lines` counts event files
-    that end in half a line.
+    the first that a process reported; `hosts` are in the order of their first rank, `devices` those of the workers, by
+    rank; `torn_lines` counts event files that end in half a line.
     """
 
     status: str
@@ -57,6 +57,7 @@ class Outcome:
     hosts: tuple[str, ...]
     torn_lines: int
     attempts: int = 1
+    devices: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,15 @@ class Summary:
         return self.training.examples_per_s
 
     @property
+    def mixed(self) -> bool:
+        """Whether the workers are on devices of several kinds."""
+        return len({device.partition(":")[0] for device in self.outcome.devices.values()}) > 1
+
+    def named_rank(self, rank: int) -> str:
+        """Returns "rank 1", with its device where the workers are on several kinds: "rank 1 (cpu)"."""
+        return f"rank {rank} ({self.outcome.devices[rank]})" if self.mixed else f"rank {rank}"
+
+    @property
     def metrics(self) -> Mapping[str, float]:
         """The metrics of the last evaluation; empty without one."""
         return self.curves.evaluations[-1].metrics if self.curves.evaluations else {}
@@ -235,7 +245,8 @@ def summarize(run_dir: Path | str, log: EventLog | None = None) -> Summary:
 
 def _outcome(last: Attempt, count: int, torn_lines: int) -> Outcome:
     ended = next(of_kind(RunEnded, last.events), None)
-    started: list[WorkerStarted | ServerStarted] = [*of_kind(WorkerStarted, last.events)]
+    workers = tuple(of_kind(WorkerStarted, last.events))
+    started: list[WorkerStarted | ServerStarted] = [*workers]
     started += of_kind(ServerStarted, last.events)
     hosts = {event.rank: event.host for event in started}
     return Outcome(
@@ -245,6 +256,7 @@ def _outcome(last: Attempt, count: int, torn_lines: int) -> Outcome:
         hosts=tuple(dict.fromkeys(host for _, host in sorted(hosts.items()))),
         torn_lines=torn_lines,
         attempts=count,
+        devices={each.rank: each.device for each in sorted(workers, key=lambda each: each.rank)},
     )
 
 

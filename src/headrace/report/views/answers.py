@@ -206,8 +206,8 @@ def workers_answer(runs: Sequence[Summary]) -> str:
         slow, fast = max(computing, key=lambda rank: computing[rank]), min(computing, key=lambda rank: computing[rank])
         if computing[slow] > UNEVEN * computing[fast] and computing[slow] > 1e-4:
             of_run = f" in {run.name}" if len(runs) > 1 else ""
-            times = f"{duration(computing[slow])} a step, rank {fast} {duration(computing[fast])}"
-            told.append(f"rank {slow} computes for {times}{of_run}")
+            times = f"{duration(computing[slow])} a step, {run.named_rank(fast)} {duration(computing[fast])}"
+            told.append(f"{run.named_rank(slow)} computes for {times}{of_run}")
     if told:
         return f"Workers differ: {listed(told)}."
     if not any(len(run.times_by_rank) > 1 for run in runs):

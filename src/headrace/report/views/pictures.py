@@ -317,7 +317,7 @@ def _steps(summaries: Sequence[Summary]) -> Picture | None:
 def _steps_by_rank(summaries: Sequence[Summary]) -> Picture | None:
     several = [each for each in summaries if len(each.times_by_rank) > 1]
     bars = [
-        _step_bar(f"{each.name}, rank {rank}", times)
+        _step_bar(f"{each.name}, {each.named_rank(rank)}", times)
         for each in several
         for rank, times in list(each.times_by_rank.items())[:_MOST_RANKS]
     ]

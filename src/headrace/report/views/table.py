@@ -206,7 +206,9 @@ def _processes_text(summary: Summary) -> str:
     servers = f" and {plural(len(summary.servers.by_rank), 'server')}" if summary.servers is not None else ""
     hosts = ", ".join(summary.outcome.hosts) or MISSING
     threads = plural(summary.started.threads, "thread")
-    return f"{plural(summary.workers, 'worker')}{servers} on {hosts} ({summary.started.device}), {threads} each"
+    kinds = summary.started.device
+    devices = ", ".join(dict.fromkeys(summary.outcome.devices.values())) if summary.mixed else kinds
+    return f"{plural(summary.workers, 'worker')}{servers} on {hosts} ({devices}), {threads} each"
 
 
 def _evaluation_text(summary: Summary) -> str | None:
@@ -245,7 +247,7 @@ def _non_finite_text(summary: Summary) -> str | None:
 
 _RUN: tuple[Field[Summary], ...] = (
     *json_fields("label", "strategy", "workers", "started.device", "started.threads", "status"),
-    *json_fields("outcome.attempts", "started.resumed_step"),
+    *json_fields("outcome.devices", "outcome.attempts", "started.resumed_step"),
     *json_fields("training.steps", "training.epochs", "training.examples"),
     Field(attrgetter("name"), label="run"),
     Field(lambda summary: ending(summary) or "ok", label="status"),

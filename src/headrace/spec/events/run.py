@@ -59,6 +59,7 @@ class RunStarted(Event, kind="run_started"):
     """The first event, by the launcher.
 
     Attributes:
+        device: the kind of the workers' devices, "cuda"; where there are several, "cuda, cpu".
         threads: of each worker.
         examples_per_epoch: length of the training set.
         started_at: wall time, ISO 8601, for display only.
