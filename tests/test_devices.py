@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -193,3 +193,126 @@ def test_random_numbers_come_back(draw: Callable[[int], torch.Tensor]) -> None:
     with devices.forked_generators(nn.Linear(2, 1)):
         inside = draw(2)
     assert torch.equal(draw(2), inside)
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "accelerators", "each"),
+    [
+        (["fake:1", "cpu"], "fake", ("fake:1",), ("fake:1", "cpu")),
+        ("cpu, fake:0,fake:0", "fake", ("fake:0",), ("cpu", "fake:0", "fake:0")),
+        ("fake:1", "fake", ("fake:1",), ("fake:1",)),
+        (("cpu", "cpu"), "cpu", (), ("cpu", "cpu")),
+        (["cpu"], "cpu", (), ("cpu",)),
+        ("fake", "fake", ("fake:0", "fake:1"), ()),
+    ],
+    ids=str,
+)
+def test_devices_are_named_one_for_each_worker(
+    fake: Fake, device: Sequence[str], kind: str, accelerators: tuple[str, ...], each: tuple[str, ...]
+) -> None:
+    cluster = detect(device)
+    (host,) = cluster.hosts
+    assert (cluster.device, host.accelerators, host.worker_devices) == (kind, accelerators, each)
+    plan = hr.Mirrored().plan(MODEL, cluster)
+    assert tuple(role.device for role in plan.roles) == (each or accelerators)
+    assert hr.ParameterServer().plan(MODEL, cluster).workers == plan.workers
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "said"),
+    [
+        ([], UsageError, r"or a list with the device of each worker, device=\['cuda:0', 'cpu'\], got \[\]"),
+        (3, UsageError, "device is the name of a kind of device, .* got 3"),
+        (["cpu", 0], UsageError, r"got \['cpu', 0\]"),
+        (["cpu", "gpu"], UsageError, "device is 'cpu', 'cuda', 'tpu', 'xpu', 'mps' or 'fake', got 'gpu'"),
+        ("cpu,auto", UsageError, "got 'auto'"),
+        ("cpu,", UsageError, "got ''"),
+        ("cpu:0", UsageError, "device 'cpu:0' has a number, and all workers on CPUs share the cores; use 'cpu'"),
+        (["fake", "cpu"], UsageError, "device 'fake' has no number: torch sees fake:0, fake:1; use one of them, or"),
+        (
+            "fake:2,cpu",
+            UnfitMachine,
+            "device 'fake:2' is not here: torch sees fake:0, fake:1; use one of them, or 'cpu'",
+        ),
+        ("cuda:0,cpu", UnfitMachine, "device='cuda' and torch sees no CUDA device here; use device='cpu', or a CUDA"),
+    ],
+    ids=str,
+)
+def test_names_that_are_none(fake: Fake, device: Sequence[str], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        detect(device)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "count"), [(hr.Mirrored(3), "3 workers"), (hr.OneDevice(), "1 worker"), (hr.Downpour(1), "1 worker")]
+)
+def test_there_is_one_name_for_each_worker(fake: Fake, strategy: Strategy, count: str) -> None:
+    said = f"device names 2 devices on .*, fake:0, cpu, and {strategy.name} has {count} there; name one for each"
+    with pytest.raises(InfeasiblePlan, match=said):
+        strategy.plan(MODEL, detect("fake:0,cpu"))
+
+
+MIXING = (hr.Mirrored(), hr.ParameterServer(), hr.Downpour(), hr.LocalSGD(), hr.ParameterAveraging(via="server"))
+
+
+def test_which_strategies_mix_kinds_of_devices(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DEVICES, "fake", DeviceKind("fake", "fake device"))
+    cluster = detect("fake:0,cpu")
+    assert cluster.kinds == ("fake", "cpu")
+    for strategy in MIXING:
+        plan = strategy.plan(MODEL, cluster)
+        assert (plan.kinds, plan.through_host) == (("fake", "cpu"), True)
+        # Without a backend: what they exchange does not need one.
+        check_device(strategy, plan, cluster)
+    for refused in (hr.CentralStorage(), hr.Gossip(), hr.Unconnected()):
+        said = rf"{refused.name} exchanges .* fake \(collectives: none\) and cpu \(collectives: gloo\); give all"
+        with pytest.raises(InfeasiblePlan, match=said):
+            check_device(refused, refused.plan(MODEL, cluster), cluster)
+    with pytest.raises(InfeasiblePlan, match=r"fully_sharded runs on CPUs, and the devices are fake \(coll"):
+        hr.FullySharded().plan(MODEL, cluster)
+    monkeypatch.setitem(DEVICES, "fake", DeviceKind("fake", "fake device", fixed_shapes=True))
+    with pytest.raises(InfeasiblePlan, match=r"has steps of several shapes .* fake .* use hr.TPU"):
+        check_device(MIXING[1], MIXING[1].plan(MODEL, cluster), cluster)
+
+
+@pytest.mark.parametrize(
+    ("device", "through_host"),
+    [("fake:0,fake:1", False), ("fake:0,fake:0", True), ("cpu,cpu", False), ("cpu,fake:1", True)],
+)
+def test_what_goes_through_host_memory(fake: Fake, device: str, through_host: bool) -> None:
+    assert hr.Mirrored().plan(MODEL, detect(device)).through_host == through_host
+    # Of processes that serve, none exchanges by a backend.
+    assert hr.ParameterServer(servers=2).plan(MODEL, detect(device)).through_host == through_host
+
+
+def on_two_hosts(first: tuple[str, ...], second: tuple[str, ...], servers: int = 0) -> Cluster:
+    count = len(first) + len(second) + servers
+    ranks = range(len(first)), range(len(first), count)
+    hosts = zip("ab", (first, second), ranks, strict=True)
+    return Cluster(
+        tuple(Host(name, 4, 2**30, ranks=tuple(own), worker_devices=names) for name, names, own in hosts), count, "fake"
+    )
+
+
+def test_each_host_brings_its_own(fake: Fake) -> None:
+    cluster = on_two_hosts(("fake:0", "fake:1"), ("cpu",))
+    for strategy in (hr.Mirrored(), hr.LocalSGD()):
+        plan = strategy.plan(MODEL, cluster)
+        assert [(role.host, role.device) for role in plan.roles] == [("a", "fake:0"), ("a", "fake:1"), ("b", "cpu")]
+        check_device(strategy, plan, cluster)
+    served = hr.ParameterServer().plan(MODEL, on_two_hosts(("fake:0", "fake:1"), (), servers=1))
+    assert [(role.host, role.device) for role in served.roles] == [("a", "fake:0"), ("a", "fake:1"), ("b", "cpu")]
+    far = on_two_hosts(("fake:0",), ("fake:0",))
+    assert hr.Mirrored().plan(MODEL, far).through_host
+    with pytest.raises(InfeasiblePlan, match=r"gossip exchanges .* fake \(collectives: gloo\) on several hosts; give"):
+        check_device(hr.Gossip(), hr.Gossip().plan(MODEL, far), far)
+    with pytest.raises(InfeasiblePlan, match="device names 1 devices on b, cpu, and parameter_server has 0 workers"):
+        hr.ParameterServer().plan(MODEL, on_two_hosts(("fake:0",), ("cpu",)))
+
+
+def test_only_engines_of_this_machine_take_names() -> None:
+    for device in (["cuda:0", "cpu"], "tpu"):
+        with pytest.raises(
+            UsageError, match="RayEngine reserves CPUs or GPUs for the workers, device is 'auto', 'cpu'"
+        ):
+            hr.RayEngine().cluster(hr.Mirrored(2), device, True)

@@ -136,7 +136,8 @@ def one_each(device: str | Sequence[str]) -> tuple[str, ...]:
         return tuple(name.strip() for name in device.split(",")) if {",", ":"} & set(device) else ()
     if not isinstance(device, Sequence) or not device or not all(isinstance(name, str) for name in device):
         raise UsageError(
-            f"device is the name of a kind of device, or a list with the device of each worker, {NAMED}, got {device!r:.60}"
+            f"device is the name of a kind of device, or a list with the device of each worker, {NAMED}, got "
+            f"{device!r:.60}"
         )
     return tuple(device)
 

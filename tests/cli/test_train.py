@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 
+import headrace.machine
 from headrace.cli import run
 from headrace.cli.jobfile import MODULE
 from headrace.errors import PeerLost, WorkerFailed
+from headrace.spec.cluster import Cluster, Host
 
 Capture = pytest.CaptureFixture[str]
 
@@ -25,6 +27,21 @@ def test_what_was_asked_reaches_fit(stage, job_file: Path, tmp_path: Path) -> No
     assert stage.asked["encrypt"] is False
     assert stage.asked["engine"] is not None
     assert (stage.job.data[0], stage.job.epochs) == (0.5, 1)
+
+
+def test_each_worker_may_have_a_device_of_its_own(
+    stage, job_file: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(["train", "digits.py", "--strategy", "mirrored", "--device", "cuda:0,cpu"]) == 0
+    assert stage.asked["device"] == "cuda:0,cpu"
+    assert run(["train", "digits.py", "--device", "cuda:0,gpu"]) == 2
+    assert "'gpu' is not one of 'auto', 'cpu', 'cuda'" in capsys.readouterr().err
+    assert run(["compare", "digits.py", "--device", "cuda:0,cpu"]) == 2
+    assert "'cuda:0,cpu' is not one of" in capsys.readouterr().err
+    mixed = Cluster((Host("a", 2, 2**30, worker_devices=("cuda:0", "cpu")),), device="cuda")
+    monkeypatch.setattr(headrace.machine, "detect", lambda device: mixed)
+    assert run(["train", "digits.py", "--device", "cuda:0,cpu", "--predict", "profile.toml"]) == 2
+    assert "--predict simulates devices of one kind, got --device cuda:0,cpu" in capsys.readouterr().err
 
 
 def test_the_result_is_on_stdout_and_progress_on_stderr(stage, job_file: Path, capsys: Capture) -> None:

@@ -36,8 +36,46 @@ def test_the_links_are_those_that_rank_0_knows() -> None:
 
 def test_devices_of_two_kinds_are_refused() -> None:
     gpu = Cluster((Host("b", 2, 2**30, ("cuda:0",)),), 2, "cuda")
-    with pytest.raises(InfeasiblePlan, match=r"different devices: cpu on a, cuda on b; say the same device= on all"):
+    with pytest.raises(
+        InfeasiblePlan,
+        match=r"different devices: cpu on a, cuda on b; say the same device= on all, or name those of each",
+    ):
         joined([seen("a", "a")[0], gpu])
+
+
+def named(host: str, *devices: str, kind: str = "cpu", world: int = 2) -> Cluster:
+    accelerators = tuple(device for device in devices if device != "cpu")
+    return Cluster((Host(host, 2, 2**30, accelerators, worker_devices=devices),), world, kind)
+
+
+def test_each_host_names_the_devices_of_its_workers() -> None:
+    gpu = named("a", "cuda:0", "cuda:0", kind="cuda", world=3)
+    for other in (named("b", "cpu", world=3), named("b", world=3)):
+        for seen_by in ([gpu, gpu, other], [other, gpu, gpu]):
+            cluster = joined(seen_by)
+            assert (cluster.device, cluster.kinds, cluster.ranks) == ("cuda", tuple(dict.fromkeys(cluster.kinds)), 3)
+            assert set(cluster.kinds) == {"cuda", "cpu"}
+            assert {host.name: host.worker_devices for host in cluster.hosts}["a"] == ("cuda:0", "cuda:0")
+    one = named("a", "cuda:0", "cpu", kind="cuda")
+    assert joined([one, one]) == one
+
+
+@pytest.mark.parametrize(
+    ("seen_by", "said"),
+    [
+        (
+            [named("a", "cuda:0", kind="cuda"), named("a", "cuda:1", kind="cuda")],
+            "the processes of a name different devices: rank 0 says cuda:0, rank 1 says cuda:1; let each name those of",
+        ),
+        (
+            [named("a", "cpu"), Cluster((Host("b", 2, 2**30, ("cuda:0",)),), 2, "cuda")],
+            r"and b says cuda; name them there, too, device=\['cuda:0', 'cpu'\]",
+        ),
+    ],
+)
+def test_names_that_do_not_fit_together(seen_by: list[Cluster], said: str) -> None:
+    with pytest.raises(InfeasiblePlan, match=said):
+        joined(seen_by)
 
 
 def test_an_address_that_no_other_host_reaches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

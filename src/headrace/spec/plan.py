@@ -132,9 +132,9 @@ class Plan:
 
     @property
     def through_host(self) -> bool:
-        """Whether tensors of accelerators are exchanged in host memory, because no backend carries those of all workers.
+        """Whether tensors of accelerators are exchanged in host memory, because no backend carries all workers'.
 
-        Then the workers' devices are of several kinds, or accelerators of several hosts, or several workers share one.
+        Their devices are of several kinds, or accelerators of several hosts, or one accelerator is shared by several.
         """
         places = [(role.host, role.device) for role in self.roles if role.computes and role.device != "cpu"]
         shared = len(set(places)) < len(places)

@@ -62,8 +62,8 @@ class WorkerContext:
         optimizer: the job's factory.
         group: the workers.
         device_group: connects, at its first call, the collective that carries the devices' own tensors, and returns it;
-            returns None where they live in the memory of one host. It is a `ThroughHost` on an accelerator whose backend
-            does not carry the tensors of all workers.
+            returns None where they live in the memory of one host. It is a `ThroughHost` on an accelerator where no
+            backend carries the tensors of all workers.
         rounds_per_epoch: of the training data.
         batches: what is known of the global batches.
         first: the round that the run begins with.

@@ -1,0 +1,180 @@
+"""Runs with workers on a fake accelerator and on CPUs, in a program of its own: `main` prints what came out as JSON.
+
+What came out is, by the name of a case, its numbers: for example how far the model is from that of one device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# First, because it adds the device; workers import it with this file, which has the jobs' loss.
+import fake_accelerator  # noqa: F401
+import headrace as hr
+from engine.ranks import say
+from headrace.report.model.training import StepTimes
+from headrace.report.views.answers import workers_answer
+from headrace.report.views.table import run_rows
+from headrace.spec.events import SharesBalanced, Stepped, WorkerStarted
+from headrace.strategies import Strategy
+from strategies.contract_models import ADAM, Case, dense, normalised, vectors
+from strategies.contract_runs import distance
+
+HOST, FAKE = "cpu", "fake:0"
+BOTH = (FAKE, HOST)
+THREADS = hr.ThreadEngine()
+SYNC = hr.Options(batch_norm="sync", clip_norm=0.3)
+PLAIN = partial(torch.optim.SGD, lr=0.05)
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target)
+
+
+def many(count: int) -> tuple[Tensor, Tensor]:
+    x, _ = vectors(count)
+    return x, (x.sum(1) > 0).long()
+
+
+def make_job(case: Case = Case(dense), count: int = 11, **changes: Any) -> hr.Job:  # noqa: B008  (frozen)
+    return dataclasses.replace(dataclasses.replace(case, loss=loss).job(count), **changes)
+
+
+def apart(job: hr.Job, strategy: Strategy, devices: Sequence[str], like: Strategy | None = None) -> dict[str, Any]:
+    """Returns how far a run's model is from the one of another strategy on CPUs; of one device, if there is none."""
+    run = hr.fit(job, strategy, device=devices, check=False)
+    reference = hr.fit(job, like or hr.OneDevice(), device=HOST, engine=THREADS, check=False)
+    return {**facts(run), "apart": distance(run.model.state_dict(), reference.model.state_dict())}
+
+
+def alike(job: hr.Job, make: Callable[[int], Strategy], devices: Sequence[str] = BOTH) -> dict[str, Any]:
+    """Returns how far a run's model is from that of the same strategy on CPUs."""
+    return apart(job, make(len(devices)), devices, make(len(devices)))
+
+
+def facts(run: hr.Run) -> dict[str, Any]:
+    events, summary = list(run.events), run.summary
+    # As if the second worker had computed for twice as long as the others.
+    slow = dataclasses.replace(
+        summary, times_by_rank={rank: StepTimes(0.0, 0.1 * (rank + 1), 0.0, 0.0, 0.0) for rank in summary.times_by_rank}
+    )
+    return {
+        "report": dict(run_rows(summary))["processes"],
+        "answer": workers_answer([slow]),
+        "devices": [
+            event.device for event in sorted(events, key=lambda each: each.rank) if isinstance(event, WorkerStarted)
+        ],
+        "kinds": run.summary.started.device,
+        "stepped": sorted({event.rank for event in events if isinstance(event, Stepped) and event.examples}),
+        "accuracy": run.metrics.get("accuracy"),
+    }
+
+
+def balanced() -> dict[str, Any]:
+    job = make_job(count=64, global_batch_size=16, epochs=12)
+    strategy = hr.Mirrored(balance="speed")
+    run = hr.fit(job, strategy, device=BOTH, check=False)
+    one = hr.fit(job, hr.OneDevice(), device=HOST, engine=THREADS, check=False)
+    shares = [event.sizes for event in run.events if isinstance(event, SharesBalanced)]
+    return {**facts(run), "apart": distance(run.model.state_dict(), one.model.state_dict()), "shares": shares}
+
+
+def learns(strategy: Strategy) -> dict[str, Any]:
+    """Returns what an asynchronous run, of which no two are alike, has learnt."""
+    job = make_job(
+        Case(dense, many), count=256, eval_data=None, metrics=None, global_batch_size=16, epochs=16, optimizer=PLAIN
+    )
+    x, y = job.data
+    job = dataclasses.replace(job, eval_data=(x, y), metrics={"accuracy": hr.metrics.accuracy})
+    return facts(hr.fit(job, strategy, device=BOTH, check=False))
+
+
+def resumed() -> dict[str, Any]:
+    """Saves, and goes on with the devices exchanged, then on one CPU."""
+    case = Case(normalised, optimizer=ADAM, options=SYNC)
+    with tempfile.TemporaryDirectory() as folder:
+        at = Path(folder) / "run"
+        go = partial(hr.fit, run_dir=at, check=False)
+        go(make_job(case, epochs=1), hr.Mirrored(), device=BOTH)
+        go(make_job(case, epochs=2), hr.Mirrored(), device=[HOST, FAKE], resume=True)
+        run = go(make_job(case, epochs=3), hr.OneDevice(), device=HOST, resume=True)
+        one = hr.fit(make_job(case, epochs=3), hr.OneDevice(), device=HOST, engine=THREADS, check=False)
+        return {"apart": distance(run.model.state_dict(), one.model.state_dict())}
+
+
+def refused(strategy: Strategy, devices: Any = BOTH, **changes: Any) -> str:
+    try:
+        hr.fit(make_job(**changes), strategy, device=devices, check=False)
+    except hr.errors.HeadraceError as error:
+        return f"{type(error).__name__}: {error}"
+    return "ran"
+
+
+CASES: Mapping[str, Callable[[], Any]] = {
+    "mirrored": lambda: apart(make_job(Case(normalised, optimizer=ADAM, options=SYNC)), hr.Mirrored(), BOTH),
+    "mirrored from the CPU": lambda: apart(make_job(), hr.Mirrored(), [HOST, "fake:1"]),
+    "two on one": lambda: apart(make_job(), hr.Mirrored(), [FAKE, FAKE, HOST]),
+    "on_nonfinite": lambda: apart(make_job(Case(dense, options=hr.Options(on_nonfinite="skip"))), hr.Mirrored(), BOTH),
+    "balanced": balanced,
+    "synchronous servers": lambda: apart(make_job(), hr.ParameterServer(staleness_bound=0), BOTH),
+    "servers over tcp": lambda: apart(make_job(), hr.ParameterServer(staleness_bound=0, transport="tcp"), BOTH),
+    "asynchronous servers": lambda: learns(hr.ParameterServer()),
+    "downpour": lambda: learns(hr.Downpour(fetch_every=2, push_every=2)),
+    "own steps": lambda: learns(hr.Downpour(fetch_every=2, push_every=2, overlap=False, local="optimizer")),
+    "averaging": lambda: apart(make_job(optimizer=PLAIN), hr.ParameterAveraging(period=1), BOTH),
+    "diloco": lambda: alike(make_job(), partial(hr.DiLoCo, period=2)),
+    "easgd": lambda: alike(make_job(), partial(hr.EASGD, period=2)),
+    "averaged state": lambda: alike(
+        make_job(Case(normalised, optimizer=ADAM)), partial(hr.LocalSGD, period=2, average_optimizer_state=True)
+    ),
+    "averaging through servers": lambda: alike(make_job(), partial(hr.LocalSGD, period=2, via="server")),
+    "resumed": resumed,
+    "gossip": lambda: refused(hr.Gossip()),
+    "a pipeline": lambda: refused(hr.Pipeline()),
+    "fully sharded": lambda: refused(hr.FullySharded()),
+    "central storage": lambda: refused(hr.CentralStorage()),
+    "tensor parallel": lambda: refused(hr.TensorParallel()),
+    "hybrid": lambda: refused(hr.Hybrid(hr.Mirrored(1), hr.Pipeline(2))),
+    "tpu": lambda: refused(hr.TPU(compiler="eager")),
+    "come and go": lambda: refused(hr.Mirrored(min_workers=1)),
+    "half precision": lambda: refused(hr.Mirrored(), options=hr.Options(precision="fp16")),
+    "more workers": lambda: refused(hr.Mirrored(3)),
+    "not here": lambda: refused(hr.Mirrored(), ["fake:7", HOST]),
+    "no number": lambda: refused(hr.Mirrored(), ["fake", HOST]),
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for name, run in CASES.items():
+        try:
+            found[name] = run()
+        except hr.errors.HeadraceError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    print(json.dumps(found))  # noqa: T201
+
+
+def on_a_host(devices: str) -> None:
+    """What a rank does on one of two hosts, of which each names the device of its worker."""
+    torch.set_num_threads(1)
+    fit: Callable[..., hr.Run] = partial(hr.fit, device=devices, check=False)
+    wide = partial(make_job, eval_data=None)
+    for strategy in (
+        hr.Mirrored(),
+        hr.Mirrored(overlap=False),
+        hr.Mirrored(codec="int8"),
+        hr.LocalSGD(period=2),
+        hr.LocalSGD(period=2, codec="bf16"),
+    ):
+        run = fit(wide(), strategy)
+        say(devices=[role.device for role in run.plan.roles], model=[each.tolist() for each in run.model.parameters()])
