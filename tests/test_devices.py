@@ -162,6 +162,22 @@ def test_fit_refuses_it_before_anything_starts(monkeypatch: pytest.MonkeyPatch) 
         hr.fit(job, hr.OneDevice(), device="fake", engine=hr.ThreadEngine())
 
 
+def test_a_device_that_the_strategy_runs_on_nowhere_is_refused_before_it_is_looked_for() -> None:
+    job = hr.Job(
+        model=nn.Linear(2, 1),
+        loss=nn.functional.mse_loss,
+        optimizer=torch.optim.SGD,
+        data=(torch.ones(4, 2), torch.ones(4, 1)),
+        global_batch_size=2,
+        steps=1,
+    )
+    for device in ("tpu", ["cpu", "tpu"]):
+        with pytest.raises(InfeasiblePlan, match=r"parameter_server has steps of several shapes .* tpu \(collectives"):
+            hr.fit(job, hr.ParameterServer(2), device=device)
+    with pytest.raises(UnfitMachine, match="torch_tpu is not installed"):
+        hr.fit(job, hr.TPU(), device="tpu")
+
+
 def test_a_package_that_does_not_fit_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.10.0+cpu", "torch_tpu": "0.2.0"}
     monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
@@ -175,6 +191,9 @@ def test_a_package_that_does_not_fit_torch(monkeypatch: pytest.MonkeyPatch) -> N
     assert found(kind) == ()
     with pytest.raises(UnfitMachine, match=r"torch_tpu 0\.2\.0 takes torch"):
         choose("tpu")
+    other = "torch==2.9; python_version < '3'"
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: [other, "torch<=2.15.0,>=2.11.0"])
+    assert devices.package_problem(kind) == said
     versions["torch"] = "2.15.0+cpu"
     assert devices.package_problem(kind) == ""
     with pytest.raises(UnfitMachine, match="torch sees no TPU here, with torch_tpu; use device='cpu', or a host"):

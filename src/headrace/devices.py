@@ -242,7 +242,8 @@ def package_problem(kind: DeviceKind) -> str:
     here = importlib.metadata.version("torch")
     for text in importlib.metadata.requires(kind.package) or ():
         needed = Requirement(text)
-        if needed.name == "torch" and not needed.specifier.contains(here, prereleases=True):
+        applies = needed.marker is None or needed.marker.evaluate()
+        if needed.name == "torch" and applies and not needed.specifier.contains(here, prereleases=True):
             wanted = f"torch{needed.specifier}"
             return f"{kind.package} {version} takes {wanted}, and torch {here} is installed: pip install '{wanted}'"
     return ""

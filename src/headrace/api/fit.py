@@ -42,7 +42,7 @@ from headrace.spec.options import Checkpoints, is_url
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, resolve
-from headrace.strategies.checks import check_device
+from headrace.strategies.checks import check_device, check_shapes
 from headrace.strategies.context import ModelProbe
 from headrace.training.embeddings.naming import made_sparse
 from headrace.worker.callbacks.callback import Callback
@@ -253,6 +253,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
 @contextmanager
 def _machines(strategy: Strategy, arguments: FitArguments, ranks: int | None) -> Iterator[Cluster]:
     """Yields the machines that the engine has, or this one, and gives back what the engine has placed there."""
+    check_shapes(strategy, arguments.device)
     if arguments.engine is None:
         yield detect(arguments.device, ranks, strategy.fixed_shapes)
         return

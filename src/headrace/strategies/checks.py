@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-from headrace.devices import DEVICES, HOST, DeviceKind, kind_of
+from headrace.devices import DEVICES, HOST, DeviceKind, kind_of, one_each
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.shared_memory.control_page import MEMBERS as MOST_MEMBERS
 from headrace.spec.cluster import Cluster
@@ -112,12 +112,23 @@ def check_device(strategy: DeviceNeeds, plan: Plan, cluster: Cluster) -> None:
         _check_kind(kind, strategy, plan, cluster)
 
 
+def check_shapes(strategy: DeviceNeeds, device: str | Sequence[str]) -> None:
+    """Refuses a named device that a strategy does not run on anywhere, before it is looked for here.
+
+    Raises:
+        InfeasiblePlan: it compiles a program for every shape, and the strategy's steps have several.
+    """
+    for name in one_each(device) or (device,):
+        kind = DEVICES.get(str(name).partition(":")[0])
+        if kind and kind.fixed_shapes and not strategy.fixed_shapes:
+            raise InfeasiblePlan(
+                f"{strategy.name} has steps of several shapes (the last batch of an epoch is short), and the device is "
+                f"{kind.row()}; use hr.TPU, or device='cpu'"
+            )
+
+
 def _check_kind(kind: DeviceKind, strategy: DeviceNeeds, plan: Plan, cluster: Cluster) -> None:
-    if kind.fixed_shapes and not strategy.fixed_shapes:
-        raise InfeasiblePlan(
-            f"{strategy.name} has steps of several shapes (the last batch of an epoch is short), and the device is "
-            f"{kind.row()}; use hr.TPU, or device='cpu'"
-        )
+    check_shapes(strategy, kind.name)
     if plan.workers > 1 and strategy.collectives and not kind.backend and not plan.through_host:
         raise InfeasiblePlan(
             f"{plan.workers} workers of {strategy.name} exchange tensors between devices, and the device is "
