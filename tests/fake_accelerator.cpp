@@ -62,7 +62,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     if (device.has_index()) current = device.index();
   }
-  c10::Stream getStream(c10::Device device) const override { return {c10::Stream::DEFAULT, device}; }
+  c10::Stream getStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::DEFAULT, device);
+  }
   c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
   bool queryStream(const c10::Stream&) const override { return true; }
@@ -114,7 +116,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool) {
   return target;
 }
 
-const at::Tensor& resize(const at::Tensor& tensor, c10::IntArrayRef size, std::optional<c10::MemoryFormat>) {
+const at::Tensor& resize_fake(const at::Tensor& tensor, c10::IntArrayRef size, std::optional<c10::MemoryFormat>) {
   auto* impl = tensor.unsafeGetTensorImpl();
   impl->set_sizes_contiguous(size);
   auto storage = tensor.storage();
@@ -129,7 +131,7 @@ const at::Tensor& resize(const at::Tensor& tensor, c10::IntArrayRef size, std::o
 }
 
 at::Tensor copy_and_resize(const at::Tensor& source, const at::Tensor& target) {
-  if (target.sizes() != source.sizes()) resize(target, source.sizes(), std::nullopt);
+  if (target.sizes() != source.sizes()) resize_fake(target, source.sizes(), std::nullopt);
   return copy_from(source, target, false);
 }
 
@@ -138,6 +140,19 @@ at::Scalar scalar_of(const at::Tensor& tensor) { return at::native::_local_scala
 at::Tensor& set_storage(
     at::Tensor& result, at::Storage storage, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) {
   return at::native::set_storage_cpu_(result, std::move(storage), offset, size, stride);
+}
+
+// By itself, because its schema does not say that it changes the running statistics.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
+    const at::Tensor& input, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
+    const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& variance, bool training, double momentum,
+    double eps) {
+  auto near = [](const std::optional<at::Tensor>& each) {
+    return each && each->defined() ? std::optional<at::Tensor>(here(*each)) : std::nullopt;
+  };
+  auto [normal, means, scales] = at::native_batch_norm(
+      here(input), near(weight), near(bias), near(mean), near(variance), training, momentum, eps);
+  return {normal.to(input.device()), means.to(input.device()), scales.to(input.device())};
 }
 
 void require_same_device(const std::string& name, const at::Tensor& tensor) {
@@ -167,7 +182,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_and_resize);
   m.impl("_local_scalar_dense", scalar_of);
-  m.impl("resize_", resize);
+  m.impl("resize_", resize_fake);
+  m.impl("native_batch_norm", batch_norm);
   m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("as_strided", at::native::as_strided_tensorimpl);
   m.impl("view", at::native::view);

@@ -301,7 +301,7 @@ def test_which_strategies_mix_kinds_of_devices(fake: Fake, monkeypatch: pytest.M
 def test_what_goes_through_host_memory(fake: Fake, device: str, through_host: bool) -> None:
     assert hr.Mirrored().plan(MODEL, detect(device)).through_host == through_host
     # Of processes that serve, none exchanges by a backend.
-    assert hr.ParameterServer(servers=2).plan(MODEL, detect(device)).through_host == through_host
+    assert hr.ParameterServer().plan(MODEL, detect(device)).through_host == through_host
 
 
 def on_two_hosts(first: tuple[str, ...], second: tuple[str, ...], servers: int = 0) -> Cluster:

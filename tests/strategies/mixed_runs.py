@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-# First, because it adds the device; workers import it with this file, which has the jobs' loss.
-import fake_accelerator  # noqa: F401
 import headrace as hr
+from engine.networks import go_there
 from engine.ranks import say
+from fake_accelerator import cross_entropy
 from headrace.report.model.training import StepTimes
 from headrace.report.views.answers import workers_answer
 from headrace.report.views.table import run_rows
@@ -36,29 +35,36 @@ SYNC = hr.Options(batch_norm="sync", clip_norm=0.3)
 PLAIN = partial(torch.optim.SGD, lr=0.05)
 
 
-def loss(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output, target)
-
-
 def many(count: int) -> tuple[Tensor, Tensor]:
     x, _ = vectors(count)
     return x, (x.sum(1) > 0).long()
 
 
-def make_job(case: Case = Case(dense), count: int = 11, **changes: Any) -> hr.Job:  # noqa: B008  (frozen)
-    return dataclasses.replace(dataclasses.replace(case, loss=loss).job(count), **changes)
+def make_job(
+    case: Case = Case(dense),  # noqa: B008  (frozen)
+    count: int = 11,
+    dtype: torch.dtype = torch.float64,
+    **changes: Any,
+) -> hr.Job:
+    return dataclasses.replace(dataclasses.replace(case, loss=cross_entropy).job(count, dtype), **changes)
 
 
-def apart(job: hr.Job, strategy: Strategy, devices: Sequence[str], like: Strategy | None = None) -> dict[str, Any]:
+def apart(
+    job: hr.Job,
+    strategy: Strategy,
+    devices: Sequence[str],
+    like: Strategy | None = None,
+    engine: hr.Engine | None = THREADS,
+) -> dict[str, Any]:
     """Returns how far a run's model is from the one of another strategy on CPUs; of one device, if there is none."""
-    run = hr.fit(job, strategy, device=devices, check=False)
+    run = hr.fit(job, strategy, device=devices, check=False, engine=engine)
     reference = hr.fit(job, like or hr.OneDevice(), device=HOST, engine=THREADS, check=False)
     return {**facts(run), "apart": distance(run.model.state_dict(), reference.model.state_dict())}
 
 
 def alike(job: hr.Job, make: Callable[[int], Strategy], devices: Sequence[str] = BOTH) -> dict[str, Any]:
     """Returns how far a run's model is from that of the same strategy on CPUs."""
-    return apart(job, make(len(devices)), devices, make(len(devices)))
+    return apart(job, make(len(devices)), devices, make(len(devices)), engine=None)
 
 
 def facts(run: hr.Run) -> dict[str, Any]:
@@ -104,9 +110,9 @@ def resumed() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         at = Path(folder) / "run"
         go = partial(hr.fit, run_dir=at, check=False)
-        go(make_job(case, epochs=1), hr.Mirrored(), device=BOTH)
+        go(make_job(case, epochs=1), hr.Mirrored(), device=BOTH, engine=THREADS)
         go(make_job(case, epochs=2), hr.Mirrored(), device=[HOST, FAKE], resume=True)
-        run = go(make_job(case, epochs=3), hr.OneDevice(), device=HOST, resume=True)
+        run = go(make_job(case, epochs=3), hr.OneDevice(), device=HOST, resume=True, engine=THREADS)
         one = hr.fit(make_job(case, epochs=3), hr.OneDevice(), device=HOST, engine=THREADS, check=False)
         return {"apart": distance(run.model.state_dict(), one.model.state_dict())}
 
@@ -120,12 +126,14 @@ def refused(strategy: Strategy, devices: Any = BOTH, **changes: Any) -> str:
 
 
 CASES: Mapping[str, Callable[[], Any]] = {
-    "mirrored": lambda: apart(make_job(Case(normalised, optimizer=ADAM, options=SYNC)), hr.Mirrored(), BOTH),
+    "mirrored": lambda: apart(
+        make_job(Case(normalised, optimizer=ADAM, options=SYNC)), hr.Mirrored(), BOTH, engine=None
+    ),
     "mirrored from the CPU": lambda: apart(make_job(), hr.Mirrored(), [HOST, "fake:1"]),
     "two on one": lambda: apart(make_job(), hr.Mirrored(), [FAKE, FAKE, HOST]),
     "on_nonfinite": lambda: apart(make_job(Case(dense, options=hr.Options(on_nonfinite="skip"))), hr.Mirrored(), BOTH),
     "balanced": balanced,
-    "synchronous servers": lambda: apart(make_job(), hr.ParameterServer(staleness_bound=0), BOTH),
+    "synchronous servers": lambda: apart(make_job(), hr.ParameterServer(staleness_bound=0), BOTH, engine=None),
     "servers over tcp": lambda: apart(make_job(), hr.ParameterServer(staleness_bound=0, transport="tcp"), BOTH),
     "asynchronous servers": lambda: learns(hr.ParameterServer()),
     "downpour": lambda: learns(hr.Downpour(fetch_every=2, push_every=2)),
@@ -146,7 +154,7 @@ CASES: Mapping[str, Callable[[], Any]] = {
     "hybrid": lambda: refused(hr.Hybrid(hr.Mirrored(1), hr.Pipeline(2))),
     "tpu": lambda: refused(hr.TPU(compiler="eager")),
     "come and go": lambda: refused(hr.Mirrored(min_workers=1)),
-    "half precision": lambda: refused(hr.Mirrored(), options=hr.Options(precision="fp16")),
+    "half precision": lambda: refused(hr.Mirrored(), dtype=torch.float32, options=hr.Options(precision="fp16")),
     "more workers": lambda: refused(hr.Mirrored(3)),
     "not here": lambda: refused(hr.Mirrored(), ["fake:7", HOST]),
     "no number": lambda: refused(hr.Mirrored(), ["fake", HOST]),
@@ -166,6 +174,7 @@ def main() -> None:
 
 def on_a_host(devices: str) -> None:
     """What a rank does on one of two hosts, of which each names the device of its worker."""
+    go_there()
     torch.set_num_threads(1)
     fit: Callable[..., hr.Run] = partial(hr.fit, device=devices, check=False)
     wide = partial(make_job, eval_data=None)

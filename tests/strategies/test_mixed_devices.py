@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import headrace as hr
-from engine.networks import RUN_SECRET
+from engine.networks import MASTER, at, network
 from engine.ranks import launcher
 from strategies.contract_checks import DOUBLE
 from strategies.contract_models import COUNTS, Case, dense
@@ -127,13 +127,16 @@ def test_what_cannot_mix_is_refused(found: Mapping[str, Any], name: str, said: s
     assert said in found[name]
 
 
+@pytest.mark.net
 def test_each_of_two_hosts_brings_its_own(tmp_path: Path) -> None:
     devices = ("fake:0", "cpu")
-    programs = [
-        begin(f"on_a_host({device!r})", tmp_path, HEADRACE_HOST=f"host-{rank}", HEADRACE_SECRET=RUN_SECRET, **said)
-        for rank, (device, said) in enumerate(zip(devices, launcher(2, "127.0.0.1"), strict=True))
-    ]
-    told = [[json.loads(line) for line in answer(program).splitlines() if line.startswith("{")] for program in programs]
+    with network(2, kind="m") as name:
+        programs = [
+            begin(f"on_a_host({device!r})", tmp_path, **at(name, host), **said)
+            for host, (device, said) in enumerate(zip(devices, launcher(2, MASTER), strict=True))
+        ]
+        answers = [answer(program) for program in programs]
+    told = [[json.loads(line) for line in each.splitlines() if line.startswith("{")] for each in answers]
     job = Case(dense).job(COUNTS["uneven"])
     one = [each.tolist() for each in hr.fit(job, engine=hr.ThreadEngine(), check=False).model.parameters()]
     for rank in told:

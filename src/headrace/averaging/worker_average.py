@@ -316,6 +316,7 @@ class ExtraState:
         for buffer, view in zip(self._buffers, self._statistics, strict=True):
             view.copy_(buffer)
         self._state.gather(self._kept)
+        self._average.publish()
 
     def combine(self, weights: Sequence[float]) -> None:
         """Averages; see `WorkerAverage`."""
@@ -328,6 +329,7 @@ class ExtraState:
     def spread(self) -> None:
         """Copies the means back."""
         self._average.apply()
+        self._average.take()
         for buffer, view in zip(self._buffers, self._statistics, strict=True):
             buffer.copy_(view)
         self._state.spread(self._kept)
