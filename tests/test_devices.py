@@ -19,6 +19,7 @@ from headrace.errors import InfeasiblePlan, UnfitMachine, UnknownName, UsageErro
 from headrace.machine import detect
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec, ParameterSpec
+from headrace.spec.plan import device_kinds, exchanges_in_host_memory
 from headrace.strategies import Strategy
 from headrace.strategies.checks import check_device
 
@@ -280,7 +281,7 @@ def test_which_strategies_mix_kinds_of_devices(fake: Fake, monkeypatch: pytest.M
     assert cluster.kinds == ("fake", "cpu")
     for strategy in MIXING:
         plan = strategy.plan(MODEL, cluster)
-        assert (plan.kinds, plan.through_host) == (("fake", "cpu"), True)
+        assert (device_kinds(plan), exchanges_in_host_memory(plan)) == (("fake", "cpu"), True)
         # Without a backend: what they exchange does not need one.
         check_device(strategy, plan, cluster)
     for refused in (hr.CentralStorage(), hr.Gossip(), hr.Unconnected()):
@@ -299,9 +300,9 @@ def test_which_strategies_mix_kinds_of_devices(fake: Fake, monkeypatch: pytest.M
     [("fake:0,fake:1", False), ("fake:0,fake:0", True), ("cpu,cpu", False), ("cpu,fake:1", True)],
 )
 def test_what_goes_through_host_memory(fake: Fake, device: str, through_host: bool) -> None:
-    assert hr.Mirrored().plan(MODEL, detect(device)).through_host == through_host
+    assert exchanges_in_host_memory(hr.Mirrored().plan(MODEL, detect(device))) == through_host
     # Of processes that serve, none exchanges by a backend.
-    assert hr.ParameterServer().plan(MODEL, detect(device)).through_host == through_host
+    assert exchanges_in_host_memory(hr.ParameterServer().plan(MODEL, detect(device))) == through_host
 
 
 def on_two_hosts(first: tuple[str, ...], second: tuple[str, ...], servers: int = 0) -> Cluster:
@@ -322,7 +323,7 @@ def test_each_host_brings_its_own(fake: Fake) -> None:
     served = hr.ParameterServer().plan(MODEL, on_two_hosts(("fake:0", "fake:1"), (), servers=1))
     assert [(role.host, role.device) for role in served.roles] == [("a", "fake:0"), ("a", "fake:1"), ("b", "cpu")]
     far = on_two_hosts(("fake:0",), ("fake:0",))
-    assert hr.Mirrored().plan(MODEL, far).through_host
+    assert exchanges_in_host_memory(hr.Mirrored().plan(MODEL, far))
     with pytest.raises(InfeasiblePlan, match=r"gossip exchanges .* fake \(collectives: gloo\) on several hosts; give"):
         check_device(hr.Gossip(), hr.Gossip().plan(MODEL, far), far)
     with pytest.raises(InfeasiblePlan, match="device names 1 devices on b, cpu, and parameter_server has 0 workers"):

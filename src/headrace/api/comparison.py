@@ -105,12 +105,7 @@ def compare(
     chosen = [resolve(strategy) for strategy in strategies]
     if not chosen:
         raise UsageError("nothing to compare: name at least one strategy")
-    require_count("retries", retries, least=0)
-    if len(one_each(device)) > 1:
-        raise UsageError(
-            f"compare measures strategies and references on devices of one kind, got device={device!r:.60}; name the "
-            "kind, or train each strategy by fit (headrace train)"
-        )
+    _check(device, retries)
     directory, keeper = _directory(run_dir)
     told: set[str] = set()
     with nullcontext(engine) if engine else kept_engine() as own:
@@ -139,6 +134,15 @@ def compare(
         references = References() if runs[-1].interrupted else session.references(runs)
         references = replace(references, may_differ=session.may_differ)
     return Comparison(tuple(runs), references, directory, _write(directory, runs, references), keeper)
+
+
+def _check(device: str, retries: int) -> None:
+    require_count("retries", retries, least=0)
+    if len(one_each(device)) > 1:
+        raise UsageError(
+            f"compare measures strategies and references on devices of one kind, got device={device!r:.60}; name the "
+            "kind, or train each strategy by fit (headrace train)"
+        )
 
 
 def _directory(run_dir: Path | str | None) -> tuple[Path, TemporaryRunDir | None]:

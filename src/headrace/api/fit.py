@@ -79,9 +79,8 @@ def fit(
     Args:
         job: what to train.
         strategy: how, by name ("mirrored") or as a value (`hr.Mirrored(workers=2)`).
-        device: "auto" takes the first kind of accelerator that there is, else the CPU; or a name in the device table:
-            "cpu", "cuda", "tpu", "xpu"; or a list with the device of each worker, by rank, `["cuda:0", "cpu"]`, under a
-            launcher those of this host. Devices of several kinds exchange in host memory.
+        device: "auto" takes the first kind of accelerator that there is, else the CPU; or a kind in the device table,
+            "cuda"; or the device of each worker, by rank, `["cuda:0", "cpu"]`; under a launcher, of each on this host.
         run_dir: where events, logs, checkpoints and the model go; None for a directory that goes with the returned run.
         on_event: called in this process with every event, in the order of their writing; a tracker as
             `hr.TensorBoard("logs")`; or a list of such.

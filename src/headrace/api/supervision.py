@@ -44,7 +44,7 @@ from headrace.report.views.live import Console
 from headrace.report.views.notebook import notebook_display
 from headrace.spec.events import LAUNCHER, Notice, RunEnded, RunStarted, Saved, ServerStats
 from headrace.spec.plain import from_plain, to_plain
-from headrace.spec.plan import describe_processes
+from headrace.spec.plan import describe_processes, device_kinds
 from headrace.worker.events import EventWriter
 from headrace.worker.run_spec import LAST_LOG_LINE, SNAPSHOTS, AttemptInfo, ResumePoint, RunSpec, log_path, model_path
 
@@ -359,7 +359,7 @@ def _started(spec: RunSpec, info: JobInfo) -> RunStarted:
         time_s=spec.attempt.began_s,
         strategy=spec.plan.strategy,
         workers=spec.plan.workers,
-        device=", ".join(spec.plan.kinds),
+        device=", ".join(device_kinds(spec.plan)),
         threads=role.threads,
         global_batch_size=spec.job.global_batch_size,
         examples_per_epoch=info.examples,

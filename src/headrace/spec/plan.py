@@ -126,26 +126,6 @@ class Plan:
         return sum(role.kind == "worker" for role in self.roles)
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of devices of the workers, each once, by rank."""
-        return tuple(dict.fromkeys(role.device.partition(":")[0] for role in self.roles if role.computes))
-
-    @property
-    def through_host(self) -> bool:
-        """Whether tensors of accelerators are exchanged in host memory, because no backend carries all workers'.
-
-        Their devices are of several kinds, or accelerators of several hosts, or one accelerator is shared by several.
-        """
-        places = [(role.host, role.device) for role in self.roles if role.computes and role.device != "cpu"]
-        shared = len(set(places)) < len(places)
-        return bool(places) and (shared or len(self.kinds) > 1 or self.spans_hosts)
-
-    @property
-    def spans_hosts(self) -> bool:
-        """Whether the workers are on several hosts."""
-        return len({role.host for role in self.roles if role.computes}) > 1
-
-    @property
     def replicas(self) -> int:
         """Number of copies of the model that compute, each on one worker or on several."""
         return len({role.data_rank for role in self.roles if role.kind == "worker"})
@@ -206,6 +186,26 @@ def describe_processes(plan: Plan) -> str:
     if plan.backups:
         text += f", {'each with a backup' if servers > 1 else 'with a backup'},"
     return text
+
+
+def device_kinds(plan: Plan) -> tuple[str, ...]:
+    """Returns the kinds of the workers' devices, each once, by rank."""
+    return tuple(dict.fromkeys(role.device.partition(":")[0] for role in plan.roles if role.computes))
+
+
+def spans_hosts(plan: Plan) -> bool:
+    """Whether the workers are on several hosts."""
+    return len({role.host for role in plan.roles if role.computes}) > 1
+
+
+def exchanges_in_host_memory(plan: Plan) -> bool:
+    """Whether what workers on accelerators exchange goes through host memory, because no backend carries all of theirs.
+
+    Their devices are of several kinds, or on several hosts, or one is shared by several workers.
+    """
+    places = [(role.host, role.device) for role in plan.roles if role.computes and role.device != "cpu"]
+    shared = len(set(places)) < len(places)
+    return bool(places) and (shared or len(device_kinds(plan)) > 1 or spans_hosts(plan))
 
 
 def cuts_shares(plan: Plan) -> bool:

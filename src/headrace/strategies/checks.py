@@ -11,7 +11,7 @@ from headrace.shared_memory.control_page import MEMBERS as MOST_MEMBERS
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
-from headrace.spec.plan import Plan, ProcessCounts
+from headrace.spec.plan import Plan, ProcessCounts, device_kinds, exchanges_in_host_memory, spans_hosts
 
 BALANCES = ("equal", "speed")
 """How a global batch is split."""
@@ -99,10 +99,10 @@ def check_device(strategy: DeviceNeeds, plan: Plan, cluster: Cluster) -> None:
         InfeasiblePlan: workers are on devices of several kinds and cannot be, a device compiles a program for every
             shape and the steps have several, it has no collectives, or its processes must be a launcher's.
     """
-    kinds = [kind_of(name) for name in plan.kinds]
-    far = plan.spans_hosts and kinds != [DEVICES[HOST]]
+    kinds = [kind_of(name) for name in device_kinds(plan)]
+    far = spans_hosts(plan) and kinds != [DEVICES[HOST]]
     if (far or len(kinds) > 1) and not strategy.mixes_devices:
-        where = " on several hosts" * plan.spans_hosts
+        where = " on several hosts" * spans_hosts(plan)
         raise InfeasiblePlan(
             f"{strategy.name} exchanges tensors among devices of one kind and host, and those of the workers are "
             f"{' and '.join(kind.row() for kind in kinds)}{where}; give all workers one kind, or use mirrored, "
@@ -129,7 +129,7 @@ def check_shapes(strategy: DeviceNeeds, device: str | Sequence[str]) -> None:
 
 def _check_kind(kind: DeviceKind, strategy: DeviceNeeds, plan: Plan, cluster: Cluster) -> None:
     check_shapes(strategy, kind.name)
-    if plan.workers > 1 and strategy.collectives and not kind.backend and not plan.through_host:
+    if plan.workers > 1 and strategy.collectives and not kind.backend and not exchanges_in_host_memory(plan):
         raise InfeasiblePlan(
             f"{plan.workers} workers of {strategy.name} exchange tensors between devices, and the device is "
             f"{kind.row()}; use workers=1, or device='cpu'"

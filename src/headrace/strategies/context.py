@@ -95,14 +95,6 @@ class WorkerContext:
         here = (parameter.device for parameter in self.module.parameters() if not parameter.is_meta)
         return next(here, _HOST)
 
-    def sums_by(self) -> tuple[Collective | None, torch.device]:
-        """Returns what sums the workers' gradients, None where they share memory, and the device where the sum lies.
-
-        That is the worker's own device, or host memory where no backend carries the tensors of all devices.
-        """
-        devices = self.device_group()
-        return (devices.near, _HOST) if isinstance(devices, ThroughHost) else (devices, self.device)
-
     @cached_property
     def scale(self) -> LossScale | None:
         """What fp16 multiplies the loss by; one object for compute and exchange, None without fp16."""
@@ -175,6 +167,15 @@ class WorkerContext:
                     f"{name!r} draws random numbers, and the workers of ThreadEngine share one generator, so that "
                     "parts of one model would disagree; leave out engine=, and they are processes"
                 )
+
+
+def summing_of(context: WorkerContext) -> tuple[Collective | None, torch.device]:
+    """Returns what sums the workers' gradients, None where they share memory, and the device where the sum lies.
+
+    That is the worker's own device, or host memory where no backend carries the tensors of all devices.
+    """
+    devices = context.device_group()
+    return (devices.near, _HOST) if isinstance(devices, ThroughHost) else (devices, context.device)
 
 
 def with_tables(replica: Replica, context: WorkerContext) -> Replica:

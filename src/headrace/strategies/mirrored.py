@@ -25,7 +25,7 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
 from headrace.strategies.checks import check_balance, check_count, check_elastic, refuse_elastic_tables
-from headrace.strategies.context import WorkerContext, with_tables
+from headrace.strategies.context import WorkerContext, summing_of, with_tables
 from headrace.strategies.strategy import Strategy, broadcast, describe_options
 from headrace.training.exchange import Replica
 from headrace.training.reduction import (
@@ -116,7 +116,7 @@ class Mirrored(Strategy):
         always = context.synchronise_batch_norm()
         group, module, trainable = context.group, context.module, context.model.trainable
         broadcast(module, context.device_group() or group)
-        summing, place = context.sums_by()
+        summing, place = summing_of(context)
         reduction: Reduction
         if summing is None:
             reduction = SharedMemoryReduction(trainable, group)

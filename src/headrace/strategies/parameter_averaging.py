@@ -54,7 +54,7 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan, ProcessCounts
 from headrace.strategies.checks import check_count, check_elastic
-from headrace.strategies.context import ServerContext, WorkerContext
+from headrace.strategies.context import ServerContext, WorkerContext, summing_of
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.strategy import ServedStrategy, broadcast, describe_options
 from headrace.training.exchange import Replica
@@ -202,7 +202,7 @@ class ParameterAveraging(ServedStrategy):
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         if self.via == "server":
             return self._served_replica(plan, rank, context)
-        if self.codec != "plain" and context.sums_by()[0] is None:
+        if self.codec != "plain" and summing_of(context)[0] is None:
             raise UsageError(
                 f"codec={self.codec!r} saves bytes on a wire, and workers of one host average in memory that they "
                 "share, where nothing travels; use codec='plain'"
@@ -291,7 +291,7 @@ class ParameterAveraging(ServedStrategy):
     def _average(
         self, layout: FlatLayout, context: WorkerContext, outer: OuterStep, apart: bool = False
     ) -> WorkerAverage:
-        if context.sums_by()[0] is None and context.group.fixed:
+        if summing_of(context)[0] is None and context.group.fixed:
             return SharedMemoryAverage(layout, context.group, outer, apart, context.device)
         # Else memory of lost workers would be lost with them.
         return CollectiveAverage(layout, context.device_group() or context.group, context.device, outer, self.codec)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace.errors import NonFiniteGradient, NonFiniteLoss
 from headrace.spec.events import NonFinite
+from headrace.spec.plan import exchanges_in_host_memory
 from headrace.training.clipping import StepDecision
 from headrace.worker.session import WorkerSession
 
@@ -26,7 +27,7 @@ class LossReader:
     def __init__(self, session: WorkerSession) -> None:
         options, plan = session.run.job.options, session.run.plan
         # What is exchanged in host memory has waited for the device already.
-        waits = plan.role(session.rank).device == "cpu" or plan.through_host
+        waits = plan.role(session.rank).device == "cpu" or exchanges_in_host_memory(plan)
         self._at_once = waits or options.on_nonfinite != "raise" or options.precision == "fp16"
         self._rank = session.rank
         self._page = session.page

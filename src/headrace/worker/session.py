@@ -25,7 +25,7 @@ from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Notice
 from headrace.spec.job import Job, Share
 from headrace.spec.parameter_sets import one_optimizer
-from headrace.spec.plan import Plan, Role, name_of
+from headrace.spec.plan import Plan, Role, exchanges_in_host_memory, name_of
 from headrace.strategies.context import BatchInfo, WorkerContext
 from headrace.training.compute import use_channels_last
 from headrace.training.embeddings.building import deferred_tables, with_tables
@@ -62,7 +62,7 @@ class DeviceGroup:
         run, role, group = self._run, self._role, self.group
         if role.device == "cpu":
             return None if group.one_memory else group
-        if run.plan.through_host:
+        if exchanges_in_host_memory(run.plan):
             return ThroughHost(group)
         if group.world == 1:
             return ThreadCollective(ThreadGroup(1), 0)
