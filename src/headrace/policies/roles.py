@@ -70,8 +70,8 @@ def worker_and_server_roles(
     among = tuple(replace(host, ranks=tuple(rank for rank in host.ranks if rank < left)) for host in cluster.hosts)
     if len(cluster.hosts) > 1:
         _require_host_memory(strategy, cluster)
-        for each in among:
-            _require_names(strategy, each, len(each.ranks))
+        for part in among:
+            _require_names(strategy, part, len(part.ranks))
         among = tuple(host for host in among if host.ranks)
     roles = worker_roles(strategy, workers, replace(cluster, hosts=among, ranks=left), spread=True)
     names = {rank: host.name for host in cluster.hosts for rank in host.ranks}
