@@ -2,8 +2,8 @@
 
     decoders.py [--rounds 7] [--turbojpeg libturbojpeg.so.0]
 
-It measures what is installed: `pip install torchvision PyTurboJPEG` adds two contestants, and `--turbojpeg`, a library
-of version 3 or later, those that decode a piece of a photograph alone.
+`--turbojpeg`, a library of version 3 or later, adds its own interface, which can decode a piece of a photograph
+alone; with `pip install PyTurboJPEG` that binding, too.
 """
 
 from __future__ import annotations
@@ -62,15 +62,6 @@ def by_pillow(content: bytes) -> Pixels:
         return cut(np.asarray(image))
 
 
-def by_torchvision(content: bytes) -> Pixels:
-    """Decodes by torchvision, which has the channels first."""
-    import torch
-    from torchvision.io import ImageReadMode, decode_jpeg
-
-    image = decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8), ImageReadMode.RGB)
-    return cut(image.permute(1, 2, 0).contiguous().numpy())
-
-
 class Region(ctypes.Structure):
     """A `tjregion`."""
 
@@ -123,8 +114,6 @@ def decoders(turbojpeg: str | None) -> dict[str, Decode]:
         ),
         "Pillow, draft": by_pillow,
     }
-    if importlib.util.find_spec("torchvision"):
-        found["torchvision"] = by_torchvision
     if importlib.util.find_spec("turbojpeg") and turbojpeg:
         from turbojpeg import TJFLAG_FASTDCT, TJFLAG_FASTUPSAMPLE, TJPF_RGB, TurboJPEG
 
