@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -25,7 +26,12 @@ def examples(workload: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def throughput(
-    workload: str, strategy: hr.Strategy, workers: int, seconds: float, engine: LocalEngine, device: str = "cpu"
+    workload: str,
+    strategy: hr.Strategy,
+    workers: int,
+    seconds: float,
+    engine: LocalEngine,
+    device: str | Sequence[str] = "cpu",
 ) -> float:
     """Trains for some seconds under a strategy; returns examples/s in steady state."""
     make, _ = MODELS[workload]

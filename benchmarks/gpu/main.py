@@ -55,6 +55,7 @@ def parts(device: str, quick: bool) -> list[Part]:
             [parallel / "results"],
             lacks="" if devices > 1 else f"it needs two GPUs, and there is {devices}",
         ),
+        Part("shared", [python, str(parallel / "data_parallel.py"), "--shared", *sizes], [parallel / "results"]),
         Part("hardware", [*headrace, "bench", "--quick", "--json", *(("--only", "matrix") if quick else ())]),
     ]
 

@@ -1,8 +1,9 @@
-"""torch's DistributedDataParallel over gloo, one thread a process: `ddp.py WORKERS mlp|cnn SECONDS`; prints examples/s.
+"""torch's DistributedDataParallel over gloo, one thread each: `ddp.py WORKERS mlp|cnn SECONDS [fsdp]`; prints examples/s.
 
 With 1 worker it is the bare loop: two of them at once are the ceiling, one with all threads what a user of one
 machine would pick (`THREADS` and `BATCH` in the environment). With `FRESH` it takes other examples in every step, as
 training does, and not one batch again and again. With `DEVICE=cuda` each process has a GPU, and the backend is nccl.
+With `fsdp` it is torch's fully_shard of each layer and of the rest instead.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from workloads import EXAMPLES_A_WORKER, MODELS, examples
@@ -31,7 +34,15 @@ def fresh(workload: str, batch: int) -> Iterator[tuple[torch.Tensor, torch.Tenso
             yield x.index_select(0, index), y.index_select(0, index)
 
 
-def train(rank: int, workers: int, workload: str, seconds: float, port: int) -> None:
+def sharded(model: nn.Module) -> nn.Module:
+    """Returns the model, each of its layers with parameters a unit."""
+    for layer in model.children():
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer)
+    return fully_shard(model)
+
+
+def train(rank: int, workers: int, workload: str, seconds: float, port: int, shards: bool = False) -> None:
     torch.set_num_threads(int(os.environ.get("THREADS", "1")))
     batch = int(os.environ.get("BATCH", str(EXAMPLES_A_WORKER)))
     torch.manual_seed(0)
@@ -44,7 +55,7 @@ def train(rank: int, workers: int, workload: str, seconds: float, port: int) -> 
         dist.init_process_group(
             "nccl" if cuda else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=workers
         )
-        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model = sharded(model) if shards else DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loss = nn.CrossEntropyLoss()
     batches = fresh(workload, batch) if "FRESH" in os.environ else itertools.repeat(examples(workload, batch))
@@ -81,4 +92,4 @@ if __name__ == "__main__":
     if count == 1:
         train(0, 1, name, length, 0)
     else:
-        mp.spawn(train, args=(count, name, length, 29500 + os.getpid() % 1000), nprocs=count)
+        mp.spawn(train, args=(count, name, length, 29500 + os.getpid() % 1000, "fsdp" in sys.argv), nprocs=count)
