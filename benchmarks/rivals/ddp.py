@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel over gloo, one thread each: `ddp.py WORKERS mlp|cnn SECONDS [fsdp]`; prints examples/s.
+"""torch's DistributedDataParallel over gloo, one thread each: `ddp.py WORKERS mlp|cnn SECONDS [fsdp]`; prints ex./s.
 
 With 1 worker it is the bare loop: two of them at once are the ceiling, one with all threads what a user of one
 machine would pick (`THREADS` and `BATCH` in the environment). With `FRESH` it takes other examples in every step, as
