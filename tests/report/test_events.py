@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,27 @@ def test_a_line_of_another_version_is_an_error_that_names_it(tmp_path, write_eve
     _append(tmp_path / "events/rank-0.jsonl", '{"kind":"teleported","rank":0,"time_s":1.0}\n')
     with pytest.raises(DataError, match=r"rank-0\.jsonl, line 1: .*; headrace 9\.1\.0 wrote it, and this is \d"):
         read_events(tmp_path)
+
+
+def test_pipes_and_devices_are_no_event_files(tmp_path, write_events):
+    run_dir = write_events(tmp_path, [Notice(0, 1.0, "the only one")])
+    os.mkfifo(run_dir / "events" / "launcher.jsonl")
+    (run_dir / "events" / "rank-7.jsonl").symlink_to("/dev/zero")
+    assert len(read_events(run_dir)) == 1
+    assert len(Tail(run_dir).read()) == 1
+    (run_dir / "events" / "rank-1.jsonl").write_text("no event\n")
+    with pytest.raises(DataError, match=r"rank-1\.jsonl, line 1"):
+        read_events(run_dir)
+
+
+def test_a_line_without_an_end_is_refused_and_not_kept(tmp_path):
+    (tmp_path / "events").mkdir()
+    path = tmp_path / "events" / "rank-0.jsonl"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    for read in (read_log, lambda run_dir: Tail(run_dir).read()):
+        with pytest.raises(DataError, match=r"rank-0\.jsonl: after 0 lines comes one of more than 16,777,216 bytes"):
+            read(tmp_path)
 
 
 def test_a_directory_without_events_is_refused(tmp_path):

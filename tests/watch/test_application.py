@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from headrace.errors import UsageError
 from headrace.spec.events import LAUNCHER, RunEnded
 from headrace.watch import application
+from headrace.watch import runs as watched_runs
 from headrace.watch.application import Access, WatchServer
 from headrace.watch.runs import RunWatcher
 from watch.made import begun, started, steps, write
@@ -100,6 +102,36 @@ def test_runs_are_found_below_directories(runs: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"holds no run.*or --wait for a run that has not begun"):
             RunWatcher([nothing])
     assert RunWatcher([tmp_path / "gone"], expected=True).found == {"gone": tmp_path / "gone"}
+
+
+def test_each_run_is_found_once_however_many_links_lead_round(runs: Path) -> None:
+    """Two levels of a hundred links that lead back would be ten thousand directories every two seconds."""
+    for number in range(100):
+        (runs / f"round-{number}").symlink_to(runs)
+        (runs / "compare" / f"a-{number}").symlink_to(runs / "a")
+    seen: list[Path] = []
+    look = watched_runs._is_run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watched_runs, "_is_run", lambda path: seen.append(path) or look(path))
+        found = RunWatcher([runs]).found
+    assert sorted(path.resolve() for path in found.values()) == sorted(
+        runs / name for name in ("a", "compare/mirrored", "compare/<b>x")
+    )
+    assert len(seen) < 50
+
+
+def test_pipes_and_devices_in_a_run_are_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "a" / "events").mkdir(parents=True)
+    os.mkfifo(tmp_path / "a" / "events" / "launcher.jsonl")
+    (tmp_path / "a" / "events" / "rank-0.jsonl").symlink_to("/dev/zero")
+
+    async def check() -> None:
+        watcher = RunWatcher([tmp_path])
+        assert watcher.rows[f"{tmp_path.name}/a"]["status"] == "no run yet"
+        async with watcher.looking_at([f"{tmp_path.name}/a"]) as found:
+            assert found[f"{tmp_path.name}/a"].poll().events == ()
+
+    asyncio.run(check())
 
 
 def test_the_page_and_its_files_name_no_other_server(runs: Path) -> None:

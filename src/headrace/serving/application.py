@@ -45,7 +45,7 @@ from headrace.serving.protocols.openapi import openapi_document
 from headrace.serving.protocols.tensorflow_rest import model_status, read_predict, write_predictions
 from headrace.serving.refusals import Refusals
 from headrace.serving.settings import TOO_MANY, RequestError, ServeSettings
-from headrace.web.access import has_token, names_loopback
+from headrace.web.access import has_token, is_foreign_origin, names_loopback
 
 _log = logging.getLogger("headrace.serve")
 _OPEN = {"/", LIVE, READY}
@@ -80,6 +80,7 @@ class PredictionServer:
         self._settings = settings
         self._metrics = ServerMetrics()
         self._budget = BodyBudget(settings.max_body_bytes, settings.max_held_bytes)
+        self._unsent = BodyBudget(settings.max_held_bytes, settings.max_held_bytes, "answers")
         self.catalog = Catalog(folders, settings, self._metrics)
         self.draining = False
         self.state: HealthState | None = None
@@ -87,7 +88,9 @@ class PredictionServer:
         self._counters: dict[tuple[str, int, int], Any] = {}
         self._version = installed_version("headrace")
         self._refusals = Refusals()
-        infer, tensorflow = _Endpoint(self._predicting(self._infer)), _Endpoint(self._predicting(self._tensorflow))
+        infer, tensorflow = (
+            _Endpoint(self._predicting(each), self._unsent) for each in (self._infer, self._tensorflow)
+        )
         self._predictions = ((_INFER, infer), (_PREDICT, tensorflow))
         self._health = {LIVE: _Endpoint(self._live), READY: _Endpoint(self._ready)}
         self._guarded = ServerErrorMiddleware(self._dispatch, handler=_internal_error)
@@ -175,7 +178,7 @@ class PredictionServer:
         """Returns why a request is not looked at; None where it is."""
         if not self._settings.any_host and not names_loopback(header(scope, b"host") or ""):
             return RequestError(403, NOT_HERE)
-        if not self._settings.any_host and scope["method"] == "POST" and header(scope, _SITE) == "cross-site":
+        if not self._settings.any_host and _other_site(scope):
             # A browser sends it without asking, and keeps the answer from the page; the prediction would be computed.
             return RequestError(403, "a page of another site asks: open it from localhost, or start with --host")
         token = self._settings.token
@@ -296,23 +299,39 @@ class PredictionServer:
 
 
 class _Endpoint:
-    """An answer as an ASGI application."""
+    """An answer as an ASGI application; answers count as unsent until their client has read them."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer, unsent: BodyBudget | None = None) -> None:
         self._answer = answer
+        self._unsent = unsent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        counted = 0
         try:
             reply = await self._answer(scope, receive)
+            if self._unsent is not None:
+                self._unsent.take(len(reply.body))
+                counted = len(reply.body)
         except RequestError as error:
             reply = error_reply(error)
-        await reply.send(send)
+        try:
+            await reply.send(send)
+        finally:
+            if self._unsent is not None:
+                self._unsent.give_back(counted)
+
+
+def _other_site(scope: Scope) -> bool:
+    """Whether a browser says that a page of another site asks for a prediction, or for what it may read."""
+    return is_foreign_origin(header(scope, b"origin") or "") or (
+        scope["method"] == "POST" and header(scope, _SITE) == "cross-site"
+    )
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """Answers for addresses and methods that do not exist."""
     assert isinstance(error, HTTPException)
-    told = {404: f"there is no {request.url.path[:100]}; /openapi.json lists the addresses", 405: "another method"}
+    told = {404: f"there is no {request.scope['path'][:100]}; /openapi.json lists the addresses", 405: "another method"}
     text = told.get(error.status_code, error.detail)
     if allowed := (error.headers or {}).get("Allow" if error.headers and "Allow" in error.headers else "allow"):
         text = f"{request.method} is not possible here; {allowed} is"

@@ -103,7 +103,6 @@ def main(listening: int, state: int, any_host: bool) -> None:
     config = server_config(
         Probes(HealthState(state), any_host),
         interface="asgi3",
-        http="httptools",
         lifespan="off",
         log_config=None,
         timeout_graceful_shutdown=1,

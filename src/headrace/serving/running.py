@@ -94,7 +94,6 @@ async def _run(
     gc.freeze()
     config = server_config(
         application,
-        http="httptools",
         lifespan="on",
         log_config=None,
         timeout_graceful_shutdown=max(1, round(drain_s)),

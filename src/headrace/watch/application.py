@@ -18,7 +18,7 @@ from starlette.routing import Route
 from headrace.report.views.style import style_variables
 from headrace.watch.runs import RunWatcher, wait_for
 from headrace.watch.state import WatchedRun
-from headrace.web.access import has_token, names_loopback
+from headrace.web.access import has_token, is_foreign_origin, names_loopback
 
 _FILES = {
     "/": ("index.html", "text/html"),
@@ -78,8 +78,10 @@ class WatchServer:
         if not self._access.any_host and not names_loopback(request.headers.get("host", "")):
             text = "the server listens for this machine alone: ask localhost, or start it with --host"
             return JSONResponse({"error": text}, 403, _HEADERS)
+        if not self._access.any_host and is_foreign_origin(request.headers.get("origin", "")):
+            return JSONResponse({"error": "a page of another site asks: open it from localhost"}, 403, _HEADERS)
         token = self._access.token
-        static = request.url.path in _FILES or request.url.path == _COLOURS
+        static = _path(request) in _FILES or _path(request) == _COLOURS
         if token and not static and not has_token(request.headers.get("authorization", ""), token):
             text = "expected the header Authorization: Bearer TOKEN"
             return JSONResponse({"error": text}, 401, {"WWW-Authenticate": "Bearer", **_HEADERS})
@@ -146,8 +148,13 @@ class _Sent:
         return message | {"shown": shown}
 
 
+def _path(request: Request) -> str:
+    """Returns what routes compare; `request.url` is made of the header Host, too, which a client chooses."""
+    return str(request.scope["path"])
+
+
 async def _file(request: Request) -> Response:
-    path = request.url.path
+    path = _path(request)
     if path == _COLOURS:
         return Response(_colours(), media_type="text/css", headers=_HEADERS)
     name, kind = _FILES[path]

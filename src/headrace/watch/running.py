@@ -18,7 +18,7 @@ from headrace.web.access import listening_socket, url_of
 if TYPE_CHECKING:
     from headrace.watch.application import Access
 
-_LIBRARIES = ("orjson", "starlette", "uvicorn")
+_LIBRARIES = ("httptools", "orjson", "starlette", "uvicorn")
 _BACKLOG = 64
 
 

@@ -145,18 +145,36 @@ async def wait_for(changed: asyncio.Event, timeout_s: float) -> None:
         return
 
 
-def _runs_below(path: Path, depth: int = _DEPTH) -> list[Path]:
-    """Returns the directories of runs: this one, or those below it."""
-    if _is_run(path):
-        return [path]
-    if depth == 0:
-        return []
+def _runs_below(path: Path) -> list[Path]:
+    """Returns the directories of runs: this one, or those below it; each once, however many links lead to it."""
+    found: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+    level = [path]
+    for depth in range(_DEPTH + 1):
+        below: list[Path] = []
+        for each in level:
+            if _is_run(each):
+                found.append(each)
+            elif depth < _DEPTH:
+                below += _folders(each, seen)
+        level = below
+    return sorted(found)[:_MOST_RUNS]
+
+
+def _folders(path: Path, seen: set[tuple[int, int]]) -> list[Path]:
+    """Returns the directories in one that were not seen before."""
+    found = []
     try:
         with os.scandir(path) as entries:
-            below = sorted(entry.name for entry in entries if entry.is_dir())
+            for entry in sorted(entries, key=lambda each: each.name):
+                if entry.is_dir():
+                    stat = entry.stat()
+                    if (place := (stat.st_dev, stat.st_ino)) not in seen:
+                        seen.add(place)
+                        found.append(path / entry.name)
     except OSError:
-        return []
-    return [run for name in below for run in _runs_below(path / name, depth - 1)][:_MOST_RUNS]
+        return found
+    return found
 
 
 def _is_run(path: Path) -> bool:
@@ -201,7 +219,9 @@ def _glanced(launcher: Path, first: Path) -> dict[str, Any]:
 
 
 def _edges(file: Path) -> list[bytes]:
-    """Returns the lines at the begin and at the end of a file."""
+    """Returns the lines at the begin and at the end of a file; none of a pipe, which would be waited for."""
+    if not file.is_file():
+        return []
     try:
         with file.open("rb") as stream:
             begin = stream.read(_GLANCE)

@@ -29,6 +29,11 @@ def names_loopback(header: str) -> bool:
     return (name if port.isdigit() else header) in _LOOPBACK
 
 
+def is_foreign_origin(header: str) -> bool:
+    """Whether a request's header Origin says that a page from elsewhere asks: not from a loopback name, or "null"."""
+    return header != "" and not names_loopback(header.partition("://")[2])
+
+
 def has_token(authorization: str, token: str) -> bool:
     """Whether a request's header Authorization names the token."""
     kind, _, given = authorization.partition(" ")

@@ -9,14 +9,24 @@ from typing import Any
 
 import uvicorn
 
+from headrace.web.connections import HttpConnection
+
 
 def server_config(application: Any, **own: Any) -> uvicorn.Config:
-    """Returns what all servers here have in common: no web sockets, no access log, no header that names the server.
+    """Returns what all servers have in common: limits, no web sockets, no access log, no header that names the server.
 
     Args:
         own: other arguments of `uvicorn.Config`.
     """
-    return uvicorn.Config(application, ws="none", access_log=False, server_header=False, proxy_headers=False, **own)
+    return uvicorn.Config(
+        application,
+        http=HttpConnection,
+        ws="none",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        **own,
+    )
 
 
 class AnnouncedServer(uvicorn.Server):

@@ -11,11 +11,14 @@ from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from headrace.errors import DataError, UsageError
 from headrace.machine import is_full
 from headrace.spec.events import Evaluated, Event, NonFinite, RunStarted, Saved, Stepped, decode
+
+MOST_LINE_BYTES = 16 << 20
+"""No event is that long."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,8 @@ def read_log(run_dir: Path | str) -> EventLog:
     events: list[Event] = []
     torn = 0
     for file in files:
-        lines = file.read_bytes().split(b"\n")
-        rest = lines.pop()
+        with file.open("rb") as stream:
+            lines, rest = _lines(file, stream)
         events += [_event(file, number, line) for number, line in enumerate(lines, start=1)]
         if rest:
             try:
@@ -185,13 +188,26 @@ def _complete_lines(file: Path, offset: int) -> tuple[list[bytes], int]:
         return [], offset
     with file.open("rb") as stream:
         stream.seek(offset)
-        lines = stream.read().split(b"\n")[:-1]
+        lines, _ = _lines(file, stream)
     return lines, offset + sum(len(line) + 1 for line in lines)
 
 
+def _lines(file: Path, stream: BinaryIO) -> tuple[list[bytes], bytes]:
+    """Returns the complete lines without their ends, and what comes after the last end."""
+    lines: list[bytes] = []
+    while (line := stream.readline(MOST_LINE_BYTES)).endswith(b"\n"):
+        lines.append(line[:-1])
+    if len(line) == MOST_LINE_BYTES:
+        raise DataError(f"{file}: after {len(lines):,} lines comes one of more than {MOST_LINE_BYTES:,} bytes")
+    return lines, line
+
+
 def _files(run_dir: Path) -> list[Path]:
-    """Returns the launcher's file first, then by rank, so that ties in time come in a fixed order."""
-    files = (run_dir / "events").glob("*.jsonl")
+    """Returns the launcher's file first, then by rank, so that ties in time come in a fixed order.
+
+    A pipe or a device of such a name is none: it would be read for ever.
+    """
+    files = (file for file in (run_dir / "events").glob("*.jsonl") if file.is_file())
     return sorted(files, key=lambda file: (len(file.name) * (file.stem != "launcher"), file.name))
 
 
@@ -208,7 +224,10 @@ _WRITTEN_BY = re.compile(rb'"versions": ?{[^}]*"headrace": ?"([^"\\]{1,40})"')
 def _why(file: Path) -> str:
     """Returns why a line may be no event: another version wrote it, or something changed it."""
     launcher = file.with_name("launcher.jsonl")
-    found = _WRITTEN_BY.findall(launcher.read_bytes()) if launcher.exists() else []
+    found = []
+    if launcher.is_file():
+        with launcher.open("rb") as stream:
+            found = _WRITTEN_BY.findall(stream.read(MOST_LINE_BYTES))
     written, here = (found[-1].decode(errors="replace") if found else ""), version("headrace")
     if written and written != here:
         return f"headrace {written} wrote it, and this is {here}: read it with that version"

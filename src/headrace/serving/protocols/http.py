@@ -20,21 +20,29 @@ _MOST_JSON_BYTES = 4 << 20
 _MOST_CONTAINERS = 1 << 17
 """Lists, objects and texts: each takes 20 times the memory of its two characters."""
 _READ_S = 30.0
+_PART_BYTES = 256 << 10
 _DROPPED = 4
 """Of a body that is too large, so many times the limit is read and forgotten before the connection is closed."""
 
 
 class BodyBudget:
-    """The bytes of all requests that are being read or answered."""
+    """The bytes of all requests that are being read or answered, or of all answers that are being sent.
 
-    def __init__(self, most_one: int, most_all: int) -> None:
-        self.most_one, self._most_all = most_one, most_all
+    Args:
+        most_one: bytes of one.
+        most_all: bytes of all together; a single one may have more.
+        what: they are, for an error.
+    """
+
+    def __init__(self, most_one: int, most_all: int, what: str = "requests") -> None:
+        self.most_one, self._most_all, self._what = most_one, most_all, what
         self._held = 0
 
     def take(self, count: int) -> None:
-        """Counts bytes; raises RequestError 429 where there are too many."""
-        if self._held + count > self._most_all:
-            raise RequestError(429, "requests of too many bytes wait already; come again in 1 s", {"Retry-After": "1"})
+        """Counts bytes; raises RequestError 429 where there are too many with those of others."""
+        if self._held and self._held + count > self._most_all:
+            text = f"{self._what} of too many bytes wait already; come again in 1 s"
+            raise RequestError(429, text, {"Retry-After": "1"})
         self._held += count
 
     def give_back(self, count: int) -> None:
@@ -54,7 +62,12 @@ class HttpAnswer:
         """Sends it."""
         length = (b"content-length", str(len(self.body)).encode())
         await send({"type": "http.response.start", "status": self.status, "headers": [*self.headers, length]})
-        await send({"type": "http.response.body", "body": self.body})
+        # By parts: each waits until the client has read most of the one before.
+        whole = len(self.body) // _PART_BYTES * _PART_BYTES
+        for begin in range(0, whole, _PART_BYTES):
+            part = self.body[begin : begin + _PART_BYTES]
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": self.body[whole:] if whole else self.body})
 
 
 def json_reply(document: Any, status: int = 200) -> HttpAnswer:

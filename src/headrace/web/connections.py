@@ -1,0 +1,123 @@
+"""HTTP connections with limits: what a client can make a server hold, and for how long, whoever it is."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MOST_HEAD_BYTES = 64 << 10
+"""Of a request besides its body: address, headers, trailers. One read of a socket, 256 KiB at most, may come on top."""
+MOST_PIPELINED = 16
+"""Requests of one connection that wait for the answer to the one before."""
+HEAD_S = 10.0
+"""How long a connection may be open without a whole request, at its start and between two requests."""
+UNREAD_S = 30.0
+"""How long a client may leave an answer unread that waits to be sent."""
+_SPARE = 64
+"""Descriptors that are not for connections."""
+
+
+class HttpConnection(HttpToolsProtocol):
+    """One connection. uvicorn limits neither what comes before a request is whole nor how long that takes."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.waits_since: float | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
+        self._bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Counts the connection; if there are too many, those that have waited longest for a request end."""
+        super().connection_made(transport)
+        self._wait_for_request()
+        if len(self.connections) > _most_connections():
+            waiting = [each for each in self.connections if isinstance(each, HttpConnection) and each.waits_since]
+            waiting.sort(key=lambda each: each.waits_since or 0.0)
+            for each in waiting[: len(waiting) // 8 + 1]:
+                each.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends all timers."""
+        self._stop(self._head_timer)
+        self._stop(self._unread_timer)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Reads what came, and refuses a request whose head does not end."""
+        self._bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._bytes > MOST_HEAD_BYTES:
+            self.send_400_response(f"The head of a request has at most {MOST_HEAD_BYTES} bytes.")
+        elif not self._answers() and self._head_timer is None:
+            self._wait_for_request()
+
+    def on_headers_complete(self) -> None:
+        """Begins to answer a request."""
+        if len(self.pipeline) >= MOST_PIPELINED:
+            raise ValueError(f"more than {MOST_PIPELINED} requests wait")  # the parser ends the connection with 400
+        super().on_headers_complete()
+        self._bytes = 0
+        self.waits_since = None
+        self._stop(self._head_timer)
+        self._head_timer = None
+
+    def on_body(self, body: bytes) -> None:
+        """Passes on a part of a body, which is limited by who reads it."""
+        super().on_body(body)
+        self._bytes = 0
+
+    def on_message_complete(self) -> None:
+        """Ends a request."""
+        super().on_message_complete()
+        self._bytes = 0
+
+    def on_response_complete(self) -> None:
+        """Waits for the next request; uvicorn ends the connection if nothing at all comes for 5 s."""
+        super().on_response_complete()
+        if not self._answers():
+            self.waits_since = self.loop.time()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Ends an idle connection, also where the client has not read the last answer."""
+        super().timeout_keep_alive_handler()
+        if self.transport.get_write_buffer_size():
+            self._stop(self._unread_timer)
+            self._unread_timer = self.loop.call_later(UNREAD_S, self.transport.abort)
+
+    def pause_writing(self) -> None:
+        """Waits for the client to read, and not for ever."""
+        super().pause_writing()
+        self._stop(self._unread_timer)
+        self._unread_timer = self.loop.call_later(UNREAD_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Goes on to send."""
+        self._stop(self._unread_timer)
+        super().resume_writing()
+
+    def _wait_for_request(self) -> None:
+        self.waits_since = self.waits_since or self.loop.time()
+        self._head_timer = self.loop.call_later(HEAD_S, self._end_late)
+
+    def _end_late(self) -> None:
+        if not self._answers():
+            self.transport.abort()
+
+    def _answers(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _stop(self, timer: asyncio.TimerHandle | None) -> None:
+        if timer is not None:
+            timer.cancel()
+
+
+def _most_connections() -> int:
+    """Returns how many connections the limit of descriptors leaves room for."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(_SPARE, soft - _SPARE) if soft != resource.RLIM_INFINITY else 1 << 20
