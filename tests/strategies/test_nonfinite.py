@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -175,7 +176,7 @@ def test_by_a_wire_too(case: str) -> None:
 def test_of_hundreds_of_poisons_none_reaches_a_parameter(
     name: str, workers: int, request: pytest.FixtureRequest
 ) -> None:
-    count = 400 if request.config.getoption("--full") else 100
+    count = int(os.environ.get("HEADRACE_POISONS", 400 if request.config.getoption("--full") else 100))
     every = poisons(count, workers, seed=workers)
     assert sum(not poison.verdict.apply for poison in every) > 0.6 * count
     assert poisoned(CASES["plain"], name, workers, every) == [[poison.verdict for poison in every]] * workers

@@ -1,0 +1,134 @@
+"""The wall clock of every process jumps by up to an hour, each time that it is read: nothing goes by it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent.parent
+
+CLOCK = r"""
+#define _GNU_SOURCE
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+
+static __thread unsigned long state;
+
+static long jump(void) {
+    if (!state) state = 88172645463325252UL ^ (unsigned long)&state ^ (unsigned long)getpid();
+    state ^= state << 13; state ^= state >> 7; state ^= state << 17;
+    return (long)(state % 7201) - 3600;
+}
+
+int clock_gettime(clockid_t clock, struct timespec *at) {
+    int code = syscall(SYS_clock_gettime, clock, at);
+    if (!code && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) at->tv_sec += jump();
+    return code;
+}
+
+int gettimeofday(struct timeval *at, void *zone) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    at->tv_sec = now.tv_sec; at->tv_usec = now.tv_nsec / 1000;
+    return 0;
+}
+
+time_t time(time_t *at) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (at) *at = now.tv_sec;
+    return now.tv_sec;
+}
+"""
+
+RUN = r"""
+import functools, json, os, signal, sys, time
+import torch
+import headrace as hr
+from headrace.errors import PeerLost
+
+TIMEOUT_S = 2.0
+strategies = {
+    "mirrored": hr.Mirrored(2),
+    "elastic": hr.Mirrored(3, min_workers=2),
+    "servers": hr.ParameterServer(2, backups=1),
+    "tcp": hr.ParameterServer(2, transport="tcp"),
+    "averaging": hr.LocalSGD(2, period=4),
+}
+name, seconds, stops = sys.argv[1], float(sys.argv[2]), sys.argv[3] == "stop"
+
+class Model(torch.nn.Linear):
+    # What a process sees of its clock, now and then.
+    def forward(self, x):
+        seen = [time.time() for _ in range(20)]
+        assert max(seen) - min(seen) > 600
+        return super().forward(x)
+
+data = torch.randn(64, 4), torch.randn(64, 1)
+job = hr.Job(lambda: Model(4, 1), loss=torch.nn.functional.mse_loss,
+             optimizer=functools.partial(torch.optim.SGD, lr=1e-4), data=data, eval_data=data, global_batch_size=12,
+             epochs=10**6)
+pids, begun, told = {}, [0.0], {"lost": 0, "wrong": ""}
+
+def look(event):
+    if event.kind == "worker_started":
+        pids[event.rank] = event.pid
+    told["lost"] += event.kind == "lost"
+    if stops and event.kind == "stepped" and event.step > 200 and not begun[0]:
+        begun[0] = time.monotonic()
+        os.kill(pids[1], signal.SIGSTOP)
+
+try:
+    run = hr.fit(job, strategies[name], seconds=None if stops else seconds, on_event=look, timeout_s=TIMEOUT_S,
+                 checkpoints=hr.Checkpoints(every_s=0.3), check=False)
+    told |= {"status": run.status}
+except PeerLost as error:
+    told |= {"status": "lost", "rank": error.rank, "after_s": time.monotonic() - begun[0]}
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def jumping(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process whose clock jumps."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler to make a clock that jumps")
+    folder = tmp_path_factory.mktemp("clock")
+    (folder / "clock.c").write_text(CLOCK)
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", "clock.so", "clock.c"], cwd=folder, check=True)
+    (folder / "run.py").write_text(RUN)
+    return {**os.environ, "LD_PRELOAD": str(folder / "clock.so"), "CLOCK_RUN": str(folder / "run.py")}
+
+
+def told(environment: dict[str, str], *arguments: str) -> dict[str, object]:
+    command = [sys.executable, environment["CLOCK_RUN"], *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("real_python")
+@pytest.mark.parametrize("name", ["mirrored", "elastic", "servers", "tcp", "averaging"])
+def test_no_process_is_taken_for_lost(jumping: dict[str, str], name: str) -> None:
+    found = told(jumping, name, "4", "go on")
+    assert (found["status"], found["lost"]) == ("ok", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("real_python")
+def test_a_frozen_process_is_noticed_in_time(jumping: dict[str, str]) -> None:
+    found = told(jumping, "mirrored", "0", "stop")
+    assert (found["status"], found["rank"]) == ("lost", 1)
+    assert 1.5 < float(str(found["after_s"])) < 4.5
