@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -43,6 +43,11 @@ STRATEGIES = {
     "one_device": hr.OneDevice(threads=1),
     "mirrored": hr.Mirrored(2),
     "central_storage": hr.CentralStorage(2),
+    "pipeline": hr.Pipeline(stages=2),
+    "tensor_parallel": hr.TensorParallel(2),
+    "fully_sharded": hr.FullySharded(2),
+    "local_sgd": hr.LocalSGD(2, period=2),
+    "gossip": hr.Gossip(3),
 }
 KINDS = ("cnn", "lstm")
 CHECKPOINTS = hr.Checkpoints(every_steps=3, every_s=None, keep=2)
@@ -212,9 +217,9 @@ def trial(
     return ", ".join(name for name, ours, theirs in zip(names, left, whole, strict=True) if ours != theirs)
 
 
-def campaign(trials: int, seed: int) -> list[Row]:
+def campaign(trials: int, seed: int, strategies: Sequence[str]) -> list[Row]:
     """Runs everything on one engine, the rows by turns."""
-    rows = [Row(strategy, kind) for strategy in STRATEGIES for kind in KINDS]
+    rows = [Row(strategy, kind) for strategy in strategies for kind in KINDS]
     dice = random.Random(seed)
     with LocalEngine() as engine, tempfile.TemporaryDirectory() as place:
         whole, lengths = {}, {}
@@ -244,6 +249,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=100, help="of each model under each strategy")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=[*STRATEGIES], metavar="NAME")
+    parser.add_argument("--name", default="resume", help="of the file of results")
     parser.add_argument("--one", nargs=3, metavar=("KIND", "STRATEGY", "RUN_DIR"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ["CI"] = "true"  # no moving bars
@@ -252,7 +259,7 @@ def main() -> int:
         train(None, kind, strategy, Path(run_dir))
         return 0
     began = time.monotonic()
-    rows = campaign(arguments.trials, arguments.seed)
+    rows = campaign(arguments.trials, arguments.seed, arguments.strategies)
     print(f"{'strategy':18}{'model':8}{'equal':>14}{'kills':>8}{'of launchers':>14}{'went on from':>14}")
     for row in rows:
         between = {step: count for step, count in row.from_steps.items() if 0 < step < ROUNDS}
@@ -264,12 +271,12 @@ def main() -> int:
     results = Path(__file__).parent / "results"
     results.mkdir(exist_ok=True)
     document = {
-        "arguments": {"trials": arguments.trials, "seed": arguments.seed},
+        "arguments": {"trials": arguments.trials, "seed": arguments.seed, "strategies": arguments.strategies},
         "torch": torch.__version__,
         "seconds": time.monotonic() - began,
         "rows": [asdict(row) for row in rows],
     }
-    (results / "resume.json").write_text(json.dumps(document, indent=1) + "\n")
+    (results / f"{arguments.name}.json").write_text(json.dumps(document, indent=1) + "\n")
     return int(any(row.wrong for row in rows))
 
 

@@ -184,6 +184,32 @@ def test_a_disk_that_is_full_at_the_end_of_a_run(tmp_path: Path) -> None:
     shutil.rmtree(kept.parent)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a disk")
+def test_a_disk_that_becomes_read_only(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    done: list[int] = []
+
+    def protect(event: Event) -> None:
+        # A mount above the first one: the files that are open there would keep that from becoming read-only.
+        if event.kind == "worker_started" and not done:
+            subprocess.run(["mount", "--bind", disk, disk], check=True)
+            subprocess.run(["mount", "-o", "remount,bind,ro", disk], check=True)
+            done.append(event.rank)
+
+    message = rf"cannot save the trained model, [\d,]+ bytes, in {disk}: .*Read-only file system.*it is kept in (.*)$"
+    with mounted(disk, "size=8m"):
+        try:
+            with pytest.raises(WorkerFailed, match=message) as failed:
+                hr.fit(lasting_job("plain", epochs=60), hr.Mirrored(2), run_dir=disk, on_event=protect)
+        finally:
+            for _ in done:
+                subprocess.run(["umount", "-l", disk], check=True)
+        assert failed.value.worker_exit_code == 3
+        kept = Path(str(failed.value).rpartition(" ")[2])
+        assert load_file(kept)
+        shutil.rmtree(kept.parent)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_files_may_grow_no_further(tmp_path: Path, victim: int, capsys: pytest.CaptureFixture[str]) -> None:
