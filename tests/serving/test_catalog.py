@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,6 +60,11 @@ def other_program(folder: Path) -> None:
     signed(folder, signature.read(folder))
 
 
+def piped(folder: Path) -> None:
+    (folder / signature.NAME).unlink()
+    os.mkfifo(folder / signature.NAME)
+
+
 def long_header(folder: Path) -> None:
     (folder / "sample.safetensors").write_bytes(struct.pack("<Q", 1 << 40) + bytes(100))
     signed(folder, signature.read(folder))
@@ -90,6 +96,7 @@ def custom_operator(folder: Path) -> None:
     ("spoil", "told"),
     [
         (linked, "is a link"),
+        (piped, "it is no plain file"),
         (another_digest, "is not the file that was exported"),
         (outside, "cannot be run"),
         (other_program, r"computes y of its own sample 0\.5 off"),

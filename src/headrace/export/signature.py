@@ -135,6 +135,8 @@ def read(folder: Path) -> Signature:
     try:
         if path.is_symlink():
             raise ValueError("it is a link")
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no plain file")
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
