@@ -74,9 +74,8 @@ def allowed(known: Sequence[Advisory], requirements: Sequence[str]) -> list[str]
     found = []
     for text in requirements:
         needed = Requirement(text)
-        lowest = max(
-            (Version(each.version) for each in needed.specifier if each.operator in (">=", "==")), default=None
-        )
+        bounds = [Version(each.version) for each in needed.specifier if each.operator in (">=", "==")]
+        lowest = max(bounds, default=Version("0"))
         found += [
             f"pyproject.toml allows {text}: {one}"
             for one in known

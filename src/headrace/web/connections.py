@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from time import monotonic
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -35,10 +36,7 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_made(transport)
         self._wait_for_request()
         if len(self.connections) > _most_connections():
-            waiting = [each for each in self.connections if isinstance(each, HttpConnection) and each.waits_since]
-            waiting.sort(key=lambda each: each.waits_since or 0.0)
-            for each in waiting[: len(waiting) // 8 + 1]:
-                each.transport.abort()
+            self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends all timers."""
@@ -81,7 +79,7 @@ class HttpConnection(HttpToolsProtocol):
         """Waits for the next request; uvicorn ends the connection if nothing at all comes for 5 s."""
         super().on_response_complete()
         if not self._answers():
-            self.waits_since = self.loop.time()
+            self.waits_since = monotonic()
 
     def timeout_keep_alive_handler(self) -> None:
         """Ends an idle connection, also where the client has not read the last answer."""
@@ -101,8 +99,18 @@ class HttpConnection(HttpToolsProtocol):
         self._stop(self._unread_timer)
         super().resume_writing()
 
+    def _make_room(self) -> None:
+        """Ends an eighth of the connections that wait for a request, where too many are open."""
+        left = [
+            each for each in self.connections if isinstance(each, HttpConnection) and not each.transport.is_closing()
+        ]
+        if len(left) > _most_connections():
+            waiting = sorted((each.waits_since, id(each), each) for each in left if each.waits_since is not None)
+            for _, _, each in waiting[: len(waiting) // 8 + 1]:
+                each.transport.abort()
+
     def _wait_for_request(self) -> None:
-        self.waits_since = self.waits_since or self.loop.time()
+        self.waits_since = self.waits_since or monotonic()
         self._head_timer = self.loop.call_later(HEAD_S, self._end_late)
 
     def _end_late(self) -> None:
