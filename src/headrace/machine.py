@@ -203,10 +203,19 @@ def is_full(folder: Path) -> bool:
     return not (found.f_bavail if os.geteuid() else found.f_bfree)
 
 
+_NO_THREAD = ("can't start new thread", "Resource temporarily unavailable (src/thread.cpp")
+"""What Python and ZeroMQ say; the latter ends the process (SIGABRT)."""
+
+
 def explained(error: BaseException) -> BaseException:
     """Returns a better error where one says only that the system starts no thread; else the same one."""
-    if not isinstance(error, RuntimeError) or "can't start new thread" not in str(error):
+    if not isinstance(error, RuntimeError) or not any(said in str(error) for said in _NO_THREAD):
         return error
+    return too_many_threads()
+
+
+def too_many_threads() -> UnfitMachine:
+    """Returns the error where the system starts no further thread or process, with the limit."""
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     most = "as many as it likes" if limit == resource.RLIM_INFINITY else f"{limit:,} of them"
     return UnfitMachine(

@@ -120,9 +120,12 @@ def told(environment: dict[str, str], *arguments: str) -> dict[str, object]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("real_python")
-@pytest.mark.parametrize("name", ["mirrored", "elastic", "servers", "tcp", "averaging"])
+@pytest.mark.parametrize(
+    "name",
+    ["elastic", "tcp", *(pytest.param(each, marks=pytest.mark.full) for each in ("mirrored", "servers", "averaging"))],
+)
 def test_no_process_is_taken_for_lost(jumping: dict[str, str], name: str) -> None:
-    found = told(jumping, name, "4", "go on")
+    found = told(jumping, name, "3", "go on")
     assert (found["status"], found["lost"]) == ("ok", 0)
 
 

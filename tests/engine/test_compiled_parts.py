@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -44,15 +45,29 @@ def trained(strategy: hr.Strategy, engine: LocalEngine) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
 
 
+@pytest.fixture(scope="module")
+def engine() -> Iterator[LocalEngine]:
+    with LocalEngine() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def expected(engine: LocalEngine) -> dict[str, Tensor]:
+    return trained(hr.OneDevice(), engine)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "strategy",
-    [hr.Mirrored(3), hr.CentralStorage(3), hr.ParameterServer(3, staleness_bound=0), hr.TensorParallel(3)],
+    [
+        hr.Mirrored(3),
+        hr.TensorParallel(3),
+        pytest.param(hr.CentralStorage(3), marks=pytest.mark.full),
+        pytest.param(hr.ParameterServer(3, staleness_bound=0), marks=pytest.mark.full),
+    ],
     ids=lambda strategy: strategy.name,
 )
-def test_three_workers_train_as_one(strategy: hr.Strategy) -> None:
-    with LocalEngine() as engine:
-        expected = trained(hr.OneDevice(), engine)
-        found = trained(strategy, engine)
-        assert all(torch.allclose(tensor, expected[name], rtol=1e-9, atol=1e-12) for name, tensor in found.items())
+def test_three_workers_train_as_one(strategy: hr.Strategy, engine: LocalEngine, expected: dict[str, Tensor]) -> None:
+    found = trained(strategy, engine)
+    assert all(torch.allclose(tensor, expected[name], rtol=1e-9, atol=1e-12) for name, tensor in found.items())

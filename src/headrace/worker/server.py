@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from headrace.data import as_pipeline
 from headrace.errors import CorruptCheckpoint, HeadraceError, PeerLost
-from headrace.machine import peak_resident_bytes, resident_bytes
+from headrace.machine import explained, peak_resident_bytes, resident_bytes
 from headrace.parameter_server.planning import ServerProcess
 from headrace.parameter_server.replication.failover import primary_address, process_number, server_of
 from headrace.parameter_server.replication.links import PeerWatch
@@ -97,8 +97,10 @@ def serve(
 
 
 def _failure(rank: int, time_s: float, error: BaseException) -> Failed:
-    code = error.exit_code if isinstance(error, HeadraceError) else 1
-    return Failed(rank, time_s, 0, f"{type(error).__name__}: {error}", user_traceback(error, fallback=True), code)
+    told = explained(error)
+    shown = user_traceback(error, fallback=True) if told is error else ""
+    code = told.exit_code if isinstance(told, HeadraceError) else 1
+    return Failed(rank, time_s, 0, f"{type(told).__name__}: {told}", shown, code)
 
 
 class _Snapshotting:

@@ -25,7 +25,7 @@ from typing import Any
 
 from headrace.engine.base import LivenessProbe, end_with, leave_alone
 from headrace.errors import ForkServerLost, HeadraceError, RunFailed, UnfitMachine, UsageError
-from headrace.machine import MMAP_THRESHOLD, TOP_PAD, TRIM_THRESHOLD, prefer_large_pages, tune
+from headrace.machine import MMAP_THRESHOLD, TOP_PAD, TRIM_THRESHOLD, prefer_large_pages, too_many_threads, tune
 
 _START_S = 120.0
 _CLOSE_S = 5.0
@@ -150,12 +150,20 @@ def _become_fork_server(channel: socket.socket) -> None:
 
 
 class ForkServer:
-    """A fork server, started at once. Use as a context, or `close` it."""
+    """A fork server, started at once. Use as a context, or `close` it.
+
+    Raises:
+        UnfitMachine: the system starts no further process.
+    """
 
     def __init__(self, start: Callable[[socket.socket], ChildProcess] = start_fork_server) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = start(theirs)
+        try:
+            with theirs:
+                self._process = start(theirs)
+        except BlockingIOError as error:
+            ours.close()
+            raise too_many_threads() from error
         # While it imports it does not notice this process's end.
         end_with(self._process.pid)
         self._socket = ours
@@ -208,11 +216,13 @@ class ForkServer:
         """Waits for ended processes; returns (rank, exit code) of each, a negative code for a signal.
 
         Raises:
-            UnfitMachine: the fork server itself has ended.
+            UnfitMachine: the fork server itself has ended, or the system starts no further process.
         """
         found = []
         while select.select([self._socket], [], [], timeout_s)[0]:
             message = self._receive()
+            if "unstarted" in message:
+                raise too_many_threads()
             found.append((message["ended"], message["status"]))
             timeout_s = 0.0
         return found

@@ -2,7 +2,7 @@
 
     launcher ──socket──► fork server ──fork──► worker 0, worker 1, ...
              {"spawn": rank}, descriptors ►
-             ◄ {"ended": rank, "status": ...}
+             ◄ {"ended": rank, "status": ...}, {"unstarted": rank}
 
 Importing torch takes over a second; forking a process that has done it, a hundredth of that. The fork server ends
 when its socket to the launcher ends, and takes its workers with it.
@@ -63,32 +63,41 @@ def main(descriptor: int) -> None:
                 message, descriptors, _, _ = socket.recv_fds(launcher, _MESSAGE_BYTES, _DESCRIPTORS)
                 if not message:
                     break
-                _handle(json.loads(message), descriptors, workers, [launcher.fileno(), read_end, write_end])
+                request = json.loads(message)
+                if not _handle(request, descriptors, workers, [launcher.fileno(), read_end, write_end]):
+                    launcher.send(json.dumps({"unstarted": request["spawn"]}).encode())
     except (BrokenPipeError, ConnectionResetError):
         pass  # the launcher has ended
     finally:
         _kill(workers)
 
 
-def _handle(request: dict[str, Any], descriptors: list[int], workers: dict[int, int], own: list[int]) -> None:
+def _handle(request: dict[str, Any], descriptors: list[int], workers: dict[int, int], own: list[int]) -> bool:
+    """Does what the launcher asks; returns False where the system forks no further process."""
     if "kill" in request:
         for pid, rank in workers.items():
             if rank in request["kill"]:
                 _end(pid)
-        return
+        return True
     if request.get("compiles"):
         from headrace.engine.dynamo import import_compiler
 
         # Once for all workers.
         import_compiler()
-    pid = os.fork()
-    if pid == 0:
-        _become_worker(request, descriptors, own)
-    # A worker and the processes that user code starts in it are a group, which ends as a whole.
-    os.setpgid(pid, pid)
-    workers[pid] = request["spawn"]
-    for descriptor in descriptors:
-        os.close(descriptor)
+    try:
+        pid = os.fork()
+    except BlockingIOError:
+        return False
+    else:
+        if pid == 0:
+            _become_worker(request, descriptors, own)
+        # A worker and the processes that user code starts in it are a group, which ends as a whole.
+        os.setpgid(pid, pid)
+        workers[pid] = request["spawn"]
+        return True
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def _become_worker(request: dict[str, Any], descriptors: list[int], own: list[int]) -> None:

@@ -14,7 +14,9 @@ Importing this module does not import torch, so that an engine can be made first
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING
 from headrace.engine.base import LivenessProbe, RunProgress
 from headrace.engine.local.fork_server import ForkServer, describe_end
 from headrace.engine.local.scaling import ListedWorker, ScaleRequests
-from headrace.errors import PeerLost, UsageError, WorkerFailed
+from headrace.errors import PeerLost, UnfitMachine, UsageError, WorkerFailed
 from headrace.machine import explained, is_full
 from headrace.spec.events import LAUNCHER, BackupReady, Failed, Lost, Notice, decode
 from headrace.spec.plan import outlives_workers
@@ -118,7 +120,7 @@ class Monitor:
                 self._page.ranks[rank].restarts += 1
                 continue
             if code < 0 and rank in self._replaceable:
-                self._lose(rank, self._replaceable[rank].cause or describe_end(code))
+                self._lose(rank, self._replaceable[rank].cause or self._end_of(rank, code))
             elif code != 0 or not self._is_complete(rank):
                 self._fail(rank, ended)
         self._fork_server.check(self._spec.timeout_s)
@@ -274,7 +276,7 @@ class Monitor:
         while (code >= 0 or self._spec.snapshots_every_s) and self._running and monotonic() < deadline:
             codes |= self._collect()
         if code < 0:
-            raise self._lost(rank, describe_end(code))
+            raise self._lost(rank, self._end_of(rank, code))
         failures = [failure for peer in codes for failure in self._failures(peer)]
         if not failures:
             failures = [self._unsaid(rank, code)]
@@ -282,17 +284,29 @@ class Monitor:
         host, part = self._spec.plan.role(first.rank).host, self._spec.plan.part_of(first.rank)
         raise WorkerFailed(first.rank, host, first.cause, first.traceback, first.exit_code, part)
 
+    def _end_of(self, rank: int, code: int) -> str:
+        """Returns how a process has ended, with what its log says of threads where a library has ended it."""
+        with suppress(OSError):
+            if code == -signal.SIGABRT and isinstance(
+                problem := explained(RuntimeError(self._log(rank))), UnfitMachine
+            ):
+                return f"{describe_end(code)}: {problem}"
+        return describe_end(code)
+
+    def _log(self, rank: int) -> str:
+        return log_path(self._spec.run_dir, rank).read_text(encoding="utf-8", errors="replace")[-_LOG_CHARACTERS:]
+
     def _unsaid(self, rank: int, code: int) -> Failed:
         """Returns the failure of a process that has written none."""
         run_dir = self._spec.run_dir
         try:
-            log = log_path(run_dir, rank).read_text(encoding="utf-8", errors="replace")[-_LOG_CHARACTERS:]
+            log = self._log(rank)
         except OSError as error:
             gone = f"its error and its log are gone with the run's directory, which was deleted or replaced ({error})"
             return Failed(rank, 0.0, 0, f"exit code {code}; {gone}", "")
+        if isinstance(problem := explained(RuntimeError(log)), UnfitMachine):
+            return Failed(rank, 0.0, 0, str(problem), "", problem.exit_code)
         cause = f"exit code {code} without an error of its own (os._exit?); the end of its log follows"
-        if (problem := explained(RuntimeError(log))).args != (log,):
-            cause = str(problem)
         if is_full(run_dir):
             cause = f"No space left on device: the disk of {run_dir} is full, also for its own error (exit code {code})"
         return Failed(rank, 0.0, 0, cause, log)
