@@ -19,8 +19,10 @@ GONE_WITHIN_S = 30.0
 TESTS = Path(__file__).resolve().parent.parent
 
 SCRIPT = """
+import os
 import subprocess
 import sys
+import time
 import torch
 import headrace as hr
 from engine.victims import EXAMPLES, INPUTS, TARGETS, long_job
@@ -29,7 +31,15 @@ class Examples(torch.utils.data.Dataset):
     def __len__(self): return EXAMPLES
     def __getitem__(self, index): return INPUTS[index], TARGETS[index]
 
+kill = os.kill
+
+def kill_slowly(pid, number):
+    kill(pid, number)
+    time.sleep(0.5)
+
 def train(worker):
+    # The processor may be another's between two kills.
+    os.kill = kill_slowly
     subprocess.Popen(["sleep", "60"])
     for batch in worker.batches():
         worker.step(batch)

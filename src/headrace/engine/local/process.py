@@ -179,5 +179,11 @@ def _end(fork_server: int, peers: Sequence[int] = ()) -> None:
             # A stopped fork server reaps no process, so these are still the workers' ids.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(peer, signal.SIGKILL)
+        # The end of the fork server ends this process at once (PR_SET_PDEATHSIG): its group ends before, without it.
+        own = os.getpgrp()
+        os.setpgid(0, os.getpgid(fork_server))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(own, signal.SIGKILL)
         os.kill(fork_server, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
     os.killpg(0, signal.SIGKILL)
