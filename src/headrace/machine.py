@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 import resource
@@ -208,10 +209,21 @@ _NO_THREAD = ("can't start new thread", "Resource temporarily unavailable (src/t
 
 
 def explained(error: BaseException) -> BaseException:
-    """Returns a better error where one says only that the system starts no thread; else the same one."""
+    """Returns a better error where one says only that the system opens no file or starts no thread; else the same."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return _too_many_files(error)
     if not isinstance(error, RuntimeError) or not any(said in str(error) for said in _NO_THREAD):
         return error
     return too_many_threads()
+
+
+def _too_many_files(error: OSError) -> UnfitMachine:
+    most, what = resource.getrlimit(resource.RLIMIT_NOFILE)[0], error.filename or error.strerror
+    whose = f"of which a process may have {most:,} (ulimit -n)" if error.errno == errno.EMFILE else "for any process"
+    return UnfitMachine(
+        f"the system opens no further file or socket ({what}), {whose}; raise that limit, or close what your own code "
+        "leaves open"
+    )
 
 
 def too_many_threads() -> UnfitMachine:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import platform
+import resource
 import socket
 from pathlib import Path
 from typing import Any
@@ -250,6 +252,16 @@ def test_the_processor_has_a_name(tmp_path: Path) -> None:
     (tmp_path / "proc" / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Abacus 3000\n")
     assert processor_name(tmp_path) == "Abacus 3000"
     assert processor_name(tmp_path / "none") == platform.machine()
+
+
+def test_no_further_file_is_said_with_the_limit() -> None:
+    missing = FileNotFoundError(errno.ENOENT, "No such file", "a")
+    assert explained(missing) is missing
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    full = explained(OSError(errno.EMFILE, "Too many open files", "/proc/7/stat"))
+    assert isinstance(full, UnfitMachine)
+    assert f"no further file or socket (/proc/7/stat), of which a process may have {most:,} (ulimit -n)" in str(full)
+    assert "for any process" in str(explained(OSError(errno.ENFILE, "Too many open files in system")))
 
 
 def test_no_further_thread_is_said_with_the_limit(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

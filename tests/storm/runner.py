@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from getpass import getuser
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from uuid import uuid4
@@ -31,6 +32,9 @@ STANDS_STILL_S = 90.0
 """Without a new event; a start on a busy machine takes its time."""
 
 GONE_WITHIN_S = 10.0
+CACHES = {f"torchinductor_{getuser()}"}
+"""What torch keeps for later runs."""
+
 PASSING = ("sem.mp-", "torch_", "headrace-fuzz-")
 """Names in /dev/shm that other work on this machine has."""
 
@@ -126,7 +130,8 @@ class Command:
             said = log.read()
         shared = set(os.listdir("/dev/shm")) - self._shared
         files = [name for name in shared if not name.startswith(PASSING)]
-        files += [str(path.relative_to(self._temporary)) for path in self._temporary.rglob("*")]
+        found = (path.relative_to(self._temporary) for path in self._temporary.rglob("*"))
+        files += [str(path) for path in found if path.parts[0] not in CACHES]
         return Attempt(tuple(strikes), code, ended, said, processes, tuple(sorted(files)))
 
     def _read(self) -> bool:

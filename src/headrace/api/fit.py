@@ -31,7 +31,7 @@ from headrace.engine.torchrun.refusal import tell_uncaught
 from headrace.engine.torchrun.secret import NOT_ENCRYPTED
 from headrace.engine.torchrun.store import join, launched_ranks, of_first, total_of_hosts
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, UsageError
-from headrace.machine import detect, host_name
+from headrace.machine import detect, explained, host_name
 from headrace.pipeline.profile import MeasuredLayers, measure
 from headrace.report.trackers.listeners import Listeners, OnEvent
 from headrace.spec.cluster import Cluster
@@ -190,6 +190,10 @@ def run_job(job: Job, train: Callable[[Worker], None] | None, strategy: str | St
     except HeadraceError as error:
         # The caller's frames help a user, those of headrace do not.
         raise error.with_traceback(None) from error.__cause__
+    except Exception as error:
+        if (problem := explained(error)) is error:
+            raise
+        raise problem from error
 
 
 def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strategy, arguments: FitArguments) -> Run:

@@ -129,7 +129,7 @@ def run(arguments: Sequence[str]) -> int:
         return ExitCode.TERMINATED
     except _TyperError as error:
         return _refuse(error, as_json="--json" in arguments)
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         if (problem := explained(error)) is error:
             raise
         typer.echo(f"error: {problem}", err=True)
