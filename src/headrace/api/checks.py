@@ -16,7 +16,7 @@ from headrace.api.probes.sets import Sets, find_sets, try_loss
 from headrace.api.probes.special_layers import NoSparseGradients, lazy_tensors, refuse_sparse_layers
 from headrace.batches import arguments, call, form, select_target
 from headrace.data import Loader, as_pipeline
-from headrace.errors import DataError, HeadraceError, JobError, UnknownName, UsageError
+from headrace.errors import DataError, HeadraceError, InfeasiblePlan, JobError, UnknownName, UsageError
 from headrace.metrics import Mean, weigh
 from headrace.modules import copy_module, describe, evaluating, frozen_until, parts_of, set_train_modes
 from headrace.spec.job import Job, Share
@@ -24,6 +24,7 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.parameter_sets import loss_name, one_optimizer
 from headrace.spec.patterns import GroupedOptimizer
+from headrace.spec.plan import Plan
 from headrace.tasks import Task
 from headrace.training.embeddings.building import tables_of
 from headrace.training.embeddings.updater import RowUpdater, check_tables
@@ -293,3 +294,20 @@ def _guarded(what: str, function: Callable[[], T]) -> T:
         )
         remedy = beyond if str(error) == "index out of range in self" else ""
         raise JobError(f"{what}: {type(error).__name__}: {error}{remedy}") from error
+
+
+def check_split(job: Job, info: JobInfo, plan: Plan) -> None:
+    """Raises where a plan has more workers than a batch or the data have examples for."""
+    count = plan.replicas
+    if job.global_batch_size < count:
+        raise InfeasiblePlan(
+            f"a global batch of {job.global_batch_size} cannot be split among {count} workers; "
+            f"use global_batch_size={count} or more, or fewer workers"
+        )
+    if plan.balances and as_pipeline(job.data)[0].hosts is not None:
+        raise InfeasiblePlan(
+            "balance='speed' gives a fast worker more examples, and hr.data.local says that each host stores "
+            "its own; give every host all data, or use balance='equal'"
+        )
+    if info.examples < count:
+        raise DataError(f"{info.examples} examples are fewer than {count} workers; use fewer workers")

@@ -12,7 +12,7 @@ from pathlib import Path
 from time import monotonic
 
 from headrace.api.agreement import facts_of
-from headrace.api.checks import JobInfo, check_options, inspect_job
+from headrace.api.checks import JobInfo, check_options, check_split, inspect_job
 from headrace.api.probes.memory_format import settle_memory_format
 from headrace.api.probes.probing import needs_probes, probe, said_by
 from headrace.api.probes.sets import plan_of, require_turns
@@ -30,7 +30,7 @@ from headrace.engine.torchrun.engine import LaunchedEngine
 from headrace.engine.torchrun.refusal import tell_uncaught
 from headrace.engine.torchrun.secret import NOT_ENCRYPTED
 from headrace.engine.torchrun.store import join, launched_ranks, of_first, total_of_hosts
-from headrace.errors import DataError, HeadraceError, InfeasiblePlan, UsageError
+from headrace.errors import HeadraceError, UsageError
 from headrace.machine import detect, explained, host_name
 from headrace.pipeline.profile import MeasuredLayers, measure
 from headrace.report.trackers.listeners import Listeners, OnEvent
@@ -304,7 +304,7 @@ def _planned(
     check_device(chosen, plan, cluster)
     if arguments.device == AUTO and cluster.hosts[0].name == host_name() and (said := notice_of_auto(cluster.device)):
         info = replace(info, notices=(*info.notices, said))
-    _check_split(job, info, plan)
+    check_split(job, info, plan)
     info, plan = settle_memory_format(info, chosen, plan, cluster, shares_measure=(ranks or 1) > 1)
     job = info.job
     if arguments.check and needs_probes(plan, job.options.accumulate):
@@ -385,19 +385,3 @@ def _check_tables(model: ModelSpec, strategy: Strategy) -> None:
             f"{strategy.name} does not train the sparse embedding {model.tables[0].name!r}; use sparse=False there, or "
             "one_device, mirrored, central_storage or parameter_server"
         )
-
-
-def _check_split(job: Job, info: JobInfo, plan: Plan) -> None:
-    count = plan.replicas
-    if job.global_batch_size < count:
-        raise InfeasiblePlan(
-            f"a global batch of {job.global_batch_size} cannot be split among {count} workers; "
-            f"use global_batch_size={count} or more, or fewer workers"
-        )
-    if plan.balances and as_pipeline(job.data)[0].hosts is not None:
-        raise InfeasiblePlan(
-            "balance='speed' gives a fast worker more examples, and hr.data.local says that each host stores "
-            "its own; give every host all data, or use balance='equal'"
-        )
-    if info.examples < count:
-        raise DataError(f"{info.examples} examples are fewer than {count} workers; use fewer workers")
