@@ -46,8 +46,6 @@ STRATEGIES = {
     "pipeline": hr.Pipeline(stages=2),
     "tensor_parallel": hr.TensorParallel(2),
     "fully_sharded": hr.FullySharded(2),
-    "local_sgd": hr.LocalSGD(2, period=2),
-    "gossip": hr.Gossip(3),
 }
 KINDS = ("cnn", "lstm")
 CHECKPOINTS = hr.Checkpoints(every_steps=3, every_s=None, keep=2)

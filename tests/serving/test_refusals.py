@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from headrace.serving.catalog import LoadedVersion
+from headrace.serving.protocols.http import BodyBudget, read_body
 from headrace.serving.refusals import Refusals
+from headrace.serving.settings import RequestError
 from serving.folders import Client, listening, scaled, serving
 
 
@@ -104,3 +106,32 @@ def test_a_client_that_sends_too_much_reads_the_answer(tmp_path: Path) -> None:
             reply = connection.getresponse()
             assert (reply.status, json.load(reply)) == (413, {"error": "a request has at most 1,000,000 bytes"})
             connection.close()
+
+
+def test_bodies_of_all_requests_together_have_a_limit() -> None:
+    async def talk() -> None:
+        budget = BodyBudget(most_one=100, most_all=150)
+        scope: dict[str, Any] = {"headers": []}
+
+        def sender(*parts: bytes, ends: bool = True) -> Any:
+            messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+            messages[-1]["more_body"] = not ends
+
+            async def receive() -> Any:
+                return messages.pop(0) if messages else await asyncio.Event().wait()
+
+            return receive
+
+        unfinished = asyncio.create_task(read_body(scope, sender(b"x" * 60, b"x" * 30, ends=False), budget))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="requests of too many bytes wait already") as refused:
+            await read_body(scope, sender(b"y" * 50, b"y" * 11), budget)
+        assert refused.value.status == 429
+        assert await read_body(scope, sender(b"y" * 50, b"y" * 10), budget) == b"y" * 60
+        budget.give_back(60)
+        unfinished.cancel()
+        await asyncio.wait([unfinished])
+        # What a broken off request held is free again.
+        assert len(await read_body(scope, sender(b"y" * 100), budget)) == 100
+
+    asyncio.run(talk())

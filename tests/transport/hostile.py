@@ -27,6 +27,7 @@ FRAMES = 4
 ATTACKS = (
     *("forged", "forged length", "forged flags", "truncated", "grown", "broken off"),
     *("replayed at once", "replayed later", "reordered", "removed", "reflected", "of another link", "of another run"),
+    "skipped",
 )
 NOTHING = "nothing"
 """Changes nothing: all must be heard, or the attacks would prove nothing."""
@@ -109,6 +110,9 @@ class Attacker:
         last = FIRST + 2 * FRAMES
         # Later ones follow, so that the port would notice a frame that is missing.
         target = rng.randrange(FIRST if kind in ("removed", "reordered", "replayed later") else 0, last)
+        if kind == "skipped":
+            # Both of its frames, which leaves a sound stream; the last has no follower that would show it.
+            target = FIRST + 2 * rng.randrange(1, FRAMES)
         held: list[bytes] = []
         number = next(_NUMBERS)
         said = genuine(number)
@@ -118,6 +122,8 @@ class Attacker:
         def alter(number: int, sent: bytes, heard: Sequence[bytes]) -> list[bytes]:
             if number == target + 1 and held:
                 return [sent, held.pop()]
+            if kind == "skipped" and number in (target, target + 1):
+                return []
             if number != target:
                 return [sent]
             if kind == "reordered":
