@@ -65,12 +65,14 @@ def hybrid() -> None:
 
 
 def fully_sharded() -> None:
-    """Two hosts of two, with shares that are empty at times; then it goes on as two replicas, and as mirrored."""
+    """Two hosts of two, with shares that are empty at times; then as replicas that are divided, staged, mirrored."""
     job = functools.partial(make_job, model=split_model, eval_data=(INPUTS[:9], TARGETS[:9]), global_batch_size=7)
     tell(hr.fit(job(epochs=1), hr.FullySharded(), run_dir="run"))
     replicas = hr.Hybrid(hr.Mirrored(workers=2), hr.FullySharded())
     tell(hr.fit(job(epochs=2), replicas, run_dir="run", resume=True))
-    tell(hr.fit(job(epochs=3), "mirrored", run_dir="run", resume=True))
+    stages = hr.Hybrid(hr.FullySharded(), hr.Pipeline(stages=2, micro_batches=2))
+    tell(hr.fit(job(epochs=3), stages, run_dir="run", resume=True))
+    tell(hr.fit(job(epochs=4), "mirrored", run_dir="run", resume=True))
 
 
 def wide_model() -> nn.Module:

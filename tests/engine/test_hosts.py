@@ -90,7 +90,7 @@ def test_replicas_of_several_hosts_are_one_device(start: Start) -> None:
 def test_fully_sharded_on_several_hosts_is_one_device(start: Start) -> None:
     ended = start("fully sharded", on=(0, 0, 1, 1))
     assert set(ended.codes.values()) == {0}, ended.logs
-    job = make_job(model=split_model, epochs=3, global_batch_size=7)
+    job = make_job(model=split_model, epochs=4, global_batch_size=7)
     expected = total(hr.fit(job, engine=hr.ThreadEngine()).model)
     for said in ended.said:
         assert said[-1]["total"] == pytest.approx(expected, abs=1e-6)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from headrace.errors import UnknownName, UsageError
 from headrace.policies.sharding import (
     ParameterPiece,
+    evenly,
     everywhere,
     fixed_shards,
     max_size,
@@ -36,7 +37,7 @@ def parameter_lists(draw: st.DrawFn) -> list[ParameterSpec]:
 
 
 OWNERS = st.integers(1, 9)
-SHARDINGS = {"everywhere": everywhere, "slices": slices, "whole": whole}
+SHARDINGS = {"evenly": evenly, "everywhere": everywhere, "slices": slices, "whole": whole}
 
 
 def elements_by_owner(segments: Sequence[Segment]) -> Counter[int]:

@@ -29,6 +29,7 @@ from headrace.strategies import Strategy
         (hr.Pipeline(3), ProcessCounts(3)),
         (hr.TensorParallel(2), ProcessCounts(2)),
         (hr.Hybrid(hr.Mirrored(2), hr.Pipeline(3)), ProcessCounts(6)),
+        (hr.Hybrid(hr.FullySharded(2), hr.Pipeline(3)), ProcessCounts(6)),
         (hr.Hybrid(hr.Downpour(2, servers=2), hr.Pipeline(2)), ProcessCounts(4, 2)),
     ],
     ids=repr,

@@ -15,6 +15,7 @@ from strategies.contract_runs import distance
 PIECES = {
     "fully_sharded": hr.FullySharded(3),
     "sharded replicas": hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2)),
+    "sharded stages": hr.Hybrid(hr.FullySharded(2), hr.Pipeline(2, 2, partition=[2, 3])),
     "pipeline": hr.Pipeline(2, 4, partition=[2, 3]),
     "tensor_parallel": hr.TensorParallel(2),
 }

@@ -57,9 +57,15 @@ class UnitLink(ABC):
         self._units = units
         self._meetings = 0
 
-    @abstractmethod
     def gather(self, unit: int, whole: Tensor, own: Tensor) -> None:
         """Fills a flat tensor with the parts of all ranks, by rank; `own` is this rank's."""
+        rows = whole.view(torch.uint8).view(self._group.world, own.nbytes)
+        for row, part in zip(rows, self.parts(unit, own), strict=True):
+            row.copy_(part)
+
+    @abstractmethod
+    def parts(self, unit: int, own: Tensor) -> Sequence[Tensor]:
+        """Returns the parts of all ranks, by rank, as bytes that stay until the next call; `own` is this rank's."""
 
     @abstractmethod
     def region(self, unit: int, elements: int, dtype: torch.dtype) -> Tensor:
@@ -116,21 +122,19 @@ class SharedLink(UnitLink):
         self._summed = -1
         self._turn = 0
 
-    def gather(self, unit: int, whole: Tensor, own: Tensor) -> None:
-        rank, nbytes = self._group.rank, own.nbytes
+    def parts(self, unit: int, own: Tensor) -> Sequence[Tensor]:
+        nbytes = own.nbytes
         # The other slot may still be read by ranks that are behind.
         self._turn ^= 1
         start = self._turn * self._part_bytes
-        self._slots[rank][start : start + nbytes].copy_(own.view(torch.uint8))
-        self._meet(_GATHER, unit, whole.nbytes)
-        parts = whole.view(torch.uint8).view(self._group.world, nbytes)
-        for part, slot in zip(parts, self._slots, strict=True):
-            part.copy_(slot[start : start + nbytes])
-        self._group.moved_bytes += nbytes + whole.nbytes
+        self._slots[self._group.rank][start : start + nbytes].copy_(own.view(torch.uint8))
+        self._meet(_GATHER, unit, nbytes * self._group.world)
+        self._group.moved_bytes += nbytes * (1 + self._group.world)
+        return [slot[start : start + nbytes] for slot in self._slots]
 
     def region(self, unit: int, elements: int, dtype: torch.dtype) -> Tensor:
         if self._group.world == 1:
-            # Nothing is scattered then.
+            # No other rank adds it up.
             return torch.empty(elements, dtype=dtype)
         if self._summed == self._meetings:
             # No rank may still add up what was here.
@@ -138,6 +142,8 @@ class SharedLink(UnitLink):
         return self._regions[self._group.rank][: elements * dtype.itemsize].view(dtype)
 
     def _parts_of(self, unit: int, part: Tensor, gradient: Tensor) -> list[Tensor]:
+        if self._group.world == 1:
+            return [gradient]
         self._meet(_SCATTER, unit, gradient.nbytes)
         self._summed = self._meetings
         self._group.moved_bytes += 2 * gradient.nbytes
@@ -154,10 +160,9 @@ class SharedLink(UnitLink):
 class HostsLink(UnitLink):
     """Over several hosts: by the group's own collectives, which are authenticated and encrypted between hosts."""
 
-    def gather(self, unit: int, whole: Tensor, own: Tensor) -> None:
-        self._meet(_GATHER, unit, whole.nbytes)
-        parts = whole.view(torch.uint8).view(self._group.world, own.nbytes)
-        parts.copy_(self._group.gather(own.view(torch.uint8)))
+    def parts(self, unit: int, own: Tensor) -> Sequence[Tensor]:
+        self._meet(_GATHER, unit, own.nbytes * self._group.world)
+        return self._group.gather(own.view(torch.uint8)).unbind()
 
     def region(self, unit: int, elements: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(elements, dtype=dtype)

@@ -76,6 +76,26 @@ def rows(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, ...
     return tuple(segments)
 
 
+def evenly(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, ...]:
+    """Cuts each parameter into ranges of `part_length` elements; the last owners get fewer or none."""
+    _require_owners(owners)
+    segments = []
+    for parameter in parameters:
+        if not parameter.trainable:
+            continue
+        length = part_length(parameter.elements, owners)
+        segments += [
+            Segment(parameter.name, start, min(start + length, parameter.elements), owner)
+            for owner, start in enumerate(range(0, max(1, parameter.elements), length))
+        ]
+    return tuple(segments)
+
+
+def part_length(elements: int, owners: int) -> int:
+    """Returns the most elements of one parameter that an owner gets where it is cut evenly; at least 1."""
+    return max(1, -(-elements // owners))
+
+
 def slices(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, ...]:
     """Cuts the concatenated parameters into `owners` contiguous ranges of nearly equal length.
 

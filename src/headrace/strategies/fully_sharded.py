@@ -18,12 +18,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.fully_sharded.units import AUTO, find_units
 from headrace.modules import without_data
 from headrace.policies.roles import data_parallel_plan, require_cpu
-from headrace.policies.sharding import rows
+from headrace.policies.sharding import evenly, rows
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
@@ -46,7 +48,8 @@ class FullySharded(Strategy):
             modules, or patterns (["encoder.layers.*"]), of which the outermost modules count. What is in none of them
             is one more unit, so that [] makes the whole model one.
         reshard_after_forward: release a unit between its forward and its backward, and gather it again: less memory,
-            and half as many bytes more.
+            and half as many bytes more. None for True; over pipelines (`hr.Hybrid`) for False, as a stage has many
+            forwards before its last backward.
 
     Raises:
         UsageError: an option has a value that it cannot have.
@@ -58,7 +61,7 @@ class FullySharded(Strategy):
 
     workers: int | None = None
     units: str | Sequence[str] = AUTO
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | None = None
 
     name = "fully_sharded"
     equals_one_device = True
@@ -70,8 +73,8 @@ class FullySharded(Strategy):
             raise UsageError(
                 f"units is 'auto', or a list of modules' names or patterns such as ['blocks.*'], got {self.units!r}"
             )
-        if not isinstance(self.reshard_after_forward, bool):
-            raise UsageError(f"reshard_after_forward must be True or False, got {self.reshard_after_forward!r}")
+        if not isinstance(self.reshard_after_forward, bool | None):
+            raise UsageError(f"reshard_after_forward must be True, False or None, got {self.reshard_after_forward!r}")
 
     def check(self, options: Options) -> None:
         if options.compile:
@@ -103,9 +106,8 @@ class FullySharded(Strategy):
         broadcast(module, group)
         units = find_units(module, self.units)
         communicates = context.synchronise_batch_norm()
-        ghosts = [(name, without_data(each)) for name, each in module.named_parameters()]
-        template = build(context.optimizer, ghosts)
-        sharded = ShardedModule(module, units, within, self.reshard_after_forward, context.closing)
+        template = _template(context)
+        sharded = ShardedModule(module, units, within, self.reshard_after_forward is not False, context.closing)
         owned = sharded.owned([each for each in plan.segments if each.owner in (within.rank, EVERY_WORKER)])
         updater = context.updater(build_over_owned(template, owned), owned, template)
         used = UsedParameters(group, len(sharded.pieces))
@@ -115,16 +117,51 @@ class FullySharded(Strategy):
             compute.notes = (sharded.describe(),)
         return Replica(compute, ShardedExchange(sharded, updater, context.clipper(), used, group.rank == 0, mates))
 
+    def check_stages(self) -> None:
+        """Refuses options that have no meaning over replicas that are pipelines, with a UsageError."""
+        if self.units != AUTO:
+            raise UsageError(
+                f"units={self.units!r}: what is gathered as one in a pipeline is a rank's stages; leave units out"
+            )
+        if self.reshard_after_forward:
+            raise UsageError(
+                "reshard_after_forward=True releases parameters between forward and backward, and a stage of a "
+                "pipeline runs many forwards before its last backward; leave it out"
+            )
+
+    def over_stages(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
+        """Returns what a rank runs that holds stages of a pipeline; the ranks of `context` hold the same ones."""
+        from headrace.fully_sharded.stages import DividedCompute, DividedExchange, DividedParameters, PartialSums
+
+        group, held = context.group, context.model.parameters
+        broadcast(context.module, group)
+        template = _template(context)
+        named = dict(context.module.named_parameters())
+        divided = DividedParameters({each.name: named[each.name] for each in held}, group)
+        owned = divided.owned([each for each in evenly(held, group.world) if each.owner == group.rank])
+        updater = context.updater(build_over_owned(template, owned), owned, template)
+        used = UsedParameters(group, len(divided.trained))
+        compute = DividedCompute(context.whole_model(PartialSums(divided, used)), divided)
+        if group.rank == 0:
+            compute.notes = (
+                f"rank {rank} holds {divided.part_bytes:,} of its stage's {divided.whole_bytes:,} bytes of parameters "
+                f"between rounds, and what the optimizer keeps of them: one part of {group.world}",
+            )
+        # What several stages hold is measured by the first.
+        measured = frozenset(each.parameter for each in plan.segments if each.owner == rank)
+        return Replica(compute, DividedExchange(updater, context.clipper({}), used, divided, measured))
+
+
+def _template(context: WorkerContext) -> torch.optim.Optimizer:
+    """Returns the job's optimizer over all parameters of the model, without their memory."""
+    return build(context.optimizer, [(name, without_data(each)) for name, each in context.module.named_parameters()])
+
 
 def sharded_plan(
     name: str, options: Mapping[str, object], workers: int | None, model: ModelSpec, cluster: Cluster, replicas: int = 1
 ) -> Plan:
     """Plans workers of which each has a part of every parameter, in one replica or in several that are alike."""
-    if not model.sliceable:
-        raise UsageError(
-            f"the job's optimizer looks at whole matrices, of which each worker has a part under {name}; use one that "
-            "treats every element alone (SGD, Adam), or mirrored"
-        )
+    require_sliceable(name, model)
     plan = data_parallel_plan(
         name,
         options,
@@ -139,6 +176,15 @@ def sharded_plan(
     for host in cluster.hosts:
         _require_memory(plan, sum(role.host == host.name for role in plan.roles), replicas, model, host)
     return plan
+
+
+def require_sliceable(name: str, model: ModelSpec) -> None:
+    """Refuses an optimizer that needs whole parameters, with a UsageError."""
+    if not model.sliceable:
+        raise UsageError(
+            f"the job's optimizer looks at whole matrices, of which each worker has a part under {name}; use one that "
+            "treats every element alone (SGD, Adam), or mirrored"
+        )
 
 
 def _require_memory(plan: Plan, workers: int, replicas: int, model: ModelSpec, host: Host) -> None:

@@ -24,14 +24,14 @@ from headrace.errors import InfeasiblePlan, UsageError
 from headrace.parameter_server.server.server import Server
 from headrace.pipeline.staged import StagedReplica
 from headrace.policies.roles import require_cpu, require_memory, worker_and_server_roles, worker_roles
-from headrace.policies.sharding import everywhere
+from headrace.policies.sharding import evenly, everywhere
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.compute import LayerSpec
 from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import Options
-from headrace.spec.plan import EVERY_WORKER, Plan, ProcessCounts, Role
+from headrace.spec.plan import EVERY_WORKER, Plan, ProcessCounts, Role, Segment
 from headrace.strategies.context import ModelProbe, ServerContext, WorkerContext
-from headrace.strategies.fully_sharded import FullySharded, sharded_plan
+from headrace.strategies.fully_sharded import FullySharded, require_sliceable, sharded_plan
 from headrace.strategies.mirrored import Mirrored
 from headrace.strategies.parameter_averaging import ParameterAveraging
 from headrace.strategies.pipeline import Pipeline
@@ -52,9 +52,9 @@ class Hybrid(ServedStrategy):
     Ranks go replica by replica: with 2 devices inside, ranks 0 and 1 hold the first one.
 
     Attributes:
-        outer: what the replicas do with each other: `Mirrored`, `ParameterAveraging` by all-reduce, or
-            `ParameterServer` or `Downpour`, each of whose servers has shards of one stage or slice; its `workers` are
-            replicas.
+        outer: what the replicas do with each other: `Mirrored`, `ParameterAveraging` by all-reduce,
+            `ParameterServer` or `Downpour`, each of whose servers has shards of one stage or slice, or, where they are
+            pipelines, `FullySharded`, which divides each stage among them; its `workers` are replicas.
         inner: what a replica is: `TensorParallel` or `Pipeline`; or `FullySharded`, under an outer `Mirrored` (torch's
             HSDP), whose ranks each compute on a share of their own.
 
@@ -79,13 +79,20 @@ class Hybrid(ServedStrategy):
                 "the inner strategy of a hybrid must be hr.TensorParallel(...), hr.Pipeline(...) or "
                 f"hr.FullySharded(...), which hold one model on several devices, got {self.inner!r}"
             )
-        if not isinstance(self.outer, Mirrored | ParameterAveraging | Served):
+        if not isinstance(self.outer, Mirrored | ParameterAveraging | Served | FullySharded):
             raise UsageError(
                 "the outer strategy of a hybrid must be hr.Mirrored(...), hr.ParameterAveraging(...), "
-                f"hr.ParameterServer(...) or hr.Downpour(...), got {self.outer!r}"
+                f"hr.ParameterServer(...), hr.Downpour(...) or hr.FullySharded(...), got {self.outer!r}"
             )
         if isinstance(self.inner, FullySharded):
             _check_sharded(self.outer)
+        if isinstance(self.outer, FullySharded):
+            if not isinstance(self.inner, Pipeline):
+                raise UsageError(
+                    "hr.FullySharded(...) as the outer strategy divides the stages of hr.Pipeline(...), got the inner "
+                    f"strategy {self.inner!r}; use hr.Mirrored(...) around it"
+                )
+            self.outer.check_stages()
         if isinstance(self.outer, Mirrored | ParameterAveraging) and self.outer.min_workers is not None:
             raise UsageError(
                 f"min_workers={self.outer.min_workers} lets workers come and go one by one, and the ranks of a replica "
@@ -153,7 +160,11 @@ class Hybrid(ServedStrategy):
             served = served_plan(self.name, self.outer, inner, model, cluster, (replicas, devices))
             return replace(served, options=describe_options(self))
         # Each builds the whole model before it keeps a part; then there are the copies of the outer's.
-        needed = max(3 * len(roles), model.copies * replicas)
+        needed, segments = max(3 * len(roles), model.copies * replicas), everywhere(model.parameters)
+        if isinstance(self.outer, FullySharded):
+            require_sliceable(self.name, model)
+            # In a round each replica has parameters and gradients, and all together the parts and their state.
+            needed, segments = max(len(roles), 2 * replicas + model.copies), _divided(inner, model, replicas)
         require_memory(self.name, needed * model.trainable_bytes, cluster)
         require_cpu(self.name, cluster)
         return replace(
@@ -162,7 +173,7 @@ class Hybrid(ServedStrategy):
             options=describe_options(self),
             roles=tuple(replace(role, data_rank=role.rank // devices, stage=role.rank % devices) for role in roles),
             shares=(1,) * replicas,
-            segments=everywhere(model.parameters),
+            segments=segments,
         )
 
     def _roles(self, cluster: Cluster, count: int) -> tuple[Role, ...]:
@@ -176,7 +187,7 @@ class Hybrid(ServedStrategy):
         Raises:
             InfeasiblePlan: neither options nor launcher say, or they contradict each other.
         """
-        assert isinstance(self.outer, Mirrored | ParameterAveraging | Served)
+        assert isinstance(self.outer, Mirrored | ParameterAveraging | Served | FullySharded)
         replicas, devices = self.outer.workers, self._devices()
         if replicas is not None and devices is not None:
             return replicas, devices
@@ -215,6 +226,8 @@ class Hybrid(ServedStrategy):
             # Replicas that are threads share one generator, and while one is traced no other may go on and draw.
             everyone.barrier()
             return replace(served_replica(self.outer, plan, role, own), slices=inside.slices)
+        if isinstance(self.outer, FullySharded):
+            return self.outer.over_stages(plan, rank, own)
         # To the outer strategy each replica is a worker; memory was asked for before.
         replicas = Cluster((Host(plan.roles[0].host, mates.world, _ENOUGH_BYTES),))
         outer = self.outer.plan(own.model, replicas)
@@ -240,13 +253,15 @@ class Hybrid(ServedStrategy):
     ) -> ModelParallelGroup:
         assert isinstance(self.inner, Pipeline)
         # A loss is weighed over all replicas, where these synchronize in every round.
-        total = everyone.sum if isinstance(self.outer, Mirrored) else near.group.sum
+        total = everyone.sum if isinstance(self.outer, Mirrored | FullySharded) else near.group.sum
         compute = self.inner.compute(plan, near, total, everyone)
         compute.mates = mates
-        if near.options.clip_norm is not None and compute.tied and not isinstance(self.outer, Served):
+        counts_all = isinstance(self.outer, Mirrored | ParameterAveraging)
+        if near.options.clip_norm is not None and compute.tied and counts_all:
             raise UsageError(
                 f"clip_norm={near.options.clip_norm:g} needs every gradient once, and several stages of a replica hold "
-                f"{compute.tied[0]!r}; use hr.Pipeline alone, or leave clip_norm out"
+                f"{compute.tied[0]!r}; use hr.Hybrid(hr.FullySharded(...), hr.Pipeline(...)), hr.Pipeline alone, or "
+                "leave clip_norm out"
             )
         return StagedReplica(compute, near.group, everyone, near.model)
 
@@ -262,6 +277,15 @@ def _check_sharded(outer: Strategy) -> None:
             f"codec={outer.codec!r} is for gradients of whole parameters, and the ranks of hr.FullySharded(...) have "
             "parts; use codec='plain'"
         )
+
+
+def _divided(inner: Plan, model: ModelSpec, replicas: int) -> tuple[Segment, ...]:
+    """Divides each stage's parameters among the ranks that hold it, one in each replica."""
+    stages = {segment.parameter: segment.owner for segment in inner.segments}
+    return tuple(
+        replace(each, owner=each.owner * inner.workers + stages[each.parameter])
+        for each in evenly(model.parameters, replicas)
+    )
 
 
 def _itself(group: ProcessGroup) -> Callable[[], Collective | None]:
