@@ -18,12 +18,15 @@ from headrace.devices import DEVICES, DeviceKind, choose, explain_auto, found, k
 from headrace.errors import InfeasiblePlan, UnfitMachine, UnknownName, UsageError
 from headrace.machine import detect
 from headrace.spec.cluster import Cluster, Host
+from headrace.spec.compute import LayerSpec
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.plan import device_kinds, exchanges_in_host_memory
 from headrace.strategies import Strategy
 from headrace.strategies.checks import check_device
 
 MODEL = ModelSpec((ParameterSpec("weight", (4,)),))
+LAYERS = (LayerSpec("first", ("weight",), 4, 1.0, 1.0, 4, 4), LayerSpec("second", (), 0, 1.0, 1.0, 4, 4))
+STAGES = ModelSpec(MODEL.parameters, layers=LAYERS)
 
 
 class Fake:
@@ -72,8 +75,9 @@ def test_a_new_device_is_a_row(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> N
     check_device(hr.Mirrored(), hr.Mirrored().plan(MODEL, cluster), cluster)
     with pytest.raises(InfeasiblePlan, match=r"asks for 3 workers on fake and .* has 2 such devices"):
         hr.Mirrored(3).plan(MODEL, cluster)
-    with pytest.raises(InfeasiblePlan, match=r"fully_sharded runs on CPUs, and the devices are fake \(collect"):
-        hr.FullySharded(2).plan(MODEL, cluster)
+    assert [role.device for role in hr.FullySharded(2).plan(MODEL, cluster).roles] == ["fake:0", "fake:1"]
+    with pytest.raises(InfeasiblePlan, match=r"hybrid runs on CPUs, and the devices are fake \(collect"):
+        hr.Hybrid(hr.FullySharded(1), hr.Pipeline(2)).plan(STAGES, cluster)
     assert devices.device_names(kind_of("fake:1")) == ["Fake 0", "Fake 1"]
     monkeypatch.setattr(torch, "device", lambda name: types.SimpleNamespace(index=int(name[-1])))
     devices.use("fake:1")
@@ -138,6 +142,7 @@ def test_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (hr.OneDevice(), "tpu", None, "use hr.TPU, or device='cpu'"),
         (hr.Mirrored(2), "mps", None, r"2 workers of mirrored exchange .* mps \(collectives: none\); use workers=1"),
+        (hr.FullySharded(2), "mps", None, r"2 workers of fully_sharded exchange .* mps \(collectives: none\)"),
         (hr.LocalSGD(2), "mps", None, "2 workers of parameter_averaging exchange tensors between devices"),
     ],
     ids=str,

@@ -9,7 +9,7 @@ from torch import Tensor
 from collectives.seats import together
 from headrace.collectives.threads import ThreadCollective
 from headrace.errors import UsageError
-from headrace.fully_sharded.link import HostsLink, OwnGradients, SharedLink, UnitGather, UnitLink, UnitScatter
+from headrace.fully_sharded.link import CollectiveLink, OwnGradients, SharedLink, UnitGather, UnitLink, UnitScatter
 
 WORLD, UNITS = 3, ("body", "head", "")
 SIZES = (5, 2, 0)
@@ -21,7 +21,7 @@ def link_of(kind: str, group: ThreadCollective, own: OwnGradients | None = None)
     own = own or OwnGradients()
     if kind == "shared":
         return SharedLink(group, UNITS, own, 8 * WORLD * max(SIZES))
-    return HostsLink(group, UNITS, own)
+    return CollectiveLink(group, UNITS, own, group, torch.device("cpu"))
 
 
 def numbers(rank: int, unit: int, turn: int, elements: int) -> Tensor:

@@ -60,7 +60,9 @@ def largest_difference(a: nn.Module, b: nn.Module) -> float:
 
 
 @pytest.mark.parametrize(
-    "strategy", [hr.OneDevice(), hr.Mirrored(1), hr.Mirrored(1, overlap=False), hr.CentralStorage(1)], ids=str
+    "strategy",
+    [hr.OneDevice(), hr.Mirrored(1), hr.Mirrored(1, overlap=False), hr.CentralStorage(1), hr.FullySharded(1)],
+    ids=str,
 )
 def test_one_gpu_gives_what_the_cpu_gives(job: hr.Job, engine: LocalEngine, strategy: hr.Strategy) -> None:
     here = hr.fit(job, hr.OneDevice(), device="cpu", engine=engine)
@@ -84,6 +86,15 @@ def test_two_workers_share_one_gpu_and_the_one_copy(
     there = hr.fit(local, hr.CentralStorage(2), device="cuda", engine=engine)
     assert largest_difference(here.model, there.model) < 1e-9
     assert there.summary.cost.parameter_bytes == sum(p.numel() * p.element_size() for p in here.model.parameters())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes one rank a GPU")
+def test_two_gpus_gather_units_and_scatter_their_gradients(job: hr.Job, engine: LocalEngine) -> None:
+    here = hr.fit(job, hr.OneDevice(), device="cpu", engine=engine)
+    for strategy in (hr.FullySharded(2), hr.FullySharded(2, [], reshard_after_forward=False)):
+        there = hr.fit(job, strategy, device="cuda", engine=engine)
+        assert largest_difference(here.model, there.model) < 1e-9
+        assert there.metrics == pytest.approx(here.metrics, abs=1e-9)
 
 
 def test_more_workers_than_gpus_is_refused(job: hr.Job) -> None:

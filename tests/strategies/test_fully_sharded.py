@@ -24,7 +24,7 @@ from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import Notice, WorkerEnded
 from headrace.spec.model import ModelSpec, ParameterSpec
 from strategies.contract_models import Case, Partial, asking, vectors
-from strategies.contract_runs import distance, train
+from strategies.contract_runs import distance, drive, train
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 
@@ -59,6 +59,18 @@ class Experts(nn.Module):
         rare = asking(x)
         output = self.experts[0](x)
         return output + rare[:, None] * self.experts[1](x) if rare.any() else output
+
+
+class Scaled(nn.Module):
+    """Has a parameter without rows, which every worker has whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.body(x)
 
 
 def texts(count: int) -> tuple[Tensor, Tensor]:
@@ -166,10 +178,11 @@ def test_options_that_cannot_be_meant_are_refused() -> None:
             hr.Hybrid(outer, hr.FullySharded(2))
     with pytest.raises(UsageError, match=r"codec='int8' is for gradients of whole parameters, .* use codec='plain'"):
         hr.Hybrid(hr.Mirrored(2, codec="int8"), hr.FullySharded(2))
-    with pytest.raises(UsageError, match="must be hr.Mirrored"):
+    with pytest.raises(UsageError, match=r"must be hr\.Mirrored"):
         hr.Hybrid(hr.FullySharded(2), hr.FullySharded(2))
-    with pytest.raises(InfeasiblePlan, match="fully_sharded runs on CPUs, and the devices are cuda"):
-        hr.FullySharded(1).plan(ModelSpec(()), Cluster((Host("gpu", 4, 1 << 30, ("cuda:0",)),), device="cuda"))
+    gpus = Cluster((Host("gpu", 4, 1 << 30, ("cuda:0", "cuda:1")),), device="cuda")
+    with pytest.raises(InfeasiblePlan, match="hybrid runs on CPUs, and the devices are cuda"):
+        hr.Hybrid(hr.Mirrored(1), hr.FullySharded(2)).plan(ModelSpec(()), gpus)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +199,38 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would_do(memory: int, wo
     model = ModelSpec((ParameterSpec("weight", (100, 10)),))
     with pytest.raises(InfeasiblePlan, match=words):
         hr.FullySharded(4).plan(model, Cluster((Host("here", 4, memory),)))
+
+
+@pytest.mark.parametrize(
+    ("memory", "words"),
+    [
+        (2_000, r"needs 6,000 bytes on each device, .* have 2,000, 4,000 too few: .* 12,000 bytes .*; 6 workers would"),
+        (
+            3_500,
+            r"needs 4,000 bytes on each device, .* have 3,500: each holds the whole model before it keeps its part",
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_on_devices_is_refused(memory: int, words: str) -> None:
+    model = ModelSpec((ParameterSpec("weight", (100, 10)),))
+    workers = 2 if memory < 3_000 else 4
+    names = tuple(f"cuda:{index}" for index in range(workers))
+    host = Host("gpu", 4, 1 << 30, names, device_memory_bytes=memory)
+    with pytest.raises(InfeasiblePlan, match=words):
+        hr.FullySharded(workers).plan(model, Cluster((host,), device="cuda"))
+
+
+@pytest.mark.parametrize(
+    "model", [Blocks, lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), Scaled], ids=str
+)
+def test_units_go_by_the_collectives_of_devices(model: Callable[[], nn.Module]) -> None:
+    job = Case(model, texts if model is Blocks else vectors, optimizer=ADAM).job(11)
+    ranks, one = drive(job, hr.FullySharded(3), 3, 0, 9, wired=True), drive(job, hr.OneDevice(), 1, 0, 9)
+    for rank in ranks:
+        # Of a tied parameter the second name has this rank's part.
+        whole = {name: tensor for name, tensor in rank.tensors.items() if not isinstance(tensor, DTensor)}
+        assert whole.keys() >= dict(job.model.named_parameters()).keys()  # type: ignore[union-attr]
+        assert distance(whole, {name: one[0].tensors[name] for name in whole}) <= 1e-9
 
 
 def test_replicas_that_are_divided_are_refused_where_their_state_does_not_fit() -> None:

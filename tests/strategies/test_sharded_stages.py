@@ -52,7 +52,9 @@ def processes() -> Iterator[LocalEngine]:
 def test_they_are_one_device(model: str, replicas: int, count: int) -> None:
     case = CASES.get(model) or Case(MODELS["mlp"].model, optimizer=partial(ADAM, amsgrad=True, weight_decay=0.01))
     job = case.job(count)
-    outcome, one = train(job, divided(replicas)), train(job, hr.OneDevice())
+    # A replica's share of 4 examples is cut into 2 micro-batches, or is 1 example.
+    strategy = divided(replicas, hr.Pipeline(2, 4 // replicas))
+    outcome, one = train(job, strategy), train(job, hr.OneDevice())
     assert distance(outcome.tensors, one.tensors) <= 1e-9
     assert outcome.losses == pytest.approx(one.losses, rel=1e-9)
     assert outcome.metrics == pytest.approx(one.metrics, rel=1e-9)
@@ -131,24 +133,30 @@ def test_one_stage_is_divided_too() -> None:
 
 def test_what_is_divided_is_said(tmp_path: Path) -> None:
     job = CASES["mlp"].job(8)
-    run = hr.fit(job, divided(), device="cpu", run_dir=tmp_path, engine=hr.ThreadEngine())
+    strategy = divided(2, hr.Pipeline(2, 2, partition=[2, 1]))
+    run = hr.fit(job, strategy, device="cpu", run_dir=tmp_path, engine=hr.ThreadEngine())
     said = sorted(event.text for event in run.events if isinstance(event, Notice) and "between rounds" in event.text)
-    assert [text.split(" of its stage's ")[0] for text in said] == ["rank 0 holds 120", "rank 1 holds 96"]
+    assert [text.split(" of its stage's ")[0] for text in said] == ["rank 0 holds 120", "rank 1 holds 88"]
 
 
-THREE = {"one_device": hr.OneDevice(), "mirrored": hr.Mirrored(3), "three replicas": divided(3), "two": divided(2)}
+THEN = {
+    "one_device": hr.OneDevice(),
+    "mirrored": hr.Mirrored(3),
+    "three replicas": divided(3, hr.Pipeline(2, 1)),
+    "two": divided(2),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["mlp", "tied", "idle"])
-@pytest.mark.parametrize("then", sorted(THREE))
+@pytest.mark.parametrize("then", sorted(THEN))
 def test_a_checkpoint_has_the_same_parameters_under_any_strategy(case: str, then: str, tmp_path: Path) -> None:
     job = dataclasses.replace(CASES[case].job(11, optimizer=ADAM), epochs=2)
     run = {"device": "cpu", "engine": hr.ThreadEngine(), "run_dir": tmp_path}
     saved = hr.fit(job, divided(2), **run)  # type: ignore[arg-type]
-    loaded = hr.fit(job, THREE[then], resume=True, **run)  # type: ignore[arg-type]
+    loaded = hr.fit(job, THEN[then], resume=True, **run)  # type: ignore[arg-type]
     assert distance(loaded.model.state_dict(), saved.model.state_dict()) == 0.0
-    further = hr.fit(dataclasses.replace(job, epochs=3), THREE[then], resume=True, **run)  # type: ignore[arg-type]
+    further = hr.fit(dataclasses.replace(job, epochs=3), THEN[then], resume=True, **run)  # type: ignore[arg-type]
     whole = hr.fit(dataclasses.replace(job, epochs=3), hr.OneDevice(), device="cpu", engine=hr.ThreadEngine())
     assert distance(further.model.state_dict(), whole.model.state_dict()) <= 1e-9
 

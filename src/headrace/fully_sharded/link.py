@@ -6,7 +6,8 @@
     scatter   rank 0   │ its gradient of the unit ─► region ─┐            ┌─► adds up part 0 of all regions
               rank 1   │ its gradient of the unit ─► region ─┴─ barrier ──┴─► adds up part 1 of all regions
 
-So among the workers of one host; over several hosts a gather is an all-gather, and a scatter an all-to-all.
+So among the workers of one host; over several hosts, and among accelerators, a gather is an all-gather, and a scatter
+an all-to-all.
 
 Every rank says what it does with which unit first, and looks whether the others do the same.
 Sums are taken in rank order, so that two runs get the same bits.
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from headrace.collectives.base import ProcessGroup
+from headrace.collectives.base import Collective, ProcessGroup
 from headrace.errors import UsageError
 
 _DEEDS = ("gathers", "sums the gradients of", "has summed the gradients of")
@@ -157,22 +158,34 @@ class SharedLink(UnitLink):
         return [tuple(header[turn].tolist()) for header in self._headers]
 
 
-class HostsLink(UnitLink):
-    """Over several hosts: by the group's own collectives, which are authenticated and encrypted between hosts."""
+class CollectiveLink(UnitLink):
+    """By the collectives of a `carrier`: between hosts the group itself, among accelerators their own, for `device`."""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        units: Sequence[str],
+        own: OwnGradients,
+        carrier: Collective,
+        device: torch.device,
+    ) -> None:
+        super().__init__(group, units, own)
+        self._carrier = carrier
+        self._device = device
 
     def parts(self, unit: int, own: Tensor) -> Sequence[Tensor]:
         self._meet(_GATHER, unit, own.nbytes * self._group.world)
-        return self._group.gather(own.view(torch.uint8)).unbind()
+        return self._carrier.gather(own.view(torch.uint8)).unbind()
 
     def region(self, unit: int, elements: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(elements, dtype=dtype)
+        return torch.empty(elements, dtype=dtype, device=self._device)
 
     def _parts_of(self, unit: int, part: Tensor, gradient: Tensor) -> list[Tensor]:
         self._meet(_SCATTER, unit, gradient.nbytes)
         if not part.nbytes:
             return [part]
         rows = gradient.view(torch.uint8).view(self._group.world, part.nbytes)
-        return [row.view(part.dtype) for row in self._group.all_to_all(rows)]
+        return [row.view(part.dtype) for row in self._carrier.all_to_all(rows)]
 
     def _exchange(self, own: tuple[int, ...]) -> list[tuple[int, ...]]:
         every = self._group.gather(torch.tensor(own).view(torch.uint8)).view(torch.int64)

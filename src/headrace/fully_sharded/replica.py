@@ -53,7 +53,7 @@ class ShardedModel(Compute):
         scale: LossScale | None,
     ) -> None:
         self.module = sharded.module
-        self.device = torch.device("cpu")
+        self.device = sharded.device
         self._sharded = sharded
         self._objective = objective
         self._options = options
@@ -71,12 +71,13 @@ class ShardedModel(Compute):
         largest = -(-share.of // self._group.world)
         turns = max(1, min(self._options.accumulate, largest))
         pieces = min(turns, share.examples)
+        held = self.place(share.batch)
         for _ in range(turns - pieces):
-            self._take_part(share.batch)
+            self._take_part(held)
         losses = []
         for start, stop in bounds(share.examples, (1,) * pieces) if pieces else ():
             # What is not cut may hold what cannot be.
-            batch = share.batch if pieces == 1 else cut(share.batch, start, stop, share.examples)
+            batch = held if pieces == 1 else cut(held, start, stop, share.examples)
             losses.append((self._differentiate(self._loss(batch), stop - start, share), stop - start))
         return self._finish(losses, share.epoch)
 
@@ -92,7 +93,7 @@ class ShardedModel(Compute):
     @torch.no_grad()
     def predict(self, batch: Any) -> Any:
         with self._autocast():
-            output = call(self.module, batch, self._objective.inputs)
+            output = call(self.module, self.place(batch), self._objective.inputs)
         # The rest of the model stays for a backward, and none follows.
         self._sharded.reshard()
         return widened(output, self._half)
@@ -105,10 +106,10 @@ class ShardedModel(Compute):
 
     @cached_property
     def _sample(self) -> Any:
-        return self._load_sample()
+        return self.place(self._load_sample())
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._half is None else torch.autocast("cpu", self._half)
+        return nullcontext() if self._half is None else torch.autocast(self.device.type, self._half)
 
     def _loss(self, batch: Any) -> Tensor | Mean:
         with self._autocast():

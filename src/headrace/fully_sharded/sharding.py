@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from headrace.collectives.base import Collective, ProcessGroup
-from headrace.fully_sharded.link import HostsLink, OwnGradients, SharedLink, UnitGather, UnitLink, UnitScatter
+from headrace.fully_sharded.link import CollectiveLink, OwnGradients, SharedLink, UnitGather, UnitLink, UnitScatter
 from headrace.fully_sharded.units import is_kept_whole, unit_parameters
 from headrace.modules import parameters_and_buffers
 from headrace.spec.plan import Segment
@@ -27,13 +27,13 @@ from headrace.trees import map_tensors
 _numbers = itertools.count()
 
 
-def mesh_of(group: ProcessGroup, closing: ExitStack) -> DeviceMesh:
+def mesh_of(group: ProcessGroup, device: torch.device, closing: ExitStack) -> DeviceMesh:
     """Returns the mesh of a group's ranks, which only says who they are: the group itself moves what they exchange.
 
     torch's own would be one a process, and needs a connection to each.
     """
     name: Any = f"headrace-{os.getpid()}-{next(_numbers)}"
-    mesh = DeviceMesh("cpu", torch.arange(group.world), _init_backend=False, _rank=group.rank)
+    mesh = DeviceMesh(device.type, torch.arange(group.world), _init_backend=False, _rank=group.rank)
     # torch's stub lacks this constructor.
     new_group: Any = dist.ProcessGroup
     ranks = new_group(group.rank, group.world)
@@ -48,20 +48,31 @@ def mesh_of(group: ProcessGroup, closing: ExitStack) -> DeviceMesh:
 class ShardedModule:
     """A module, sharded in place, unit by unit.
 
+    `carrier` moves what the ranks exchange; None for the memory that they share.
+
     Attributes:
         pieces: this rank's part of each trained parameter, flat, by name; it is empty where there are more ranks than
             rows. Of a parameter without rows every rank has the whole.
         whole: names of those.
         unit_bytes: of each unit, by name, when it is gathered; "" is the rest of the model.
         own: what is known of this rank's gradients since `begin`.
+        device: where the module is.
     """
 
     def __init__(
-        self, module: nn.Module, units: Sequence[str], group: ProcessGroup, reshard: bool, closing: ExitStack
+        self,
+        module: nn.Module,
+        units: Sequence[str],
+        group: ProcessGroup,
+        carrier: Collective | None,
+        reshard: bool,
+        closing: ExitStack,
     ) -> None:
         self.module = module
+        self.device = next((each.device for each in module.parameters()), torch.device("cpu"))
         self.own = OwnGradients()
         self._group = group
+        self._carrier: Collective = carrier or group
         self._shapes = {name: each.shape for name, each in module.named_parameters()}
         kept = {name: each for name, each in module.named_parameters() if is_kept_whole(each)}
         self.whole = frozenset(kept)
@@ -76,7 +87,9 @@ class ShardedModule:
         largest = max(self.unit_bytes.values()) if group.world > 1 else 0
         units = tuple(self.unit_bytes)
         self._link: UnitLink = (
-            SharedLink(group, units, self.own, largest) if group.one_memory else HostsLink(group, units, self.own)
+            CollectiveLink(group, units, self.own, carrier, self.device)
+            if carrier
+            else SharedLink(group, units, self.own, largest)
         )
         self._parts = self._shard(units, set(kept.values()), reshard, closing)
         self._watch(names)
@@ -88,7 +101,7 @@ class ShardedModule:
         }
 
     def _shard(self, units: Sequence[str], whole: set[nn.Parameter], reshard: bool, closing: ExitStack) -> list[Any]:
-        mesh = mesh_of(self._group, closing)
+        mesh = mesh_of(self._group, self.device, closing)
         for parameter in self.module.parameters():
             parameter.data = parameter.data.contiguous()
         parts = []
@@ -150,7 +163,7 @@ class ShardedModule:
             gradient = _gradient(self._parameters[name])
             if name in self.whole:
                 gradient = torch.zeros_like(piece) if gradient is None else gradient
-                self._group.all_reduce(gradient)
+                self._carrier.all_reduce(gradient)
             self._parameters[name].grad = None
             if missing(name):
                 piece.grad = None
@@ -201,7 +214,7 @@ class ShardedModule:
         )
 
     def _gathered(self, name: str) -> Tensor:
-        shape, local = self._shapes[name], _local(self._parameters[name])
+        shape, local = self._shapes[name], _local(self._parameters[name]).cpu()
         part = local.new_zeros(_padded(shape, self._group.world) // self._group.world)
         part[: local.numel()] = local
         every = self._group.gather(part.view(torch.uint8)).view(part.dtype)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import UsageError
-from headrace.fully_sharded.link import HostsLink, OwnGradients, SharedLink, UnitLink
+from headrace.fully_sharded.link import CollectiveLink, OwnGradients, SharedLink, UnitLink
 from headrace.modules import is_dense
 from headrace.policies.sharding import part_length
 from headrace.spec.job import Share
@@ -85,7 +85,8 @@ class _Unit:
                 row[start : start + len(chunk)].copy_(chunk)
 
     def _chunks(self, name: str, whole: Tensor) -> Sequence[Tensor]:
-        return whole.reshape(-1).split(self._places[name][1])
+        chunks: Sequence[Tensor] = whole.reshape(-1).split(self._places[name][1])
+        return chunks
 
 
 class DividedParameters:
@@ -119,7 +120,7 @@ class DividedParameters:
         self._link: UnitLink = (
             SharedLink(group, titles, OwnGradients(), largest)
             if group.one_memory
-            else HostsLink(group, titles, OwnGradients())
+            else CollectiveLink(group, titles, OwnGradients(), group, torch.device("cpu"))
         )
         self._release()
 

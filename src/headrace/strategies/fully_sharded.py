@@ -6,7 +6,8 @@
     runs, and released after it            the gradients
 
 It is torch's `fully_shard` (FSDP2; Rajbhandari et al., "ZeRO", 2020, stage 3; Zhao et al., "PyTorch FSDP", 2023), whose
-collectives go through the memory that the workers of a host share, and between hosts through headrace's own:
+collectives go through the memory that the workers of a host share, between hosts through headrace's own, and among
+accelerators through theirs (NCCL):
 
     worker 0   P[part 0] ─┐            ┌─► unit ─► forward ... backward ─► gradient ─┐           ┌─► P[part 0]
                           ├─ gather ───┤                                             ├─ scatter ─┤
@@ -20,11 +21,12 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.collectives.base import ProcessGroup
+from headrace.collectives.base import Collective, ProcessGroup
+from headrace.devices import HOST
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.fully_sharded.units import AUTO, find_units
 from headrace.modules import without_data
-from headrace.policies.roles import data_parallel_plan, require_cpu
+from headrace.policies.roles import data_parallel_plan
 from headrace.policies.sharding import evenly, rows
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec
@@ -65,6 +67,7 @@ class FullySharded(Strategy):
 
     name = "fully_sharded"
     equals_one_device = True
+    collectives = True
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
@@ -92,22 +95,32 @@ class FullySharded(Strategy):
         return sharded_plan(self.name, describe_options(self), self.workers, model, cluster)
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
-        return self.in_replicas(plan, context, context.group)
+        return self.in_replicas(plan, context, context.group, context.device_group())
 
     def in_replicas(
-        self, plan: Plan, context: WorkerContext, within: ProcessGroup, mates: ProcessGroup | None = None
+        self,
+        plan: Plan,
+        context: WorkerContext,
+        within: ProcessGroup,
+        carrier: Collective | None,
+        mates: ProcessGroup | None = None,
     ) -> Replica:
-        """Returns what a rank runs where ranks `within` shard a replica, and `mates` hold the same part of others."""
+        """Returns what a rank runs where ranks `within` shard a replica, and `mates` hold the same part of others.
+
+        `carrier` moves what the ranks `within` exchange; None for the memory that they share.
+        """
         # Here, because importing torch.distributed costs what the other strategies need not pay.
         from headrace.fully_sharded.replica import ShardedExchange, ShardedModel
         from headrace.fully_sharded.sharding import ShardedModule
 
         module, group = context.module, context.group
-        broadcast(module, group)
+        broadcast(module, context.device_group() or group)
         units = find_units(module, self.units)
         communicates = context.synchronise_batch_norm()
         template = _template(context)
-        sharded = ShardedModule(module, units, within, self.reshard_after_forward is not False, context.closing)
+        sharded = ShardedModule(
+            module, units, within, carrier, self.reshard_after_forward is not False, context.closing
+        )
         owned = sharded.owned([each for each in plan.segments if each.owner in (within.rank, EVERY_WORKER)])
         updater = context.updater(build_over_owned(template, owned), owned, template)
         used = UsedParameters(group, len(sharded.pieces))
@@ -172,9 +185,9 @@ def sharded_plan(
         cut=lambda parameters, count: rows(parameters, count // replicas),
         spread=True,
     )
-    require_cpu(name, cluster)
     for host in cluster.hosts:
-        _require_memory(plan, sum(role.host == host.name for role in plan.roles), replicas, model, host)
+        workers = sum(role.host == host.name for role in plan.roles)
+        _require_memory(plan, workers, replicas, model, host, on_device=cluster.device != HOST)
     return plan
 
 
@@ -187,20 +200,41 @@ def require_sliceable(name: str, model: ModelSpec) -> None:
         )
 
 
-def _require_memory(plan: Plan, workers: int, replicas: int, model: ModelSpec, host: Host) -> None:
+def _require_memory(plan: Plan, workers: int, replicas: int, model: ModelSpec, host: Host, on_device: bool) -> None:
     """Refuses what does not fit into a host that has some of the workers: says what is short, and what would do."""
     whole, state = model.parameter_bytes, replicas * model.copies * model.trainable_bytes
     there = f"bytes of host memory, and {host.name} has {host.memory_bytes:,} left"
-    held = state * workers // plan.workers
-    if held > host.memory_bytes:
-        hosts = -(-state // max(1, host.memory_bytes))
+    held, part, room = state * workers // plan.workers, state // plan.workers, host.device_memory_bytes
+    if on_device and room and part > room:
+        raise InfeasiblePlan(
+            f"{plan.strategy} needs {part:,} bytes on each device, and those of {host.name} have {room:,}, "
+            f"{part - room:,} too few: so large is a worker's part of parameters, gradients and optimizer state, "
+            f"{state:,} bytes in all; {_enough(state, room)} workers would do"
+        )
+    if on_device and room and whole > room:
+        raise InfeasiblePlan(
+            f"{plan.strategy} needs {whole:,} bytes on each device, and those of {host.name} have {room:,}: each holds "
+            "the whole model before it keeps its part; use devices with more memory, or device='cpu'"
+        )
+    if not on_device and held > host.memory_bytes:
+        hosts = _enough(state, host.memory_bytes)
         raise InfeasiblePlan(
             f"{plan.strategy} needs {held:,} {there}, {held - host.memory_bytes:,} too few: so large are its workers' "
             f"parts of parameters, gradients and optimizer state, {state:,} bytes in all; start as many workers on "
-            f"each of {hosts} such hosts or more"
+            f"each of {hosts} such hosts or more, {workers * hosts} processes"
+        )
+    if whole > host.memory_bytes:
+        raise InfeasiblePlan(
+            f"{plan.strategy} needs {whole:,} {there}, {whole - host.memory_bytes:,} too few: each worker builds the "
+            "whole model before it keeps its part; use hosts with so much memory"
         )
     if workers * whole > host.memory_bytes:
         raise InfeasiblePlan(
             f"{plan.strategy} needs {workers * whole:,} {there}: each of {workers} workers builds the whole model, "
             f"{whole:,} bytes, before it keeps its part; {host.memory_bytes // whole} workers would do"
         )
+
+
+def _enough(state: int, room: int) -> int:
+    """Returns how many parts of a state fit into such room each."""
+    return -(-state // max(1, room))

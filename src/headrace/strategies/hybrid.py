@@ -153,6 +153,7 @@ class Hybrid(ServedStrategy):
         if isinstance(self.outer, Mirrored):
             self.outer.require_network(self.name, cluster)
         if isinstance(self.inner, FullySharded):
+            require_cpu(self.name, cluster)
             return sharded_plan(self.name, describe_options(self), replicas * devices, model, cluster, replicas)
         roles = self._roles(cluster, replicas * devices)
         inner = self.inner.plan(model, _alone(cluster, devices))
@@ -241,7 +242,7 @@ class Hybrid(ServedStrategy):
         first, place = rank - rank % devices, rank % devices
         within = context.group.subgroup(range(first, first + devices))
         mates = context.group.subgroup(range(place, plan.workers, devices))
-        return inner.in_replicas(plan, context, within, mates)
+        return inner.in_replicas(plan, context, within, None if within.one_memory else within, mates)
 
     def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
         model = in_parts(context.model, plan.workers // plan.replicas)
