@@ -188,10 +188,13 @@ def test_options_that_cannot_be_meant_are_refused() -> None:
 @pytest.mark.parametrize(
     ("memory", "words"),
     [
-        (9_000, r"needs 12,000 bytes .* 3,000 too few: .* start as many workers on each of 2 such hosts"),
+        (
+            9_000,
+            r"needs 12,000 bytes .* 3,000 too few: .* as many workers on each of 2 such hosts or more, 8 processes$",
+        ),
         (
             13_000,
-            r"needs 16,000 bytes .* each of 4 workers builds the whole model, 4,000 bytes, .*; 3 workers would do",
+            r"needs 16,000 bytes .* of 4 workers builds the whole model, 4,000 bytes, .*; 3 workers a host would do",
         ),
     ],
 )
@@ -199,6 +202,15 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would_do(memory: int, wo
     model = ModelSpec((ParameterSpec("weight", (100, 10)),))
     with pytest.raises(InfeasiblePlan, match=words):
         hr.FullySharded(4).plan(model, Cluster((Host("here", 4, memory),)))
+
+
+def test_a_model_that_no_host_can_build_is_refused() -> None:
+    model = ModelSpec((ParameterSpec("weight", (100, 10)),))
+    hosts = tuple(Host(f"h{rank}", 4, 3_500, ranks=(rank,)) for rank in range(4))
+    with pytest.raises(
+        InfeasiblePlan, match=r"needs 4,000 bytes .* h0 has 3,500 left, 500 too few: each worker builds"
+    ):
+        hr.FullySharded().plan(model, Cluster(hosts, ranks=4))
 
 
 @pytest.mark.parametrize(
@@ -236,7 +248,9 @@ def test_units_go_by_the_collectives_of_devices(model: Callable[[], nn.Module]) 
 def test_replicas_that_are_divided_are_refused_where_their_state_does_not_fit() -> None:
     model = ModelSpec((ParameterSpec("weight", (100, 10)),))
     two_by_two = hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2))
-    with pytest.raises(InfeasiblePlan, match=r"hybrid needs 24,000 bytes .* 24,000 bytes in all; start as many"):
+    with pytest.raises(
+        InfeasiblePlan, match=r"hybrid needs 24,000 bytes .* 24,000 bytes in all; .* 8 processes in 2 replicas"
+    ):
         two_by_two.plan(model, Cluster((Host("here", 4, 20_000),)))
     plan = two_by_two.plan(model, Cluster((Host("here", 4, 30_000),)))
     assert [(each.start, each.stop, each.owner) for each in plan.segments] == [(0, 500, 0), (500, 1_000, 1)]

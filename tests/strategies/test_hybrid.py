@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from headrace.engine.local.engine import LocalEngine
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.spec.cluster import Cluster, Host
 from headrace.strategies import resolve
-from strategies.contract_models import MODELS, SGD, VARIANTS
+from strategies.contract_models import MODELS, SGD, VARIANTS, Case
 from strategies.contract_runs import GIGABYTE, MODEL, distance, train
 
 CASES = {**MODELS, **VARIANTS}
@@ -41,6 +43,17 @@ def test_replicas_that_are_pipelines_are_one_device(model: str, count: int) -> N
     assert distance(outcome.tensors, one.tensors) <= 1e-9
     assert outcome.losses == pytest.approx(one.losses, rel=1e-9)
     assert outcome.metrics == pytest.approx(one.metrics, rel=1e-9)
+
+
+@pytest.mark.parametrize("outer", [hr.Mirrored, hr.FullySharded])
+def test_stages_with_large_layers_are_one_device(outer: Callable[[int], hr.Strategy]) -> None:
+    # Of so many elements the gradient is written to its place, where a worker has the whole model.
+    def wide() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 512), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512), nn.Linear(512, 3))
+
+    job = dataclasses.replace(Case(wide).job(8), optimizer=partial(torch.optim.SGD, lr=0.01), epochs=1)
+    strategy = hr.Hybrid(outer(2), hr.Pipeline(2, 2, partition=[2, 3]))
+    assert distance(train(job, strategy).tensors, train(job, hr.OneDevice()).tensors) <= 1e-9
 
 
 @pytest.mark.parametrize("model", ["mlp", "idle", "clipped", "mean-clipped", "tokens"])

@@ -159,7 +159,7 @@ class StagedReplica(ModelParallelGroup):
         self.model = replace(model, parameters=held)
         self._compute = compute
 
-    def compute(self, whole: WholeModel, sink: GradientSink | None) -> Compute:
+    def compute(self, whole: Callable[[], WholeModel], sink: GradientSink | None) -> Compute:
         self._compute.sink = sink
         return self._compute
 

@@ -106,10 +106,14 @@ class WorkerContext:
         `sink` and `always` are those of `WholeModel`. Where workers do not synchronize in every round, and weigh their
         losses by themselves, `local_shares` is the number of shares of a round; else 0.
         """
-        graph = CompiledModule(self.module, self.batches.full // max(1, local_shares)) if self.options.compile else None
-        total: Callable[[Sequence[float]], list[float]] = list if local_shares else self.group.sum
-        whole = WholeModel(self.module, self.objective, sink, total, always, self.options, self.scale, graph)
-        return self.inside.compute(whole, sink) if self.inside else whole
+
+        def whole() -> WholeModel:
+            full = self.batches.full // max(1, local_shares)
+            graph = CompiledModule(self.module, full) if self.options.compile else None
+            total: Callable[[Sequence[float]], list[float]] = list if local_shares else self.group.sum
+            return WholeModel(self.module, self.objective, sink, total, always, self.options, self.scale, graph)
+
+        return self.inside.compute(whole, sink) if self.inside else whole()
 
     def clipper(self, gradients: Mapping[str, Tensor] | None = None) -> GradientClipper:
         """Returns what decides over summed gradients: by parameter, if several ranks hold a replica."""

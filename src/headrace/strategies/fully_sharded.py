@@ -218,10 +218,11 @@ def _require_memory(plan: Plan, workers: int, replicas: int, model: ModelSpec, h
         )
     if not on_device and held > host.memory_bytes:
         hosts = _enough(state, host.memory_bytes)
+        among = f" in {replicas} replicas" if replicas > 1 else ""
         raise InfeasiblePlan(
             f"{plan.strategy} needs {held:,} {there}, {held - host.memory_bytes:,} too few: so large are its workers' "
             f"parts of parameters, gradients and optimizer state, {state:,} bytes in all; start as many workers on "
-            f"each of {hosts} such hosts or more, {workers * hosts} processes"
+            f"each of {hosts} such hosts or more, {workers * hosts} processes{among}"
         )
     if whole > host.memory_bytes:
         raise InfeasiblePlan(
@@ -229,9 +230,10 @@ def _require_memory(plan: Plan, workers: int, replicas: int, model: ModelSpec, h
             "whole model before it keeps its part; use hosts with so much memory"
         )
     if workers * whole > host.memory_bytes:
+        fewer = host.memory_bytes // whole
         raise InfeasiblePlan(
             f"{plan.strategy} needs {workers * whole:,} {there}: each of {workers} workers builds the whole model, "
-            f"{whole:,} bytes, before it keeps its part; {host.memory_bytes // whole} workers would do"
+            f"{whole:,} bytes, before it keeps its part; {fewer} worker{'s' * (fewer > 1)} a host would do"
         )
 
 

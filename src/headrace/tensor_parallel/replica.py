@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -176,8 +176,8 @@ class SlicedReplica(ModelParallelGroup):
         self._mates = mates
         self.repeated = split.repeated
 
-    def compute(self, whole: WholeModel, sink: GradientSink | None) -> Compute:
-        compute = SplitModel(whole, self._split, self._mates)
+    def compute(self, whole: Callable[[], WholeModel], sink: GradientSink | None) -> Compute:
+        compute = SplitModel(whole(), self._split, self._mates)
         if self.everyone.rank == 0:
             compute.notes = (str(self._split), *self._split.notices)
         return compute

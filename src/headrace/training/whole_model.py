@@ -351,8 +351,8 @@ class ModelParallelGroup(ABC):
     model: ModelSpec
 
     @abstractmethod
-    def compute(self, whole: WholeModel, sink: GradientSink | None) -> Compute:
-        """Returns what computes this rank's part; `whole` is how one rank would compute all."""
+    def compute(self, whole: Callable[[], WholeModel], sink: GradientSink | None) -> Compute:
+        """Returns what computes this rank's part; `whole` returns how one rank would compute all."""
 
     @abstractmethod
     def spread(self) -> None:
