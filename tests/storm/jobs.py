@@ -36,6 +36,7 @@ STRATEGIES: dict[str, hr.Strategy] = {
     "pipeline": hr.Pipeline(stages=2, micro_batches=2),
     "tensor_parallel": hr.TensorParallel(2),
     "hybrid": hr.Hybrid(hr.Mirrored(2), hr.Pipeline(stages=2, micro_batches=2)),
+    "sharded stages": hr.Hybrid(hr.FullySharded(2), hr.Pipeline(stages=2, micro_batches=2)),
 }
 
 OVER_HOSTS: dict[str, hr.Strategy] = {
@@ -48,7 +49,7 @@ OVER_HOSTS: dict[str, hr.Strategy] = {
 """One rank on each host."""
 
 EXACT = ("one_device", "mirrored", "central_storage", "fully_sharded", "pipeline", "tensor_parallel", "hybrid",
-         "mirrored over hosts", "pipeline over hosts", "fully_sharded over hosts")  # fmt: skip
+         "sharded stages", "mirrored over hosts", "pipeline over hosts", "fully_sharded over hosts")  # fmt: skip
 """A resumed run equals the uninterrupted one bit for bit."""
 
 ACCOUNTED = (
