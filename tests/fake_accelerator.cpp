@@ -16,6 +16,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -85,7 +86,15 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
     return std::exchange(current, index < 0 ? current : index);
   }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
+    auto resized = memory.allocate(nbytes);
+    memory.copy_data(resized.mutable_get(), storage.data(), std::min(nbytes, storage.nbytes()));
+    storage.set_data_ptr_noswap(std::move(resized));
+    storage.set_nbytes(nbytes);
+  }
 };
+
+Hooks hooks;
 
 // Returns the same elements as a tensor of the host.
 at::Tensor here(const at::Tensor& tensor) {
@@ -121,12 +130,7 @@ const at::Tensor& resize_fake(const at::Tensor& tensor, c10::IntArrayRef size, s
   impl->set_sizes_contiguous(size);
   auto storage = tensor.storage();
   size_t needed = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize();
-  if (needed > storage.nbytes()) {
-    auto larger = memory.allocate(needed);
-    if (storage.nbytes()) memory.copy_data(larger.mutable_get(), storage.data(), storage.nbytes());
-    storage.set_data_ptr_noswap(std::move(larger));
-    storage.set_nbytes(needed);
-  }
+  if (needed > storage.nbytes()) hooks.resizePrivateUse1Bytes(storage, needed);
   return tensor;
 }
 
@@ -193,5 +197,5 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_copies>()); }
 
 TORCH_LIBRARY(headrace_fake, m) {
-  at::RegisterPrivateUse1HooksInterface(new Hooks);
+  at::RegisterPrivateUse1HooksInterface(&hooks);
 }

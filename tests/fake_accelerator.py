@@ -26,7 +26,13 @@ _BUILT = Path(__file__).resolve().parents[1] / ".cache" / "fake-accelerator"
 
 
 class Runtime:
-    """What `torch.fake` is: what PyTorch and headrace ask of a device's module. It has one generator."""
+    """What `torch.fake` is: what PyTorch and headrace ask of a device's module.
+
+    It has one generator, and streams that do nothing.
+    """
+
+    Stream, Event = torch.cpu.Stream, torch.cpu.Event
+    current_stream, stream = staticmethod(torch.cpu.current_stream), staticmethod(torch.cpu.stream)
 
     def __init__(self) -> None:
         self._generator = torch.Generator()

@@ -289,12 +289,10 @@ def test_which_strategies_mix_kinds_of_devices(fake: Fake, monkeypatch: pytest.M
         assert (device_kinds(plan), exchanges_in_host_memory(plan)) == (("fake", "cpu"), True)
         # Without a backend: what they exchange does not need one.
         check_device(strategy, plan, cluster)
-    for refused in (hr.CentralStorage(), hr.Gossip(), hr.Unconnected()):
+    for refused in (hr.CentralStorage(), hr.Gossip(), hr.Unconnected(), hr.FullySharded()):
         said = rf"{refused.name} exchanges .* fake \(collectives: none\) and cpu \(collectives: gloo\); give all"
         with pytest.raises(InfeasiblePlan, match=said):
             check_device(refused, refused.plan(MODEL, cluster), cluster)
-    with pytest.raises(InfeasiblePlan, match=r"fully_sharded runs on CPUs, and the devices are fake \(coll"):
-        hr.FullySharded().plan(MODEL, cluster)
     monkeypatch.setitem(DEVICES, "fake", DeviceKind("fake", "fake device", fixed_shapes=True))
     with pytest.raises(InfeasiblePlan, match=r"has steps of several shapes .* fake .* use hr.TPU"):
         check_device(MIXING[1], MIXING[1].plan(MODEL, cluster), cluster)

@@ -88,6 +88,12 @@ def test_two_workers_share_one_gpu_and_the_one_copy(
     assert there.summary.cost.parameter_bytes == sum(p.numel() * p.element_size() for p in here.model.parameters())
 
 
+def test_two_workers_share_one_gpu_and_gather_units(job: hr.Job, engine: LocalEngine) -> None:
+    here = hr.fit(job, hr.OneDevice(), device="cpu", engine=engine)
+    there = hr.fit(job, hr.FullySharded(), device=["cuda:0", "cuda:0"], engine=engine)
+    assert largest_difference(here.model, there.model) < 1e-9
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes one rank a GPU")
 def test_two_gpus_gather_units_and_scatter_their_gradients(job: hr.Job, engine: LocalEngine) -> None:
     here = hr.fit(job, hr.OneDevice(), device="cpu", engine=engine)

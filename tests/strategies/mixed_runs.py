@@ -32,6 +32,7 @@ HOST, FAKE = "cpu", "fake:0"
 BOTH = (FAKE, HOST)
 THREADS = hr.ThreadEngine()
 SYNC = hr.Options(batch_norm="sync", clip_norm=0.3)
+CLIPPED = hr.Options(clip_norm=0.3)
 PLAIN = partial(torch.optim.SGD, lr=0.05)
 
 
@@ -117,9 +118,21 @@ def resumed() -> dict[str, Any]:
         return {"apart": distance(run.model.state_dict(), one.model.state_dict())}
 
 
-def refused(strategy: Strategy, devices: Any = BOTH, **changes: Any) -> str:
+def sharded_and_resumed() -> dict[str, Any]:
+    """Saves parts that lie on an accelerator, and goes on with a worker more, and on CPUs."""
+    case = Case(dense, optimizer=ADAM, options=CLIPPED)
+    with tempfile.TemporaryDirectory() as folder:
+        go = partial(hr.fit, run_dir=Path(folder) / "run", check=False)
+        go(make_job(case, epochs=1), hr.FullySharded(), device=[FAKE, FAKE])
+        go(make_job(case, epochs=2), hr.FullySharded(), device=[FAKE, FAKE, FAKE], resume=True)
+        run = go(make_job(case, epochs=3), hr.FullySharded(2), device=HOST, resume=True, engine=THREADS)
+        one = hr.fit(make_job(case, epochs=3), hr.OneDevice(), device=HOST, engine=THREADS, check=False)
+        return {"apart": distance(run.model.state_dict(), one.model.state_dict())}
+
+
+def refused(strategy: Strategy, devices: Any = BOTH, engine: hr.Engine | None = None, **changes: Any) -> str:
     try:
-        hr.fit(make_job(**changes), strategy, device=devices, check=False)
+        hr.fit(make_job(**changes), strategy, device=devices, check=False, engine=engine)
     except hr.errors.HeadraceError as error:
         return f"{type(error).__name__}: {error}"
     return "ran"
@@ -148,7 +161,14 @@ CASES: Mapping[str, Callable[[], Any]] = {
     "resumed": resumed,
     "gossip": lambda: refused(hr.Gossip()),
     "a pipeline": lambda: refused(hr.Pipeline()),
+    "sharded on one": lambda: apart(make_job(Case(dense, optimizer=ADAM, options=CLIPPED)), hr.FullySharded(), [FAKE]),
+    "sharded over two": lambda: apart(
+        make_job(Case(normalised, optimizer=ADAM, options=SYNC)), hr.FullySharded(), [FAKE, FAKE], engine=None
+    ),
+    "sharded and resumed": sharded_and_resumed,
+    "sharded threads": lambda: refused(hr.FullySharded(), [FAKE, FAKE], engine=THREADS),
     "fully sharded": lambda: refused(hr.FullySharded()),
+    "sharded apart": lambda: refused(hr.FullySharded(), [FAKE, "fake:1"]),
     "central storage": lambda: refused(hr.CentralStorage()),
     "tensor parallel": lambda: refused(hr.TensorParallel()),
     "hybrid": lambda: refused(hr.Hybrid(hr.Mirrored(1), hr.Pipeline(2))),

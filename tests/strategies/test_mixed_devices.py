@@ -68,6 +68,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
         ("easgd", ["fake:0", "cpu"]),
         ("averaged state", ["fake:0", "cpu"]),
         ("averaging through servers", ["fake:0", "cpu"]),
+        ("sharded on one", ["fake:0"]),
+        ("sharded over two", ["fake:0", "fake:0"]),
     ],
 )
 def test_numbers_are_those_of_cpus(found: Mapping[str, Any], name: str, devices: list[str]) -> None:
@@ -91,8 +93,9 @@ def test_both_train_one_model_asynchronously(found: Mapping[str, Any], name: str
     assert found[name]["accuracy"] > 0.9
 
 
-def test_a_run_goes_on_with_other_devices(found: Mapping[str, Any]) -> None:
-    assert found["resumed"]["apart"] <= DOUBLE
+@pytest.mark.parametrize("name", ["resumed", "sharded and resumed"])
+def test_a_run_goes_on_with_other_devices(found: Mapping[str, Any], name: str) -> None:
+    assert found[name]["apart"] <= DOUBLE
 
 
 def test_the_report_names_each_workers_device(found: Mapping[str, Any]) -> None:
@@ -111,7 +114,9 @@ def test_the_report_names_each_workers_device(found: Mapping[str, Any]) -> None:
             "gossip exchanges tensors among devices of one kind and host, and those of the workers are fake (coll",
         ),
         ("a pipeline", "InfeasiblePlan: pipeline "),
-        ("fully sharded", "fully_sharded runs on CPUs, and the devices are fake (collectives: none); use device='cpu'"),
+        ("fully sharded", "fully_sharded exchanges tensors among devices of one kind and host, "),
+        ("sharded apart", "2 workers of fully_sharded exchange tensors between devices, and the device is fake (coll"),
+        ("sharded threads", "UsageError: 2 workers of ThreadEngine share the thread in which torch runs backward on"),
         ("central storage", "central_storage exchanges tensors among devices of one kind and host, "),
         ("tensor parallel", "InfeasiblePlan: tensor_parallel "),
         ("hybrid", "InfeasiblePlan: hybrid "),

@@ -113,6 +113,7 @@ class FullySharded(Strategy):
         from headrace.fully_sharded.replica import ShardedExchange, ShardedModel
         from headrace.fully_sharded.sharding import ShardedModule
 
+        context.require_own_backward()
         module, group = context.module, context.group
         broadcast(module, context.device_group() or group)
         units = find_units(module, self.units)
