@@ -15,7 +15,6 @@ from headrace.checkpoint.forms import pack, unpack
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.collectives.through_host import ThroughHost
-from headrace.devices import HOST
 from headrace.errors import UsageError
 from headrace.modules import restore
 from headrace.parameter_server.client.exchange import ReplicaGroup
@@ -157,18 +156,6 @@ class WorkerContext:
         if self.options.batch_norm != "sync" or (self.group.world == 1 and self.group.fixed):
             return False
         return synchronise_batch_norm(self.module, self.device_group() or self.group)
-
-    def require_own_backward(self) -> None:
-        """Refuses workers that are threads on accelerators, if they exchange something during backward.
-
-        Raises:
-            UsageError: with the remedy.
-        """
-        if self.device.type != HOST and isinstance(self.group, ThreadCollective) and self.group.world > 1:
-            raise UsageError(
-                f"{self.group.world} workers of ThreadEngine share the thread in which torch runs backward on "
-                f"{self.device}, and each would wait for the others in it; leave out engine=, and they are processes"
-            )
 
     def require_own_generators(self) -> None:
         """Refuses workers that are threads, and share a random generator, if what each draws must be drawn again.

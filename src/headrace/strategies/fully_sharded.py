@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace.collectives.base import Collective, ProcessGroup
+from headrace.collectives.threads import ThreadCollective
 from headrace.devices import HOST
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.fully_sharded.units import AUTO, find_units
@@ -113,7 +114,7 @@ class FullySharded(Strategy):
         from headrace.fully_sharded.replica import ShardedExchange, ShardedModel
         from headrace.fully_sharded.sharding import ShardedModule
 
-        context.require_own_backward()
+        _require_own_backward(context)
         module, group = context.module, context.group
         broadcast(module, context.device_group() or group)
         units = find_units(module, self.units)
@@ -164,6 +165,15 @@ class FullySharded(Strategy):
         # What several stages hold is measured by the first.
         measured = frozenset(each.parameter for each in plan.segments if each.owner == rank)
         return Replica(compute, DividedExchange(updater, context.clipper({}), used, divided, measured))
+
+
+def _require_own_backward(context: WorkerContext) -> None:
+    """Refuses workers that are threads on accelerators with a UsageError: they exchange units during backward."""
+    if context.device.type != HOST and isinstance(context.group, ThreadCollective) and context.group.world > 1:
+        raise UsageError(
+            f"{context.group.world} workers of ThreadEngine share the thread in which torch runs backward on "
+            f"{context.device}, and each would wait for the others in it; leave out engine=, and they are processes"
+        )
 
 
 def _template(context: WorkerContext) -> torch.optim.Optimizer:
