@@ -134,6 +134,28 @@ def test_a_unit_that_only_some_examples_need_is_named() -> None:
     assert distance(train(job, hr.FullySharded(2, [])).tensors, train(job, hr.OneDevice()).tensors) <= 1e-9
 
 
+class Clamped(nn.Module):
+    """Writes to a parameter in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.1, 0.1)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_forward_that_writes_to_a_parameter_is_refused(workers: int) -> None:
+    with pytest.raises(UsageError, match=r"forward changed the parameter 'head\.weight', .* or use hr\.Mirrored"):
+        train(Case(Clamped, vectors).job(8), hr.FullySharded(workers))
+
+
 class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.fully_sharded.link import CollectiveLink, OwnGradients, SharedLink, UnitGather, UnitLink, UnitScatter
-from headrace.fully_sharded.units import is_kept_whole, unit_parameters
+from headrace.fully_sharded.units import is_kept_whole, unit_parameters, written
 from headrace.modules import parameters_and_buffers
 from headrace.spec.plan import Segment
 from headrace.training.gradients import divide
@@ -91,7 +91,11 @@ class ShardedModule:
             if carrier
             else SharedLink(group, units, self.own, largest)
         )
-        self._parts = self._shard(units, set(kept.values()), reshard, closing)
+        guards = [
+            _WriteGuard([name for name in each if name not in kept], unit)
+            for unit, each in zip(units, names, strict=True)
+        ]
+        self._parts = self._shard(units, guards, set(kept.values()), reshard, closing)
         self._watch(names)
         self._parameters = dict(module.named_parameters())
         self.pieces = {
@@ -100,14 +104,24 @@ class ShardedModule:
             if each.requires_grad
         }
 
-    def _shard(self, units: Sequence[str], whole: set[nn.Parameter], reshard: bool, closing: ExitStack) -> list[Any]:
+    def _shard(
+        self,
+        units: Sequence[str],
+        guards: Sequence[_WriteGuard],
+        whole: set[nn.Parameter],
+        reshard: bool,
+        closing: ExitStack,
+    ) -> list[Any]:
         mesh = mesh_of(self._group, self.device, closing)
         for parameter in self.module.parameters():
             parameter.data = parameter.data.contiguous()
         parts = []
         for index, unit in enumerate(units):
             part = self.module.get_submodule(unit)
-            # Before torch's own hook, which would be lost where what it hangs on is changed in place.
+            # Before torch's own hook, which would be lost where what it hangs on is changed in place, and which
+            # releases the parameters; torch's own that gathers them goes first.
+            part.register_forward_pre_hook(guards[index].begin)
+            part.register_forward_hook(guards[index].end)
             part.register_forward_hook(_own_outputs)
             # The rest of the model is needed first in backward, so it stays.
             fully_shard(part, mesh=mesh, reshard_after_forward=reshard and bool(unit), ignored_params=whole)
@@ -219,6 +233,28 @@ class ShardedModule:
         part[: local.numel()] = local
         every = self._group.gather(part.view(torch.uint8)).view(part.dtype)
         return every.flatten()[: shape.numel()].view(shape)
+
+
+class _WriteGuard:
+    """Refuses a forward that writes to the gathered parameters of a unit, which have such names in the model."""
+
+    def __init__(self, names: Sequence[str], unit: str) -> None:
+        # No parameters or modules: torch's hooks of tensors hold the unit, and it this.
+        self._names = {name: name.removeprefix(f"{unit}.") if unit else name for name in names}
+        self._versions: list[int] = []
+
+    def begin(self, module: nn.Module, inputs: Any) -> None:
+        """Goes before forward."""
+        self._versions = self._now(module)
+
+    def end(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Goes after it."""
+        for name, before, now in zip(self._names, self._versions, self._now(module), strict=True):
+            if before != now:
+                raise written(name)
+
+    def _now(self, module: nn.Module) -> list[int]:
+        return [module.get_parameter(name)._version for name in self._names.values()]
 
 
 def _padded(shape: torch.Size, world: int) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import UsageError
 from headrace.fully_sharded.link import CollectiveLink, OwnGradients, SharedLink, UnitLink
+from headrace.fully_sharded.units import written
 from headrace.modules import is_dense
 from headrace.policies.sharding import part_length
 from headrace.spec.job import Share
@@ -141,11 +142,7 @@ class DividedParameters:
             changed = [name for (name, each), v in zip(every.items(), versions, strict=True) if each._version != v]
             self._release()
         if changed:
-            raise UsageError(
-                f"forward changed the parameter {changed[0]!r}, which {self._group.world} ranks hold in parts, so that "
-                "the change would be lost; keep what forward changes in a buffer, or use hr.Mirrored in place of "
-                "hr.FullySharded"
-            )
+            raise written(changed[0])
 
     def sum_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Sums all ranks' gradients of `trained`; None counts as zeros. All ranks call it."""

@@ -60,6 +60,14 @@ def unit_parameters(module: nn.Module, units: Sequence[str]) -> dict[str, dict[s
     return found
 
 
+def written(parameter: str) -> UsageError:
+    """Returns the error of a forward that writes to a parameter, of which each rank has a part."""
+    return UsageError(
+        f"forward changed the parameter {parameter!r}, and hr.FullySharded(...) releases it afterwards, so that the "
+        "change would be lost; keep what forward changes in a buffer, or use hr.Mirrored(...)"
+    )
+
+
 def is_kept_whole(parameter: Tensor) -> bool:
     """Tells whether every rank holds a parameter: it has no rows to divide."""
     return parameter.dim() == 0 or parameter.numel() == 0
