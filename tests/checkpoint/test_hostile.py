@@ -13,7 +13,7 @@ import pytest
 
 from checkpoint.hostile import KINDS, STEP
 from checkpoint.states import save
-from headrace.checkpoint import CheckpointFolder, folder
+from headrace.checkpoint import CheckpointFolder, folder, header
 from headrace.errors import CorruptCheckpoint
 from headrace.machine import give_back
 
@@ -155,3 +155,9 @@ def test_nothing_outside_is_opened_and_nothing_is_executed(
     )  # fmt: skip
     assert (done.stdout, done.stderr) == (f"{2 * len(kinds)} []\n", "")
     assert not Path("/tmp/headrace-was-here").exists()
+
+
+def test_a_header_above_the_limit_is_refused_however_large_its_file_is() -> None:
+    assert header.length(header.MOST_BYTES.to_bytes(8, "little"), 1 << 40) == header.MOST_BYTES
+    with pytest.raises(ValueError, match="at most 16,777,216 are allowed"):
+        header.length((header.MOST_BYTES + 1).to_bytes(8, "little"), 1 << 40)
