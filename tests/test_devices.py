@@ -123,7 +123,9 @@ def test_auto_leaves_out_what_the_strategy_cannot_run(monkeypatch: pytest.Monkey
 def test_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnfitMachine, match="device='mps' and torch sees no MPS device here; use device='cpu'"):
         choose("mps")
-    with pytest.raises(UnfitMachine, match="device='tpu' and torch_tpu is not installed: pip install torch_tpu; use"):
+    with pytest.raises(
+        UnfitMachine, match="device='tpu' and torch_tpu is not installed: pip install torch_tpu; or use device='cpu'"
+    ):
         choose("tpu")
     with pytest.raises(UnknownName, match="there is no device 'gpu'"):
         kind_of("gpu:0")
@@ -191,12 +193,19 @@ def test_a_package_that_does_not_fit_torch(monkeypatch: pytest.MonkeyPatch) -> N
     kind = kind_of("tpu")
     said = (
         "torch_tpu 0.2.0 takes torch<=2.15.0,>=2.11.0, and torch 2.10.0+cpu is installed: "
-        "pip install 'torch<=2.15.0,>=2.11.0'"
+        "pip install 'torch<=2.15.0,>=2.11.0', or a version of torch_tpu that takes this one"
     )
     assert devices.package_problem(kind) == said
     assert found(kind) == ()
     with pytest.raises(UnfitMachine, match=r"torch_tpu 0\.2\.0 takes torch"):
         choose("tpu")
+    for said_otherwise in ("Torch<=2.15.0,>=2.11.0", "torch (<=2.15.0,>=2.11.0)"):
+        monkeypatch.setattr(importlib.metadata, "requires", lambda name, text=said_otherwise: [text])
+        assert devices.package_problem(kind) == said
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["torch ~~ 2"])
+    assert devices.package_problem(kind) == (
+        "torch_tpu 0.2.0 requires 'torch ~~ 2', which cannot be read: install it again"
+    )
     other = "torch==2.9; python_version < '3'"
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: [other, "torch<=2.15.0,>=2.11.0"])
     assert devices.package_problem(kind) == said

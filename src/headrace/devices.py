@@ -181,7 +181,7 @@ def choose(device: str, fixed_shapes: bool = True) -> tuple[str, tuple[str, ...]
             return kind.name, devices
     if device != AUTO:
         kind = DEVICES[device]
-        raise UnfitMachine(f"device={device!r} and {_why_not(kind)}; use device='cpu', or {_remedy(kind)}")
+        raise UnfitMachine(f"device={device!r} and {_why_not(kind)}; {_remedy(kind)}")
     return HOST, ()
 
 
@@ -234,18 +234,24 @@ def package_problem(kind: DeviceKind) -> str:
     if not kind.package:
         return ""
     # Here, because it takes some milliseconds.
-    from packaging.requirements import Requirement
+    from packaging.requirements import InvalidRequirement, Requirement
 
     version = _installed(kind)
     if not version:
         return f"{kind.package} is not installed: pip install {kind.package}"
     here = importlib.metadata.version("torch")
     for text in importlib.metadata.requires(kind.package) or ():
-        needed = Requirement(text)
+        try:
+            needed = Requirement(text)
+        except InvalidRequirement:
+            return f"{kind.package} {version} requires {text!r}, which cannot be read: install it again"
         applies = needed.marker is None or needed.marker.evaluate()
-        if needed.name == "torch" and applies and not needed.specifier.contains(here, prereleases=True):
+        if needed.name.lower() == "torch" and applies and not needed.specifier.contains(here, prereleases=True):
             wanted = f"torch{needed.specifier}"
-            return f"{kind.package} {version} takes {wanted}, and torch {here} is installed: pip install '{wanted}'"
+            return (
+                f"{kind.package} {version} takes {wanted}, and torch {here} is installed: pip install '{wanted}', or a "
+                f"version of {kind.package} that takes this one"
+            )
     return ""
 
 
@@ -350,7 +356,7 @@ def runtime_of(device: str) -> Any:
     kind = kind_of(device)
     runtime = _runtime(kind.name)
     if runtime is None:
-        raise UnfitMachine(f"{_why_not(kind)}; use device='cpu', or {_remedy(kind)}")
+        raise UnfitMachine(f"{_why_not(kind)}; {_remedy(kind)}")
     return runtime
 
 
@@ -373,4 +379,5 @@ def _why_not(kind: DeviceKind) -> str:
 
 
 def _remedy(kind: DeviceKind) -> str:
-    return f"install {kind.package}" if package_problem(kind) else kind.remedy
+    # What is wrong with a package says its remedy.
+    return "or use device='cpu'" if package_problem(kind) else f"use device='cpu', or {kind.remedy}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -43,16 +43,23 @@ from strategies.contract_runs import distance, train
 
 pytestmark = pytest.mark.slow
 
-EAGER = partial(hr.TPU, compiler="eager")
+EAGER = functools.partial(hr.TPU, compiler="eager")
 """Traces the same program, and runs it as it is."""
 
 graphs: list[tuple[torch.fx.GraphModule, Sequence[Any]]] = []
 
 
-@torch._dynamo.register_backend(name="headrace_counting")  # type: ignore[untyped-decorator]
 def counting(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     graphs.append((graph, inputs))
     return graph.forward
+
+
+@functools.cache
+def counting_backend() -> str:
+    """Returns the name of a backend that writes down what it compiles."""
+    # Not while tests are collected: it imports the compiler.
+    torch._dynamo.register_backend(name="headrace_counting")(counting)
+    return "headrace_counting"
 
 
 def normalised() -> nn.Module:
@@ -70,7 +77,7 @@ CASES = {
     ("name", "workers", "size"),
     [
         ("tokens", 3, "tiny"),
-        ("batch norm", 3, "uneven"),
+        ("batch norm", 2, "uneven"),
         ("micro-batches", 2, "uneven"),
     ],
 )
@@ -85,7 +92,7 @@ def test_it_is_mirrored(name: str, workers: int, size: str) -> None:
 def test_a_run_with_uneven_last_batches_compiles_one_program_a_worker() -> None:
     graphs.clear()
     job = Case(normalised).job(COUNTS["uneven"])
-    train(job, hr.TPU(2, compiler="headrace_counting"))
+    train(job, hr.TPU(2, compiler=counting_backend()))
     # Three epochs of batches of 4, 4 and 3: two workers with 2 examples each, and with 2 and 1.
     assert len(graphs) == 2
     shapes = [sorted(tuple(each.shape) for each in inputs if each.dim() and len(each) == 2) for _, inputs in graphs]
@@ -121,7 +128,7 @@ def test_its_collectives_are_those_of_the_backend_in_the_devices_row(monkeypatch
     connected = TorchDistributed(HashStore(), 0, 1, "cpu", 30.0)
     try:
         monkeypatch.setattr(DeviceGroup, "_connect", lambda self: connected)
-        job = Case(partial(nn.Linear, 4, 3)).job(COUNTS["uneven"])
+        job = Case(functools.partial(nn.Linear, 4, 3)).job(COUNTS["uneven"])
         theirs = train(job, hr.OneDevice())
         ours = train(job, EAGER(1))
     finally:
