@@ -9,7 +9,8 @@ from headrace.errors import DataError
 from headrace.report.model.summary import summarize
 from headrace.report.model.training import CURVE_POINTS
 from headrace.report.model.verdict import References, verdict
-from headrace.spec.events import LAUNCHER, Evaluated, Failed, Notice, RunStarted, Stepped, WorkerEnded
+from headrace.report.views.table import run_plain, run_rows
+from headrace.spec.events import LAUNCHER, Evaluated, Failed, Notice, RunStarted, Stepped, WorkerEnded, WorkerStarted
 from headrace.spec.plain import from_plain, to_plain
 
 
@@ -51,6 +52,21 @@ def test_bytes_and_memory(tmp_path, make_run):
     assert cost.moved_bytes_per_step == 2 * 5000 / 10
     assert cost.peak_memory_bytes == 300_000_001
     assert (cost.parameter_bytes, cost.optimizer_bytes) == (8000, 16000)
+
+
+def test_workers_on_devices_of_several_kinds_are_told_apart(tmp_path, make_run):
+    alike = summarize(make_run(tmp_path / "alike"))
+    assert (alike.outcome.devices, alike.mixed, alike.named_rank(1)) == ({0: "cpu", 1: "cpu"}, False, "rank 1")
+    # In place of one that was lost.
+    again = WorkerStarted(0, 0.95, "mill", 102, "cuda:0", 1)
+    mixed = summarize(make_run(tmp_path / "mixed", extra=[again]))
+    assert (mixed.outcome.devices, mixed.mixed, mixed.named_rank(0)) == (
+        {0: "cuda:0", 1: "cpu"},
+        True,
+        "rank 0 (cuda:0)",
+    )
+    assert dict(run_rows(mixed))["processes"] == "2 workers on mill (cuda:0, cpu), 1 thread each"
+    assert run_plain(mixed)["devices"] == {"0": "cuda:0", "1": "cpu"}
 
 
 def test_names_and_notices(tmp_path, make_run):

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,10 +23,11 @@ import headrace as hr
 from engine.networks import go_there
 from engine.ranks import say
 from fake_accelerator import cross_entropy
+from headrace.engine.local.scaling import ask_for_workers
 from headrace.report.model.training import StepTimes
 from headrace.report.views.answers import workers_answer
 from headrace.report.views.table import run_rows
-from headrace.spec.events import SharesBalanced, Stepped, WorkerStarted
+from headrace.spec.events import Event, SharesBalanced, Stepped, WorkerStarted
 from headrace.strategies import Strategy
 from strategies.contract_models import ADAM, Case, dense, normalised, vectors
 from strategies.contract_runs import distance
@@ -105,6 +109,39 @@ def learns(strategy: Strategy) -> dict[str, Any]:
     return facts(hr.fit(job, strategy, device=BOTH, check=False))
 
 
+class Hand:
+    """Kills the worker on the accelerator, asks for another one when that is replaced, and ends the run with all."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._pids: dict[int, int] = {}
+        self.started: list[tuple[int, str]] = []
+        self._killed = self._ended = False
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, WorkerStarted):
+            self._pids[event.rank] = event.pid
+            self.started.append((event.rank, event.device))
+            if [rank for rank, _ in self.started].count(0) == 2 and event.rank == 0:
+                # Not here, because the thread that calls this gives the answer.
+                threading.Thread(target=ask_for_workers, args=(self._run_dir, 1), daemon=True).start()
+        elif isinstance(event, Stepped) and len(self.started) == 2 and not self._killed:
+            self._killed = True
+            os.kill(self._pids[0], signal.SIGKILL)
+        elif isinstance(event, Stepped) and event.rank == 3 and not self._ended:
+            self._ended = True
+            signal.raise_signal(signal.SIGINT)
+
+
+def lost_and_joined() -> dict[str, Any]:
+    """A worker on the accelerator is lost and replaced, and one joins, which has rank 0's device."""
+    job = make_job(Case(dense, many), count=256, eval_data=None, global_batch_size=16, epochs=10**6, optimizer=PLAIN)
+    with tempfile.TemporaryDirectory() as folder:
+        hand = Hand(Path(folder) / "run")
+        run = hr.fit(job, hr.ParameterServer(), device=BOTH, check=False, run_dir=Path(folder) / "run", on_event=hand)
+        return {"started": hand.started, "status": run.status}
+
+
 def resumed() -> dict[str, Any]:
     """Saves, and goes on with the devices exchanged, then on one CPU."""
     case = Case(normalised, optimizer=ADAM, options=SYNC)
@@ -159,6 +196,7 @@ CASES: Mapping[str, Callable[[], Any]] = {
     ),
     "averaging through servers": lambda: alike(make_job(), partial(hr.LocalSGD, period=2, via="server")),
     "resumed": resumed,
+    "lost and joined": lost_and_joined,
     "gossip": lambda: refused(hr.Gossip()),
     "a pipeline": lambda: refused(hr.Pipeline()),
     "sharded on one": lambda: apart(make_job(Case(dense, optimizer=ADAM, options=CLIPPED)), hr.FullySharded(), [FAKE]),

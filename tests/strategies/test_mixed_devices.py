@@ -98,6 +98,14 @@ def test_a_run_goes_on_with_other_devices(found: Mapping[str, Any], name: str) -
     assert found[name]["apart"] <= DOUBLE
 
 
+def test_workers_are_replaced_and_join(found: Mapping[str, Any]) -> None:
+    run = found["lost and joined"]
+    assert sorted(run["started"][:2]) == [[0, "fake:0"], [1, "cpu"]]
+    # The server is rank 2.
+    assert run["started"][2:] == [[0, "fake:0"], [3, "fake:0"]]
+    assert run["status"] == "interrupted"
+
+
 def test_the_report_names_each_workers_device(found: Mapping[str, Any]) -> None:
     run = found["mirrored"]
     assert run["kinds"] == "fake, cpu"
