@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -201,6 +202,24 @@ class TrainedParameters:
             return gradients
         rest = iter(gradients)
         return [next(rest) if begin <= epoch else None for begin in self._begins]
+
+
+def move(module: nn.Module, device: str) -> None:
+    """Moves a module to a device; a parameter or buffer that it has in several places stays one.
+
+    On devices of PyTorch's extension point, as TPUs are, `Module.to` makes a new one for each place.
+    """
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for each in module.modules():
+        held: dict[str, Any]
+        for held in (each._parameters, each._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    places.setdefault(id(tensor), []).append((held, name))
+    module.to(device)
+    for (first, name), *others in places.values():
+        for other, its_name in others:
+            other[its_name] = first[name]
 
 
 def is_dense(tensor: Tensor) -> bool:

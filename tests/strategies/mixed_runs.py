@@ -29,7 +29,7 @@ from headrace.report.views.answers import workers_answer
 from headrace.report.views.table import run_rows
 from headrace.spec.events import Event, SharesBalanced, Stepped, WorkerStarted
 from headrace.strategies import Strategy
-from strategies.contract_models import ADAM, Case, dense, normalised, vectors
+from strategies.contract_models import ADAM, Case, Tied, dense, normalised, text, vectors
 from strategies.contract_runs import distance
 
 HOST, FAKE = "cpu", "fake:0"
@@ -179,7 +179,7 @@ CASES: Mapping[str, Callable[[], Any]] = {
     "mirrored": lambda: apart(
         make_job(Case(normalised, optimizer=ADAM, options=SYNC)), hr.Mirrored(), BOTH, engine=None
     ),
-    "mirrored from the CPU": lambda: apart(make_job(), hr.Mirrored(), [HOST, "fake:1"]),
+    "mirrored from the CPU": lambda: apart(make_job(Case(Tied, text)), hr.Mirrored(), [HOST, "fake:1"]),
     "two on one": lambda: apart(make_job(), hr.Mirrored(), [FAKE, FAKE, HOST]),
     "on_nonfinite": lambda: apart(make_job(Case(dense, options=hr.Options(on_nonfinite="skip"))), hr.Mirrored(), BOTH),
     "balanced": balanced,

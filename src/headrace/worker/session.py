@@ -18,7 +18,7 @@ from headrace.data import CpuBudget, Hosts, InputPipeline, Loader, as_pipeline
 from headrace.devices import use
 from headrace.errors import UsageError
 from headrace.machine import cores
-from headrace.modules import copy_module, names_of_sets, parts_of, set_train_modes
+from headrace.modules import copy_module, move, names_of_sets, parts_of, set_train_modes
 from headrace.parameter_server.replication.directory import find_servers
 from headrace.policies.roles import threads_per_worker
 from headrace.shared_memory.control_page import ControlPage
@@ -218,7 +218,7 @@ def build_replica(
     # Before the model is divided, so that what the parts do not have is there, too.
     if role.device != "cpu":
         use(role.device)
-        module.to(role.device)
+        move(module, role.device)
     if run.job.options.memory_format == "channels_last":
         use_channels_last(module)
     if order is None:
