@@ -17,6 +17,7 @@ from headrace.collectives.torch_distributed import TorchDistributed
 from headrace.devices import DEVICES, DeviceKind, choose, explain_auto, found, kind_of, notice_of_auto
 from headrace.errors import InfeasiblePlan, UnfitMachine, UnknownName, UsageError
 from headrace.machine import detect
+from headrace.modules import move
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.compute import LayerSpec
 from headrace.spec.model import ModelSpec, ParameterSpec
@@ -348,3 +349,16 @@ def test_only_engines_of_this_machine_take_names() -> None:
             UsageError, match="RayEngine reserves CPUs or GPUs for the workers, device is 'auto', 'cpu'"
         ):
             hr.RayEngine().cluster(hr.Mirrored(2), device, True)
+
+
+def test_what_is_tied_stays_tied_on_another_device() -> None:
+    """As on devices of PyTorch's extension point, `Module.to` makes new parameters there."""
+    model = nn.ModuleDict(
+        {"embedding": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False), "norm": nn.BatchNorm1d(2)}
+    )
+    model["head"].weight = model["embedding"].weight
+    model.register_buffer("mean", model["norm"].running_mean)
+    move(model, "meta")
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
+    assert model["head"].weight is model["embedding"].weight
+    assert model.mean is model["norm"].running_mean
