@@ -254,9 +254,11 @@ def test_a_model_that_does_not_fit_on_devices_is_refused(memory: int, words: str
         hr.FullySharded(workers).plan(model, Cluster((host,), device="cuda"))
 
 
-@pytest.mark.parametrize(
-    "model", [Blocks, lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), Scaled], ids=str
-)
+def sequential() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("model", [Blocks, sequential, Scaled])
 def test_units_go_by_the_collectives_of_devices(model: Callable[[], nn.Module]) -> None:
     job = Case(model, texts if model is Blocks else vectors, optimizer=ADAM).job(11)
     ranks, one = drive(job, hr.FullySharded(3), 3, 0, 9, wired=True), drive(job, hr.OneDevice(), 1, 0, 9)
