@@ -11,6 +11,7 @@ import torch
 import headrace as hr
 from engine.victims import make_job
 from headrace.engine import threads
+from headrace.errors import UsageError
 
 
 def slowly_built() -> torch.nn.Module:
@@ -35,3 +36,8 @@ def test_a_thread_seeds_nothing_while_another_builds_its_model(monkeypatch: pyte
         for strategy in (hr.ParameterServer(2, staleness_bound=0), hr.OneDevice())
     )
     torch.testing.assert_close(two, one, atol=1e-6, rtol=0.0)
+
+
+def test_backups_are_refused_since_there_is_one_process() -> None:
+    with pytest.raises(UsageError, match=r"parameter_server has backups.*ThreadEngine has one process; use backups=0"):
+        hr.fit(make_job(), hr.ParameterServer(2, servers=2, backups=1), engine=hr.ThreadEngine())

@@ -9,7 +9,7 @@ import torch
 
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.engine.base import Engine, RunProgress, orderly_interrupts
-from headrace.errors import HeadraceError, PeerLost, WorkerFailed
+from headrace.errors import HeadraceError, PeerLost, UsageError, WorkerFailed
 from headrace.shared_memory.barrier import FinishedRanks
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
@@ -33,6 +33,11 @@ class ThreadEngine(Engine):
     """
 
     def run(self, spec: RunSpec, progress: Callable[[RunProgress], None]) -> str:
+        if spec.plan.backups:
+            raise UsageError(
+                f"{spec.plan.strategy} has backups, which take over from servers whose processes are lost, and "
+                "ThreadEngine has one process; use backups=0, or no engine"
+            )
         ranks = len(spec.plan.roles)
         segment = SharedSegment.create(ControlPage.nbytes(ranks), "control")
         page = ControlPage(segment, ranks)
