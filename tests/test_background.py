@@ -97,10 +97,11 @@ def test_the_thread_ends_with_the_object() -> None:
     assert not thread.is_alive()
 
 
-def test_closing_drops_an_error() -> None:
-    background = BackgroundThread("test")
+def test_closing_drops_an_error_and_ends_the_thread() -> None:
+    background = BackgroundThread("closed")
     background.start(fail)
     background.close()
+    assert not any(each.name == "headrace-closed" for each in threading.enumerate())
     background.check()
     assert not background.wait()
 

@@ -27,7 +27,7 @@ class _Task:
 
 
 class BackgroundThread:
-    """Runs one task at a time in a daemon thread, which is started at once and ends with this object.
+    """Runs one task at a time in a daemon thread, which is started at once, and ends by `close` or with this object.
 
     At once, because `Thread.start` blocks for ever if the new thread fails before it runs, which happens when a
     process reaches its memory limit in the middle of a run.
@@ -71,10 +71,12 @@ class BackgroundThread:
         return self._task is not None and self._task.ended.is_set() and self.wait()
 
     def close(self) -> None:
-        """Blocks until no task runs, whose error is dropped."""
+        """Ends the thread when its task has ended, whose error is dropped; blocks until then."""
         task, self._task = self._task, None
         if task is not None:
             self._await(task)
+        self._tasks.put(None)
+        self._thread.join()
 
     def check(self) -> None:
         """Raises the error of a task that has failed, for a thread that waits for what the task would have done."""

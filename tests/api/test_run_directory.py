@@ -269,7 +269,7 @@ def test_a_run_that_lives_is_left_alone(tmp_path: Path) -> None:
         # The launcher is killed while a worker cannot end: it is stopped.
         everything = below(process.pid)
         workers = [pid for child in everything for pid in below(child)]
-        assert len(workers) == 2
+        assert len(workers) == 2, {pid: Path(f"/proc/{pid}/stat").read_text() for pid in (*everything, *workers)}
         os.kill(workers[1], signal.SIGSTOP)
         assert until(lambda: state(workers[1]) == "T", 30)
         process.kill()

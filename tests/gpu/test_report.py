@@ -38,7 +38,7 @@ def test_the_report_has_what_ran_and_what_was_left_out(tmp_path: Path) -> None:
 def test_a_part_that_does_not_exist_is_named() -> None:
     done = gpu("--device", "cpu", "--only", "doctor,nccl")
     assert done.returncode == 2
-    assert "no part is called nccl; there are doctor, tests, overhead, data parallel, hardware" in done.stderr
+    assert "no part is called nccl; there are doctor, tests, overhead, data parallel, shared, hardware" in done.stderr
 
 
 @pytest.mark.usefixtures("real_python")

@@ -17,8 +17,9 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies import WorkerContext
+from headrace.strategies.broadcast import broadcast
 from headrace.strategies.one_device import LocalExchange
-from headrace.strategies.strategy import Strategy, broadcast, describe_options
+from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.clipping import HEALTHY, StepDecision
 from headrace.training.exchange import Replica, UpdatingExchange
 from headrace.training.optimizer import StatePiece

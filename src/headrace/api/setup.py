@@ -30,7 +30,7 @@ from headrace.machine import cores, versions
 from headrace.modules import describe
 from headrace.policies.roles import threads_per_worker
 from headrace.policies.sharding import whole
-from headrace.strategies.strategy import broadcast
+from headrace.strategies.broadcast import broadcast
 from headrace.training.central_storage.exchange import place_parameters, share_parameters
 from headrace.training.reduction import CollectiveReduction, Reduction, SharedMemoryReduction
 from headrace.worker.loops.rounds import count_examples

@@ -13,6 +13,7 @@ from headrace.errors import HeadraceError, PeerLost, UsageError, WorkerFailed
 from headrace.shared_memory.barrier import FinishedRanks
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
+from headrace.spec.plan import has_backups
 from headrace.worker.main import work
 from headrace.worker.run_spec import RunSpec
 from headrace.worker.server import serve
@@ -33,7 +34,7 @@ class ThreadEngine(Engine):
     """
 
     def run(self, spec: RunSpec, progress: Callable[[RunProgress], None]) -> str:
-        if spec.plan.backups:
+        if has_backups(spec.plan):
             raise UsageError(
                 f"{spec.plan.strategy} has backups, which take over from servers whose processes are lost, and "
                 "ThreadEngine has one process; use backups=0, or no engine"

@@ -221,6 +221,11 @@ def outlives_workers(plan: Plan) -> bool:
     return plan.replaces or plan.min_workers > 0
 
 
+def has_backups(plan: Plan) -> bool:
+    """Whether other processes take over from servers that are lost."""
+    return bool(plan.backups)
+
+
 def needs_snapshots(plan: Plan) -> bool:
     """Whether there are processes whose state no other process holds, while workers go on without them."""
     return bool(plan.servers) and not plan.backups and not plan.moves_rows

@@ -26,9 +26,10 @@ from headrace.policies.sharding import slices, whole
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan, Segment
+from headrace.strategies.broadcast import broadcast
 from headrace.strategies.checks import check_balance, check_count, check_elastic, refuse_elastic_tables
 from headrace.strategies.context import WorkerContext, with_tables
-from headrace.strategies.strategy import Strategy, broadcast, describe_options
+from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.central_storage.elastic import ElasticStorageExchange, StorageSink, StorageState
 from headrace.training.central_storage.exchange import CentralCopy, CentralStorageExchange
 from headrace.training.central_storage.shared_state import state_form

@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.checkpoint.forms import pack, unpack
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.collectives.through_host import ThroughHost
 from headrace.errors import UsageError
-from headrace.modules import restore
 from headrace.parameter_server.client.exchange import ReplicaGroup
 from headrace.parameter_server.planning import ServerProcess
 from headrace.parameter_server.replication.directory import ServerDirectory
@@ -225,15 +223,3 @@ class ModelProbe:
     measure: Callable[[ProfileRequest], tuple[LayerSpec, ...]]
     sample: Callable[[], Any] = tuple
     inputs: Any = None
-
-
-def broadcast_sparse(tensor: Tensor, collective: Collective) -> None:
-    """Gives every rank rank 0's elements of a sparse tensor."""
-    own = torch.frombuffer(bytearray(pack({"": tensor.cpu()})), dtype=torch.uint8)
-    # The others' may have other elements, and so another size.
-    (size,) = collective.sum([float(len(own)) if collective.rank == 0 else 0.0])
-    content = own if collective.rank == 0 else own.new_empty(int(size))
-    content = content.to(tensor.device)
-    collective.broadcast(content)
-    if collective.rank != 0:
-        restore(tensor, unpack(content.cpu().numpy().tobytes())[""])

@@ -33,9 +33,10 @@ from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import EVERY_WORKER, Plan
+from headrace.strategies.broadcast import broadcast
 from headrace.strategies.checks import check_count
 from headrace.strategies.context import ModelProbe, WorkerContext
-from headrace.strategies.strategy import Strategy, broadcast, describe_options
+from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
 from headrace.training.gradients import UsedParameters
 from headrace.training.optimizer import build, build_over_owned

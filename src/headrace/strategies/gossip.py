@@ -25,10 +25,11 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
+from headrace.strategies.broadcast import broadcast
 from headrace.strategies.checks import check_count
 from headrace.strategies.context import WorkerContext
 from headrace.strategies.one_device import LocalExchange
-from headrace.strategies.strategy import Strategy, broadcast, describe_options
+from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
 
 TOPOLOGIES = ("hypercube", "random", "ring")

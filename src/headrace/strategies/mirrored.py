@@ -24,9 +24,10 @@ from headrace.policies.roles import data_parallel_plan, elastic_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
+from headrace.strategies.broadcast import broadcast
 from headrace.strategies.checks import check_balance, check_count, check_elastic, refuse_elastic_tables
 from headrace.strategies.context import WorkerContext, summing_of, with_tables
-from headrace.strategies.strategy import Strategy, broadcast, describe_options
+from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
 from headrace.training.reduction import (
     CollectiveReduction,

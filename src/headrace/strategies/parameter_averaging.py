@@ -53,10 +53,11 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan, ProcessCounts
+from headrace.strategies.broadcast import broadcast
 from headrace.strategies.checks import check_count, check_elastic
 from headrace.strategies.context import ServerContext, WorkerContext, summing_of
 from headrace.strategies.one_device import LocalExchange
-from headrace.strategies.strategy import ServedStrategy, broadcast, describe_options
+from headrace.strategies.strategy import ServedStrategy, describe_options
 from headrace.training.exchange import Replica
 from headrace.training.gradients import FlatLayout
 from headrace.training.synchronization import mean_state

@@ -33,9 +33,10 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan, Role, Segment
+from headrace.strategies.broadcast import broadcast
 from headrace.strategies.checks import check_count
 from headrace.strategies.context import ModelProbe, WorkerContext
-from headrace.strategies.strategy import Strategy, broadcast, describe_options
+from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
 from headrace.training.optimizer import build
 from headrace.training.whole_model import HALF

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from typing import ClassVar
 
-from torch import Tensor, nn
-
-from headrace.collectives.base import Collective
-from headrace.modules import is_dense
 from headrace.parameter_server.server.server import Server
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan, ProcessCounts
 from headrace.strategies.checks import process_counts
-from headrace.strategies.context import ModelProbe, ServerContext, WorkerContext, broadcast_sparse
+from headrace.strategies.context import ModelProbe, ServerContext, WorkerContext
 from headrace.training.exchange import Replica
 
 
@@ -103,22 +98,3 @@ def describe_options(strategy: Strategy) -> dict[str, object]:
     """Returns a strategy's fields as JSON values."""
     assert dataclasses.is_dataclass(strategy)
     return dataclasses.asdict(strategy)
-
-
-def broadcast(module: nn.Module, collective: Collective) -> None:
-    """Gives every rank rank 0's parameters and buffers, as far as the ranks hold them."""
-    broadcast_tensors((*module.parameters(), *module.buffers()), collective)
-
-
-def broadcast_tensors(tensors: Iterable[Tensor], collective: Collective) -> None:
-    """Gives every rank rank 0's values, as far as the ranks hold the tensors."""
-    for tensor in tensors:
-        if tensor.is_meta:
-            continue
-        if not is_dense(tensor):
-            broadcast_sparse(tensor, collective)
-            continue
-        dense = tensor.data.contiguous()
-        collective.broadcast(dense)
-        if dense.data_ptr() != tensor.data_ptr():
-            tensor.data.copy_(dense)

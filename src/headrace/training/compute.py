@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import UsageError
 from headrace.metrics import Mean
-from headrace.modules import is_dense, parameters_and_buffers
+from headrace.modules import parameters_and_buffers
 from headrace.spec.events import StagePass
 from headrace.spec.job import Share
 from headrace.trees import map_tensors
@@ -89,17 +89,3 @@ class Compute(ABC):
         if self.device.type == "cpu":
             return batch
         return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
-
-
-def use_channels_last(module: nn.Module) -> None:
-    """Puts 4-d parameters and buffers in channels-last order, and from now on the 4-d inputs of each forward."""
-    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    module.register_forward_pre_hook(_in_channels_last, with_kwargs=True)
-
-
-def _in_channels_last(module: nn.Module, values: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-    def converted(tensor: Tensor) -> Tensor:
-        images = tensor.dim() == 4 and is_dense(tensor)
-        return tensor.contiguous(memory_format=torch.channels_last) if images else tensor
-
-    return map_tensors(converted, values), map_tensors(converted, named)

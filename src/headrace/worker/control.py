@@ -79,6 +79,10 @@ class RunControl:
             self._save()
         self._saver.wait()
 
+    def close(self) -> None:
+        """Ends the thread that saves."""
+        self._saver.close()
+
     def resume(self, stored: LoadedCheckpoint) -> None:
         """Restores this worker's state from a checkpoint."""
         self._state.load(stored)

@@ -75,6 +75,7 @@ def work(
                 stored.load_module(module)
         session, reporter = group.together(lambda: _build(run, role, group, page, module, events, closing))
         compute, control = session.replica.compute, RunControl(session)
+        closing.callback(control.close)
         loop = _loop_of(session, control)
         worker = Worker(session, control, loop)
         with building or nullcontext():

@@ -140,6 +140,11 @@ class Saver:
         self._thread.wait()
         self._report()
 
+    def close(self) -> None:
+        """Ends the thread; one that still writes, as where a run has failed, ends by itself."""
+        if not self._thread.busy:
+            self._thread.close()
+
     def _report(self) -> None:
         # Only the worker's own thread writes events and raises errors.
         while self._news:

@@ -18,7 +18,7 @@ from headrace.data import CpuBudget, Hosts, InputPipeline, Loader, as_pipeline
 from headrace.devices import use
 from headrace.errors import UsageError
 from headrace.machine import cores
-from headrace.modules import copy_module, move, names_of_sets, parts_of, set_train_modes
+from headrace.modules import copy_module, move, names_of_sets, parts_of, set_train_modes, use_channels_last
 from headrace.parameter_server.replication.directory import find_servers
 from headrace.policies.roles import threads_per_worker
 from headrace.shared_memory.control_page import ControlPage
@@ -27,7 +27,6 @@ from headrace.spec.job import Job, Share
 from headrace.spec.parameter_sets import one_optimizer
 from headrace.spec.plan import Plan, Role, exchanges_in_host_memory, name_of
 from headrace.strategies.context import BatchInfo, WorkerContext
-from headrace.training.compute import use_channels_last
 from headrace.training.embeddings.building import deferred_tables, with_tables
 from headrace.training.exchange import Replica, UpdatingExchange
 from headrace.training.turns.compute import TurnsCompute

@@ -169,6 +169,7 @@ class Snapshots:
     def close(self) -> None:
         """Waits until the snapshot that is being written is complete."""
         self._thread.wait()
+        self._thread.close()
 
     def _write(self, content: memoryview) -> None:
         try:

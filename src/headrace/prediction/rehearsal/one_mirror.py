@@ -25,9 +25,10 @@ from headrace.modules import is_dense
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.plan import Plan
+from headrace.strategies.broadcast import broadcast_tensors
 from headrace.strategies.context import WorkerContext
 from headrace.strategies.mirrored import Mirrored
-from headrace.strategies.strategy import Strategy, broadcast_tensors
+from headrace.strategies.strategy import Strategy
 from headrace.training.clipping import GradientClipper, StepDecision
 from headrace.training.exchange import Reduced, ReducingExchange, Replica
 from headrace.training.gradients import FlatLayout, UsedParameters
