@@ -17,7 +17,6 @@ from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.options import require_count
 from headrace.spec.parameter_sets import ParameterSet, divide
 from headrace.spec.patterns import require_matches
-from headrace.trees import map_tensors
 
 
 @contextmanager
@@ -288,17 +287,3 @@ def without_data(tensor: Tensor) -> Tensor:
     """Returns a tensor or parameter of the same shape and type on the meta device."""
     empty = torch.empty_like(tensor, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
-def use_channels_last(module: nn.Module) -> None:
-    """Puts 4-d parameters and buffers in channels-last order, and from now on the 4-d inputs of each forward."""
-    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    module.register_forward_pre_hook(_in_channels_last, with_kwargs=True)
-
-
-def _in_channels_last(module: nn.Module, values: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-    def converted(tensor: Tensor) -> Tensor:
-        images = tensor.dim() == 4 and is_dense(tensor)
-        return tensor.contiguous(memory_format=torch.channels_last) if images else tensor
-
-    return map_tensors(converted, values), map_tensors(converted, named)

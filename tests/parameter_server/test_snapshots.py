@@ -266,7 +266,7 @@ def test_a_full_disk_is_told_and_serving_goes_on(tmp_path: Path, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr("headrace.checkpoint.storage.File.sync", partial(_raise, Full("full")))
         files.look(server.snapshot)
-        files.close()
+        files._thread.wait()
         assert isinstance(files.error, Full)
     assert newest(tmp_path, 1)[0] is not None
     files.look(server.snapshot)

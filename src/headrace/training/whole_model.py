@@ -17,7 +17,7 @@ from headrace.batches import call, select_target
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import DataError, JobError, UsageError
 from headrace.metrics import Mean, weigh
-from headrace.modules import TrainedParameters, has_reentrant_checkpoint
+from headrace.modules import TrainedParameters, has_reentrant_checkpoint, is_dense
 from headrace.policies.roles import bounds
 from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
@@ -27,7 +27,7 @@ from headrace.training.compute import Compute, Computed
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.gradients import DirectGradients, GradientPlaces, GradientSink, assign, divide
 from headrace.training.optimizer import StateSlices
-from headrace.trees import map_leaves, widened
+from headrace.trees import map_leaves, map_tensors, widened
 
 
 class GraphMode(ABC):
@@ -357,3 +357,17 @@ class ModelParallelGroup(ABC):
     @abstractmethod
     def spread(self) -> None:
         """Gives each rank of the replica the values of what it holds and another one owns; all ranks call it."""
+
+
+def use_channels_last(module: nn.Module) -> None:
+    """Puts 4-d parameters and buffers in channels-last order, and from now on the 4-d inputs of each forward."""
+    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    module.register_forward_pre_hook(_in_channels_last, with_kwargs=True)
+
+
+def _in_channels_last(module: nn.Module, values: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+    def converted(tensor: Tensor) -> Tensor:
+        images = tensor.dim() == 4 and is_dense(tensor)
+        return tensor.contiguous(memory_format=torch.channels_last) if images else tensor
+
+    return map_tensors(converted, values), map_tensors(converted, named)

@@ -18,7 +18,7 @@ from headrace.data import CpuBudget, Hosts, InputPipeline, Loader, as_pipeline
 from headrace.devices import use
 from headrace.errors import UsageError
 from headrace.machine import cores
-from headrace.modules import copy_module, move, names_of_sets, parts_of, set_train_modes, use_channels_last
+from headrace.modules import copy_module, move, names_of_sets, parts_of, set_train_modes
 from headrace.parameter_server.replication.directory import find_servers
 from headrace.policies.roles import threads_per_worker
 from headrace.shared_memory.control_page import ControlPage
@@ -32,7 +32,7 @@ from headrace.training.exchange import Replica, UpdatingExchange
 from headrace.training.turns.compute import TurnsCompute
 from headrace.training.turns.elastic import TurnsState
 from headrace.training.turns.exchange import TurnsExchange
-from headrace.training.whole_model import Objective
+from headrace.training.whole_model import Objective, use_channels_last
 from headrace.worker.evaluation import Evaluation
 from headrace.worker.events import EventWriter, InputReporter
 from headrace.worker.run_spec import RunSpec

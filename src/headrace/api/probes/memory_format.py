@@ -15,14 +15,14 @@ from headrace.batches import examples_of
 from headrace.engine.torchrun.store import of_first
 from headrace.errors import HeadraceError, JobError, UsageError
 from headrace.machine import give_back
-from headrace.modules import copy_module, use_channels_last
+from headrace.modules import copy_module
 from headrace.pipeline.layer_cost import clock
 from headrace.pipeline.profile import first_batch, limited_threads
 from headrace.spec.cluster import Cluster
 from headrace.spec.job import Share
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy
-from headrace.training.whole_model import WholeModel
+from headrace.training.whole_model import WholeModel, use_channels_last
 from headrace.worker.session import alone, objectives_of
 
 _CLEAR = 0.97
