@@ -32,6 +32,7 @@ def throughput(
     seconds: float,
     engine: LocalEngine,
     device: str | Sequence[str] = "cpu",
+    options: hr.Options | None = None,
 ) -> float:
     """Trains for some seconds under a strategy; returns examples/s in steady state."""
     make, _ = MODELS[workload]
@@ -42,6 +43,7 @@ def throughput(
         data=hr.data.from_arrays(*examples(workload, 4096)),
         global_batch_size=EXAMPLES_A_WORKER * workers,
         steps=1_000_000,
+        options=options or hr.Options(),
     )
     from headrace.api.fit import fit
 

@@ -118,10 +118,12 @@ def _keys(tab: Any) -> None:
     tab.value("document.querySelector('#loss .chart > svg').focus()")
     tab.press("ArrowLeft")
     tab.press("ArrowLeft")
-    assert " examples: " in tab.value("document.querySelector('#loss output').textContent")
+    tab.until("document.querySelector('#loss output').textContent.includes(' examples: ')")
+    # Lanes are drawn some time after they have come, and take keys from then on.
+    tab.until("document.querySelector('#lanes-canvas canvas').getAttribute('aria-label')")
     tab.value("document.querySelector('#lanes-canvas canvas').focus()")
     tab.press("ArrowDown")
-    assert tab.value("document.querySelector('#lanes-canvas output').textContent").startswith("rank 1, from")
+    tab.until("document.querySelector('#lanes-canvas output').textContent.startsWith('rank 1, from')")
     tab.value("document.querySelector('input[value=seconds]').click()")
     tab.until("document.querySelector('#loss svg[role]').getAttribute('aria-label').includes('of training')")
     names = "[...document.querySelectorAll('button, input, svg[tabindex], canvas, [role=group]')]"
