@@ -339,7 +339,7 @@ def test_each_host_brings_its_own(fake: Fake) -> None:
     assert exchanges_in_host_memory(hr.Mirrored().plan(MODEL, far))
     with pytest.raises(InfeasiblePlan, match=r"gossip exchanges .* fake \(collectives: gloo\) on several hosts; give"):
         check_device(hr.Gossip(), hr.Gossip().plan(MODEL, far), far)
-    with pytest.raises(InfeasiblePlan, match="device names 1 devices on b, cpu, and parameter_server has 0 workers"):
+    with pytest.raises(InfeasiblePlan, match="device names 1 device on b, cpu, and parameter_server has 0 workers"):
         hr.ParameterServer().plan(MODEL, on_two_hosts(("fake:0",), ("cpu",)))
 
 
