@@ -222,8 +222,9 @@ def _require_names(strategy: str, host: Host, workers: int) -> None:
     named = host.worker_devices
     if named and len(named) != workers:
         raise InfeasiblePlan(
-            f"device names {len(named)} device{'s' * (len(named) != 1)} on {host.name}, {', '.join(named)}, and {strategy} has {workers} "
-            f"worker{'s' * (workers != 1)} there; name one for each worker, or have as many workers"
+            f"device names {len(named)} device{'s' * (len(named) != 1)} on {host.name}, {', '.join(named)}, and "
+            f"{strategy} has {workers} worker{'s' * (workers != 1)} there; name one for each worker, or have as many "
+            "workers"
         )
 
 
