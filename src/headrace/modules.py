@@ -157,7 +157,7 @@ def parts_of(module: nn.Module, names: Mapping[str, Sequence[str]]) -> dict[str,
 
 
 def _part(module: nn.Module, chosen: Container[int], rest: bool) -> nn.Module | None:
-    """Returns a module as far as its parameters are chosen; `rest` asks for buffers that are nobody's, too."""
+    """Returns a module as far as its parameters are chosen; `rest` asks for buffers that no chosen part has, too."""
     inside = [id(parameter) in chosen for parameter in module.parameters()]
     if all(inside) if inside else rest:
         return module

@@ -6,7 +6,7 @@ import ast
 import contextlib
 import importlib.util
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from enum import StrEnum
@@ -48,6 +48,18 @@ def option(name: str, help: str, **settings: Any) -> Any:
     return typer.Option(name, help=help, show_default=False, **settings)
 
 
+def _device_option(more: str, known: Callable[[str], str], help: str) -> Any:
+    """Returns --device, which takes names of the device table, and what `known` takes besides."""
+    names = (AUTO, *DEVICES)
+    return typer.Option(
+        "--device",
+        metavar=f"[{'|'.join(names)}]{more}",
+        autocompletion=lambda incomplete: [name for name in names if name.startswith(incomplete)],
+        callback=known,
+        help=help,
+    )
+
+
 JobFile = Annotated[
     Path,
     typer.Argument(
@@ -60,24 +72,13 @@ WorkersOption = Annotated[
     int | None,
     option("--workers", min=1, help="How many processes compute. Default: what the launcher or the machine gives."),
 ]
-DeviceOption = Annotated[
-    str,
-    typer.Option(
-        "--device",
-        metavar=f"[{'|'.join((AUTO, *DEVICES))}]",
-        autocompletion=lambda incomplete: [name for name in (AUTO, *DEVICES) if name.startswith(incomplete)],
-        callback=_known_device,
-        help="What tensors live on.",
-    ),
-]
+DeviceOption = Annotated[str, _device_option("", _known_device, "What tensors live on.")]
 DevicesOption = Annotated[
     str,
-    typer.Option(
-        "--device",
-        metavar=f"[{'|'.join((AUTO, *DEVICES))}] or DEVICE,DEVICE,...",
-        autocompletion=lambda incomplete: [name for name in (AUTO, *DEVICES) if name.startswith(incomplete)],
-        callback=_known_devices,
-        help=f"What tensors live on; or the device of each worker, by rank: {','.join(EXAMPLE)}.",
+    _device_option(
+        " or DEVICE,DEVICE,...",
+        _known_devices,
+        f"What tensors live on; or the device of each worker, by rank: {','.join(EXAMPLE)}.",
     ),
 ]
 SettingsOption = Annotated[

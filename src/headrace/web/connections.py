@@ -1,4 +1,4 @@
-"""HTTP connections with limits: what a client can make a server hold, and for how long, whoever it is."""
+"""HTTP connections with limits: what a client can make a server hold, and for how long, with a token or without."""
 
 from __future__ import annotations
 

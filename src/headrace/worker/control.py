@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from time import monotonic
 
 from headrace.worker.callbacks.runner import CallbackRunner
@@ -20,7 +21,7 @@ class RunControl:
         statistics_weight: weight of this worker's running statistics in their mean over the workers.
     """
 
-    def __init__(self, session: WorkerSession) -> None:
+    def __init__(self, session: WorkerSession, closing: ExitStack) -> None:
         run, group, page = session.run, session.group, session.page
         self.stopper = EarlyStopper(run.job.options.early_stopping)
         self.callbacks = CallbackRunner(session)
@@ -31,6 +32,7 @@ class RunControl:
         self.losses = LossReader(session)
         self._saves = run.checkpoints is not None
         self._saver = Saver(run, group, page, session.events, self.callbacks.saved)
+        closing.callback(self._saver.close)
         self._state = WorkerState(session, self.stopper)
         self._is_replacement = session.is_replacement
         self._deadline = run.deadline(session.is_replacement)
@@ -78,10 +80,6 @@ class RunControl:
         if self._saves and self._saver.saved != self._progress.done and not self._was_over:
             self._save()
         self._saver.wait()
-
-    def close(self) -> None:
-        """Ends the thread that saves."""
-        self._saver.close()
 
     def resume(self, stored: LoadedCheckpoint) -> None:
         """Restores this worker's state from a checkpoint."""

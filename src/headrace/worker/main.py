@@ -74,8 +74,7 @@ def work(
             with making_sense(stored.path):
                 stored.load_module(module)
         session, reporter = group.together(lambda: _build(run, role, group, page, module, events, closing))
-        compute, control = session.replica.compute, RunControl(session)
-        closing.callback(control.close)
+        compute, control = session.replica.compute, RunControl(session, closing)
         loop = _loop_of(session, control)
         worker = Worker(session, control, loop)
         with building or nullcontext():
