@@ -58,7 +58,8 @@ def _programs_begin_warm(request: pytest.FixtureRequest) -> Iterator[None]:
     Quick tests start none, so a selection of quick tests alone does without.
     """
     with pytest.MonkeyPatch.context() as patch:
-        if any(item.get_closest_marker("slow") for item in request.session.items):
+        slow = any(item.get_closest_marker("slow") for item in request.session.items)
+        if slow and not request.config.getoption("--cold"):
             patch.setattr(sys, "executable", str(programs() / "python"))
         yield
 
@@ -86,6 +87,7 @@ FULL_HISTORIES, HISTORIES = 1000, 150
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="all cases, not pairwise covers; all histories, all compilers")
+    parser.addoption("--cold", action="store_true", help="programs begin as a user's do: on machines with other packages")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -108,7 +110,7 @@ def pytest_configure_node(node: Any) -> None:
     Args:
         node: xdist's WorkerController.
     """
-    if node.config.option.markexpr != "not slow":
+    if node.config.option.markexpr != "not slow" and not node.config.option.cold:
         node.workerinput[_WARM] = str(launch())
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,9 @@ from harness import machine  # noqa: E402
 
 TAIL_LINES = 40
 """Of what a part says, kept in the report."""
+
+INTERRUPTED_S = 10.0
+"""A part has so long to end after an interrupt."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,12 @@ def parts(device: str, quick: bool) -> list[Part]:
     sizes = ["--device", device, *(("--rounds", "1", "--seconds", "1.5") if quick else ())]
     overhead, parallel = here / "cuda-overhead", here / "gpu"
     devices = torch.cuda.device_count() if device == "cuda" else 2
-    headrace = [str(Path(python).with_name("headrace"))]
+    headrace = [python, "-m", "headrace"]
     return [
         Part("doctor", [*headrace, "doctor", "--json"]),
         Part(
             "tests",
-            [python, "-m", "pytest", "-q", "-n0", "--full", "tests/gpu"],
+            [python, "-m", "pytest", "-q", "-n4", "--full", "--cold", "tests/gpu"],
             lacks="" if device == "cuda" else "they need a CUDA device",
         ),
         Part("overhead", [python, str(overhead / "main.py"), *sizes], [overhead / "results"]),
@@ -60,23 +64,35 @@ def parts(device: str, quick: bool) -> list[Part]:
     ]
 
 
-def run(part: Part) -> dict[str, object]:
-    """Runs a part; returns its exit code, seconds, answer or last lines, and what it has left in its results."""
+def run(part: Part, limit_s: float | None) -> dict[str, object]:
+    """Runs a part; returns its exit code, seconds, answer or last lines, and what it has left in its results.
+
+    A part that takes longer than `limit_s` is interrupted, as by Ctrl-C, and killed where that does not end it.
+    """
     began, before = time.monotonic(), written(part)
-    done = subprocess.run(part.command, cwd=ROOT, capture_output=True, text=True, check=False)
+    with subprocess.Popen(part.command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            output, complaints = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            try:
+                output, complaints = process.communicate(timeout=INTERRUPTED_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                output, complaints = process.communicate()
     return {
         "command": " ".join(part.command).replace(f"{ROOT}/", ""),
-        "code": done.returncode,
+        "code": process.returncode,
         "seconds": round(time.monotonic() - began, 1),
-        **said(done.stdout),
-        "complained": done.stderr.splitlines()[-TAIL_LINES:] if done.returncode else [],
+        **said(output),
+        "complained": complaints.splitlines()[-TAIL_LINES:] if process.returncode else [],
         "results": {path.name: json.loads(path.read_text()) for path, _ in sorted(written(part) - before)},
     }
 
 
 def said(output: str) -> dict[str, object]:
     """Returns the JSON document that a command has printed, or its last lines."""
-    if output.startswith("{"):
+    if output.startswith("{") and output.endswith("}\n"):
         return {"answer": json.loads(output)}
     return {"said": output.splitlines()[-TAIL_LINES:]}
 
@@ -98,6 +114,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the command out")
     parser.add_argument("--quick", action="store_true", help="one short round of each")
+    parser.add_argument("--part-s", type=float, metavar="SECONDS", help="ends a part that takes longer")
     parser.add_argument("--only", default="", metavar="PART,PART", help="of doctor, tests, overhead, ...")
     parser.add_argument("--out", type=Path, default=Path("gpu-report.json"))
     arguments = parser.parse_args()
@@ -120,7 +137,7 @@ def main() -> int:
             outcome[part.name] = {"left_out": part.lacks}
             print(f"{part.name:16} left out: {part.lacks}", flush=True)
             continue
-        found = run(part)
+        found = run(part, arguments.part_s)
         outcome[part.name] = found
         failed += [part.name] if found["code"] else []
         print(f"{part.name:16} {'failed' if found['code'] else 'ok':8} {found['seconds']:8} s", flush=True)
