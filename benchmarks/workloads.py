@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -16,12 +17,22 @@ from headrace.models import cnn, mlp
 
 MODELS = {"mlp": (mlp, (784,)), "cnn": (cnn, (3, 32, 32))}
 EXAMPLES_A_WORKER = 64
+LARGE = "resnet50"
+"""Of torchvision, for accelerators: in bfloat16, channels last."""
+
+
+def model(workload: str) -> Callable[[], nn.Module]:
+    """Returns what makes the model of a workload."""
+    if workload == LARGE:
+        large: Callable[[], nn.Module] = importlib.import_module("torchvision.models").resnet50
+        return large
+    return MODELS[workload][0]
 
 
 def examples(workload: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns `(count, ...)` inputs and `(count,)` classes."""
     generator = torch.Generator().manual_seed(0)
-    _, shape = MODELS[workload]
+    shape = (3, 224, 224) if workload == LARGE else MODELS[workload][1]
     return torch.randn(count, *shape, generator=generator), torch.randint(10, (count,), generator=generator)
 
 

@@ -87,7 +87,9 @@ FULL_HISTORIES, HISTORIES = 1000, 150
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="all cases, not pairwise covers; all histories, all compilers")
-    parser.addoption("--cold", action="store_true", help="programs begin as a user's do: on machines with other packages")
+    parser.addoption(
+        "--cold", action="store_true", help="programs begin as a user's do: on machines with other packages"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""The bare PyTorch loop on a device: `bare_device_loop.py DEVICE mlp|cnn BATCH SECONDS`; prints examples/s.
+"""The bare PyTorch loop on a device: `bare_device_loop.py DEVICE mlp|cnn|resnet50 BATCH SECONDS`; prints examples/s.
 
 The loss stays on the device, as in headrace: no step waits for it.
 """
@@ -13,14 +13,17 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from workloads import MODELS, examples
+from workloads import LARGE, examples, model
 
 
 def main(device: str, workload: str, size: int, seconds: float) -> None:
     torch.manual_seed(0)
-    model = MODELS[workload][0]().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x, y = examples(workload, 4096)
+    large = workload == LARGE
+    module = model(workload)().to(device)
+    if large:
+        module = module.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    x, y = examples(workload, 512 if large else 4096)
     loss = nn.CrossEntropyLoss()
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     order = torch.randperm(len(x))
@@ -34,7 +37,12 @@ def main(device: str, workload: str, size: int, seconds: float) -> None:
         position += size
         inputs, target = x.index_select(0, index), y.index_select(0, index)
         optimizer.zero_grad()
-        loss(model(inputs.to(device, non_blocking=True)), target.to(device, non_blocking=True)).backward()
+        inputs, target = inputs.to(device, non_blocking=True), target.to(device, non_blocking=True)
+        if large:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(device, torch.bfloat16, enabled=large):
+            value = loss(module(inputs), target)
+        value.backward()
         optimizer.step()
 
     for _ in range(20):

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import headrace as hr
+from headrace import errors
 from headrace.checkpoint import CheckpointFolder
 from headrace.engine.base import Engine
 from headrace.engine.local.engine import LocalEngine
@@ -106,6 +108,13 @@ def test_units_are_found_or_named(units: str | list[str], said: str, tmp_path: P
     notices = [event.text for event in run.events if isinstance(event, Notice)]
     assert [text.startswith(f"sharded over 2 workers: {said}") for text in notices if "sharded" in text] == [True]
     assert distance(run.model.state_dict(), train(job, hr.OneDevice()).tensors) <= 1e-9
+
+
+def test_an_older_torch_is_refused_with_the_version_that_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without it ranks that use different parts of a unit would sum tensors of different parameters.
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
+    with pytest.raises(errors.UnfitMachine, match=r"torch 2\..*some ranks use a part.*'torch>=2.13', or use mirrored"):
+        hr.fit(Case(Blocks, texts).job(8), hr.FullySharded(2), device="cpu", engine=hr.ThreadEngine())
 
 
 def test_each_worker_holds_its_part_and_gathers_a_unit_while_it_runs() -> None:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from headrace.collectives.base import Collective, ProcessGroup
+from headrace.errors import UnfitMachine
 from headrace.fully_sharded.link import CollectiveLink, OwnGradients, SharedLink, UnitGather, UnitLink, UnitScatter
 from headrace.fully_sharded.units import is_kept_whole, unit_parameters, written
 from headrace.modules import parameters_and_buffers
@@ -112,6 +113,7 @@ class ShardedModule:
         reshard: bool,
         closing: ExitStack,
     ) -> list[Any]:
+        require_unused_summed()
         mesh = mesh_of(self._group, self.device, closing)
         for parameter in self.module.parameters():
             parameter.data = parameter.data.contiguous()
@@ -233,6 +235,15 @@ class ShardedModule:
         part[: local.numel()] = local
         every = self._group.gather(part.view(torch.uint8)).view(part.dtype)
         return every.flatten()[: shape.numel()].view(shape)
+
+
+def require_unused_summed() -> None:
+    """Raises an `UnfitMachine` if torch cannot sum gradients of parameters that only some ranks use in a step."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise UnfitMachine(
+            f"torch {torch.__version__} cannot sum the gradients of a unit of which some ranks use a part, and "
+            "fully_sharded needs that: pip install 'torch>=2.13', or use mirrored"
+        )
 
 
 class _WriteGuard:
