@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -10,7 +11,10 @@ import time
 from collections.abc import Sequence
 
 import headrace as hr
-from headrace.spec.events import Event, Lost, ServerStarted, WorkerEnded, WorkerStarted
+from headrace.spec.events import Event, Lost, RunStarted, ServerStarted, Stepped, WorkerEnded, WorkerStarted
+
+RECOVERED_S = 7.0
+"""After a fault everything goes on as before: a frozen process is noticed after 3 s, and replaced in one or two."""
 
 
 class Storm:
@@ -24,7 +28,7 @@ class Storm:
         seed: who is struck, and how.
 
     Attributes:
-        struck: when, which rank, by which signal.
+        struck: when by the run's clock, which rank, by which signal.
     """
 
     def __init__(self, strategy: hr.ParameterServer | hr.Mirrored, every_s: float, seed: int) -> None:
@@ -35,11 +39,14 @@ class Storm:
         self._every_s = every_s
         self._chance = random.Random(seed)
         self._processes: dict[int, tuple[int, float]] = {}
+        self._began = time.monotonic()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._rage, daemon=True)
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, WorkerStarted | ServerStarted):
+        if isinstance(event, RunStarted):
+            self._began = time.monotonic() - event.time_s
+        elif isinstance(event, WorkerStarted | ServerStarted):
             self._processes[event.rank] = (event.pid, time.monotonic())
             complete = len(self._processes) == self._workers + 2 * self._servers
             if complete and not self._thread.is_alive() and self._every_s:
@@ -53,7 +60,7 @@ class Storm:
             rank = self._chance.choice(ranks)
             how = self._chance.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
             pid, _ = self._processes.pop(rank)
-            self.struck.append((time.monotonic(), rank, how.name))
+            self.struck.append((time.monotonic() - self._began, rank, how.name))
             os.kill(pid, how)
 
     def _may_strike(self, rank: int) -> bool:
@@ -74,3 +81,21 @@ def live_seconds(events: Sequence[Event], workers: int, began: float, ended: flo
             end = min((time_s for time_s in ends if time_s > start), default=ended)
             total += max(0.0, min(end, ended) - max(start, began))
     return total
+
+
+def kept_within(events: Sequence[Event], struck: Sequence[float], workers: int) -> float:
+    """Examples of a live worker in a second, over the same in the moments of this run that no fault disturbs.
+
+    Another run beside it would be as calm, but these machines drift by a third from minute to minute.
+    """
+    steps = [(event.time_s, event.examples) for event in events if isinstance(event, Stepped)]
+    began, ended = min(steps)[0], max(steps)[0]
+    edges = [began, *(each for each in struck if each < ended), ended]
+    # Before the first fault, and after each when it is over.
+    calm = [(a + RECOVERED_S * bool(index), b) for index, (a, b) in enumerate(itertools.pairwise(edges))]
+
+    def rate(windows: Sequence[tuple[float, float]]) -> float:
+        done = sum(count for at, count in steps if any(a < at <= b for a, b in windows))
+        return done / sum(live_seconds(events, workers, a, b) for a, b in windows)
+
+    return rate([(began, ended)]) / rate([(a, b) for a, b in calm if b > a])

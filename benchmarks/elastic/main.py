@@ -29,7 +29,7 @@ from on_hosts import hosts, run
 from one_rank import HIDDEN
 from workloads import EXAMPLES_A_WORKER, MODELS, examples, throughput
 
-from storm import Storm, live_seconds
+from storm import Storm, kept_within, live_seconds
 
 WORKERS, STORM_WORKERS = 3, 4
 EXAMPLES = 4096
@@ -121,6 +121,7 @@ def storm(every_s: float, seconds: float, seed: int) -> Figures:
     rounds = max(event.step for event in steps) + 1
     trained = rounds * EXAMPLES_A_WORKER * STORM_WORKERS
     return {
+        "kept_within": kept_within(run.events, [at for at, _, _ in strikes.struck], STORM_WORKERS),
         "faults": len(strikes.struck),
         "seconds": ended - began,
         "rounds": rounds,

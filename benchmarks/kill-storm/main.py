@@ -14,7 +14,7 @@ import headrace as hr
 from headrace.spec.events import Lost, Stepped
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from storm import Storm, live_seconds
+from storm import Storm, kept_within, live_seconds
 
 ROOT = Path(__file__).parents[2]
 WORKERS, SERVERS = 4, 2
@@ -35,6 +35,7 @@ def train(make: Callable[..., hr.Job], epochs: int, every_s: float, seed: int) -
         "seconds": ended - began,
         "examples_per_live_worker_s": examples / live_seconds(run.events, WORKERS, began, ended),
         "accuracy": 100 * run.metrics["accuracy"],
+        "kept_within": kept_within(run.events, [at for at, _, _ in storm.struck], WORKERS),
         "faults": len(storm.struck),
         "workers_lost": len(lost),
     }
@@ -45,17 +46,19 @@ def main() -> None:
     parser.add_argument("--every-s", type=float, default=15.0, help="seconds between two faults")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--calm-every", type=int, default=1, help="rounds to one undisturbed run before them")
+    parser.add_argument("--calm-every", type=int, default=1, help="rounds to one undisturbed run before them; 0: none")
     arguments = parser.parse_args()
     make = runpy.run_path(str(ROOT / "examples" / "fashion_mnist" / "job.py"))["job"]
     rows = []
     calm: dict[str, float] = {}
     for seed in range(arguments.rounds):
-        if seed % arguments.calm_every == 0:
+        if arguments.calm_every and seed % arguments.calm_every == 0:
             calm = train(make, arguments.epochs, 0.0, seed)
         storm = train(make, arguments.epochs, arguments.every_s, seed)
-        rate = storm["examples_per_live_worker_s"] / calm["examples_per_live_worker_s"]
-        rows.append({"calm": calm, "storm": storm, "kept": rate})
+        row: dict[str, object] = {"calm": calm, "storm": storm}
+        if calm:
+            row["kept"] = storm["examples_per_live_worker_s"] / calm["examples_per_live_worker_s"]
+        rows.append(row)
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     results = Path(__file__).parent / "results"
     results.mkdir(exist_ok=True)
