@@ -11,7 +11,7 @@ from headrace.errors import CorruptCheckpoint
 from headrace.spec.events import PushesApplied, RunEnded, RunStarted, Stepped
 from storm.evidence import Attempt, Evidence
 from storm.hosts import STILL
-from storm.jobs import ACCOUNTED, BATCH, EXACT, ROUNDS, TIMEOUT_S
+from storm.jobs import ACCOUNTED, BATCH, ELASTIC, EXACT, ROUNDS, TIMEOUT_S
 from storm.schedule import CUTS, DAMAGES, MOUNTED
 
 __all__ = ["problems"]
@@ -38,7 +38,7 @@ def problems(evidence: Evidence) -> list[str]:
         damaged |= any(strike.fault.kind in DAMAGES for strike in attempt.strikes)
     if not evidence.attempts or evidence.attempts[-1].code != 0:
         return [*found, "the run has not come to its end"]
-    return [*found, *_of_end(evidence), *_of_examples(evidence), *_of_pushes(evidence)]
+    return [*found, *_of_end(evidence), *_of_examples(evidence), *_of_groups(evidence), *_of_pushes(evidence)]
 
 
 def _of_attempt(number: int, attempt: Attempt) -> Iterator[str]:
@@ -104,15 +104,42 @@ def _of_examples(evidence: Evidence) -> Iterator[str]:
         yield f"{len(rounds)} of {ROUNDS} rounds; not of {BATCH} examples: {wrong}"
 
 
+def _of_groups(evidence: Evidence) -> Iterator[str]:
+    """Where workers go on without others, one group does: a worker that was lost after a round may count it, too.
+
+    Of the group that did the round first at least one goes on, and does not do it again; so one group and those that
+    were lost count less than the batch twice.
+    """
+    if evidence.strategy not in ELASTIC:
+        return
+    rounds: Counter[int] = Counter()
+    for event in evidence.events:
+        if isinstance(event, RunStarted):
+            rounds = Counter({step: count for step, count in rounds.items() if step < event.resumed_step})
+        elif isinstance(event, Stepped):
+            rounds[event.step] += event.examples
+    twice = {step: count for step, count in rounds.items() if count >= 2 * BATCH}
+    if twice:
+        yield f"two groups of workers did rounds of {BATCH} examples: {twice}"
+
+
 def _of_pushes(evidence: Evidence) -> Iterator[str]:
-    """A lease is applied once, by those that the servers list, in each attempt."""
+    """In each attempt a lease is applied once, by those that the servers list.
+
+    A server and its backup apply the same push to a version: where they do not, each took itself for the leader.
+    """
     applied: Counter[tuple[int, int, int]] = Counter()
+    made: dict[tuple[int, int], int] = {}
     for event in evidence.events:
         if isinstance(event, RunStarted):
             applied.clear()
+            made.clear()
         elif isinstance(event, PushesApplied):
             firsts = event.firsts or (0,) * len(event.leases)
-            for lease, first in zip(event.leases, firsts, strict=True):
+            for lease, first, version in zip(event.leases, firsts, event.versions, strict=True):
+                other = made.setdefault((first, version), lease)
+                if other != lease:
+                    yield f"two leaders: version {version} is of lease {other}, by rank {event.rank} of {lease}"
                 applied[event.rank, lease, first] += 1
                 if applied[event.rank, lease, first] == 2:
                     yield f"rank {event.rank} applied lease {lease} twice"

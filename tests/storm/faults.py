@@ -15,9 +15,10 @@ from contextlib import suppress
 from itertools import permutations
 from pathlib import Path
 
+from storm.clock import Clocks
 from storm.hosts import HOSTS, cut, mend
 from storm.jobs import TIMEOUT_S
-from storm.schedule import DAMAGES, LINKS, Fault
+from storm.schedule import CLOCKED, DAMAGES, LINKS, Fault
 
 __all__ = ["GROUPS", "Disk", "damage", "strike", "ungroup"]
 
@@ -31,6 +32,9 @@ LIMITS = {
 }
 GROUPS = Path("/sys/fs/cgroup")
 """Control groups, version 1: a folder for each controller."""
+
+OWN_GROUPS = f"storm-{os.getpid()}-"
+"""What the names of this storm's groups begin with: several storms may run side by side."""
 
 PERIOD_US, QUOTA_US = 100_000, 5_000
 TO_LAUNCHER = {"terminate": signal.SIGTERM, **dict.fromkeys(("kill launcher", *DAMAGES), signal.SIGKILL)}
@@ -67,8 +71,12 @@ class Disk:
         subprocess.run(["umount", "--lazy", str(self._folder)], check=True)
 
 
-def strike(fault: Fault, launcher: int, ranks: Mapping[int, int], disk: Disk | None) -> tuple[int, ...]:
-    """Does a fault to one of the processes (by rank), the command, the disk or a link; returns the ranks it struck.
+def strike(
+    fault: Fault, launcher: int, ranks: Mapping[int, int], disk: Disk | None, clocks: Clocks | None
+) -> tuple[int, ...]:
+    """Does a fault to one of the processes (by rank), the command, the disk, a link or a clock.
+
+    Returns the ranks it struck.
 
     Raises:
         ProcessLookupError: the process has ended meanwhile.
@@ -79,6 +87,10 @@ def strike(fault: Fault, launcher: int, ranks: Mapping[int, int], disk: Disk | N
     if fault.kind.endswith("disk"):
         assert disk is not None
         disk.fail(fault.kind)
+        return ()
+    if fault.kind in CLOCKED:
+        assert clocks is not None
+        clocks.jump(fault.pick)
         return ()
     if fault.kind in LINKS:
         pair = PAIRS[fault.pick % len(PAIRS)]
@@ -108,7 +120,7 @@ def strike(fault: Fault, launcher: int, ranks: Mapping[int, int], disk: Disk | N
 
 def _group(controller: str, pid: int) -> Path:
     """Puts a process into a control group of its own."""
-    group = GROUPS / controller / f"storm-{pid}"
+    group = GROUPS / controller / f"{OWN_GROUPS}{pid}"
     group.mkdir(exist_ok=True)
     (group / "cgroup.procs").write_text(str(pid))
     return group
@@ -121,7 +133,7 @@ def _unlimit(group: Path) -> None:
 
 def ungroup() -> None:
     """Removes the control groups of processes that have ended."""
-    for group in GROUPS.glob("*/storm-*"):
+    for group in GROUPS.glob(f"*/{OWN_GROUPS}*"):
         if not (group / "cgroup.procs").read_text():
             group.rmdir()
 

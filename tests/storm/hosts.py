@@ -12,10 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from storm.clock import HOST
+
 __all__ = ["HOSTS", "STILL", "cut", "mend", "several_hosts"]
 
 HOSTS = 3
-NETWORK = "storm"
+NETWORK = os.environ.get("HEADRACE_HOSTS", "storm")
+"""Another name for each of several storms side by side."""
+
 NOWHERE = "02:00:00:00:00:ff"
 """The address of no network card: packets to it are lost."""
 
@@ -67,7 +71,7 @@ def main(strategy: str, run_dir: str) -> int:
     told = {"MASTER_ADDR": _address(0), "MASTER_PORT": "29500", "WORLD_SIZE": str(HOSTS), "HEADRACE_SECRET": "5a" * 32}
     ranks = []
     for rank in range(HOSTS):
-        own = {**os.environ, **told, "RANK": str(rank), "HEADRACE_HOST": f"host-{rank}"}
+        own = {**os.environ, **told, "RANK": str(rank), "HEADRACE_HOST": f"host-{rank}", HOST: str(rank)}
         command = ["ip", "netns", "exec", f"{NETWORK}-{rank}", sys.executable, str(Path(__file__).with_name("jobs.py"))]
         # No rank outlives this process, whatever ends it.
         ranks.append(

@@ -14,7 +14,7 @@ import headrace as hr
 from headrace.errors import HeadraceError
 from storm.hosts import HOSTS
 
-__all__ = ["ACCOUNTED", "BATCH", "EXACT", "OVER_HOSTS", "ROUNDS", "STRATEGIES", "TIMEOUT_S"]
+__all__ = ["ACCOUNTED", "BATCH", "ELASTIC", "EXACT", "OVER_HOSTS", "ROUNDS", "STRATEGIES", "TIMEOUT_S"]
 
 TIMEOUT_S = 3.0
 BATCH, ROUNDS, FEATURES = 12, 64, 8
@@ -56,6 +56,10 @@ ACCOUNTED = (
     "one_device", "mirrored", "central_storage", "fully_sharded", "mirrored over hosts", "fully_sharded over hosts",
 )  # fmt: skip
 """Every worker counts its own part of each round's examples, and all the workers are there from beginning to end."""
+
+
+ELASTIC = ("elastic", "elastic over hosts")
+"""Workers go on without those that were lost."""
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:

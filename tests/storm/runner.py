@@ -18,11 +18,12 @@ from uuid import uuid4
 
 from headrace.errors import CorruptCheckpoint
 from headrace.report.model.events import read_events
+from storm.clock import Clocks
 from storm.evidence import Attempt, Evidence, Strike
 from storm.faults import Disk, damage, strike, ungroup
-from storm.hosts import mend
+from storm.hosts import HOSTS, mend
 from storm.jobs import OVER_HOSTS
-from storm.schedule import DAMAGES, MOUNTED, Fault
+from storm.schedule import CLOCKED, DAMAGES, MOUNTED, Fault
 
 __all__ = ["undisturbed", "weather"]
 
@@ -53,7 +54,10 @@ def weather(strategy: str, faults: tuple[Fault, ...], expected: str) -> Evidence
     """
     with TemporaryDirectory(prefix="headrace-storm-") as where:
         folder = Path(where)
-        disk = Disk(folder / "run") if any(fault.kind in MOUNTED for fault in faults) else None
+        kinds = {fault.kind for fault in faults}
+        disk = Disk(folder / "run") if kinds & set(MOUNTED) else None
+        hosts = HOSTS if strategy in OVER_HOSTS else 1
+        clocks = Clocks(folder / "clocks", hosts) if kinds & set(CLOCKED) else None
         try:
             run_dir, left, attempts = folder / "run" / "a", list(faults), list[Attempt]()
             most = 2 + sum(2 if fault.kind in DAMAGES else 1 for fault in faults)
@@ -64,7 +68,7 @@ def weather(strategy: str, faults: tuple[Fault, ...], expected: str) -> Evidence
                     mend()
                 if not any(run_dir.glob("checkpoints/step-*[0-9]")):
                     shutil.rmtree(run_dir, ignore_errors=True)
-                attempts.append(Command(strategy, run_dir, folder / "tmp", disk).attempt(left))
+                attempts.append(Command(strategy, run_dir, folder / "tmp", disk, clocks).attempt(left))
                 if attempts[-1].code == CorruptCheckpoint.exit_code:
                     shutil.rmtree(run_dir / "checkpoints")
                 for done in attempts[-1].strikes:
@@ -87,16 +91,17 @@ def _collect(strategy: str, attempts: tuple[Attempt, ...], run_dir: Path, expect
 class Command:
     """One attempt. What it starts is known by a word in its environment."""
 
-    def __init__(self, strategy: str, run_dir: Path, temporary: Path, disk: Disk | None) -> None:
+    def __init__(self, strategy: str, run_dir: Path, temporary: Path, disk: Disk | None, clocks: Clocks | None) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        self._run_dir, self._temporary, self._disk = run_dir, temporary, disk
+        self._run_dir, self._temporary, self._disk, self._clocks = run_dir, temporary, disk, clocks
         self._word = f"STORM={uuid4().hex}"
         self._shared = set(os.listdir("/dev/shm"))
         # Without a line that a killed process has left half written, which the next attempt cuts off.
         self._sizes = {path: path.read_bytes().rfind(b"\n") + 1 for path in run_dir.glob("events/*.jsonl")}
         self._steps, self._ranks = 0, dict[int, int]()
         env = {**os.environ, "TMPDIR": str(temporary), "STORM": self._word.partition("=")[2], "CI": "true"}
+        env |= clocks.environment() if clocks else {}
         script = TESTS / "storm" / ("hosts.py" if strategy in OVER_HOSTS else "jobs.py")
         command = [sys.executable, str(script), strategy, str(run_dir)]
         self._log = (temporary.parent / "stderr").open("w+")
@@ -106,6 +111,16 @@ class Command:
 
     def attempt(self, faults: list[Fault]) -> Attempt:
         """Does those faults whose time comes, which are taken from the list, and waits for the end."""
+        try:
+            return self._attempt(faults)
+        finally:
+            # Also where this program is interrupted.
+            self._process.kill()
+            self._process.wait()
+            self._end()
+            self._log.close()
+
+    def _attempt(self, faults: list[Fault]) -> Attempt:
         strikes: list[Strike] = []
         moved = time.monotonic()
         ended = math.inf
@@ -117,7 +132,7 @@ class Command:
                 moved = time.monotonic()
             if faults and self._steps >= faults[0].after and (ranks := dict(self._alive())):
                 fault = faults.pop(0)
-                struck = strike(fault, self._process.pid, ranks, self._disk)
+                struck = strike(fault, self._process.pid, ranks, self._disk, self._clocks)
                 strikes.append(Strike(fault, struck, time.monotonic()))
                 self._steps = 0
             time.sleep(POLL_S)
@@ -125,9 +140,8 @@ class Command:
         code = self._process.wait()
         processes = tuple(self._left()) if math.isfinite(ended) else ()
         self._end()
-        with self._log as log:
-            log.seek(0)
-            said = log.read()
+        self._log.seek(0)
+        said = self._log.read()
         shared = set(os.listdir("/dev/shm")) - self._shared
         files = [name for name in shared if not name.startswith(PASSING)]
         found = (path.relative_to(self._temporary) for path in self._temporary.rglob("*"))

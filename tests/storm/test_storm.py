@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +14,13 @@ import pytest
 
 from headrace.spec.events import LAUNCHER, PushesApplied, RunEnded, RunStarted, Stepped
 from storm.checker import problems
+from storm.clock import COMPILER, HOST, Clocks
 from storm.evidence import Attempt, Evidence, Strike
 from storm.faults import damage
 from storm.jobs import BATCH, ROUNDS
 from storm.plants import PLANTS
-from storm.schedule import KINDS, Fault, draw, reduce
+from storm.schedule import KINDS, Fault, draw, read, reduce
+from storm.tally import tally
 
 
 def step(number: int, rank: int) -> Stepped:
@@ -77,3 +84,55 @@ def test_events_that_a_full_disk_did_not_take_are_not_missed(sound: Evidence) ->
     missing = PLANTS["a round is missing"](sound)
     assert problems(missing)
     assert problems(replace(missing, attempts=(replace(missing.attempts[0], strikes=(full,)),))) == []
+
+
+def test_two_servers_that_both_lead_are_found(sound: Evidence) -> None:
+    leader = PushesApplied(2, 50.0, (0, 1), (7, 8), (), (1, 2))
+    follows, leads = (replace(leader, rank=3, leases=leases) for leases in ((7, 8), (7, 9)))
+    assert problems(replace(sound, events=(*sound.events, leader, follows))) == []
+    found = problems(replace(sound, events=(*sound.events, leader, leads)))
+    assert found == ["two leaders: version 2 is of lease 8, by rank 3 of 9"]
+
+
+def test_two_groups_that_both_go_on_are_found(sound: Evidence) -> None:
+    elastic = replace(sound, strategy="elastic")
+    lost, others = replace(step(5, 2), examples=BATCH // 2), replace(step(5, 2), examples=BATCH)
+    assert problems(replace(elastic, events=(*sound.events, lost))) == []
+    assert problems(replace(elastic, events=(*sound.events, others))) == [
+        f"two groups of workers did rounds of {BATCH} examples: {{5: {2 * BATCH}}}"
+    ]
+
+
+def test_a_printed_fault_is_read_again() -> None:
+    assert [read(str(fault)) for fault in draw(7, 50)] == list(draw(7, 50))
+    with pytest.raises(ValueError, match="'kill@x/1' is no fault; one is KIND@STEPS/PICK"):
+        read("kill@x/1")
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
+def test_the_clock_of_one_host_jumps_and_no_other(tmp_path: Path) -> None:
+    clocks = Clocks(tmp_path / "clocks", 3)
+    host = clocks.jump(7)
+    code = "import time, datetime; print(time.time(), datetime.datetime.now().timestamp())"
+    jumps = {}
+    for each in range(3):
+        command, environment = [sys.executable, "-c", code], {**os.environ, **clocks.environment(), HOST: str(each)}
+        now = time.time()
+        said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+        jumps[each] = {abs(float(at) - now) > 30 for at in said}
+    assert jumps == {each: {each == host} for each in range(3)}
+
+
+def test_storms_are_added_up(tmp_path: Path) -> None:
+    path = tmp_path / "storm.jsonl"
+    assert tally(path).startswith("storm.jsonl: 0 runs, 0 faults, 0.00 hours;")
+    rows = [
+        {"seed": 1, "strategy": "a", "struck": 3, "wrong": ["x"]},
+        {"seed": 1, "strategy": "a", "struck": 4, "seconds": 1800.0, "wrong": []},
+        {"seed": 2, "strategy": "b", "struck": 1, "seconds": 900.0, "wrong": ["y"]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert tally(path) == (
+        "storm.jsonl: 3 runs, 8 faults, 0.75 hours (not counted: of 1 of the runs); "
+        "something wrong with 2 seeds, 1 of them right since"
+    )
