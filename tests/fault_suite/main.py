@@ -86,7 +86,7 @@ def _repeat(given: argparse.Namespace, number: int) -> bool:
 
 def failed(said: str) -> list[str]:
     """Returns the tests that failed, from pytest's summary."""
-    return re.findall(r"^(?:FAILED|ERROR) (\S+(?:\[.*?\])?)(?: - |$)", said, flags=re.MULTILINE)
+    return re.findall(r"^(?:FAILED|ERROR) (\S+?\[.*?\]|[^\s\[]+)(?= - |$)", said, flags=re.MULTILINE)
 
 
 def tally(path: Path) -> str:
