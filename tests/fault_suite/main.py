@@ -32,11 +32,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--busy", type=int, default=2, help="processes beside it that only compute")
     parser.add_argument("--at-once", type=int, default=2, help="tests side by side")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "faults", help="where the output is kept")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE")
     parser.add_argument("--tally", action="store_true", help="says what all repetitions so far have found, and ends")
     parser.add_argument("tests", nargs="*", help="instead of all files; for pytest")
     given = parser.parse_args(arguments)
     if given.tally:
-        print(tally(RESULTS))
+        print(tally(given.results))
         return 0
     given.logs.mkdir(parents=True, exist_ok=True)
     until, bad = time.monotonic() + 60 * given.minutes, 0
@@ -45,7 +46,7 @@ def main(arguments: list[str]) -> int:
             if time.monotonic() > until:
                 break
             bad += _repeat(given, number)
-    print(tally(RESULTS))
+    print(tally(given.results))
     return int(bad > 0)
 
 
@@ -76,8 +77,8 @@ def _repeat(given: argparse.Namespace, number: int) -> bool:
     row = {"date": date.today().isoformat(), "number": number, "seconds": round(seconds, 1), "code": code, **counts}
     row |= {"load": round(os.getloadavg()[1], 1), "failures": failed(said), "all": not given.tests}
     print(json.dumps(row), flush=True)
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
+    given.results.parent.mkdir(exist_ok=True)
+    with given.results.open("a") as file:
         file.write(json.dumps(row) + "\n")
     if code:
         print(f"repetition {number}, PYTHONHASHSEED={number}: {log}", flush=True)

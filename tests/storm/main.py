@@ -45,10 +45,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--plant", choices=list(PLANTS), help="in what the runs have left")
     parser.add_argument("--no-reduce", action="store_true", help="leaves a schedule that fails as long as it is")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where the evidence of a run that fails is kept")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, metavar="FILE", help="another than results/storm.jsonl"
+    )
     parser.add_argument("--tally", action="store_true", help="says what all storms so far have found, and ends")
     given = parser.parse_args(arguments)
     if given.tally:
-        print(tally(RESULTS))
+        print(tally(given.results))
         return 0
     grouped = root and os.access(GROUPS / "pids", os.W_OK)
     missing = {*(() if root else MOUNTED), *(() if grouped else GROUPED), *(() if COMPILER else CLOCKED)}
@@ -90,7 +93,7 @@ def _storm(given: argparse.Namespace, kinds: Sequence[str]) -> int:
     runs = seed - given.seed
     print(f"{runs} runs, {struck} faults, {bad} runs with something wrong")
     if not given.plant:
-        print(tally(RESULTS))
+        print(tally(given.results))
     return int(bad < runs if given.plant else bad > 0)
 
 
@@ -115,8 +118,8 @@ def _one(
             row["needed"] = list(map(str, reduce(faults, lambda part: bool(seen(part)[1]))))
     print(json.dumps(row), flush=True)
     if not given.plant:
-        RESULTS.parent.mkdir(exist_ok=True)
-        with RESULTS.open("a") as file:
+        given.results.parent.mkdir(exist_ok=True)
+        with given.results.open("a") as file:
             file.write(json.dumps(row) + "\n")
     return done, wrong
 
