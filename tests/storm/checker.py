@@ -52,8 +52,11 @@ def _of_attempt(number: int, attempt: Attempt) -> Iterator[str]:
         yield f"{say}: a traceback: {attempt.said.strip().splitlines()[-1]}"
     if attempt.processes:
         yield f"{say}: processes are left: {attempt.processes}"
-    if attempt.files and attempt.code != -9:
-        yield f"{say}: files are left: {attempt.files}"
+    # Where the run directory took no model, the error says where else it was put.
+    kept = re.findall(r"it is kept in (\S+)", attempt.said)
+    left = tuple(name for name in attempt.files if not any(name in path for path in kept))
+    if left and attempt.code != -9:
+        yield f"{say}: files are left: {left}"
     if attempt.code == 0:
         return
     if not attempt.strikes:

@@ -86,6 +86,19 @@ def test_events_that_a_full_disk_did_not_take_are_not_missed(sound: Evidence) ->
     assert problems(replace(missing, attempts=(replace(missing.attempts[0], strikes=(full,)),))) == []
 
 
+def test_a_model_that_the_error_names_is_not_left(sound: Evidence) -> None:
+    files = ("headrace-model-1", "headrace-model-1/model.safetensors")
+    path = "/tmp/a/headrace-model-1/model.safetensors"
+    said = f"UnfitMachine: rank 0 cannot save the trained model; it is kept in {path}\n"
+    full = Strike(Fault("full disk", 1, 0), (), 0.5)
+    kept = replace(sound.attempts[0], strikes=(full,), code=3, said=said, files=files)
+    assert problems(replace(sound, attempts=(kept, *sound.attempts))) == []
+    more = replace(kept, files=(*files, "headrace-2"))
+    assert problems(replace(sound, attempts=(more, *sound.attempts))) == [
+        "attempt 0 (full disk@1/0): files are left: ('headrace-2',)"
+    ]
+
+
 def test_two_servers_that_both_lead_are_found(sound: Evidence) -> None:
     leader = PushesApplied(2, 50.0, (0, 1), (7, 8), (), (1, 2))
     follows, leads = (replace(leader, rank=3, leases=leases) for leases in ((7, 8), (7, 9)))
