@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import os
 import random
 import shutil
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from cases import ROUNDS, STRATEGIES, VARIANTS, make_job
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 from processes import below, rank_of, workers
@@ -37,69 +38,12 @@ from headrace.engine.local.engine import LocalEngine
 from headrace.errors import PeerLost, UsageError
 from headrace.spec.events import RunStarted
 
-EXAMPLES = 50
-ROUNDS = 30
-STRATEGIES = {
-    "one_device": hr.OneDevice(threads=1),
-    "mirrored": hr.Mirrored(2),
-    "central_storage": hr.CentralStorage(2),
-    "pipeline": hr.Pipeline(stages=2),
-    "tensor_parallel": hr.TensorParallel(2),
-    "fully_sharded": hr.FullySharded(2),
-}
 KINDS = ("cnn", "lstm")
 CHECKPOINTS = hr.Checkpoints(every_steps=3, every_s=None, keep=2)
 LAUNCHER_IN = 20
 MOST_KILLS = 4
-LONGEST_S = 120.0
-
-
-class Recurrent(nn.Module):
-    """An LSTM of two layers, with dropout between and after them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.LSTM(4, 8, 2, dropout=0.3, batch_first=True)
-        self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 4))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(self.layers(inputs)[0][:, -1])
-
-
-def convolutional() -> nn.Module:
-    """Convolution, BatchNorm with statistics local to a worker, dropout."""
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1), nn.Linear(64, 4)
-    )
-
-
-def jittered(example: tuple[Tensor, Tensor], rng: Any) -> tuple[Tensor, Tensor]:
-    """Augments by chance."""
-    return example[0] + 0.1 * float(rng.standard_normal()), example[1]
-
-
-def make_job(kind: str) -> hr.Job:
-    """Returns a job of 30 rounds, the last of every epoch a short one, with state of every kind."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (1, 6, 6) if kind == "cnn" else (5, 4)
-    inputs = torch.randn(EXAMPLES, *shape, generator=generator)
-    classes = torch.randint(4, (EXAMPLES,), generator=generator)
-    return hr.Job(
-        model=convolutional if kind == "cnn" else Recurrent,
-        task=hr.tasks.multiclass(4),
-        optimizer=functools.partial(torch.optim.Adam, lr=0.01),
-        data=hr.data.from_arrays(inputs, classes).shuffle().map(jittered),
-        eval_data=(inputs, classes),
-        global_batch_size=12,
-        epochs=6,
-        options=hr.Options(
-            schedule=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=4),
-            warmup=3,
-            clip_norm=1.0,
-            ema_decay=0.9,
-            eval_every=7,
-        ),
-    )
+LONGEST_S = 300.0
+USUAL_STRATEGIES = [*STRATEGIES][:6]
 
 
 def left_by(run_dir: Path, metrics: dict[str, float]) -> tuple[Any, ...]:
@@ -112,9 +56,11 @@ def left_by(run_dir: Path, metrics: dict[str, float]) -> tuple[Any, ...]:
 
 @dataclass
 class Row:
-    """What came of the trials of one model under one strategy.
+    """What came of the trials of one variant of the job under one strategy.
 
     Attributes:
+        refused: why the strategy does not take the job at all; "" where it does.
+        trials: that were made.
         equal: trials that ended where the uninterrupted run ends.
         wrong: what was not so.
         kills: how many workers or launchers were killed in all; how many of them launchers.
@@ -123,6 +69,8 @@ class Row:
 
     strategy: str
     kind: str
+    refused: str = ""
+    trials: int = 0
     equal: int = 0
     wrong: list[str] = field(default_factory=list)
     kills: int = 0
@@ -157,7 +105,7 @@ def struck(dice: random.Random, moment_s: float) -> Iterator[None]:
 
 def train(engine: LocalEngine | None, kind: str, strategy: str, run_dir: Path) -> hr.Run:
     """Trains, from the last checkpoint on if there is one; a run that has none begins anew."""
-    fit = functools.partial(hr.fit, make_job(kind), STRATEGIES[strategy], run_dir=run_dir, engine=engine,
+    fit = functools.partial(hr.fit, make_job(strategy, kind), STRATEGIES[strategy], run_dir=run_dir, engine=engine,
                             checkpoints=CHECKPOINTS)  # fmt: skip
     try:
         return fit(resume=run_dir.exists())
@@ -210,46 +158,112 @@ def trial(
     for event in run.events:
         if isinstance(event, RunStarted):
             row.from_steps[event.resumed_step] = row.from_steps.get(event.resumed_step, 0) + 1
-    left = left_by(run_dir, run.metrics)
+    return differences(left_by(run_dir, run.metrics), whole)
+
+
+def differences(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> str:
+    """Returns what differs between two ends of a run, "" if nothing."""
     names = ("step", "files of the last checkpoint", "damaged ones", "model.safetensors", "metrics")
-    return ", ".join(name for name, ours, theirs in zip(names, left, whole, strict=True) if ours != theirs)
+    return ", ".join(name for name, one, other in zip(names, ours, theirs, strict=True) if one != other)
 
 
-def campaign(trials: int, seed: int, strategies: Sequence[str]) -> list[Row]:
-    """Runs everything on one engine, the rows by turns."""
-    rows = [Row(strategy, kind) for strategy in strategies for kind in KINDS]
-    dice = random.Random(seed)
-    with LocalEngine() as engine, tempfile.TemporaryDirectory() as place:
-        whole, lengths = {}, {}
-        for row in rows:
-            # Twice, because the first run of all is slower.
+class Campaign:
+    """The trials of all rows on one engine, by turns."""
+
+    def __init__(self, engine: LocalEngine, place: Path, dice: random.Random) -> None:
+        self._engine, self._place, self._dice = engine, place, dice
+        self._whole: dict[tuple[str, str], tuple[tuple[Any, ...], float]] = {}
+
+    def once(self, row: Row) -> None:
+        """Does one trial; before the first one of a row, the run without interruption."""
+        if row.refused:
+            return
+        with longest(LONGEST_S), tempfile.TemporaryDirectory(dir=self._place) as folder:
+            whole, length_s = self._uninterrupted(row, Path(folder))
+            if row.refused:
+                return
+            wrong = trial(self._engine, row, whole, length_s, self._dice, Path(folder))
+        row.trials += 1
+        row.equal += not wrong
+        if wrong:
+            row.wrong.append(f"trial {row.trials}: {wrong}")
+
+    def _uninterrupted(self, row: Row, folder: Path) -> tuple[tuple[Any, ...], float]:
+        key = (row.strategy, row.kind)
+        if key not in self._whole:
+            left, length_s = [], 0.0
+            # Twice: what two runs in a row do not give alike, no resumed run can; and the first of all is slower.
             for attempt in range(2):
                 began = time.monotonic()
-                run_dir = Path(place) / f"{row.strategy}-{row.kind}-{attempt}"
-                run = train(engine, row.kind, row.strategy, run_dir)
-                lengths[id(row)] = time.monotonic() - began
-                whole[id(row)] = left_by(run_dir, run.metrics)
+                run_dir = folder / f"whole-{attempt}"
+                try:
+                    run = train(self._engine, row.kind, row.strategy, run_dir)
+                except UsageError as error:
+                    row.refused = str(error)
+                    return (), 0.0
+                length_s = time.monotonic() - began
+                left.append(left_by(run_dir, run.metrics))
+            if left[0] != left[1]:
+                row.wrong.append(f"two runs without interruption: {differences(*left)}")
+            self._whole[key] = left[1], length_s
+        return self._whole[key]
+
+
+@contextmanager
+def longest(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError if something takes longer: no run hangs unnoticed."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"a trial has taken longer than {seconds:g} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(int(seconds))
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def campaign(rows: list[Row], trials: int, seed: int, until: float) -> None:
+    """Does so many trials of each row, by turns in a random order, as long as there is time."""
+    dice = random.Random(seed)
+    with LocalEngine() as engine, tempfile.TemporaryDirectory() as place:
+        trying = Campaign(engine, Path(place), dice)
         for number in range(trials):
-            for row in rows:
-                signal.alarm(int(LONGEST_S))
-                with tempfile.TemporaryDirectory(dir=place) as folder:
-                    wrong = trial(engine, row, whole[id(row)], lengths[id(row)], dice, Path(folder))
-                signal.alarm(0)
-                if wrong:
-                    row.wrong.append(f"trial {number}: {wrong}")
-                row.equal += not wrong
-            print(f"\rtrial {number + 1} of {trials} of each", end="", file=sys.stderr, flush=True)
+            for done, row in enumerate(dice.sample(rows, len(rows))):
+                if time.monotonic() > until:
+                    return
+                trying.once(row)
+                print(f"\rpass {number + 1} of {trials}, row {done + 1} of {len(rows)}", end="", file=sys.stderr)
     print(file=sys.stderr)
-    return rows
+
+
+def report(rows: Sequence[Row]) -> None:
+    """Prints the rows that are no refusals, and what was wrong."""
+    print(f"{'strategy':30}{'job':18}{'equal':>14}{'kills':>8}{'of launchers':>14}{'went on from':>14}")
+    for row in rows:
+        if not row.trials:
+            continue
+        between = {step: count for step, count in row.from_steps.items() if 0 < step < ROUNDS}
+        print(f"{row.strategy:30}{row.kind:18}{row.equal:6} of {row.trials:<4}{row.kills:8}{row.launchers:14}"
+              f"{sum(between.values()):7} x {len(between)} steps")  # fmt: skip
+    print(f"refused: {sum(bool(row.refused) for row in rows)}; equal {sum(row.equal for row in rows)} of "
+          f"{sum(row.trials for row in rows)}, {sum(row.kills for row in rows)} kills")  # fmt: skip
+    for row in rows:
+        for wrong in row.wrong:
+            print(f"{row.kind} under {row.strategy}: {wrong}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=100, help="of each model under each strategy")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
-    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=[*STRATEGIES], metavar="NAME")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=USUAL_STRATEGIES, metavar="NAME")
+    parser.add_argument("--jobs", nargs="+", choices=VARIANTS, default=[*KINDS], metavar="NAME")
+    parser.add_argument("--all", action="store_true", help="every strategy with every job")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no further trial begins")
     parser.add_argument("--name", default="resume", help="of the file of results")
-    parser.add_argument("--one", nargs=3, metavar=("KIND", "STRATEGY", "RUN_DIR"), help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=3, metavar=("JOB", "STRATEGY", "RUN_DIR"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ["CI"] = "true"  # no moving bars
     if arguments.one:
@@ -257,24 +271,21 @@ def main() -> int:
         train(None, kind, strategy, Path(run_dir))
         return 0
     began = time.monotonic()
-    rows = campaign(arguments.trials, arguments.seed, arguments.strategies)
-    print(f"{'strategy':18}{'model':8}{'equal':>14}{'kills':>8}{'of launchers':>14}{'went on from':>14}")
-    for row in rows:
-        between = {step: count for step, count in row.from_steps.items() if 0 < step < ROUNDS}
-        print(f"{row.strategy:18}{row.kind:8}{row.equal:6} of {arguments.trials:<4}{row.kills:8}{row.launchers:14}"
-              f"{sum(between.values()):7} x {len(between)} steps")  # fmt: skip
-    for row in rows:
-        for wrong in row.wrong:
-            print(f"{row.kind} under {row.strategy}: {wrong}")
-    results = Path(__file__).parent / "results"
-    results.mkdir(exist_ok=True)
-    document = {
-        "arguments": {"trials": arguments.trials, "seed": arguments.seed, "strategies": arguments.strategies},
-        "torch": torch.__version__,
-        "seconds": time.monotonic() - began,
-        "rows": [asdict(row) for row in rows],
-    }
-    (results / f"{arguments.name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    strategies, jobs = (STRATEGIES, VARIANTS) if arguments.all else (arguments.strategies, arguments.jobs)
+    rows = [Row(strategy, kind) for strategy in strategies for kind in jobs]
+    try:
+        campaign(rows, arguments.trials, arguments.seed, began + 60 * arguments.minutes)
+    finally:
+        report(rows)
+        results = Path(__file__).parent / "results"
+        results.mkdir(exist_ok=True)
+        document = {
+            "arguments": {"trials": arguments.trials, "seed": arguments.seed, "all": arguments.all},
+            "torch": torch.__version__,
+            "seconds": time.monotonic() - began,
+            "rows": [asdict(row) for row in rows],
+        }
+        (results / f"{arguments.name}.json").write_text(json.dumps(document, indent=1) + "\n")
     return int(any(row.wrong for row in rows))
 
 

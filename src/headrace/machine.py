@@ -270,11 +270,17 @@ def detect(device: str | Sequence[str], ranks: int | None = None, fixed_shapes: 
 
 
 @cache
+@cache
+def own_version() -> str:
+    """Returns the version of headrace that is installed; finding it reads files, for milliseconds."""
+    return version("headrace")
+
+
 def versions() -> Mapping[str, str]:
-    """Returns the versions of "headrace", "torch" and "python"; finding ours reads files, for milliseconds."""
+    """Returns the versions of "headrace", "torch" and "python"."""
     import torch
 
-    return {"headrace": version("headrace"), "torch": torch.__version__, "python": platform.python_version()}
+    return {"headrace": own_version(), "torch": torch.__version__, "python": platform.python_version()}
 
 
 def can_paint(stream: TextIO) -> bool:

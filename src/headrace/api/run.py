@@ -144,12 +144,16 @@ def _mend(directory: Path) -> float:
     """Cuts off the incomplete last line that a killed process has left in its events; returns a time after all, s."""
     last_s = 0.0
     for path in events_path(directory, LAUNCHER).parent.glob("*.jsonl"):
-        content = path.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            os.truncate(path, whole)
-        # The last line is not always the latest: a save's is written after steps that followed its end.
-        last_s = max((last_s, *(float(time) + _AFTER_S for time in _TIME.findall(content[:whole]))))
+        whole = 0
+        # Line by line: the files of a long run have gigabytes.
+        with path.open("rb") as stream:
+            for line in stream:
+                if not line.endswith(b"\n"):
+                    os.truncate(path, whole)
+                    break
+                whole += len(line)
+                # The last line is not always the latest: a save's is written after steps that followed its end.
+                last_s = max(last_s, *(float(time) + _AFTER_S for time in _TIME.findall(line)), 0.0)
     return last_s
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from headrace.machine import own_version
 from headrace.report.format import clean
 from headrace.report.model.training import without
 from headrace.spec.events import (
@@ -220,7 +220,7 @@ class WatchedRun:
         started = self._starts[-1] if self._starts else None
         an_epoch = started.examples_per_epoch if started else 0
         versions = dict(started.versions) if started else {}
-        if versions.get("headrace") == version("headrace"):
+        if versions.get("headrace") == own_version():
             versions.pop("headrace")
         return self.row() | {
             "device": clean(started.device)[:_MOST_TEXT] if started else "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 SNAPSHOTS = "snapshots"
 """The folder of the servers' snapshots in a run's directory."""
 
+_BLOCK_BYTES = 1 << 16
+
 LAST_LOG_LINE = "headrace: this rank ends because of"
 """The line of a rank's log that its error follows."""
 
@@ -30,6 +33,27 @@ LAST_LOG_LINE = "headrace: this rank ends because of"
 def events_path(run_dir: Path, rank: int) -> Path:
     """Returns the file of a rank's events; of the launcher's for rank -1."""
     return run_dir / "events" / ("launcher.jsonl" if rank < 0 else f"rank-{rank}.jsonl")
+
+
+def last_line(path: Path) -> str:
+    """Returns the last line of an event file, whole or not, and reads no more: the file of a long run has gigabytes."""
+    with path.open("rb") as stream:
+        begin = stream.seek(0, os.SEEK_END)
+        content = b""
+        while begin and b"\n" not in content[:-1]:
+            count = min(begin, _BLOCK_BYTES)
+            begin = stream.seek(begin - count)
+            content = stream.read(count) + content
+    return content.removesuffix(b"\n").rpartition(b"\n")[2].decode(errors="replace")
+
+
+def lines_of_kind(path: Path, kind: str) -> list[str]:
+    """Returns the lines of an event file that are events of one kind; none where there is no file."""
+    if not path.exists():
+        return []
+    begin = f'{{"kind":"{kind}"'
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        return [line for line in stream if line.startswith(begin)]
 
 
 def log_path(run_dir: Path, rank: int) -> Path:

@@ -28,7 +28,7 @@ from headrace.errors import PeerLost, UnfitMachine, UsageError, WorkerFailed
 from headrace.machine import explained, is_full
 from headrace.spec.events import LAUNCHER, BackupReady, Failed, Lost, Notice, decode
 from headrace.spec.plan import outlives_workers
-from headrace.worker.run_spec import RunSpec, events_path, log_path
+from headrace.worker.run_spec import RunSpec, events_path, last_line, lines_of_kind, log_path
 
 if TYPE_CHECKING:
     # For the types alone: they import torch.
@@ -332,28 +332,26 @@ class Monitor:
         return ended
 
     def _failures(self, rank: int) -> list[Failed]:
-        events = [decode(line) for line in self._lines(rank) if line.startswith('{"kind":"failed"')]
+        path, last = events_path(self._spec.run_dir, rank), self._page.ranks[rank].last_event.read()
+        told = [*lines_of_kind(path, "failed"), *([last] if last.startswith('{"kind":"failed"') else ())]
+        events = [decode(line) for line in told]
         return [event for event in events if isinstance(event, Failed) and event.time_s >= self._spec.attempt.began_s]
 
     def _is_complete(self, rank: int) -> bool:
         """Whether a rank that ended without an error has written its last event; os._exit(0) in user code has not."""
-        if not events_path(self._spec.run_dir, rank).exists():
+        path = events_path(self._spec.run_dir, rank)
+        if not path.exists():
             # The run's directory is gone, which is said at the end of the run.
             return self._page.ranks[rank].heartbeat.finished > 0
         ends = ('{"kind":"worker_ended"', '{"kind":"server_ended"')
-        if self._page.ranks[rank].last_event.read().startswith(ends):
+        last = self._page.ranks[rank].last_event.read()
+        if last.startswith(ends):
             text = (
                 f"the disk of {self._spec.run_dir} did not take the last events of rank {rank}, which are lost: the "
                 "run's report is incomplete"
             )
             self._events.write(Notice(LAUNCHER, self._events.now(), text))
-        return any(line.startswith(ends) for line in self._lines(rank)[-1:])
-
-    def _lines(self, rank: int) -> list[str]:
-        """Returns the lines of a rank's event file, and the last one where the disk has not taken it."""
-        path, last = events_path(self._spec.run_dir, rank), self._page.ranks[rank].last_event.read()
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        return [*lines, last] if last else lines
+        return (last or last_line(path)).startswith(ends)
 
     def _lost(self, rank: int, cause: str) -> PeerLost:
         """Ends the run because of a rank; returns the error to raise."""

@@ -8,13 +8,12 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
 from typing import BinaryIO, TypeVar
 
 from headrace.errors import DataError, UsageError
-from headrace.machine import is_full
+from headrace.machine import is_full, own_version
 from headrace.spec.events import Evaluated, Event, NonFinite, RunStarted, Saved, Stepped, decode
 
 MOST_LINE_BYTES = 16 << 20
@@ -228,7 +227,7 @@ def _why(file: Path) -> str:
     if launcher.is_file():
         with launcher.open("rb") as stream:
             found = _WRITTEN_BY.findall(stream.read(MOST_LINE_BYTES))
-    written, here = (found[-1].decode(errors="replace") if found else ""), version("headrace")
+    written, here = (found[-1].decode(errors="replace") if found else ""), own_version()
     if written and written != here:
         return f"headrace {written} wrote it, and this is {here}: read it with that version"
     return "the file was changed after the run, or its disk was full"
