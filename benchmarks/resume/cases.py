@@ -37,7 +37,7 @@ class Pair(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.generator = nn.Sequential(nn.Linear(36, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 36))
+        self.generator = nn.Sequential(nn.Linear(36, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 36))
         self.critic = nn.Sequential(nn.Linear(36, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1))
 
     def forward(self, inputs: Tensor) -> Tensor:

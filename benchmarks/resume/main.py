@@ -179,34 +179,34 @@ class Campaign:
         if row.refused:
             return
         with longest(LONGEST_S), tempfile.TemporaryDirectory(dir=self._place) as folder:
-            whole, length_s = self._uninterrupted(row, Path(folder))
+            whole, length_s = self._known(row, Path(folder))
             if row.refused:
                 return
             wrong = trial(self._engine, row, whole, length_s, self._dice, Path(folder))
+            if wrong:
+                # What two runs in a row do not give alike, no resumed run can.
+                again, _ = self._uninterrupted(row, Path(folder) / "again")
+                wrong += f" (two runs without interruption: {differences(again, whole) or 'equal'})"
         row.trials += 1
         row.equal += not wrong
         if wrong:
             row.wrong.append(f"trial {row.trials}: {wrong}")
 
-    def _uninterrupted(self, row: Row, folder: Path) -> tuple[tuple[Any, ...], float]:
+    def _known(self, row: Row, folder: Path) -> tuple[tuple[Any, ...], float]:
         key = (row.strategy, row.kind)
         if key not in self._whole:
-            left, length_s = [], 0.0
-            # Twice: what two runs in a row do not give alike, no resumed run can; and the first of all is slower.
-            for attempt in range(2):
-                began = time.monotonic()
-                run_dir = folder / f"whole-{attempt}"
-                try:
-                    run = train(self._engine, row.kind, row.strategy, run_dir)
-                except UsageError as error:
-                    row.refused = str(error)
-                    return (), 0.0
-                length_s = time.monotonic() - began
-                left.append(left_by(run_dir, run.metrics))
-            if left[0] != left[1]:
-                row.wrong.append(f"two runs without interruption: {differences(*left)}")
-            self._whole[key] = left[1], length_s
+            try:
+                self._whole[key] = self._uninterrupted(row, folder / "whole")
+            except UsageError as error:
+                row.refused = str(error)
+                return (), 0.0
         return self._whole[key]
+
+    def _uninterrupted(self, row: Row, run_dir: Path) -> tuple[tuple[Any, ...], float]:
+        """Returns what a run without interruption leaves, and how long it takes."""
+        began = time.monotonic()
+        run = train(self._engine, row.kind, row.strategy, run_dir)
+        return left_by(run_dir, run.metrics), time.monotonic() - began
 
 
 @contextmanager

@@ -89,6 +89,8 @@ def duration(seconds: float) -> str:
 
 def clean(text: str) -> str:
     """Returns text without control characters, which neither terminals nor XML may see."""
+    if text.isprintable():
+        return text
     return "".join(
         letter if letter in "\n\t" or (letter.isprintable() or letter == " ") else "\ufffd" for letter in text
     )
