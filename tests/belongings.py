@@ -16,7 +16,10 @@ from pathlib import Path
 
 from headrace.engine.local.engine import close_kept_engine
 
-__all__ = ["belongings", "descriptors", "left_since", "private_bytes"]
+__all__ = ["OTHERS", "belongings", "descriptors", "left_since", "named_shared_memory", "private_bytes"]
+
+OTHERS = ("sem.mp-", "torch_", "headrace-fuzz-")
+"""Python's and torch's own, and fuzzers' files, are of what runs beside a test; the package gives no such names."""
 
 
 def private_bytes(pid: int | str = "self") -> int:
@@ -40,6 +43,11 @@ def descriptors() -> set[tuple[int, int, int, str]]:
     return found
 
 
+def named_shared_memory() -> set[str]:
+    """Returns the names that shared memory has on this machine, without those of what runs beside."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(OTHERS)}
+
+
 def belongings() -> dict[str, set[object]]:
     """Returns threads, children, descriptors, and shared memory that has a name or is mapped.
 
@@ -53,8 +61,7 @@ def belongings() -> dict[str, set[object]]:
         "threads": set(threading.enumerate()),
         "children": set(_children()),
         "descriptors": held,
-        # Python's and torch's own belong to tests that run beside this one; we give ours no such names.
-        "named shared memory": {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.mp-", "torch_"))},
+        "named shared memory": set(named_shared_memory()),
         "mapped shared memory": {(inode, name) for *_, inode, name in maps if name.startswith("/memfd:headrace")},
     }
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from belongings import named_shared_memory
 from engine.conftest import below, ended, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("real_python")]
@@ -65,7 +66,7 @@ hr.launch(train, long_job(data=loader), hr.Mirrored(2), on_event=tell, run_dir=s
 def test_nothing_outlives_it(tmp_path: Path, stopped: tuple[str, ...]) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    shared = set(os.listdir("/dev/shm"))
+    shared = named_shared_memory()
     launcher = subprocess.Popen(
         [sys.executable, str(script), str(tmp_path / "run")],
         stdout=subprocess.PIPE,
@@ -90,9 +91,8 @@ def test_nothing_outlives_it(tmp_path: Path, stopped: tuple[str, ...]) -> None:
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert gone, left
-    # torch's DataLoader makes a name for a batch and removes it at once; who is killed in between leaves it. Python's
-    # semaphores are of tests that run beside this one.
-    assert until(lambda: set(filter(is_ours, os.listdir("/dev/shm"))) <= shared, 10)
+    # torch's DataLoader makes a name for a batch and removes it at once; who is killed in between leaves it.
+    assert until(lambda: named_shared_memory() <= shared, 10)
 
 
 def shown(pid: int) -> str:
@@ -100,10 +100,6 @@ def shown(pid: int) -> str:
     with suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text()[:60] + Path(f"/proc/{pid}/cmdline").read_text()[:200]
     return "has ended meanwhile"
-
-
-def is_ours(name: str) -> bool:
-    return not name.startswith(("torch_", "sem.mp-"))
 
 
 def parent(pid: int) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import headrace as hr
+from belongings import named_shared_memory
 from engine import victims
 from engine.conftest import ended, until
 from engine.victims import EXAMPLES, INPUTS, TARGETS, faulty, make_job
@@ -145,7 +146,7 @@ def test_nothing_grows_over_many_runs(engine: LocalEngine) -> None:
         return len(os.listdir("/proc/self/fd"))
 
     hr.fit(make_job(), PAIR, engine=engine)
-    before, threads, shared = files(), threading.active_count(), set(os.listdir("/dev/shm"))
+    before, threads, shared = files(), threading.active_count(), named_shared_memory()
     for trial in range(30):
         if trial % 3:
             hr.fit(make_job(steps=1, epochs=None), PAIR, engine=engine)
@@ -157,4 +158,4 @@ def test_nothing_grows_over_many_runs(engine: LocalEngine) -> None:
         f"{before} files and {threads} threads before, {files()} and {threading.enumerate()} after"
     )
     # Other tests at the same time may have some there for a moment.
-    assert until(lambda: set(os.listdir("/dev/shm")) <= shared, 10)
+    assert until(lambda: named_shared_memory() <= shared, 10)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from belongings import OTHERS
 from fuzz import main
 from fuzz.inputs import GIVEN, folder
 
@@ -18,6 +19,8 @@ def test_a_process_removes_its_folder() -> None:
     code = "from fuzz.inputs import folder; (folder() / 'a').write_bytes(b'1'); print(folder())"
     ended = subprocess.run([sys.executable, "-c", code], cwd=main.TESTS, capture_output=True, text=True, check=True)
     where = Path(ended.stdout.strip())
+    # Tests that run beside it do not take it for something that they have left.
+    assert where.name.startswith(OTHERS)
     assert where.parent == Path("/dev/shm")
     assert not where.exists()
 

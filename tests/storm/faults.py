@@ -43,19 +43,19 @@ PAIRS = tuple(permutations(range(HOSTS), 2))
 
 
 class Disk:
-    """A small file system of its own for a run directory; needs root."""
+    """A small file system of its own, for a run directory or shared memory; needs root."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, size: int = DISK_BYTES) -> None:
+        self.folder = folder
         folder.mkdir(parents=True)
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "storm", str(folder)], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "storm", str(folder)], check=True)
 
     def fail(self, kind: str) -> None:
         if kind == "read-only disk":
             # A file that is open for writing forbids `remount,ro` of a mount; the lazy way is that of a failing disk.
-            subprocess.run(["mount", "-o", "remount,ro", str(self._folder)], check=False, capture_output=True)
+            subprocess.run(["mount", "-o", "remount,ro", str(self.folder)], check=False, capture_output=True)
             return
-        with (self._folder / "ballast").open("wb", buffering=0) as file:
+        with (self.folder / "ballast").open("wb", buffering=0) as file:
             try:
                 while file.write(bytes(1 << 16)):
                     pass
@@ -64,11 +64,11 @@ class Disk:
                     raise
 
     def mend(self) -> None:
-        subprocess.run(["mount", "-o", "remount,rw", str(self._folder)], check=True)
-        (self._folder / "ballast").unlink(missing_ok=True)
+        subprocess.run(["mount", "-o", "remount,rw", str(self.folder)], check=True)
+        (self.folder / "ballast").unlink(missing_ok=True)
 
     def close(self) -> None:
-        subprocess.run(["umount", "--lazy", str(self._folder)], check=True)
+        subprocess.run(["umount", "--lazy", str(self.folder)], check=True)
 
 
 def strike(

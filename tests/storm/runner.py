@@ -39,6 +39,10 @@ CACHES = {f"torchinductor_{getuser()}"}
 PASSING = ("sem.mp-", "torch_", "headrace-fuzz-")
 """Names in /dev/shm that other work on this machine has."""
 
+SHARED_BYTES = 1 << 30
+OWN_SHARED = ["unshare", "--mount", "--", "sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"']
+"""Gives the command a folder as its /dev/shm, so that what lies there is of no other process of the machine."""
+
 
 def undisturbed(strategy: str) -> str:
     """Returns the digest of the parameters of a run without faults."""
@@ -58,6 +62,7 @@ def weather(strategy: str, faults: tuple[Fault, ...], expected: str) -> Evidence
         disk = Disk(folder / "run") if kinds & set(MOUNTED) else None
         hosts = HOSTS if strategy in OVER_HOSTS else 1
         clocks = Clocks(folder / "clocks", hosts) if kinds & set(CLOCKED) else None
+        shared = Disk(folder / "shared", SHARED_BYTES) if os.geteuid() == 0 else None
         try:
             run_dir, left, attempts = folder / "run" / "a", list(faults), list[Attempt]()
             most = 2 + sum(2 if fault.kind in DAMAGES else 1 for fault in faults)
@@ -68,7 +73,7 @@ def weather(strategy: str, faults: tuple[Fault, ...], expected: str) -> Evidence
                     mend()
                 if not any(run_dir.glob("checkpoints/step-*[0-9]")):
                     shutil.rmtree(run_dir, ignore_errors=True)
-                attempts.append(Command(strategy, run_dir, folder / "tmp", disk, clocks).attempt(left))
+                attempts.append(Command(strategy, run_dir, folder / "tmp", disk, clocks, shared).attempt(left))
                 if attempts[-1].code == CorruptCheckpoint.exit_code:
                     shutil.rmtree(run_dir / "checkpoints")
                 for done in attempts[-1].strikes:
@@ -76,8 +81,8 @@ def weather(strategy: str, faults: tuple[Fault, ...], expected: str) -> Evidence
                         damage(done.fault, run_dir)
             return _collect(strategy, tuple(attempts), run_dir, expected)
         finally:
-            if disk:
-                disk.close()
+            for each in filter(None, (disk, shared)):
+                each.close()
 
 
 def _collect(strategy: str, attempts: tuple[Attempt, ...], run_dir: Path, expected: str) -> Evidence:
@@ -91,19 +96,29 @@ def _collect(strategy: str, attempts: tuple[Attempt, ...], run_dir: Path, expect
 class Command:
     """One attempt. What it starts is known by a word in its environment."""
 
-    def __init__(self, strategy: str, run_dir: Path, temporary: Path, disk: Disk | None, clocks: Clocks | None) -> None:
+    def __init__(
+        self,
+        strategy: str,
+        run_dir: Path,
+        temporary: Path,
+        disk: Disk | None,
+        clocks: Clocks | None,
+        shared: Disk | None,
+    ) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         self._run_dir, self._temporary, self._disk, self._clocks = run_dir, temporary, disk, clocks
         self._word = f"STORM={uuid4().hex}"
-        self._shared = set(os.listdir("/dev/shm"))
+        self._shared_folder = shared.folder if shared else Path("/dev/shm")
+        self._shared = set(os.listdir(self._shared_folder))
         # Without a line that a killed process has left half written, which the next attempt cuts off.
         self._sizes = {path: path.read_bytes().rfind(b"\n") + 1 for path in run_dir.glob("events/*.jsonl")}
         self._steps, self._ranks = 0, dict[int, int]()
         env = {**os.environ, "TMPDIR": str(temporary), "STORM": self._word.partition("=")[2], "CI": "true"}
         env |= clocks.environment() if clocks else {}
         script = TESTS / "storm" / ("hosts.py" if strategy in OVER_HOSTS else "jobs.py")
-        command = [sys.executable, str(script), strategy, str(run_dir)]
+        command = [*OWN_SHARED, str(shared.folder)] if shared else []
+        command += [sys.executable, str(script), strategy, str(run_dir)]
         self._log = (temporary.parent / "stderr").open("w+")
         self._process = subprocess.Popen(
             command, env=env, stdout=subprocess.DEVNULL, stderr=self._log, start_new_session=True
@@ -142,7 +157,7 @@ class Command:
         self._end()
         self._log.seek(0)
         said = self._log.read()
-        shared = set(os.listdir("/dev/shm")) - self._shared
+        shared = set(os.listdir(self._shared_folder)) - self._shared
         files = [name for name in shared if not name.startswith(PASSING)]
         found = (path.relative_to(self._temporary) for path in self._temporary.rglob("*"))
         files += [str(path) for path in found if path.parts[0] not in CACHES]
