@@ -100,7 +100,6 @@ STRATEGIES: Mapping[str, hr.Strategy] = {
     "gossip": hr.Gossip(2),
     "gossip_hypercube": hr.Gossip(4, topology="hypercube"),
     "gossip_random": hr.Gossip(3, topology="random", period=2),
-    "unconnected": hr.Unconnected(2),
     "mirrored_x_pipeline": hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2)),
     "mirrored_x_tensor_parallel": hr.Hybrid(hr.Mirrored(2), hr.TensorParallel(2)),
     "mirrored_x_fully_sharded": hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2)),
@@ -112,7 +111,7 @@ STRATEGIES: Mapping[str, hr.Strategy] = {
 
 REFUSED: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("local_sgd", "local_sgd_shared_state", "diloco", "easgd", "local_sgd_x_pipeline"), ("ema_decay",)),
-    **dict.fromkeys(("gossip", "gossip_hypercube", "gossip_random", "unconnected"), ("ema_decay",)),
+    **dict.fromkeys(("gossip", "gossip_hypercube", "gossip_random"), ("ema_decay",)),
     "sandblaster": ("schedule", "warmup", "clip_norm", "ema_decay"),
 }
 """Of the usual options those that a strategy refuses; the job is without them there."""

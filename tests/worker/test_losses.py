@@ -6,7 +6,8 @@ import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import NonFiniteGradient, NonFiniteLoss, RunFailed, UsageError, WorkerFailed
 from headrace.spec.events import NonFinite
-from headrace.worker.losses import MOST_IN_A_ROW
+from headrace.training.clipping import StepDecision
+from headrace.worker.losses import MOST_IN_A_ROW, NonFiniteHandler
 
 BATCH = 12
 ROUNDS = 8
@@ -273,3 +275,39 @@ def test_nothing_sound_to_roll_back_to(tmp_path: Path) -> None:
     job = make_job(poisoned((5,), "loss"), action="rollback")
     with pytest.raises(RunFailed, match=r"there is no sound checkpoint in .*/checkpoints to roll back to"):
         hr.launch(spoil, job, run_dir=tmp_path, engine=hr.ThreadEngine(), checkpoints=SELDOM)
+
+
+LOCAL = (
+    *(hr.Gossip(2), hr.Gossip(3, topology="random"), hr.LocalSGD(2, period=1), hr.LocalSGD(2, period=3)),
+    *(hr.DiLoCo(2, period=2), hr.EASGD(2, period=2)),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", sorted(VENOM))
+@pytest.mark.parametrize("strategy", LOCAL, ids=lambda strategy: f"{label(strategy)} {strategy!r:.30}")
+def test_with_parameters_of_its_own_a_worker_gives_nothing_bad_to_the_others(
+    tmp_path: Path, strategy: hr.Strategy, place: str
+) -> None:
+    run = fit(make_job(poisoned((2, 3, 5), place), options={"ema_decay": None}), strategy, tmp_path)
+    assert run.status == "ok"
+    assert all(bool(tensor.isfinite().all()) for tensor in run.model.state_dict().values())
+
+
+def test_statistics_that_others_have_changed_stay_changed_after_bad_rounds_in_a_row() -> None:
+    module = nn.BatchNorm1d(2)
+    mean = module.get_buffer("running_mean")
+    session = SimpleNamespace(
+        run=SimpleNamespace(job=make_job()),
+        replica=SimpleNamespace(compute=SimpleNamespace(module=module)),
+        **dict.fromkeys(("group", "page", "events")),
+    )
+    handler = NonFiniteHandler(cast(Any, session), lambda: None, reporter=1)
+    for mixed in (2.0, 3.0, 4.0):
+        before = mean.clone()
+        handler.before()
+        module(torch.full((2, 2), math.nan))
+        assert not mean.isfinite().any()
+        handler.restore(StepDecision(False, (0,)))
+        assert torch.equal(mean, before)
+        mean.fill_(mixed)

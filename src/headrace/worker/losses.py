@@ -87,9 +87,17 @@ class NonFiniteHandler:
 
     def before(self) -> None:
         """Copies the state that a forward pass may change besides the gradients."""
-        if self._buffers and (self._row == 0 or not self._kept):
-            with torch.no_grad():
-                self._kept = [buffer.clone() for buffer in self._buffers]
+        # Anew after a bad round, too: a synchronization may have changed them since.
+        with torch.no_grad():
+            self._kept = [buffer.clone() for buffer in self._buffers]
+
+    def restore(self, decision: StepDecision) -> None:
+        """Undoes what the forward pass of a bad round has changed besides the gradients."""
+        if decision.overflow:
+            return
+        with torch.no_grad():
+            for buffer, kept in zip(self._buffers, self._kept, strict=True):
+                buffer.copy_(kept)
 
     def good(self) -> None:
         """Resets the count of bad rounds after a round with an update."""
@@ -116,9 +124,6 @@ class NonFiniteHandler:
                 named = reporter if self._group.fixed else members[reporter]
                 raise NonFiniteLoss(named, step, self._page.ranks[named].heartbeat.loss, self._row)
             raise NonFiniteGradient(step, self._row)
-        with torch.no_grad():
-            for buffer, kept in zip(self._buffers, self._kept, strict=True):
-                buffer.copy_(kept)
         if self._action == "rollback":
             self._roll_back()
 

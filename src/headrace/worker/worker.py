@@ -196,6 +196,8 @@ class Worker:
             self._exchange.update(self._progress.round)
             self._nonfinite.good()
         else:
+            # First, because others may read this worker's statistics in this round.
+            self._nonfinite.restore(decision)
             self._exchange.skip(self._progress.round)
             self._nonfinite.bad(decision, self._progress.round)
         self._times[2:] = synchronized - began, perf_counter() - synchronized
