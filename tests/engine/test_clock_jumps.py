@@ -6,12 +6,11 @@ import json
 import os
 import shutil
 import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 
-TESTS = Path(__file__).resolve().parent.parent
+from warm.programs import PYTHON
 
 CLOCK = r"""
 #define _GNU_SOURCE
@@ -63,42 +62,51 @@ strategies = {
     "tcp": hr.ParameterServer(2, transport="tcp"),
     "averaging": hr.LocalSGD(2, period=4),
 }
-name, seconds, stops = sys.argv[1], float(sys.argv[2]), sys.argv[3] == "stop"
 
 class Model(torch.nn.Linear):
     # What a process sees of its clock, now and then.
     def forward(self, x):
         seen = [time.time() for _ in range(20)]
         assert max(seen) - min(seen) > 600
+        time.sleep(0.01)  # what takes time here is to be as long as the timeout, not to train
         return super().forward(x)
 
 data = torch.randn(64, 4), torch.randn(64, 1)
 job = hr.Job(lambda: Model(4, 1), loss=torch.nn.functional.mse_loss,
              optimizer=functools.partial(torch.optim.SGD, lr=1e-4), data=data, eval_data=data, global_batch_size=12,
              epochs=10**6)
-pids, begun, told = {}, [0.0], {"lost": 0, "wrong": ""}
 
-def look(event):
-    if event.kind == "worker_started":
-        pids[event.rank] = event.pid
-    told["lost"] += event.kind == "lost"
-    if stops and event.kind == "stepped" and event.step > 200 and not begun[0]:
-        begun[0] = time.monotonic()
-        os.kill(pids[1], signal.SIGSTOP)
+def train(name, seconds):
+    stops = seconds == 0
+    pids, begun, told = {}, [0.0], {"lost": 0}
 
-try:
-    run = hr.fit(job, strategies[name], seconds=None if stops else seconds, on_event=look, timeout_s=TIMEOUT_S,
-                 checkpoints=hr.Checkpoints(every_s=0.3), check=False)
-    told |= {"status": run.status}
-except PeerLost as error:
-    told |= {"status": "lost", "rank": error.rank, "after_s": time.monotonic() - begun[0]}
-print(json.dumps(told))
+    def look(event):
+        if event.kind == "worker_started":
+            pids[event.rank] = event.pid
+        told["lost"] += event.kind == "lost"
+        if stops and event.kind == "stepped" and event.step > 50 and not begun[0]:
+            begun[0] = time.monotonic()
+            os.kill(pids[1], signal.SIGSTOP)
+
+    try:
+        run = hr.fit(job, strategies[name], seconds=None if stops else seconds, on_event=look, timeout_s=TIMEOUT_S,
+                     checkpoints=hr.Checkpoints(every_s=0.3), check=False)
+        return told | {"status": run.status}
+    except PeerLost as error:
+        return told | {"status": "lost", "rank": error.rank, "after_s": time.monotonic() - begun[0]}
+
+for line in sys.stdin:
+    name, seconds = line.split()
+    print(json.dumps(train(name, float(seconds))), flush=True)
 """
 
 
+Told = Callable[[str, float], dict[str, object]]
+
+
 @pytest.fixture(scope="module")
-def jumping(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process whose clock jumps."""
+def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+    """Trains for seconds, or until a worker is frozen, in a process whose clock jumps: one for all of these runs."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("there is no C compiler to make a clock that jumps")
@@ -106,32 +114,45 @@ def jumping(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "clock.c").write_text(CLOCK)
     subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", "clock.so", "clock.c"], cwd=folder, check=True)
     (folder / "run.py").write_text(RUN)
-    return {**os.environ, "LD_PRELOAD": str(folder / "clock.so"), "CLOCK_RUN": str(folder / "run.py")}
+    with (folder / "said").open("w") as said:
+        process = subprocess.Popen(
+            [PYTHON, str(folder / "run.py")],
+            env={**os.environ, "LD_PRELOAD": str(folder / "clock.so")},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+        )
 
+    def train(strategy: str, seconds: float) -> dict[str, object]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print(strategy, seconds, file=process.stdin, flush=True)
+        line = process.stdout.readline()
+        while line and not line.startswith("{"):
+            line = process.stdout.readline()
+        assert line, (folder / "said").read_text()[-3000:]
+        found = json.loads(line)
+        assert isinstance(found, dict)
+        return found
 
-def told(environment: dict[str, str], *arguments: str) -> dict[str, object]:
-    command = [sys.executable, environment["CLOCK_RUN"], *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert isinstance(found, dict)
-    return found
+    yield train
+    process.communicate(timeout=120)
+    assert process.returncode == 0, (folder / "said").read_text()[-3000:]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("real_python")
 @pytest.mark.parametrize(
     "name",
     ["elastic", "tcp", *(pytest.param(each, marks=pytest.mark.full) for each in ("mirrored", "servers", "averaging"))],
 )
-def test_no_process_is_taken_for_lost(jumping: dict[str, str], name: str) -> None:
-    found = told(jumping, name, "3", "go on")
+def test_no_process_is_taken_for_lost(told: Told, name: str) -> None:
+    found = told(name, 3)
     assert (found["status"], found["lost"]) == ("ok", 0)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("real_python")
-def test_a_frozen_process_is_noticed_in_time(jumping: dict[str, str]) -> None:
-    found = told(jumping, "mirrored", "0", "stop")
+def test_a_frozen_process_is_noticed_in_time(told: Told) -> None:
+    found = told("mirrored", 0)
     assert (found["status"], found["rank"]) == ("lost", 1)
     assert 1.5 < float(str(found["after_s"])) < 4.5
