@@ -226,22 +226,29 @@ def test_a_loop_of_ones_own_is_one_device_too(name: str, workers: int, model: st
     assert_equal(outcome, on_one_device(case, "tiny", torch.float64, None), DOUBLE)
 
 
+IN_PROCESSES = {
+    "mlp": ("even", 2), "cnn": ("tiny", 3), "lstm": ("uneven", 2), "tied": ("tiny", 2), "idle": ("uneven", 3),
+    "buffers": ("even", 3), "partial": ("uneven", 2), "mean-cnn": ("tiny", 2), "clipped-cnn": ("uneven", 3),
+    "muon-one-matrix": ("even", 3), "nesterov-foreach": ("even", 3), "own-optimizer": ("uneven", 2),
+}  # fmt: skip
+"""Size and number of workers. In threads all strategies train each model; in processes mirrored and one other."""
+USUAL = {(model, SYNCHRONOUS[turn % len(SYNCHRONOUS)]) for turn, model in enumerate(IN_PROCESSES)}
+
+
 @pytest.mark.slow
-@pytest.mark.pairwise
-@pytest.mark.parametrize("name", SYNCHRONOUS)
 @pytest.mark.parametrize(
-    ("model", "size", "workers"),
+    ("model", "name"),
     [
-        *[("mlp", "even", 2), ("cnn", "tiny", 3), ("lstm", "uneven", 2), ("tied", "tiny", 2), ("idle", "uneven", 3)],
-        *[("buffers", "even", 3), ("partial", "uneven", 2), ("mean-cnn", "tiny", 2), ("clipped-cnn", "uneven", 3)],
-        *[("muon-one-matrix", "even", 3), ("nesterov-foreach", "even", 3), ("own-optimizer", "uneven", 2)],
+        pytest.param(model, name, marks=[pytest.mark.full] * (name != "mirrored" and (model, name) not in USUAL))
+        for model in IN_PROCESSES
+        for name in SYNCHRONOUS
     ],
 )
-def test_processes_are_one_device(processes: Engine, name: str, model: str, size: str, workers: int) -> None:
+def test_processes_are_one_device(processes: Engine, name: str, model: str) -> None:
     if model in ROWS[name].refuses:
         return
-    case, workers = {**MODELS, **VARIANTS}[model], min(workers, max(ROWS[name].workers))
-    outcome = train(case.job(COUNTS[size]), ROWS[name].make(workers), processes)
+    case, (size, workers) = {**MODELS, **VARIANTS}[model], IN_PROCESSES[model]
+    outcome = train(case.job(COUNTS[size]), ROWS[name].make(min(workers, max(ROWS[name].workers))), processes)
     assert_equal(outcome, on_one_device(case, size, torch.float64, None), DOUBLE)
 
 
@@ -346,7 +353,14 @@ def test_an_error_in_a_thread_reaches_the_caller(name: str, workers: int, tmp_pa
 
 
 @pytest.mark.slow
-@every_strategy
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        pytest.param(name, workers, marks=[pytest.mark.full] * (workers < max(ROWS[name].workers)))
+        for name in EVERY
+        for workers in ROWS[name].workers
+    ],
+)
 def test_an_error_in_a_process_reaches_the_caller(
     name: str, workers: int, tmp_path: Path, processes: LocalEngine
 ) -> None:
