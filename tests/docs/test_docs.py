@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
+from typer.testing import CliRunner
 
 import headrace as hr
 from docs.pages import ROOT, Block, blocks, pages, run_page, unmatched, write_files
@@ -109,6 +113,12 @@ def test_what_a_page_names_exists(page: Path) -> None:
     assert sorted(path for path in paths - {"examples/s"} if not (ROOT / path).exists()) == []
 
 
+@functools.cache
+def understood() -> Mapping[str, Any]:
+    """Returns the commands by name; to make them takes longer than to ask one."""
+    return get_command(app).commands
+
+
 def commands() -> list[str]:
     """Returns the commands of ours that pages show and no test runs."""
     shown = [line for page in pages() for block in blocks(page) if block.language == "sh" for line in lines_of(block)]
@@ -122,7 +132,7 @@ def lines_of(block: Block) -> list[str]:
 @pytest.mark.parametrize("line", commands())
 def test_a_command_that_is_not_run_is_understood(line: str) -> None:
     _, name, *arguments = shlex.split(line, comments=True)
-    get_command(app).commands[name].make_context(name, arguments)
+    understood()[name].make_context(name, arguments)
 
 
 def test_every_page_can_be_reached_from_the_index() -> None:
@@ -171,16 +181,14 @@ def test_every_strategy_is_explained() -> None:
     assert [name for name in STRATEGIES if f"`{name}`" not in text] == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_of_a_command_is_explained(command: str) -> None:
-    program = "import sys; from headrace.cli import run; sys.exit(run(sys.argv[1:]))"
-    asked = [sys.executable, "-c", program, command, "--help"]
-    shown = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout
+    shown = CliRunner().invoke(app, [command, "--help"], prog_name="headrace").stdout
     text = (DOCS / "guide" / "command-line.md").read_text(encoding="utf-8")
     section = text.partition(f"## headrace {command}\n")[2].partition("\n## ")[0]
     options = set(re.findall(r"^  (?:-h, )?(--[\w-]+)", shown, re.MULTILINE)) - {"--help", "--json"}
     assert section
+    assert "--help" in shown
     assert sorted(option for option in options if option not in section) == []
 
 
