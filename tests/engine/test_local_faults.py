@@ -235,5 +235,5 @@ def test_a_run_directory_that_is_gone_at_the_end_is_said(tmp_path: Path, monkeyp
 
     said = "its log are gone with the run's directory" if replaced else "was deleted or moved while the run trained"
     with pytest.raises(RunFailed, match=said):
-        hr.fit(long_job(), PAIR, run_dir=run_dir, on_event=take_away, seconds=3.0, checkpoints=False)
+        hr.fit(long_job(), PAIR, run_dir=run_dir, on_event=take_away, seconds=1.0, checkpoints=False)
     assert replaced or load_file(run_dir / "model.safetensors")
