@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import importlib
 import re
 import subprocess
 import sys
@@ -95,6 +96,26 @@ def test_another_program_has_another_fingerprint(value: str, old: str, new: str)
 def test_different_values_have_different_fingerprints(one: Any, other: Any) -> None:
     assert fingerprint(one) != fingerprint(other)
     assert fingerprint(one) == fingerprint(one)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_package_installed_elsewhere_counts_by_its_version(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into the user's site-packages, or by `pip install --target`."""
+    folder, name = tmp_path / "packages", f"elsewhere_{installed}".lower()
+    folder.mkdir()
+    if installed:
+        (folder / f"{name}-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(folder)
+
+    def digest(text: str) -> str:
+        (folder / f"{name}.py").write_text(f"def transform(x):\n    return {text}\n")
+        sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        return fingerprint(importlib.import_module(name).transform)
+
+    assert (digest("x") == digest("x + 10")) is installed
 
 
 @pytest.mark.slow

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copyreg
 import dis
 import hashlib
+import os
 import platform
 import sys
 import sysconfig
 import types
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +188,16 @@ def _installed(module: str) -> bool:
     if found is None or module == "__main__":
         return False
     file = getattr(found, "__file__", None)
-    return file is None or file.startswith((*_LIBRARIES, _OURS))
+    if file is None or file.startswith((*_LIBRARIES, _OURS)):
+        return True
+    # Also the user's site-packages, those of another environment, and what `pip install --target` has filled.
+    return any(_has_installed(folder) for folder in sys.path if folder and file.startswith(os.path.join(folder, "")))
+
+
+@cache
+def _has_installed(folder: str) -> bool:
+    """Returns whether packages have been installed into a folder; not of one whose package is installed editable."""
+    return any(Path(folder).glob("*.dist-info"))
 
 
 def _version(module: str) -> str:
