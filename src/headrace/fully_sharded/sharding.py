@@ -239,7 +239,7 @@ class ShardedModule:
 
 def require_unused_summed() -> None:
     """Raises an `UnfitMachine` if torch cannot sum gradients of parameters that only some ranks use in a step."""
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+    if "set_reduce_scatter_unused_params" not in vars(FSDPModule):
         raise UnfitMachine(
             f"torch {torch.__version__} cannot sum the gradients of a unit of which some ranks use a part, and "
             "fully_sharded needs that: pip install 'torch>=2.13', or use mirrored"
