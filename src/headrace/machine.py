@@ -270,12 +270,12 @@ def detect(device: str | Sequence[str], ranks: int | None = None, fixed_shapes: 
 
 
 @cache
-@cache
 def own_version() -> str:
     """Returns the version of headrace that is installed; finding it reads files, for milliseconds."""
     return version("headrace")
 
 
+@cache
 def versions() -> Mapping[str, str]:
     """Returns the versions of "headrace", "torch" and "python"."""
     import torch
