@@ -133,6 +133,19 @@ def pytest_collection_finish() -> None:
         os.environ["LD_LIBRARY_PATH"] = _LIBRARIES
 
 
+MANY_MODULES = 50
+_imported = len(sys.modules)
+
+
+def pytest_runtest_logfinish() -> None:
+    """Leaves out what tests have imported, too: of the compiler alone that is a hundred thousand objects."""
+    global _imported
+    if len(sys.modules) > _imported + MANY_MODULES:
+        _imported = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keeps a pairwise cover of the parameters of each test marked so, and no test marked `full`."""
     groups: dict[object, list[pytest.Function]] = {}
