@@ -71,14 +71,16 @@ def real_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 LONGEST = (
-    "test_elastic.py",
-    "test_compile.py",
-    "test_audit.py",
+    "test_mixed_devices.py",
     "test_add_a_strategy.py",
+    "test_compile.py",
+    "test_clock_jumps.py",
+    "test_audit.py",
+    "test_elastic.py",
     "test_docs.py",
     "test_contract.py",
 )
-"""Files of minutes, of which none must be the last."""
+"""Files with a test of half a minute, not to be begun last, and then files of minutes, which processes share."""
 
 
 FULL_HISTORIES, HISTORIES = 1000, 150
@@ -171,4 +173,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     effort: Counter[Path] = Counter()
     for item in items:
         effort[item.path] += 10 if item.get_closest_marker("slow") else 1
-    items.sort(key=lambda item: (item.path.name not in LONGEST, -effort[item.path], item.path))
+    place = {name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (place.get(item.path.name, len(place)), -effort[item.path], item.path))

@@ -6,19 +6,29 @@ import ast
 import importlib
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from house import PACKAGE, Module, definitions, read
+from house import PACKAGE, Module, Modules, definitions, read
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
-MODULES = read({str(path.relative_to(SOURCE)): path.read_text() for path in SOURCE.rglob("*.py")})
-PUBLIC = sorted(name for name in MODULES if not any(part.startswith("_") for part in name.split(".")))
 
 
-FRONTS = {name for name in PUBLIC if name.count(".") < 2}
-"""The front door, the rooms' fronts and the files that are rooms: there constants are explained too."""
+@cache
+def modules() -> Modules:
+    return read({str(path.relative_to(SOURCE)): path.read_text() for path in SOURCE.rglob("*.py")})
+
+
+@cache
+def public() -> list[str]:
+    return sorted(name for name in modules() if not any(part.startswith("_") for part in name.split(".")))
+
+
+def is_front(name: str) -> bool:
+    """Of the front door, the rooms' fronts and the files that are rooms: there constants are explained too."""
+    return name.count(".") < 2
 
 
 def documented(module: Module, name: str, constants: bool) -> bool:
@@ -32,32 +42,32 @@ def documented(module: Module, name: str, constants: bool) -> bool:
         after = module.tree.body[module.tree.body.index(node) + 1 :][:1]
         return any(isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant) for item in after)
     for item in module.imports:
-        if item.local == name and item.target in MODULES:
-            return item.name is None or documented(MODULES[item.target], item.name, constants)
+        if item.local == name and item.target in modules():
+            return item.name is None or documented(modules()[item.target], item.name, constants)
     return True  # taken from another package
 
 
 def test_what_a_module_lists_exists_and_is_documented() -> None:
-    listing = [name for name in PUBLIC if "__all__" in definitions(MODULES[name])]
+    listing = [name for name in public() if "__all__" in definitions(modules()[name])]
     assert len(listing) > 5
     for name in listing:
         module = importlib.import_module(name)
-        assert [item for item in module.__all__ if not documented(MODULES[name], item, name in FRONTS)] == [], name
+        assert [item for item in module.__all__ if not documented(modules()[name], item, is_front(name))] == [], name
         for item in module.__all__:
             getattr(module, item)
 
 
 def test_a_module_says_what_it_is() -> None:
     """The first line of a module says what is in it."""
-    assert len(PUBLIC) > 100
-    assert [name for name in PUBLIC if not ast.get_docstring(MODULES[name].tree)] == []
+    assert len(public()) > 100
+    assert [name for name in public() if not ast.get_docstring(modules()[name].tree)] == []
 
 
 def test_every_public_class_is_documented() -> None:
     missing = [
         f"{module}.{name}"
-        for module in PUBLIC
-        for name, node in definitions(MODULES[module]).items()
+        for module in public()
+        for name, node in definitions(modules()[module]).items()
         if isinstance(node, ast.ClassDef) and not name.startswith("_") and not ast.get_docstring(node)
     ]
     assert missing == []
