@@ -92,7 +92,7 @@ def test_nothing_outlives_it(tmp_path: Path, stopped: tuple[str, ...]) -> None:
         os.kill(pid, signal.SIGKILL)
     assert gone, left
     # torch's DataLoader makes a name for a batch and removes it at once; who is killed in between leaves it.
-    assert until(lambda: named_shared_memory() <= shared, 10)
+    assert until(lambda: named_shared_memory() <= shared, 10), named_shared_memory() - shared
 
 
 def shown(pid: int) -> str:

@@ -158,4 +158,4 @@ def test_nothing_grows_over_many_runs(engine: LocalEngine) -> None:
         f"{before} files and {threads} threads before, {files()} and {threading.enumerate()} after"
     )
     # Other tests at the same time may have some there for a moment.
-    assert until(lambda: named_shared_memory() <= shared, 10)
+    assert until(lambda: named_shared_memory() <= shared, 10), named_shared_memory() - shared
