@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -26,6 +27,9 @@ NOWHERE = "02:00:00:00:00:ff"
 STILL = "storm: a rank stands still"
 ENDS_WITHIN_S = 25.0
 """After the first rank has ended: the timeout, and what a busy machine needs more."""
+
+FROZEN_S = 3.0
+"""Longer than a pause: of those that are stopped for so long none goes on."""
 
 POLL_S = 0.02
 DEATH_SIGNAL = 1
@@ -86,16 +90,24 @@ def main(strategy: str, run_dir: str) -> int:
 
 def _await(ranks: list[subprocess.Popen[bytes]]) -> None:
     """Waits for all; a rank that was frozen from outside is killed, one that waits for ever is told of."""
-    give_up = None
+    first, frozen, killed = math.inf, math.inf, False
     while left := [rank for rank in ranks if rank.poll() is None]:
-        if give_up is None and len(left) < len(ranks):
-            give_up = time.monotonic() + ENDS_WITHIN_S
-        if give_up is not None and time.monotonic() > give_up:
-            for rank in left:
-                if Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        now, stopped = time.monotonic(), [_is_stopped(rank) for rank in left]
+        if len(left) < len(ranks):
+            first = min(first, now)
+        frozen = min(frozen, now) if all(stopped) else math.inf
+        # Who is killed on a busy machine is there for a while, and no longer stopped.
+        if not killed and (now > first + ENDS_WITHIN_S or now > max(first, frozen + FROZEN_S)):
+            killed = True
+            for rank, is_stopped in zip(left, stopped, strict=True):
+                if not is_stopped:
                     sys.stderr.write(f"{STILL}, process {rank.pid}\n")
                 rank.kill()
         time.sleep(POLL_S)
+
+
+def _is_stopped(rank: subprocess.Popen[bytes]) -> bool:
+    return Path(f"/proc/{rank.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,10 +14,12 @@ from pathlib import Path
 import pytest
 
 from headrace.spec.events import LAUNCHER, PushesApplied, RunEnded, RunStarted, Stepped
+from storm import hosts
 from storm.checker import problems
 from storm.clock import COMPILER, HOST, Clocks
 from storm.evidence import Attempt, Evidence, Strike
 from storm.faults import damage
+from storm.hosts import STILL
 from storm.jobs import BATCH, ROUNDS
 from storm.plants import PLANTS
 from storm.schedule import KINDS, Fault, draw, read, reduce
@@ -149,3 +152,32 @@ def test_storms_are_added_up(tmp_path: Path) -> None:
         "storm.jsonl: 3 runs, 8 faults, 0.75 hours (not counted: of 1 of the runs); "
         "something wrong with 2 seeds, 1 of them right since"
     )
+
+
+def _ranks(*codes: str) -> list[subprocess.Popen[bytes]]:
+    return [subprocess.Popen([sys.executable, "-c", code]) for code in codes]
+
+
+@pytest.mark.slow
+def test_a_frozen_rank_is_ended_soon_and_is_none_that_waits(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Found by scripts/storm, seed 2015: on a busy machine it was there, and no longer stopped, after it was killed.
+    monkeypatch.setattr(hosts, "FROZEN_S", 0.2)
+    monkeypatch.setattr(hosts, "POLL_S", 0.0)
+    ranks = _ranks("", "import time; time.sleep(600)")
+    ranks[1].send_signal(signal.SIGSTOP)
+    hosts._await(ranks)
+    assert [rank.wait() for rank in ranks] == [0, -signal.SIGKILL]
+    assert STILL not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_rank_that_goes_on_alone_is_told_of(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "ENDS_WITHIN_S", 0.5)
+    ranks = _ranks("", "import time; time.sleep(600)")
+    hosts._await(ranks)
+    assert [rank.wait() for rank in ranks] == [0, -signal.SIGKILL]
+    assert capfd.readouterr().err.count(f"{STILL}, process {ranks[1].pid}") == 1
