@@ -102,8 +102,9 @@ PLANTED: dict[str, tuple[Any, str, str, str, Callable[[Any], Any], str]] = {
         _portions, "all evaluations of the round",
     ),
     "a primary answers before its backup holds it": (
-        replication, "Replication", "return forward if self._stage in (_CATCHING, _GUARDED) else", "return", _failover,
-        "what is dealt with is held by the backup",
+        replication, "Replication", "return self._deal(self.last) if self._stage == _ALONE else [Forward(self.last)]",
+        "return [*([] if self._stage == _ALONE else [Forward(self.last)]), *self._deal(self.last)]", _failover,
+        "nothing is dealt with while the backup is filled",
     ),
     "two processes lead": (
         replication, "Replication", "            self._stage = _IDLE\n            return [Stop",

@@ -36,12 +36,17 @@ def digest(content: Any) -> str:
 class Scribe:
     """A server that writes down all that it gets, and answers with how much that is.
 
+    Args:
+        port: of its bytes.
+        hold: is called before it loads what it is filled with.
+
     Attributes:
         book: link, message, blob, and what was pushed.
     """
 
-    def __init__(self, port: ServerTransport) -> None:
+    def __init__(self, port: ServerTransport, hold: Callable[[], object] = bool) -> None:
         self.port = port
+        self._hold = hold
         self.book: list[tuple[int, str, str, list[str]]] = []
 
     def turn(self, timeout_s: float) -> None:
@@ -60,6 +65,7 @@ class Scribe:
         return segment
 
     def restore(self, snapshot: memoryview) -> None:
+        self._hold()
         self.book = [tuple(entry) for entry in json.loads(bytes(snapshot))]
 
 

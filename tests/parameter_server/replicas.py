@@ -54,6 +54,7 @@ class Process:
     view: View | None = None
     primary: int = -1
     ready: int = 0
+    filled: int = 0
 
     @property
     def heard(self) -> int:
@@ -186,6 +187,9 @@ class Group:
         for action in actions:
             if isinstance(action, Deal):
                 assert action.number == len(process.dealt) + 1, "no piece is dealt with twice, none is left out"
+                assert process.filled < epoch or process.ready == epoch, (
+                    "nothing is dealt with while the backup is filled"
+                )
                 process.dealt.append(process.mail[action.number])
             elif isinstance(action, Forward):
                 self._send(
@@ -193,6 +197,7 @@ class Group:
                 )
             elif isinstance(action, Fill):
                 assert action.number == len(process.dealt)
+                process.filled = epoch
                 self._send(number, self._backup_of(number), Filled(epoch, action.number), tuple(process.dealt))
             elif isinstance(action, Hold):
                 self._send(number, process.primary, Held(epoch, action.number), None)

@@ -53,14 +53,19 @@ def test_a_primary_alone_deals_with_what_comes() -> None:
     assert told(Replication(0), View(1, 0), Received(), Received()) == [Lead(1), Deal(1), Deal(2)]
 
 
-def test_no_worker_waits_while_a_backup_is_filled_and_then_for_what_it_holds() -> None:
+def test_what_comes_while_a_backup_is_filled_waits_and_so_it_can_be_promoted_as_soon_as_it_is_filled() -> None:
     machine = Replication(0)
     assert told(machine, View(1, 0, 1), Received()) == [Lead(1), Deal(1)]
-    assert told(machine, Called(1, 1), Received(), Received()) == [Fill(1), Forward(2), Deal(2), Forward(3), Deal(3)]
-    # It is filled, and has not caught up: what comes now waits, and no backup could be promoted yet.
-    assert told(machine, Held(1, 1), Received(), Held(1, 2)) == [Forward(4)]
-    assert told(machine, Held(1, 3)) == [Ready(1)]
-    assert told(machine, Received(), Held(1, 5)) == [Forward(5), Deal(4), Deal(5)]
+    assert told(machine, Called(1, 1), Received(), Received()) == [Fill(1), Forward(2), Forward(3)]
+    assert told(machine, Held(1, 1)) == [Ready(1)]
+    assert told(machine, Received(), Held(1, 3)) == [Forward(4), Deal(2), Deal(3)]
+    assert told(machine, Held(1, 4)) == [Deal(4)]
+
+
+def test_what_waits_for_a_backup_that_is_lost_while_it_is_filled_is_handled() -> None:
+    machine = Replication(0)
+    told(machine, View(1, 0, 1), Received(), Called(1, 1), Received())
+    assert told(machine, View(2, 0), Received()) == [Deal(2), Deal(3)]
 
 
 def test_a_backup_deals_with_the_log_and_says_so() -> None:
@@ -105,6 +110,7 @@ def test_who_was_replaced_deals_with_nothing_any_more() -> None:
     ("machine", "event", "words"),
     [
         (guarded(), Held(1, 2), "piece 2 is held, of a log of 1"),
+        (guarded(), Held(1, 0), "piece 0 is held, of a log of 1, of which 1 are handled"),
         (guarded(), Held(2, 1), "epoch 2 has begun"),
         (guarded(), LogEntryReceived(1, 2), "piece 2 comes after 1"),
     ],
@@ -211,18 +217,26 @@ def test_random_histories_keep_the_rules() -> None:
 
 BUGS = {
     "deals before the backup holds": (
-        "return forward if self._stage in (_CATCHING, _GUARDED) else",
-        "return",
+        "return self._deal(self.last) if self._stage == _ALONE else [Forward(self.last)]",
+        "return [*([] if self._stage == _ALONE else [Forward(self.last)]), *self._deal(self.last)]",
+    ),
+    "deals while the backup is filled": (
+        "return self._deal(self.last) if self._stage == _ALONE else [Forward(self.last)]",
+        "return [*([] if self._stage == _ALONE else [Forward(self.last)]), "
+        "*([] if self._stage == _GUARDED else self._deal(self.last))]",
     ),
     "takes word of an older epoch": ("if event.epoch < self.epoch:", "if event.epoch < self.epoch - 1:"),
-    "says too early that a backup is ready": ("and held.number >= self.dealt", "and True"),
+    "says too early that a backup is ready": (
+        "return [Fill(self.dealt)]",
+        "return [Fill(self.dealt), Ready(self.epoch)]",
+    ),
     "forgets what waits when the backup goes": ("[*actions, *self._deal(self.last),", "[*actions,"),
     "goes on when it was replaced": (
         "            self._stage = _IDLE\n            return [Stop",
         "            return [Stop",
     ),
     "fills from the end of the log": ("return [Fill(self.dealt)]", "return [Fill(self.last + 1)]"),
-    "does not forward while it fills": ("[] if self._stage == _ALONE else", "[] if self._stage < _CATCHING else"),
+    "does not forward while it fills": ("if self._stage == _ALONE else [F", "if self._stage < _GUARDED else [F"),
     "deals with all that is held again": ("range(self.dealt + 1, until + 1)", "range(self.dealt, until + 1)"),
     "does not tell that it is filled": ("return [Hold(event.number)]\n        if", "return []\n        if"),
     "begins a new log when it is promoted": (

@@ -80,14 +80,17 @@ SEEKING = settings(
     suppress_health_check=list(HealthCheck),
 )
 BUGS = {
-    "deals before the backup holds": ("return forward if self._stage in (_CATCHING, _GUARDED) else", "return"),
+    "deals before the backup holds": (
+        "return self._deal(self.last) if self._stage == _ALONE else [Forward(self.last)]",
+        "return [*([] if self._stage == _ALONE else [Forward(self.last)]), *self._deal(self.last)]",
+    ),
     "forgets what waits when the backup goes": ("[*actions, *self._deal(self.last),", "[*actions,"),
     "goes on when it was replaced": (
         "            self._stage = _IDLE\n            return [Stop",
         "            return [Stop",
     ),
     "deals with all that is held again": ("range(self.dealt + 1, until + 1)", "range(self.dealt, until + 1)"),
-    "does not forward while it fills": ("[] if self._stage == _ALONE else", "[] if self._stage < _CATCHING else"),
+    "does not forward while it fills": ("if self._stage == _ALONE else [F", "if self._stage < _GUARDED else [F"),
 }
 
 

@@ -79,7 +79,7 @@ def check_server_options(
     if backups > 1:
         raise UsageError(
             f"backups={backups} asks for {backups * servers} backups of {servers} server{'s' * (servers > 1)}, and a "
-            "server has one at most; use backups=1, which gives each its own"
+            "server has one at most; use backups=1, which gives each its own, and another one when one is lost"
         )
     if sharding is not None:
         parse_sharding(sharding)

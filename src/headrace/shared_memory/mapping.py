@@ -25,13 +25,14 @@ _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def mapped(descriptor: int, nbytes: int, writable: bool = True) -> memoryview:
+def mapped(descriptor: int, nbytes: int, writable: bool = True, populate: bool = True) -> memoryview:
     """Maps a file, shared; the mapping ends with the last object that uses it. An OSError if the system refuses.
 
-    A file of a large page or more begins at a multiple of it: only there the system can use large pages.
+    A file of a large page or more begins at a multiple of it: only there the system can use large pages. `populate`
+    maps its pages now, not one by one when they are used.
     """
     protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
-    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
     if nbytes < LARGE_PAGE_BYTES:
         address = _map(None, nbytes, protection, flags, descriptor)
     else:

@@ -54,10 +54,10 @@ _LARGE_BYTES = 4 << 20
 class SharedSegment:
     """One mapped segment of shared memory, `nbytes` long."""
 
-    def __init__(self, descriptor: int, nbytes: int, writable: bool = True) -> None:
+    def __init__(self, descriptor: int, nbytes: int, writable: bool = True, populate: bool = True) -> None:
         self.descriptor = descriptor
         self.nbytes = nbytes
-        self.memory = mapped(descriptor, nbytes, writable)
+        self.memory = mapped(descriptor, nbytes, writable, populate)
 
     @classmethod
     def create(cls, nbytes: int, label: str, lasting: bool = False) -> SharedSegment:
@@ -66,7 +66,8 @@ class SharedSegment:
         Args:
             nbytes: of the segment.
             label: shows in /proc/<pid>/maps.
-            lasting: it is used again and again: from 4 MiB on, it gets large pages where the system has them.
+            lasting: it is used again and again, or by several processes: from 4 MiB on, it gets large pages where the
+                system has them.
         """
         available = spare_memory_bytes()
         if nbytes > available:
@@ -81,9 +82,11 @@ class SharedSegment:
             os.posix_fallocate(descriptor, 0, nbytes)
             # A process that maps a file dies if another one shortens it.
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            made = cls(descriptor, nbytes)
-            if lasting and nbytes >= _LARGE_BYTES:
-                use_large_pages(made.memory)
+            large = lasting and nbytes >= _LARGE_BYTES
+            # To map small pages that are to be replaced would take longer than all the rest.
+            made = cls(descriptor, nbytes, populate=not large)
+            if large and not use_large_pages(made.memory):
+                made = cls(descriptor, nbytes)
             return made
         except UnfitMachine:
             os.close(descriptor)

@@ -257,15 +257,20 @@ class StateSlices(Protocol):
         """Returns pieces that `divide` gives back to this rank as they are."""
 
 
-def state_pieces(optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Segment, Tensor]]) -> tuple[StatePiece, ...]:
-    """Returns the state of the pieces that this process updates; all of it must be tensors and numbers."""
+def state_pieces(
+    optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Segment, Tensor]], copies: bool = True
+) -> tuple[StatePiece, ...]:
+    """Returns the state of the pieces that this process updates; all of it must be tensors and numbers.
+
+    Without `copies` the next update changes it.
+    """
     pieces = []
     for segment, tensor in owned:
         for key, value in optimizer.state.get(tensor, {}).items():
             if not isinstance(value, Tensor):
                 pieces.append(_number(segment, key, value, optimizer))
                 continue
-            kept = value.detach().clone()
+            kept = value.detach().clone() if copies else value.detach()
             whole = kept.numel() != tensor.numel() or kept.dim() == 0
             start, kept = (-1, kept) if whole else (segment.start, kept.flatten())
             pieces.append(StatePiece(segment.parameter, key, start, kept))

@@ -286,16 +286,20 @@ class Updater:
             tensor.copy_(average)
             average.copy_(kept)
 
-    def state(self, index: int | None = None) -> tuple[StatePiece, ...]:
-        """Returns the optimizer's state and the moving averages, of all pieces or of one."""
+    def state(self, index: int | None = None, copies: bool = True) -> tuple[StatePiece, ...]:
+        """Returns the optimizer's state and the moving averages, of all pieces or of one.
+
+        Without `copies` the next update changes it.
+        """
         indices = range(len(self.owned)) if index is None else (index,)
         owned = [self.owned[each] for each in indices]
-        averages = (
-            StatePiece(segment.parameter, AVERAGE, segment.start, self.averages[each].detach().flatten().clone())
-            for each, (segment, _) in zip(indices, owned, strict=True)
-            if each in self.averages
+        averages = ((segment, self.averages[each].detach().flatten())
+                    for each, (segment, _) in zip(indices, owned, strict=True) if each in self.averages)  # fmt: skip
+        kept = (
+            StatePiece(segment.parameter, AVERAGE, segment.start, average.clone() if copies else average)
+            for segment, average in averages
         )
-        return (*state_pieces(self.optimizer, owned), *averages)
+        return (*state_pieces(self.optimizer, owned, copies), *kept)
 
     def load(
         self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None, index: int | None = None

@@ -195,6 +195,8 @@ class Session:
                 if message.kind == Kind.DONE:
                     return
                 self._handle_other(message, received[1])
+                # It lives, and may wait for its backup.
+                deadline = monotonic() + most_s
         raise TimeoutError(f"it has not answered for {most_s:.1f} s")
 
     def _resume(self, transport: ClientTransport) -> None:

@@ -53,6 +53,7 @@ class FailoverController:
         self.servers = plan.servers
         self._authorities = {server: Authority() for server in plan.servers} if plan.backups else {}
         self._unguarded_since = dict.fromkeys(self._authorities, monotonic())
+        self._guarded_before: set[int] = set()
 
     def server_of(self, rank: int) -> int:
         """Returns the server whose shards the process at a rank holds."""
@@ -68,11 +69,16 @@ class FailoverController:
 
     def down(self, rank: int, cause: str) -> None:
         """Handles the loss of a process before another is started; raises PeerLost if no process holds its state."""
-        passed_s = monotonic() - self._unguarded_since[server_of(self._plan, rank)]
+        server = server_of(self._plan, rank)
+        passed_s = monotonic() - self._unguarded_since[server]
         try:
             self._tell(rank, Down(process_number(self._page, rank)))
         except PrimaryLost as error:
-            told = f"{cause}; no backup holds yet all that it held, {passed_s:.1f} s after the last one was lost"
+            since = "the last one was lost" if server in self._guarded_before else "the servers began"
+            told = (
+                f"{cause}; no backup holds yet all that it held, {passed_s:.1f} s after {since}; resume=True goes on "
+                "from a checkpoint, and with more servers each holds less and its backup is filled sooner"
+            )
             raise PeerLost(rank, self._plan.roles[rank].host, told) from error
 
     def unready_backup(self, rank: int) -> int | None:
@@ -111,5 +117,6 @@ class FailoverController:
         if view is not None:
             if guarded:
                 self._unguarded_since[server] = monotonic()
+                self._guarded_before.add(server)
             backup = -1 if view.backup is None else view.backup
             self._page.ranks[server].server_view.publish(view.epoch, view.primary, backup)

@@ -8,8 +8,9 @@ has seen is lost with the primary. The backup handles the same log in the same o
     backup                               Entry(7) ─ Deal(7), Hold(7)
 
 One `Authority` assigns the roles, in numbered views: their *epochs*. Anything of an older epoch than a process has
-heard of is refused. A backup begins empty, and is filled with the primary's state and the log from there on. While it
-is being filled the primary does not wait for it, and it cannot be promoted; `Ready` says when it can.
+heard of is refused. A backup begins empty, and is filled with the primary's state. From the call of the backup on the
+primary handles nothing that the backup does not hold, so that it has nothing to catch up with when it is filled: then
+it can be promoted, which `Ready` says.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class Replication:
     @property
     def leads(self) -> bool:
         """Whether this process is the primary."""
-        return self._stage in (_ALONE, _FILLING, _CATCHING, _GUARDED)
+        return self._stage in (_ALONE, _FILLING, _GUARDED)
 
     def handle(self, event: Event) -> list[Action]:
         """Returns the actions to carry out, in order; raises ValueError if another process has broken the protocol."""
@@ -192,8 +193,7 @@ class Replication:
         if not self.leads:
             return []
         self.last += 1
-        forward: list[Action] = [] if self._stage == _ALONE else [Forward(self.last)]
-        return forward if self._stage in (_CATCHING, _GUARDED) else [*forward, *self._deal(self.last)]
+        return self._deal(self.last) if self._stage == _ALONE else [Forward(self.last)]
 
     def _begin_to_fill(self) -> list[Action]:
         backup = self.view.backup
@@ -203,15 +203,11 @@ class Replication:
         return [Fill(self.dealt)]
 
     def _advance(self, held: Held) -> list[Action]:
-        if self._stage not in (_FILLING, _CATCHING, _GUARDED) or held.number > self.last:
-            raise ValueError(f"piece {held.number} is held, of a log of {self.last}")
-        if self._stage == _FILLING:
-            # New entries wait until they are held; entries handled without waiting are still to be held.
-            self._stage = _CATCHING
-        ready = self._stage == _CATCHING and held.number >= self.dealt
-        if ready:
-            self._stage = _GUARDED
-        return [*self._deal(held.number), *([Ready(self.epoch)] if ready else [])]
+        if self._stage not in (_FILLING, _GUARDED) or not self.dealt <= held.number <= self.last:
+            raise ValueError(f"piece {held.number} is held, of a log of {self.last}, of which {self.dealt} are handled")
+        ready: list[Action] = [Ready(self.epoch)] if self._stage == _FILLING else []
+        self._stage = _GUARDED
+        return [*self._deal(held.number), *ready]
 
     def _follow(self, event: Filled | LogEntryReceived) -> list[Action]:
         if isinstance(event, Filled):
@@ -230,9 +226,9 @@ class Replication:
         return deals
 
 
-_IDLE, _ALONE, _FILLING, _CATCHING, _GUARDED, _EMPTY, _FOLLOWING = range(7)
-"""Neither; a primary without a backup, with one that is being filled, that has to catch up, that holds all; a backup
-that is empty, and one that is not."""
+_IDLE, _ALONE, _FILLING, _GUARDED, _EMPTY, _FOLLOWING = range(6)
+"""Neither; a primary without a backup, with one that is being filled, that holds all; a backup that is empty, and one
+that is not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,12 @@ from headrace.transport.base import Blob, ClientTransport, ReceivedMessage, Serv
 _POLL_S = 0.005
 """How often a process without its peer looks for a new view."""
 
+_ASKS = (bytes([Kind.ALIVE]), bytes([Kind.JOIN]))
+"""What a client sends again and again while it hears nothing."""
+
+_SILENT_S = 120.0
+"""For so long after the last word of a backup clients are told to wait for it: 15 GB fill it at 1 Gbit/s."""
+
 
 class ReplicatedTransport:
     """Replicates the messages of one server.
@@ -79,6 +85,7 @@ class ReplicatedTransport:
         self._backup = -1
         self._shared: set[int] = set()
         self._fill_at: int | None = None
+        self._heard_at = 0.0
 
     def attach(self, snapshot: Callable[[], SharedSegment], restore: Callable[[memoryview], object]) -> None:
         """Sets how to copy the server's state, and how to load a copy."""
@@ -158,11 +165,18 @@ class ReplicatedTransport:
             if inside in self._inside:
                 pushed = self._capture(peer, message)
                 self._append(LogEntry(ReceivedMessage(inside, message, mail.blob, mail.memory), pushed))
+                if message[1:2] in _ASKS and self._machine.last > self._machine.dealt:
+                    self._ask_for_patience(peer)
         elif peer in self._outside:
             inside = self._outside.pop(peer)
             if self._inside.pop(inside, None) is not None:
                 self._ends.append((monotonic() + self._grace_s, inside))
                 self._append(LogEntry(ReceivedMessage(inside, b"")))
+
+    def _ask_for_patience(self, peer: int) -> None:
+        """Answers a client whose requests wait for the backup, which would count the server as lost."""
+        if monotonic() - self._heard_at < _SILENT_S:
+            self._own.send(peer, encode(Message(Kind.OPEN)))
 
     def _capture(self, peer: int, message: bytes) -> dict[int, Tensor]:
         """Returns what a client has pushed, which stays in memory even if the client ends."""
@@ -190,7 +204,7 @@ class ReplicatedTransport:
     def _take_from_backup(self, mail: ReceivedMessage) -> None:
         """Takes a message of a backup."""
         peer = mail.peer
-        self.heard += 1
+        self.heard, self._heard_at = self.heard + 1, monotonic()
         try:
             if not mail.message:
                 raise ValueError("the link has ended")
@@ -216,7 +230,7 @@ class ReplicatedTransport:
             if isinstance(action, machine.Deal):
                 self._due.append(self._entries.pop(action.number))
             elif isinstance(action, machine.Forward):
-                self._forward(action.number, at_once=machine.Deal(action.number) in actions)
+                self._forward(action.number)
             elif isinstance(action, machine.Fill):
                 self._fill_at = action.number
             elif isinstance(action, machine.Ready):
@@ -248,13 +262,13 @@ class ReplicatedTransport:
         self._send(encode(head), snapshot)
         snapshot.close()
 
-    def _forward(self, number: int, at_once: bool) -> None:
-        """Sends a log entry to the backup; handled `at_once`, its gradients do not stay in the client's memory."""
+    def _forward(self, number: int) -> None:
+        """Sends a log entry to the backup, which reads gradients in the client's memory if that can be shared."""
         entry, epoch = self._entries[number], self._machine.epoch
         peer, memory = entry.mail.peer, entry.mail.memory
         payload = LogPayload.NONE
         blob: Blob = b""
-        if entry.pushed and memory is not None and not at_once:
+        if entry.pushed and memory is not None:
             payload = LogPayload.SHARED
             if peer not in self._shared:
                 self._shared.add(peer)

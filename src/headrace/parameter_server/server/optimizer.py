@@ -150,7 +150,7 @@ class ShardOptimizer(ShardUpdater):
             own = {} if self.tables is None else {"tables": self.tables.settings()}
             return json.dumps({**self._updater.settings(), **own}).encode()
         self._require(shard)
-        return pack({piece.name: piece.value for piece in self._updater.state(shard)})
+        return pack({piece.name: piece.value for piece in self._updater.state(shard, copies=False)})
 
     def load(self, state: bytes, shard: int | None = None) -> None:
         try:
@@ -169,7 +169,8 @@ class ShardOptimizer(ShardUpdater):
     def all_state(self) -> tuple[ShardOptimizerState, dict[str, Tensor]]:
         tensors = {f"sent/{worker}/{shard}": tensor for (worker, shard), tensor in self._sent.items()}
         for shard in range(len(self._layout)):
-            tensors |= {f"state/{shard}/{piece.name}": piece.value for piece in self._updater.state(shard)}
+            pieces = self._updater.state(shard, copies=False)
+            tensors |= {f"state/{shard}/{piece.name}": piece.value for piece in pieces}
         # For optimizers that draw random numbers.
         tensors["random"] = torch.get_rng_state()
         tables, rows = self.tables.state() if self.tables is not None else (None, {})

@@ -108,7 +108,7 @@ class Server:
         made: list[SharedSegment] = []
 
         def allocate(nbytes: int) -> Tensor:
-            made.append(SharedSegment.create(nbytes, "snapshot"))
+            made.append(SharedSegment.create(nbytes, "snapshot", lasting=True))
             return made[0].tensor()
 
         self._pack(allocate)
