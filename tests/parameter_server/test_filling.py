@@ -18,6 +18,7 @@ from headrace.parameter_server.replication.machine import View
 from headrace.parameter_server.replication.transport import ReplicatedTransport
 from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.wire import Kind, Message, encode
+from headrace.shared_memory.segment import SharedSegment
 from headrace.transport.base import Slots
 from parameter_server.pairs import Group, Scribe, until
 from parameter_server.twins import Recipe
@@ -30,9 +31,10 @@ LONG_S = 4 * PATIENCE_S
 
 
 class Hold:
-    """Lets a backup load its state only when it may: `begun` when it is about to."""
+    """Lets a state be "copied" or "loaded" only when it may: `begun` when it is about to."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "loaded") -> None:
+        self.what = what
         self.begun, self.may = threading.Event(), threading.Event()
 
     def __call__(self) -> None:
@@ -41,14 +43,20 @@ class Hold:
 
 
 class Held:
-    """A server that loads what it is filled with when it may."""
+    """A server that copies its state, or loads what it is filled with, when it may."""
 
     def __init__(self, server: Server, hold: Hold) -> None:
-        self.turn, self.share = server.turn, server.share
+        self.turn = server.turn
         self._server, self._hold = server, hold
 
+    def share(self) -> SharedSegment:
+        if self._hold.what == "copied":
+            self._hold()
+        return self._server.share()
+
     def restore(self, snapshot: memoryview) -> None:
-        self._hold()
+        if self._hold.what == "loaded":
+            self._hold()
         self._server.restore(snapshot)
 
 
@@ -58,8 +66,8 @@ def way(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def hold() -> Iterator[Hold]:
-    hold = Hold()
+def hold(request: pytest.FixtureRequest) -> Iterator[Hold]:
+    hold = Hold(getattr(request, "param", "loaded"))
     yield hold
     hold.may.set()
 
@@ -143,6 +151,11 @@ def group(way: str, hold: Hold) -> Iterator[Group]:
         hold.may.set()
 
 
+either = pytest.mark.parametrize("hold", ["copied", "loaded"], indirect=True)
+"""What takes long."""
+
+
+@either
 @pytest.mark.slow
 def test_clients_outlast_a_backup_that_is_filled_for_longer_than_they_wait_for_a_server(
     way: str, group: Group, hold: Hold
@@ -159,9 +172,13 @@ def test_clients_outlast_a_backup_that_is_filled_for_longer_than_they_wait_for_a
     trainer.client.close()
 
 
+@either
 @pytest.mark.slow
 def test_a_client_that_comes_while_a_backup_is_filled_waits_too(way: str, group: Group, hold: Hold) -> None:
     begin_to_fill(group, hold)
+    # It answers, though it has no time for what is asked.
+    open_link(way, group.runners[0].address, *Recipe().slots).close()
+    assert not hold.may.is_set()
     timer = threading.Timer(LONG_S, hold.may.set)
     timer.start()
     trainer = Trainer(way, Recipe(), group, 0)

@@ -17,6 +17,7 @@ from time import monotonic, sleep
 
 from torch import Tensor
 
+from headrace.background import BackgroundThread
 from headrace.parameter_server.replication import machine
 from headrace.parameter_server.replication.log import (
     LONGEST,
@@ -75,6 +76,8 @@ class ReplicatedTransport:
         self._address = ""
         self._grace_s = grace_s
         self._snapshot: Callable[[], SharedSegment] | None = None
+        self._copying = BackgroundThread("fill")
+        self._copied: SharedSegment | None = None
         self._outside: dict[int, int] = {}
         self._inside: dict[int, int] = {}
         self._ends: deque[tuple[float, int]] = deque()
@@ -102,6 +105,7 @@ class ReplicatedTransport:
         if view.epoch > self._machine.epoch:
             self.severed, self._address = False, address
             self._fill_at = None
+            self._drop_copy()
             self._act(self._machine.handle(view))
 
     def receive(self, timeout_s: float) -> LogEntry | None:
@@ -129,15 +133,20 @@ class ReplicatedTransport:
     def close(self) -> None:
         """Ends the connection to the primary, if there is one."""
         self._backup_link.close()
+        self._copying.close()
+        self._drop_copy()
 
     def _gather(self, timeout_s: float) -> None:
         if self._machine.leads:
             if self._fill_at is not None:
                 self._fill(self._fill_at)
+            if self._fill_at is not None:
+                # Messages after the request for a snapshot are not in it.
+                self._receive_while_filling()
+                return
             self._report_ends()
             if not self._inbox:
                 self._inbox.extend(self._own.receive(0.0 if self._due else timeout_s))
-            # Messages after the request for a snapshot are not in it.
             while self._inbox and self._fill_at is None:
                 self._take(self._inbox.popleft())
         elif self._backup_link.follows:
@@ -150,6 +159,13 @@ class ReplicatedTransport:
                 self.severed = True
         else:
             sleep(min(timeout_s, _POLL_S))
+
+    def _receive_while_filling(self) -> None:
+        """Keeps what arrives, and answers new clients, which would try elsewhere."""
+        for mail in self._own.receive(_POLL_S):
+            self._inbox.append(mail)
+            if mail.message[1:2] in _ASKS:
+                self._ask_for_patience(mail.peer)
 
     def _take(self, mail: ReceivedMessage) -> None:
         """Takes a message of this process's own transport."""
@@ -250,17 +266,32 @@ class ReplicatedTransport:
                     self.drop(peer)
 
     def _fill(self, number: int) -> None:
-        """Sends the backup the server's state, now that the log up to here is handled."""
+        """Sends the backup the server's state, when a thread has copied it; the log up to here is handled."""
+        if not self._copying.done():
+            if not self._copying.busy:
+                self._copying.start(self._copy)
+            return
+        assert self._copied is not None
+        snapshot, self._copied = self._copied, None
         view = self._machine.view
         wanted = (view.epoch, view.backup)
         self._fill_at = None
         self._backup = next((peer for peer, caller in self._callers.items() if caller == wanted), -1)
         self._shared.clear()
         head = Message(Kind.FILL, lease=number, numbers=(view.epoch, *self._links.numbers()))
-        assert self._snapshot is not None, "attach() comes first"
-        snapshot = self._snapshot()
         self._send(encode(head), snapshot)
         snapshot.close()
+
+    def _copy(self) -> None:
+        assert self._snapshot is not None, "attach() comes first"
+        self._copied = self._snapshot()
+
+    def _drop_copy(self) -> None:
+        """Waits for the end of a copy that is not needed any more: what it copies must not change."""
+        self._copying.wait()
+        if self._copied is not None:
+            self._copied.close()
+            self._copied = None
 
     def _forward(self, number: int) -> None:
         """Sends a log entry to the backup, which reads gradients in the client's memory if that can be shared."""
