@@ -197,3 +197,24 @@ def test_clients_do_not_wait_for_ever_for_a_backup(
     begin_to_fill(group, hold)
     with pytest.raises(PeerLost, match=rf"no other could be opened for {PATIENCE_S:g} s"):
         trainer.push()
+
+
+@pytest.mark.slow
+def test_clients_outlast_a_backup_that_has_stopped(
+    way: str, group: Group, hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold.may.set()
+    group.spawn()
+    group.see(2, 0, 1)
+    trainer = Trainer(way, Recipe(), group, 0)
+    trainer.push()
+    stops, backup = Hold(), group.runners[1].server
+    turn = backup.turn
+    monkeypatch.setattr(backup, "turn", lambda timeout_s: (stops(), turn(timeout_s)))
+    until(stops.begun.is_set, "the backup has stopped")
+    timer = threading.Timer(LONG_S, stops.may.set)
+    timer.start()
+    trainer.push()
+    assert (trainer.links, stops.may.is_set()) == (1, True)
+    timer.join()
+    trainer.client.close()
