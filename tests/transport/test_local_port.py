@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 from collections.abc import Iterator
 
 import pytest
 
+from headrace.shared_memory.segment import SharedSegment, memory_file, set_length
 from headrace.transport.base import ClientTransport, ReceivedMessage, Slots, TransportLayout
 from headrace.transport.local_client import LocalClientTransport
 from headrace.transport.local_server import LocalServerTransport
@@ -96,3 +98,23 @@ def test_who_asks_and_does_not_read_is_cut_off(
     assert mail_of(port, 1) == [ReceivedMessage(mail.peer, b"")]
     still_served(port, link)
     other.close()
+
+
+def test_a_servers_state_of_more_than_4_gib_comes_to_its_backup(
+    port: LocalServerTransport, link: ClientTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbytes = (1 << 32) + 4096
+    descriptor = memory_file("state")
+    set_length(descriptor, nbytes, "state")
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    state = SharedSegment(descriptor, nbytes, populate=False)
+    # Nothing of it is in memory but what is read here.
+    sparse = classmethod(lambda cls, descriptor, nbytes: cls(descriptor, nbytes, populate=False))
+    monkeypatch.setattr(SharedSegment, "received", sparse)
+    state.memory[-1] = 7
+    link.send(b"fill me")
+    (mail,) = mail_of(port, 1)
+    port.send(mail.peer, b"all of it", blob=state)
+    state.close()
+    message, blob = next_of(link)
+    assert (message, len(blob), blob[-1]) == (b"all of it", nbytes, 7)

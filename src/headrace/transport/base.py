@@ -31,6 +31,9 @@ LARGEST_MESSAGE = 60_000
 
 _ALIGN = 64
 _BLOB_FACTOR, _LEAST_BLOB_BYTES = 16, 1 << 26
+
+LARGEST_ANSWER = 1 << 40
+"""Bytes of the longest blob from a server: its whole state, which fills its backup, may be longer than 4 GiB."""
 _GREETING = struct.Struct("<8sI")
 """The beginning of a hello, in every version of the protocol."""
 

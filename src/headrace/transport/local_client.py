@@ -17,7 +17,7 @@ from torch import Tensor
 from headrace.shared_memory import futex
 from headrace.shared_memory.futex import Spin, look
 from headrace.shared_memory.segment import SharedSegment, is_sealed, memory_file
-from headrace.transport.base import LARGEST_MESSAGE, ClientTransport, Slots, TransportLayout
+from headrace.transport.base import LARGEST_ANSWER, LARGEST_MESSAGE, ClientTransport, Slots, TransportLayout
 
 NOTHING = memoryview(b"")
 SPIN_S = 300e-6
@@ -106,7 +106,6 @@ def _blob_in(descriptor: int, most: int, shared: bool) -> memoryview:
 
 _STALL_S = 60.0
 _WRITTEN_S = 30.0
-_BLOB_BYTES = 1 << 32
 _NAP_S = 30e-6
 
 
@@ -222,7 +221,7 @@ class LocalClientTransport(ClientTransport):
         return descriptors[0]
 
     def _receive(self) -> tuple[bytes, memoryview]:
-        message, blob = receive(self._socket, _BLOB_BYTES, shared=True)
+        message, blob = receive(self._socket, LARGEST_ANSWER, shared=True)
         if not message:
             raise ConnectionResetError("the server has gone")
         return message, blob

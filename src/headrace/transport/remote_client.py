@@ -11,7 +11,7 @@ import zmq
 from torch import Tensor
 
 from headrace.transport import frames
-from headrace.transport.base import ClientTransport, Slots, TransportLayout
+from headrace.transport.base import LARGEST_ANSWER, ClientTransport, Slots, TransportLayout
 from headrace.transport.frames import FrameKind, Payload, Reassembler
 from headrace.transport.zeromq import ConnectionEvents, Keys, connect, make_socket
 
@@ -19,7 +19,6 @@ _STALL_S = 60.0
 _FAREWELL_MS = 2_000
 """How long the last messages may take."""
 
-_BLOB_BYTES = 1 << 32
 _STRANGER = "it has another secret than this run's, or is no server of headrace"
 _ENDS = {
     zmq.EVENT_CLOSED: "no process listens there",
@@ -56,7 +55,7 @@ class RemoteClientTransport(ClientTransport):
         self._layout = TransportLayout(parameters, pushes, replies)
         self._region = torch.zeros(pushes.nbytes, dtype=torch.uint8)
         self._content = self._region.numpy().data
-        self._reassembler = Reassembler(self._layout.pulled.lengths, _BLOB_BYTES)
+        self._reassembler = Reassembler(self._layout.pulled.lengths, LARGEST_ANSWER)
         self._arrived: deque[Payload] = deque()
         self._pulled: dict[int, tuple[int, Tensor]] = {}
         self._versions = [-1] * len(parameters)
