@@ -14,8 +14,8 @@ from processes import PROC, below, rank_of
 Figures = dict[str, float]
 """Name to a number; "role: what" for that of a role's largest process."""
 
-GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
-"""A process ended while it was looked at; what /proc holds of a zombie may not be read."""
+GONE = (FileNotFoundError, ProcessLookupError, PermissionError, KeyError)
+"""A process ended while it was looked at: some files of a zombie may not be read, others lack most lines."""
 
 
 @dataclass(frozen=True)
