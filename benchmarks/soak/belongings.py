@@ -20,14 +20,14 @@ GONE = (FileNotFoundError, ProcessLookupError, PermissionError, KeyError)
 
 @dataclass(frozen=True)
 class Roles:
-    """Which ranks are what: workers first, then servers, then their backups."""
+    """Which ranks are what: workers first, then servers, their backups, and workers that have joined."""
 
     workers: int
     servers: int
 
     def of(self, rank: int) -> str:
         """Returns the role of a rank."""
-        if rank < self.workers:
+        if rank < self.workers or rank >= self.workers + 2 * self.servers:
             return "worker"
         return "server" if rank < self.workers + self.servers else "backup"
 

@@ -31,6 +31,7 @@ from headrace.engine.local.scaling import ask_for_workers
 from headrace.errors import UsageError
 
 WORKERS, SERVERS = 3, 2
+ROLES = Roles(WORKERS, SERVERS)
 TIMEOUT_S = 3.0
 LEAVE_EVERY_S = 10.0
 LOOK_EVERY_S = 5.0
@@ -103,7 +104,7 @@ class Leaver:
                 self._await_fewer()
                 ask_for_workers(self._run_dir, 1)
             else:
-                workers = [pid for rank, pid in ranks(self._launcher).items() if rank < WORKERS]
+                workers = self._workers()
                 if len(workers) < WORKERS:
                     self.refused["the one before has not been replaced yet"] += 1
                     return
@@ -115,8 +116,11 @@ class Leaver:
 
     def _await_fewer(self) -> None:
         deadline = time.monotonic() + LEAVE_EVERY_S
-        while sum(rank < WORKERS for rank in ranks(self._launcher)) >= WORKERS and time.monotonic() < deadline:
+        while len(self._workers()) >= WORKERS and time.monotonic() < deadline:
             time.sleep(0.05)
+
+    def _workers(self) -> list[int]:
+        return [pid for rank, pid in ranks(self._launcher).items() if ROLES.of(rank) == "worker"]
 
 
 @contextmanager
@@ -143,7 +147,7 @@ def look(process: subprocess.Popen[str], folder: Path) -> Figures:
     until = time.monotonic() + MINUTE_S
     while time.monotonic() < until and process.poll() is None:
         try:
-            figures = process_figures(process.pid, Roles(WORKERS, SERVERS))
+            figures = process_figures(process.pid, ROLES)
             figures |= file_figures(process.pid, folder / RUN_DIR, folder / "tmp")
         except GONE:
             break  # the run has ended meanwhile
