@@ -25,6 +25,9 @@ NAMING = ("kill", "freeze", *CUTS)
 UNWRITTEN = {"small files", *MOUNTED}
 """Faults under which training goes on and event files take no more, as documented."""
 
+UNDELETED = "few descriptors"
+"""Without a descriptor a process deletes no folder; the next checkpoint of the run directory does, as documented."""
+
 ENDED_BY_US = (-9, -15, 143)
 """By SIGKILL and SIGTERM."""
 
@@ -80,7 +83,7 @@ def _of_end(evidence: Evidence) -> Iterator[str]:
     ends = [event for event in evidence.events if isinstance(event, RunEnded)]
     if not ends or ends[-1].status != "ok":
         yield "the command ended well, but its last event does not say so"
-    if evidence.unfinished:
+    if evidence.unfinished and all(strike.fault.kind != UNDELETED for strike in evidence.attempts[-1].strikes):
         yield f"checkpoints are half done: {evidence.unfinished}"
     if not evidence.parameters:
         yield "there is no model"

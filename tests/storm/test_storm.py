@@ -102,6 +102,16 @@ def test_a_model_that_the_error_names_is_not_left(sound: Evidence) -> None:
     ]
 
 
+def test_a_process_without_descriptors_deletes_no_half_checkpoint(sound: Evidence) -> None:
+    # Found by scripts/storm, seed 1021.
+    half = replace(sound, unfinished=("step-00000048.part",))
+    few, many = (Strike(Fault(kind, 1, 0), (0,), 0.5) for kind in ("few descriptors", "pause"))
+    assert problems(replace(half, attempts=(replace(sound.attempts[0], strikes=(few,)),))) == []
+    assert problems(replace(half, attempts=(replace(sound.attempts[0], strikes=(many,)),))) == [
+        "checkpoints are half done: ('step-00000048.part',)"
+    ]
+
+
 def test_two_servers_that_both_lead_are_found(sound: Evidence) -> None:
     leader = PushesApplied(2, 50.0, (0, 1), (7, 8), (), (1, 2))
     follows, leads = (replace(leader, rank=3, leases=leases) for leases in ((7, 8), (7, 9)))

@@ -21,7 +21,7 @@ from time import monotonic
 from headrace.collectives.views.hosts import HostViews
 from headrace.engine.local.scaling import ListedWorker, ScaleRequests
 from headrace.engine.schedulers.environment import LAUNCHER as LAUNCHER_VARIABLE
-from headrace.engine.torchrun.elastic_workers.leader_file import STORE, forget_leader, tell_leader
+from headrace.engine.torchrun.elastic_workers.leader_file import STORE, TRAINS, forget_leader, tell_leader
 from headrace.engine.torchrun.elastic_workers.returning import admit
 from headrace.engine.torchrun.failover import LaunchedFailover, MemberStanding
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
@@ -148,6 +148,7 @@ class ViewLeader:
             record = self._page.ranks[member]
             record.restarts = max(record.restarts, now)
         store = StoreClient(self._server.address, place.secret, self._spec.timeout_s)
+        store.add(TRAINS, 1)
         store.set(f"{self._prefix}/leader", json.dumps([rank, incarnation, self._own]))
         relay.leads = True
 

@@ -3,14 +3,17 @@
     runs/a/leader.json   {"store": "tcp://10.0.0.3:41873", "rank": 2, "host": "c", "beat": 417}
 
 The rank that serves the store writes it about once a second, first rank 0. A process that begins looks whether a store
-answers there that has the run's secret; then the run goes on, and it joins. The file itself is no secret.
+answers there that has the run's secret, and says that the run trains; then it joins. The file itself is no secret.
+
+A file that a killed run has left names the address at which rank 0 of the next one serves its store: without the store's
+word, a rank that begins a little later would wait to be let in, and rank 0 for that rank.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -21,6 +24,9 @@ from headrace.machine import host_name
 
 STORE = "HEADRACE_STORE"
 """Names, in the environment, the address of the store of a run that goes on."""
+
+TRAINS = "headrace/trains"
+"""A number in the store: not 0 once the workers have found each other."""
 
 _FILE = "leader.json"
 _ANSWER_S = 2.0
@@ -56,8 +62,9 @@ def find_leader(run_dir: Path, within_s: float) -> None:
         changes, said = changes + (text != said), text
         address = _address(text)
         try:
-            StoreClient(address, secret, _ANSWER_S, 0).close()
-            os.environ[STORE] = address
+            with closing(StoreClient(address, secret, _ANSWER_S, 0)) as store:
+                if store.add(TRAINS, 0):
+                    os.environ[STORE] = address
             return
         except (ConnectionError, TimeoutError) as error:
             if monotonic() > give_up and changes > _CHANGES:

@@ -12,6 +12,7 @@ from headrace.collectives.views.mail import MemberMail
 from headrace.collectives.views.membership import Marks, MembershipThread
 from headrace.engine.torchrun.address import own_address
 from headrace.engine.torchrun.elastic_workers.leader import StorePlace, ViewLeader
+from headrace.engine.torchrun.elastic_workers.leader_file import TRAINS
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.engine.torchrun.key_value import copy_of
 from headrace.engine.torchrun.secret import given_secret
@@ -62,6 +63,8 @@ def join_views(
     views = HostViews(membership, page, me, view, home, spec.plan.min_workers, spec.timeout_s)
     # Now all have set what one that comes back asks for.
     place = StorePlace(address, launched_secret(), _tell_stranger, copy_of(store)) if relay and given_secret() else None
+    if me == (0, 0):
+        store.add(TRAINS, 1)
     return views, ViewLeader(spec, page, views, prefix, store.address, mail.address, relay, place)
 
 
