@@ -5,8 +5,8 @@
 The rank that serves the store writes it about once a second, first rank 0. A process that begins looks whether a store
 answers there that has the run's secret, and says that the run trains; then it joins. The file itself is no secret.
 
-A file that a killed run has left names the address at which rank 0 of the next one serves its store: without the store's
-word, a rank that begins a little later would wait to be let in, and rank 0 for that rank.
+A file that a killed run has left names the address at which rank 0 of the next one serves its store: without that word,
+a rank that begins a little later would wait to be let in, and rank 0 for that rank.
 """
 
 from __future__ import annotations
