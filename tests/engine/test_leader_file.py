@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import closing
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engine.torchrun.elastic_workers.leader_file import STORE, TRAINS, find_leader, tell_leader
+from headrace.engine.torchrun.elastic_workers.leader_file import STORE, TRAINS, find_leader, forget_leader, tell_leader
 from headrace.engine.torchrun.key_value import StoreClient
 from headrace.engine.torchrun.secret import given_secret
 from headrace.engine.torchrun.store_server import StoreServer
@@ -45,3 +46,15 @@ def test_a_file_that_was_left_does_not_lead_to_the_run_that_begins(tmp_path: Pat
     tell_leader(tmp_path, store.address, 0, beat=3)
     find_leader(tmp_path, WITHIN_S)
     assert STORE not in os.environ
+
+
+def test_a_disk_that_takes_no_file_ends_nothing(tmp_path: Path) -> None:
+    # Found by scripts/storm, seed 2016: the thread of the leader ended with a traceback.
+    run_dir = tmp_path / "run"
+    tell_leader(run_dir, "tcp://127.0.0.1:1", 0, beat=1)
+    forget_leader(run_dir)
+    run_dir.mkdir()
+    tell_leader(run_dir, "tcp://127.0.0.1:1", 0, beat=2)
+    assert json.loads((run_dir / "leader.json").read_text())["beat"] == 2
+    forget_leader(run_dir)
+    assert list(run_dir.iterdir()) == []

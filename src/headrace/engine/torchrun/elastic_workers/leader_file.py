@@ -36,16 +36,18 @@ _CHANGES = 2
 
 
 def tell_leader(run_dir: Path, address: str, rank: int, beat: int = 0) -> None:
-    """Writes where the store is; `beat` grows as long as the run goes on."""
+    """Writes where the store is, if the disk takes it; `beat` grows as long as the run goes on."""
     part = run_dir / f"{_FILE}.part-{rank}"
     told = {"store": address, "rank": rank, "host": host_name(), "beat": beat}
-    part.write_text(json.dumps(told) + "\n", encoding="utf-8")
-    part.rename(run_dir / _FILE)
+    # Training goes on where the disk is full or no file can be opened, and the next beat tells it again.
+    with suppress(OSError):
+        part.write_text(json.dumps(told) + "\n", encoding="utf-8")
+        part.rename(run_dir / _FILE)
 
 
 def forget_leader(run_dir: Path) -> None:
-    """Removes the file at the end of a run."""
-    with suppress(FileNotFoundError):
+    """Removes the file at the end of a run, if the disk allows it: one that is left leads nowhere."""
+    with suppress(OSError):
         (run_dir / _FILE).unlink()
 
 
