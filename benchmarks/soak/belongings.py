@@ -34,14 +34,14 @@ class Roles:
 
 def process_figures(launcher: int, roles: Roles) -> Figures:
     """Returns the figures of each role's largest process, and those of all processes together."""
-    found: Figures = {"processes": 0, "zombies": 0, "all: PSS, MB": 0.0}
+    found: Figures = {"processes": 0, "zombies": 0, "all: own memory, MB": 0.0}
     for pid, role in _roles(launcher, roles):
         try:
             figures = _of_process(pid)
         except GONE:
             continue
         found["processes"] += 1
-        found["all: PSS, MB"] += figures.pop("PSS, MB")
+        found["all: own memory, MB"] += figures.pop("own, MB")
         for what, value in figures.items():
             name = f"{role}: {what}"
             found[name] = max(found.get(name, 0.0), value)
@@ -89,10 +89,12 @@ def _of_process(pid: int) -> Figures:
     folder = PROC / str(pid)
     status = _numbers(folder / "status")
     maps = (folder / "maps").read_text().splitlines()
+    shares = _numbers(folder / "smaps_rollup")
     return {
         "RSS, MB": status["VmRSS"] / 1e3,
         "highest RSS, MB": status["VmHWM"] / 1e3,
-        "PSS, MB": _numbers(folder / "smaps_rollup")["Pss"] / 1e3,
+        # Its part of what the processes of the run share; the pages of libraries are shared with other programs, too.
+        "own, MB": (shares["Pss_Anon"] + shares["Pss_Shmem"]) / 1e3,
         "descriptors": len(os.listdir(folder / "fd")),
         "threads": status["Threads"],
         "mapped segments": len({line.split()[4] for line in maps if "/memfd:headrace" in line}),

@@ -23,7 +23,8 @@ class Growth:
         first, last: the largest of the first and of the last minutes.
         per_hour: by how much it grows; the median of the slopes between every two minutes, which single minutes cannot
             move (Theil and Sen).
-        verdict: "none", "by nature" or "GROWS".
+        verdict: "none", "by nature" or "GROWS"; "at moments" where more was seen in the end, but not in most minutes: a
+            process that starts or ends while it is looked at.
     """
 
     what: str
@@ -41,9 +42,11 @@ def growth(minutes: Sequence[Mapping[str, float]], window: int) -> list[Growth]:
         values = [minute.get(what, 0.0) for minute in settled]
         first, last = max(values[:window]), max(values[-window:])
         slack = MEMORY_SLACK if what.endswith(MEMORY) else 1.0
-        grows = last > first * slack
-        verdict = "none" if not grows else "by nature" if what in NATURAL else "GROWS"
-        found.append(Growth(what, first, last, 60 * slope(values), verdict))
+        per_hour = 60 * slope(values)
+        verdict = "none"
+        if last > first * slack:
+            verdict = "at moments" if per_hour <= 0 else "by nature" if what in NATURAL else "GROWS"
+        found.append(Growth(what, first, last, per_hour, verdict))
     return found
 
 

@@ -18,7 +18,7 @@ from fuzz.inputs import INPUTS, read_images, read_tars
 from fuzz.main import INPUTS as NAMES
 from fuzz.main import MOST_KEPT, MOST_S
 from headrace.cli.jobfile import _values
-from headrace.data import DecodeImage, from_csv
+from headrace.data import DecodeImage, from_csv, from_parquet
 from headrace.errors import DataError, UsageError
 from headrace.spec.cluster import Cluster
 
@@ -106,6 +106,16 @@ def test_a_table_whose_columns_cannot_be_named_is_refused(tmp_path: Path) -> Non
     with pytest.raises(DataError, match=r"table.csv has 2 columns of the name 'a'; give each its own"):
         from_csv(str(path))
     assert len(from_csv(str(path), ["b"])) == 1
+
+
+def test_a_parquet_file_with_less_than_no_rows_is_refused(tmp_path: Path) -> None:
+    content = input_seeds("parquet")[0]
+    # The last count of its row groups, of 1 row: the number's sign is its last bit.
+    at = content.rindex(b"\x16\x02")
+    path = tmp_path / "table.parquet"
+    path.write_bytes(content[:at] + b"\x16\x03" + content[at + 2 :])
+    with pytest.raises(DataError, match=r"table.parquet is damaged: its row group 1 says that it has -2 rows"):
+        from_parquet(str(path))
 
 
 def test_a_long_extended_header_of_a_tar_is_read_in_linear_time() -> None:

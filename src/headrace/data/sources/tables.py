@@ -216,6 +216,9 @@ class _Parquet(FileSource):
         # The file of each row group, and its number there.
         self._groups = [(at, group) for at, each in enumerate(metadata) for group in range(each.num_row_groups)]
         lengths = [metadata[at].row_group(group).num_rows for at, group in self._groups]
+        for (at, group), rows in zip(self._groups, lengths, strict=True):
+            if rows < 0:
+                raise DataError(f"{files[at].name} is damaged: its row group {group} says that it has {rows:,} rows")
         super().__init__("parquet", files, lengths, self._names)
         whole = row is not None and row * len(self) <= limit
         self._pieces = Spans([len(self)]) if whole else self._spans
