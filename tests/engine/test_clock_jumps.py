@@ -4,47 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from wall_clock import COMPILER, make
 from warm.programs import PYTHON
 
-CLOCK = r"""
-#define _GNU_SOURCE
-#include <sys/syscall.h>
-#include <sys/time.h>
-#include <time.h>
-#include <unistd.h>
-
+JUMPS = r"""
 static __thread unsigned long state;
 
-static long jump(void) {
+static long moved_s(void) {
     if (!state) state = 88172645463325252UL ^ (unsigned long)&state ^ (unsigned long)getpid();
     state ^= state << 13; state ^= state >> 7; state ^= state << 17;
     return (long)(state % 7201) - 3600;
-}
-
-int clock_gettime(clockid_t clock, struct timespec *at) {
-    int code = syscall(SYS_clock_gettime, clock, at);
-    if (!code && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) at->tv_sec += jump();
-    return code;
-}
-
-int gettimeofday(struct timeval *at, void *zone) {
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    at->tv_sec = now.tv_sec; at->tv_usec = now.tv_nsec / 1000;
-    return 0;
-}
-
-time_t time(time_t *at) {
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    if (at) *at = now.tv_sec;
-    return now.tv_sec;
 }
 """
 
@@ -107,17 +81,14 @@ Told = Callable[[str, float], dict[str, object]]
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
     """Trains for seconds, or until a worker is frozen, in a process whose clock jumps: one for all of these runs."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
+    if COMPILER is None:
         pytest.skip("there is no C compiler to make a clock that jumps")
     folder = tmp_path_factory.mktemp("clock")
-    (folder / "clock.c").write_text(CLOCK)
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", "clock.so", "clock.c"], cwd=folder, check=True)
     (folder / "run.py").write_text(RUN)
     with (folder / "said").open("w") as said:
         process = subprocess.Popen(
             [PYTHON, str(folder / "run.py")],
-            env={**os.environ, "LD_PRELOAD": str(folder / "clock.so")},
+            env={**os.environ, "LD_PRELOAD": make(folder, JUMPS)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=said,

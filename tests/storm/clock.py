@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import random
-import shutil
 import struct
-import subprocess
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-__all__ = ["COMPILER", "HOST", "Clocks"]
+from wall_clock import make
 
-COMPILER = shutil.which("cc") or shutil.which("gcc")
-"""None where there is none: no clock jumps."""
+__all__ = ["HOST", "Clocks"]
 
 HOST = "STORM_HOST"
 """The variable that tells a process on which of several hosts it is."""
@@ -21,15 +18,10 @@ HOST = "STORM_HOST"
 SHORTEST_S, LONGEST_S = 60, 3600
 """Of a jump, forward or back."""
 
-SOURCE = r"""
-#define _GNU_SOURCE
+MOVED = r"""
 #include <fcntl.h>
 #include <stdlib.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
-#include <sys/time.h>
-#include <time.h>
-#include <unistd.h>
 
 static const volatile long *offset;
 
@@ -42,37 +34,15 @@ __attribute__((constructor)) static void begin(void) {
     close(file);
 }
 
-int clock_gettime(clockid_t clock, struct timespec *at) {
-    int code = syscall(SYS_clock_gettime, clock, at);
-    if (!code && offset && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) at->tv_sec += *offset;
-    return code;
-}
-
-int gettimeofday(struct timeval *at, void *zone) {
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    at->tv_sec = now.tv_sec; at->tv_usec = now.tv_nsec / 1000;
-    return 0;
-}
-
-time_t time(time_t *at) {
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    if (at) *at = now.tv_sec;
-    return now.tv_sec;
-}
+static long moved_s(void) { return offset ? *offset : 0; }
 """
 
 
 @cache
 def _library() -> tuple[str, TemporaryDirectory[str]]:
     """Returns the compiled library, and the folder that lasts as long as this process."""
-    assert COMPILER is not None, "a clock needs a C compiler"
     folder = TemporaryDirectory(prefix="headrace-storm-clock-")
-    source, library = Path(folder.name) / "clock.c", Path(folder.name) / "clock.so"
-    source.write_text(SOURCE)
-    subprocess.run([COMPILER, "-O1", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
-    return str(library), folder
+    return make(Path(folder.name), MOVED), folder
 
 
 class Clocks:

@@ -16,7 +16,6 @@ from types import FrameType
 
 from headrace.spec.events import encode
 from storm.checker import problems
-from storm.clock import COMPILER
 from storm.evidence import Evidence
 from storm.faults import GROUPS
 from storm.hosts import several_hosts
@@ -25,6 +24,7 @@ from storm.plants import PLANTS
 from storm.runner import undisturbed, weather
 from storm.schedule import CLOCKED, GROUPED, KINDS, LINKS, MOUNTED, Fault, draw, read, reduce
 from storm.tally import tally
+from wall_clock import COMPILER
 
 __all__ = ["main"]
 

@@ -16,7 +16,7 @@ import pytest
 from headrace.spec.events import LAUNCHER, PushesApplied, RunEnded, RunStarted, Stepped
 from storm import hosts
 from storm.checker import problems
-from storm.clock import COMPILER, HOST, Clocks
+from storm.clock import HOST, Clocks
 from storm.evidence import Attempt, Evidence, Strike
 from storm.faults import damage
 from storm.hosts import STILL
@@ -24,6 +24,7 @@ from storm.jobs import BATCH, ROUNDS
 from storm.plants import PLANTS
 from storm.schedule import KINDS, Fault, draw, read, reduce
 from storm.tally import tally
+from wall_clock import COMPILER
 
 
 def step(number: int, rank: int) -> Stepped:
