@@ -35,7 +35,7 @@ from processes import below, rank_of, workers
 import headrace as hr
 from headrace.checkpoint import CheckpointFolder
 from headrace.engine.local.engine import LocalEngine
-from headrace.errors import PeerLost, UsageError
+from headrace.errors import HeadraceError, PeerLost, UsageError
 from headrace.spec.events import RunStarted
 
 KINDS = ("cnn", "lstm")
@@ -178,11 +178,13 @@ class Campaign:
         """Does one trial; before the first one of a row, the run without interruption."""
         if row.refused:
             return
-        with longest(LONGEST_S), tempfile.TemporaryDirectory(dir=self._place) as folder:
-            whole, length_s = self._known(row, Path(folder))
-            if row.refused:
+        with tempfile.TemporaryDirectory(dir=self._place) as folder:
+            with longest(LONGEST_S):
+                whole, length_s = self._known(row, Path(folder))
+            if row.refused or not whole:
                 return
-            wrong = trial(self._engine, row, whole, length_s, self._dice, Path(folder))
+            with longest(LONGEST_S + 2 * MOST_KILLS * length_s):
+                wrong = trial(self._engine, row, whole, length_s, self._dice, Path(folder))
             if wrong:
                 # What two runs in a row do not give alike, no resumed run can.
                 again, _ = self._uninterrupted(row, Path(folder) / "again")
@@ -199,6 +201,10 @@ class Campaign:
                 self._whole[key] = self._uninterrupted(row, folder / "whole")
             except UsageError as error:
                 row.refused = str(error)
+                return (), 0.0
+            except HeadraceError as error:
+                row.trials += 1
+                row.wrong.append(f"without interruption: {error}")
                 return (), 0.0
         return self._whole[key]
 

@@ -8,7 +8,8 @@ import os
 import platform
 import resource
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -204,12 +205,38 @@ def is_full(folder: Path) -> bool:
     return not (found.f_bavail if os.geteuid() else found.f_bfree)
 
 
+def disk_fails(error: OSError) -> bool:
+    """Tells whether the disk itself fails, or the way to one of another host: what was asked for may be there."""
+    unmounted = error.errno == errno.ENOTCONN and error.filename is not None
+    return unmounted or error.errno in (errno.EIO, errno.ESTALE)
+
+
+def takes_no_more(error: OSError) -> bool:
+    """Tells whether the disk is full, fails or must not be written to: no reason to end the training."""
+    return disk_fails(error) or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+
+
+@contextmanager
+def unless(expected: Callable[[OSError], bool]) -> Iterator[None]:
+    """Leaves out the rest of its block after an expected error: for what is tried again, or is not needed."""
+    try:
+        yield
+    except OSError as error:
+        if not expected(error):
+            raise
+
+
 _NO_THREAD = ("can't start new thread", "Resource temporarily unavailable (src/thread.cpp")
 """What Python and ZeroMQ say; the latter ends the process (SIGABRT)."""
 
 
 def explained(error: BaseException) -> BaseException:
-    """Returns a better error where one says only that the system opens no file or starts no thread; else the same."""
+    """Returns a better error where one says only that a disk fails or no file or thread can be had; else the same."""
+    if isinstance(error, OSError) and disk_fails(error):
+        return UnfitMachine(
+            f"the disk fails ({error.strerror}) at {error.filename or 'a file that was open'}; see what the system's "
+            "log says of it (dmesg), and name a run_dir on another disk"
+        )
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return _too_many_files(error)
     if not isinstance(error, RuntimeError) or not any(said in str(error) for said in _NO_THREAD):

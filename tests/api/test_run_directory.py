@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import resource
@@ -10,13 +11,16 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
 import headrace as hr
 from engine import lasting
@@ -27,6 +31,9 @@ from headrace.errors import UnfitMachine, UsageError, WorkerFailed
 from headrace.spec.events import LAUNCHER, Event, Notice, Saved, decode, encode
 from headrace.worker.events import EventWriter
 from headrace.worker.run_spec import events_path
+from storm.disks import FailingDisk
+from storm.failing_disk import POSSIBLE
+from storm.schedule import Fault
 from warm.programs import ROOT
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -182,6 +189,53 @@ def test_a_disk_that_is_full_at_the_end_of_a_run(tmp_path: Path) -> None:
     kept = Path(str(failed.value).rpartition(" ")[2])
     assert load_file(kept)
     shutil.rmtree(kept.parent)
+
+
+def chatty(output: Tensor, target: Tensor) -> Tensor:
+    sys.stdout.write("x" * 4096)
+    sys.stderr.write("y" * 4096)
+    return nn.functional.mse_loss(output, target)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a disk")
+def test_what_workers_print_ends_no_training_where_the_disk_is_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk, inputs = tmp_path / "disk", torch.zeros(400, 2)
+    job = hr.Job(
+        functools.partial(nn.Linear, 2, 2), loss=chatty, optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        data=(inputs, inputs), global_batch_size=4, epochs=1,
+    )  # fmt: skip
+    with mounted(disk, "size=256k"), pytest.raises(WorkerFailed, match="cannot save the trained model") as failed:
+        hr.fit(job, hr.Mirrored(2), run_dir=disk / "run", checkpoints=False)
+    kept = Path(str(failed.value).rpartition(" ")[2])
+    assert load_file(kept)
+    shutil.rmtree(kept.parent)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not POSSIBLE, reason="a disk that fails needs root, libfuse3 and mfusepy")
+def test_training_goes_on_while_the_disk_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    disk = FailingDisk(tmp_path / "disk")
+    timers: list[threading.Timer] = []
+
+    def fail(event: Event) -> None:
+        if event.kind == "worker_started" and not timers:
+            disk.fail(Fault("failing disk", 0, 1))
+            timers.append(threading.Timer(2.5, disk.mend))
+            timers[0].start()
+
+    try:
+        run = hr.fit(lasting_job("plain", epochs=600), hr.Mirrored(2), run_dir=disk.folder / "run", on_event=fail,
+                     seconds=6)  # fmt: skip
+        assert run.status == "ok"
+        assert {event.rank for event in run.events if event.kind == "worker_ended"} == {0, 1}
+    finally:
+        timers[0].join()
+        disk.close()
+    said = capsys.readouterr().err
+    assert "fails (Input/output error): training goes on, without new checkpoints" in said
+    assert f"the disk of {disk.folder / 'run'} works again" in said
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a disk")

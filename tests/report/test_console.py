@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.report.model import events
-from headrace.report.model.events import DiskMonitor, LogTail
+from headrace.report.model.events import DiskMonitor, LogTail, Tail
 from headrace.report.views.live import Console, ProgressBar
 from headrace.spec.events import Evaluated, NonFinite, Notice, ParametersAveraged, Saved
+from headrace.worker.events import EventWriter
+from headrace.worker.run_spec import events_path
 
 
 def test_lines_that_are_worth_one() -> None:
@@ -228,6 +232,52 @@ def test_a_full_disk_is_told_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "is full",
     ]
     assert said[1].endswith("has room again: 20,480 bytes")
+
+
+@pytest.fixture
+def fails(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """What the test puts in is of a disk that fails."""
+    places: set[str] = set()
+    real = os.stat
+
+    def stat(place: Any, **options: Any) -> os.stat_result:
+        if str(place) in places:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(place))
+        return real(place, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    return places
+
+
+def test_it_tells_that_the_disk_fails_and_works_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: set[str]
+) -> None:
+    monkeypatch.setattr(events, "_CHECK_PERIOD_S", 0.0)
+    said: list[str] = []
+    looked = DiskMonitor(tmp_path, said.append)
+    for broken in (False, True, True, False, False, True):
+        (fails.add if broken else fails.discard)(str(tmp_path))
+        looked.check()
+    begin = f"the disk of {tmp_path} "
+    assert [line.removeprefix(begin).partition(": training goes on,")[0] for line in said] == [
+        "fails (Input/output error)",
+        "works again",
+        "fails (Input/output error)",
+    ]
+
+
+def test_what_a_failing_disk_does_not_give_is_read_later(tmp_path: Path, fails: set[str]) -> None:
+    log = tmp_path / "rank-0.log"
+    log.write_text("first\n")
+    lines, followed = LogTail(log, until="end"), Tail(tmp_path)
+    journal = EventWriter(tmp_path, 0, 0.0)
+    journal.write(Notice(0, 1.0, "a notice"))
+    fails |= {str(log), str(events_path(tmp_path, 0))}
+    assert (lines.read(), followed.read()) == ([], ())
+    fails.clear()
+    assert (lines.read(), followed.read()) == (["first"], (Notice(0, 1.0, "a notice"),))
+    assert (lines.read(), followed.read()) == ([], ())
+    journal.close()
 
 
 def test_it_looks_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

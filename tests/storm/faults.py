@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import resource
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,11 +14,12 @@ from itertools import permutations
 from pathlib import Path
 
 from storm.clock import Clocks
+from storm.disks import Disk, FailingDisk
 from storm.hosts import HOSTS, cut, mend
 from storm.jobs import TIMEOUT_S
 from storm.schedule import CLOCKED, DAMAGES, LINKS, Fault
 
-__all__ = ["GROUPS", "Disk", "damage", "strike", "ungroup"]
+__all__ = ["GROUPS", "damage", "strike", "ungroup"]
 
 SLOW_S, SLICE_S = 2.0, 0.02
 """How long a process is slow, and how long it stands still each time."""
@@ -38,41 +37,15 @@ OWN_GROUPS = f"storm-{os.getpid()}-"
 
 PERIOD_US, QUOTA_US = 100_000, 5_000
 TO_LAUNCHER = {"terminate": signal.SIGTERM, **dict.fromkeys(("kill launcher", *DAMAGES), signal.SIGKILL)}
-DISK_BYTES = 16 << 20
 PAIRS = tuple(permutations(range(HOSTS), 2))
 
 
-class Disk:
-    """A small file system of its own, for a run directory or shared memory; needs root."""
-
-    def __init__(self, folder: Path, size: int = DISK_BYTES) -> None:
-        self.folder = folder
-        folder.mkdir(parents=True)
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "storm", str(folder)], check=True)
-
-    def fail(self, kind: str) -> None:
-        if kind == "read-only disk":
-            # A file that is open for writing forbids `remount,ro` of a mount; the lazy way is that of a failing disk.
-            subprocess.run(["mount", "-o", "remount,ro", str(self.folder)], check=False, capture_output=True)
-            return
-        with (self.folder / "ballast").open("wb", buffering=0) as file:
-            try:
-                while file.write(bytes(1 << 16)):
-                    pass
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-
-    def mend(self) -> None:
-        subprocess.run(["mount", "-o", "remount,rw", str(self.folder)], check=True)
-        (self.folder / "ballast").unlink(missing_ok=True)
-
-    def close(self) -> None:
-        subprocess.run(["umount", "--lazy", str(self.folder)], check=True)
-
-
 def strike(
-    fault: Fault, launcher: int, ranks: Mapping[int, int], disk: Disk | None, clocks: Clocks | None
+    fault: Fault,
+    launcher: int,
+    ranks: Mapping[int, int],
+    disk: Disk | FailingDisk | None,
+    clocks: Clocks | None,
 ) -> tuple[int, ...]:
     """Does a fault to one of the processes (by rank), the command, the disk, a link or a clock.
 
@@ -86,7 +59,7 @@ def strike(
         return ()
     if fault.kind.endswith("disk"):
         assert disk is not None
-        disk.fail(fault.kind)
+        disk.fail(fault)
         return ()
     if fault.kind in CLOCKED:
         assert clocks is not None

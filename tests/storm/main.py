@@ -17,6 +17,7 @@ from types import FrameType
 from headrace.spec.events import encode
 from storm.checker import problems
 from storm.evidence import Evidence
+from storm.failing_disk import POSSIBLE
 from storm.faults import GROUPS
 from storm.hosts import several_hosts
 from storm.jobs import OVER_HOSTS, STRATEGIES
@@ -55,6 +56,7 @@ def main(arguments: list[str]) -> int:
         return 0
     grouped = root and os.access(GROUPS / "pids", os.W_OK)
     missing = {*(() if root else MOUNTED), *(() if grouped else GROUPED), *(() if COMPILER else CLOCKED)}
+    missing |= set() if POSSIBLE else {"failing disk"}
     kinds = given.kinds or [kind for kind in KINDS if kind not in missing]
     signal.signal(signal.SIGTERM, _interrupt)
     # A shell lets what it starts in the background ignore it.

@@ -19,8 +19,9 @@ from uuid import uuid4
 from headrace.errors import CorruptCheckpoint
 from headrace.report.model.events import read_events
 from storm.clock import Clocks
+from storm.disks import Disk, FailingDisk
 from storm.evidence import Attempt, Evidence, Strike
-from storm.faults import Disk, damage, strike, ungroup
+from storm.faults import damage, strike, ungroup
 from storm.hosts import HOSTS, mend
 from storm.jobs import OVER_HOSTS
 from storm.schedule import CLOCKED, DAMAGES, MOUNTED, Fault
@@ -59,30 +60,36 @@ def weather(strategy: str, faults: tuple[Fault, ...], expected: str) -> Evidence
     with TemporaryDirectory(prefix="headrace-storm-") as where:
         folder = Path(where)
         kinds = {fault.kind for fault in faults}
-        disk = Disk(folder / "run") if kinds & set(MOUNTED) else None
+        disk = _disk(folder / "run", kinds)
         hosts = HOSTS if strategy in OVER_HOSTS else 1
         clocks = Clocks(folder / "clocks", hosts) if kinds & set(CLOCKED) else None
         shared = Disk(folder / "shared", SHARED_BYTES) if os.geteuid() == 0 else None
         try:
             run_dir, left, attempts = folder / "run" / "a", list(faults), list[Attempt]()
+            seen = (disk.inside if disk else folder / "run") / "a"
             most = 2 + sum(2 if fault.kind in DAMAGES else 1 for fault in faults)
             while len(attempts) < most and (not attempts or attempts[-1].code != 0):
                 if disk:
                     disk.mend()
                 if strategy in OVER_HOSTS:
                     mend()
-                if not any(run_dir.glob("checkpoints/step-*[0-9]")):
-                    shutil.rmtree(run_dir, ignore_errors=True)
-                attempts.append(Command(strategy, run_dir, folder / "tmp", disk, clocks, shared).attempt(left))
+                if not any(seen.glob("checkpoints/step-*[0-9]")):
+                    shutil.rmtree(seen, ignore_errors=True)
+                attempts.append(Command(strategy, run_dir, seen, folder / "tmp", disk, clocks, shared).attempt(left))
                 if attempts[-1].code == CorruptCheckpoint.exit_code:
-                    shutil.rmtree(run_dir / "checkpoints")
+                    shutil.rmtree(seen / "checkpoints")
                 for done in attempts[-1].strikes:
                     if done.fault.kind in DAMAGES:
-                        damage(done.fault, run_dir)
-            return _collect(strategy, tuple(attempts), run_dir, expected)
+                        damage(done.fault, seen)
+            return _collect(strategy, tuple(attempts), seen, expected)
         finally:
             for each in filter(None, (disk, shared)):
                 each.close()
+
+
+def _disk(folder: Path, kinds: set[str]) -> Disk | FailingDisk | None:
+    """Returns one that can fail in those ways, None where none is needed."""
+    return FailingDisk(folder) if "failing disk" in kinds else Disk(folder) if kinds & set(MOUNTED) else None
 
 
 def _collect(strategy: str, attempts: tuple[Attempt, ...], run_dir: Path, expected: str) -> Evidence:
@@ -94,25 +101,29 @@ def _collect(strategy: str, attempts: tuple[Attempt, ...], run_dir: Path, expect
 
 
 class Command:
-    """One attempt. What it starts is known by a word in its environment."""
+    """One attempt. What it starts is known by a word in its environment.
+
+    `seen` is where the run directory can be read although its disk fails.
+    """
 
     def __init__(
         self,
         strategy: str,
         run_dir: Path,
+        seen: Path,
         temporary: Path,
-        disk: Disk | None,
+        disk: Disk | FailingDisk | None,
         clocks: Clocks | None,
         shared: Disk | None,
     ) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        self._run_dir, self._temporary, self._disk, self._clocks = run_dir, temporary, disk, clocks
+        self._seen, self._temporary, self._disk, self._clocks = seen, temporary, disk, clocks
         self._word = f"STORM={uuid4().hex}"
         self._shared_folder = shared.folder if shared else Path("/dev/shm")
         self._shared = set(os.listdir(self._shared_folder))
         # Without a line that a killed process has left half written, which the next attempt cuts off.
-        self._sizes = {path: path.read_bytes().rfind(b"\n") + 1 for path in run_dir.glob("events/*.jsonl")}
+        self._sizes = {path: path.read_bytes().rfind(b"\n") + 1 for path in seen.glob("events/*.jsonl")}
         self._steps, self._ranks = 0, dict[int, int]()
         env = {**os.environ, "TMPDIR": str(temporary), "STORM": self._word.partition("=")[2], "CI": "true"}
         env |= clocks.environment() if clocks else {}
@@ -166,7 +177,7 @@ class Command:
     def _read(self) -> bool:
         """Reads new whole lines: who is there, and how many steps there were."""
         found = False
-        for path in self._run_dir.glob("events/*.jsonl"):
+        for path in self._seen.glob("events/*.jsonl"):
             with path.open("rb") as file:
                 file.seek(self._sizes.get(path, 0))
                 lines = file.read().rpartition(b"\n")[0]

@@ -11,15 +11,16 @@ __all__ = ["CLOCKED", "KINDS", "MOUNTED", "Fault", "draw", "read", "reduce"]
 KINDS = (
     "kill", "freeze", "pause", "slow", "terminate", "kill launcher", "damaged checkpoint", "cut checkpoint",
     "few descriptors", "small files", "little memory", "few threads", "quota", "full disk", "read-only disk",
-    "cut", "cut one way", "short cut", "clock jump",
+    "failing disk", "cut", "cut one way", "short cut", "clock jump",
 )  # fmt: skip
 """kill: SIGKILL. freeze: SIGSTOP for ever. pause: half the timeout. slow: half of the time for a while, as by a quota.
 terminate: SIGTERM to the command. Damaged and cut: the launcher is killed, and the newest checkpoint's file changed
 before the command is given again. Few, small, little: a limit of one process. quota: a twentieth of a core for a while.
-Disks: that of the run directory. Cuts: the link between two hosts, in both directions or one; a short one is mended
-after half the timeout. Clock jump: the wall clock of one host is set, by up to an hour."""
+Disks: that of the run directory; a failing one gives EIO for each operation, or for those that write. Cuts: the link
+between two hosts, in both directions or one; a short one is mended after half the timeout. Clock jump: the wall clock
+of one host is set, by up to an hour."""
 
-MOUNTED = ("full disk", "read-only disk")
+MOUNTED = ("full disk", "read-only disk", "failing disk")
 """Those for which the run directory is a file system of its own."""
 
 CUTS = ("cut", "cut one way")

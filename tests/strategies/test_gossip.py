@@ -118,3 +118,9 @@ def test_parameters_that_are_not_finite_end_the_run_with_their_rank(tmp_path: Pa
     job = job_of(Case(dense, optimizer=partial(torch.optim.SGD, lr=0.1)), eval_data=None)
     with pytest.raises(RunFailed, match="rank 2 has parameters that are not finite after 2 rounds"):
         hr.launch(destroy, job, hr.Gossip(4), device="cpu", run_dir=tmp_path, engine=THREADS)
+
+
+def test_a_worker_without_examples_of_a_short_batch_has_nothing_to_clip(tmp_path: Path) -> None:
+    case = Case(dense, optimizer=MOMENTUM, options=hr.Options(clip_value=0.05))
+    # The last batch of an epoch has 3 examples.
+    assert fit(job_of(case), tmp_path).status == "ok"

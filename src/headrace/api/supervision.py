@@ -24,6 +24,7 @@ from headrace.engine.torchrun.engine import LaunchedEngine
 from headrace.engine.torchrun.group import LaunchedGroup
 from headrace.engine.torchrun.store import first_failed
 from headrace.errors import (
+    CorruptCheckpoint,
     ForkServerLost,
     HeadraceError,
     LeftBehind,
@@ -340,7 +341,11 @@ def _console(spec: RunSpec, info: JobInfo) -> Console:
 
 def _remedy(spec: RunSpec) -> str:
     """Returns how to continue when a process of a run was lost; "" where nothing was saved."""
-    if spec.checkpoints is None or not CheckpointFolder(spec.run_dir / "checkpoints").steps():
+    try:
+        if spec.checkpoints is None or not CheckpointFolder(spec.run_dir / "checkpoints").steps():
+            return ""
+    except (OSError, CorruptCheckpoint):
+        # What is told is the loss of the process, and not also that the disk fails.
         return ""
     snapshots = spec.run_dir / SNAPSHOTS
     what = "the servers' last snapshots" if snapshots.is_dir() else "the last checkpoint"

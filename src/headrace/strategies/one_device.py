@@ -88,7 +88,8 @@ class LocalExchange(UpdatingExchange):
     def synchronize(self, finite: bool = True) -> StepDecision:
         gradients = self._gradients(self._parameters)
         decision = self._clipper.clip(gradients, gradients, finite)
-        if decision.apply and self._options.clip_value is not None:
+        # A worker without examples of a short batch has no gradients, which torch refuses to clip.
+        if decision.apply and gradients and self._options.clip_value is not None:
             nn.utils.clip_grad_value_(self._parameters.values(), self._options.clip_value)
         if decision.apply and self._options.clip_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters.values(), self._options.clip_norm)

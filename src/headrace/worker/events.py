@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 from time import monotonic
 
 from headrace.data.loading.loader import InputCounters
+from headrace.machine import disk_fails, takes_no_more, unless
 from headrace.shared_memory.control_page import LastEvent
 from headrace.spec.events import (
     Event,
@@ -27,7 +27,6 @@ from headrace.worker.run_spec import events_path
 _FLUSH_EVERY_S = 0.25
 _PASSED_EVERY, _PASSED_AT = 50, 5
 """Not the first steps, in which memory is allocated and caches are cold."""
-_TAKES_NO_MORE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
 _SHORT = 1000
 """Characters of a failure's cause that are left in the control page."""
 
@@ -119,14 +118,16 @@ class EventWriter:
             self.problem = ""
         except OSError as error:
             # A full disk does not end the training: files may be deleted, and a save reports the error.
-            if error.errno not in _TAKES_NO_MORE:
+            if not takes_no_more(error):
                 raise
-            self.problem = os.strerror(error.errno)
+            self.problem = error.strerror or str(error)
 
     @property
     def is_deleted(self) -> bool:
         """Whether the file has no name any more: no other process can read what is written."""
-        return os.fstat(self._file).st_nlink == 0
+        with unless(disk_fails):
+            return os.fstat(self._file).st_nlink == 0
+        return False
 
     def close(self) -> None:
         """Flushes and closes the file."""

@@ -25,7 +25,7 @@ from headrace.engine.base import LivenessProbe, RunProgress
 from headrace.engine.local.fork_server import ForkServer, describe_end
 from headrace.engine.local.scaling import ListedWorker, ScaleRequests
 from headrace.errors import PeerLost, UnfitMachine, UsageError, WorkerFailed
-from headrace.machine import explained, is_full
+from headrace.machine import disk_fails, explained, is_full, unless
 from headrace.spec.events import LAUNCHER, BackupReady, Failed, Lost, Notice, decode
 from headrace.spec.plan import outlives_workers
 from headrace.worker.run_spec import RunSpec, events_path, last_line, lines_of_kind, log_path
@@ -302,6 +302,8 @@ class Monitor:
         try:
             log = self._log(rank)
         except OSError as error:
+            if disk_fails(error):
+                return Failed(rank, 0.0, 0, f"exit code {code}; its error and its log cannot be read: {error}", "")
             gone = f"its error and its log are gone with the run's directory, which was deleted or replaced ({error})"
             return Failed(rank, 0.0, 0, f"exit code {code}; {gone}", "")
         if isinstance(problem := explained(RuntimeError(log)), UnfitMachine):
@@ -332,26 +334,29 @@ class Monitor:
         return ended
 
     def _failures(self, rank: int) -> list[Failed]:
-        path, last = events_path(self._spec.run_dir, rank), self._page.ranks[rank].last_event.read()
-        told = [*lines_of_kind(path, "failed"), *([last] if last.startswith('{"kind":"failed"') else ())]
+        last, told = self._page.ranks[rank].last_event.read(), list[str]()
+        with unless(disk_fails):
+            told += lines_of_kind(events_path(self._spec.run_dir, rank), "failed")
+        if last.startswith('{"kind":"failed"'):
+            told.append(last)
         events = [decode(line) for line in told]
         return [event for event in events if isinstance(event, Failed) and event.time_s >= self._spec.attempt.began_s]
 
     def _is_complete(self, rank: int) -> bool:
         """Whether a rank that ended without an error has written its last event; os._exit(0) in user code has not."""
-        path = events_path(self._spec.run_dir, rank)
-        if not path.exists():
-            # The run's directory is gone, which is said at the end of the run.
-            return self._page.ranks[rank].heartbeat.finished > 0
         ends = ('{"kind":"worker_ended"', '{"kind":"server_ended"')
-        last = self._page.ranks[rank].last_event.read()
-        if last.startswith(ends):
+        if self._page.ranks[rank].last_event.read().startswith(ends):
             text = (
                 f"the disk of {self._spec.run_dir} did not take the last events of rank {rank}, which are lost: the "
                 "run's report is incomplete"
             )
             self._events.write(Notice(LAUNCHER, self._events.now(), text))
-        return (last or last_line(path)).startswith(ends)
+            return True
+        path = events_path(self._spec.run_dir, rank)
+        if not path.exists():
+            # The run's directory is gone, which is said at the end of the run.
+            return self._page.ranks[rank].heartbeat.finished > 0
+        return last_line(path).startswith(ends)
 
     def _lost(self, rank: int, cause: str) -> PeerLost:
         """Ends the run because of a rank; returns the error to raise."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from select import select
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
@@ -26,6 +26,7 @@ from headrace.engine.base import LivenessProbe
 from headrace.engine.shipping import unpack
 from headrace.engine.torchrun.address import start_timeout_s
 from headrace.errors import HeadraceError, JobError, PeerLost
+from headrace.machine import takes_no_more
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.events import Failed
@@ -35,6 +36,9 @@ from headrace.worker.events import EventWriter
 from headrace.worker.main import work
 from headrace.worker.run_spec import LAST_LOG_LINE, RunSpec
 from headrace.worker.server import serve
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 _BEAT_EVERY_S = 0.25
 
@@ -139,18 +143,40 @@ def _run_script(request: Mapping[str, Any], descriptors: list[int]) -> int:
 
 
 def redirect(log: Path) -> None:
-    """Lets this process print to a file, and read nothing."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    """Lets this process print to a file, as far as its disk takes it, and read nothing."""
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        if not takes_no_more(error):
+            raise
+        descriptor = os.open(os.devnull, os.O_WRONLY)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # Line by line, because a killed process does not flush what it has printed.
-            stream.reconfigure(line_buffering=True)
+    sys.stdout, sys.stderr = _printing(1, sys.stdout), _printing(2, sys.stderr)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
+
+
+class _Log(io.FileIO):
+    """What its disk does not take is lost, as events are not: a line that is printed ends no training."""
+
+    def write(self, data: ReadableBuffer) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if not takes_no_more(error):
+                raise
+            return memoryview(data).nbytes
+
+
+def _printing(descriptor: int, instead_of: TextIO) -> TextIO:
+    raw = _Log(descriptor, "wb", closefd=False)
+    # Line by line, because a killed process does not flush what it has printed.
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding=instead_of.encoding, errors=instead_of.errors, line_buffering=True
+    )
 
 
 def _start_heartbeat(page: ControlPage, rank: int, lifeline: int) -> None:

@@ -20,6 +20,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from headrace.errors import UsageError
+from headrace.machine import takes_no_more, unless
 
 _LOOK_EVERY_S = 0.05
 _ANSWER_S = 15.0
@@ -50,6 +51,11 @@ class ScaleRequests:
 
         Who asks for the workers gets those of `members`.
         """
+        # Where the disk fails or takes no answer, who asks is told after a while that none has come.
+        with unless(takes_no_more):
+            self._answer(change, members)
+
+    def _answer(self, change: Callable[[int], str], members: Callable[[], Sequence[ListedWorker]]) -> None:
         for wish in sorted(self._folder.glob("*.wish")):
             text = wish.read_text(encoding="utf-8", errors="replace")[:_LONGEST]
             answer: dict[str, Any]

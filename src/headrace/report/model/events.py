@@ -13,7 +13,7 @@ from time import monotonic
 from typing import BinaryIO, TypeVar
 
 from headrace.errors import DataError, UsageError
-from headrace.machine import is_full, own_version
+from headrace.machine import disk_fails, is_full, own_version, unless
 from headrace.spec.events import Evaluated, Event, NonFinite, RunStarted, Saved, Stepped, decode
 
 MOST_LINE_BYTES = 16 << 20
@@ -92,12 +92,14 @@ class Tail:
         A DataError if a complete line is no event; it is not read again.
         """
         events: list[Event] = []
-        for file in _files(self._run_dir):
-            offset, count = self._places.get(file, (0, 0))
-            lines, offset = _complete_lines(file, offset)
-            self._places[file] = offset, count + len(lines)
-            numbered = enumerate(lines, start=count + 1)
-            events += [_event(file, number, line) for number, line in numbered if self._reads(line)]
+        # Where the disk fails, what it has not given yet is read by a later call.
+        with unless(disk_fails):
+            for file in _files(self._run_dir):
+                offset, count = self._places.get(file, (0, 0))
+                lines, offset = _complete_lines(file, offset)
+                self._places[file] = offset, count + len(lines)
+                numbered = enumerate(lines, start=count + 1)
+                events += [_event(file, number, line) for number, line in numbered if self._reads(line)]
         return tuple(sorted(events, key=lambda event: event.time_s))
 
     def _reads(self, line: bytes) -> bool:
@@ -133,10 +135,12 @@ class LogTail:
 
     def read(self) -> list[str]:
         """Returns the new lines, without their ends."""
-        if self._over or not self._file.exists():
-            return []
-        complete, self._offset = _complete_lines(self._file, self._offset)
-        lines = [line.decode(errors="replace") for line in complete]
+        lines: list[str] = []
+        with unless(disk_fails):
+            if self._over or not self._file.exists():
+                return []
+            complete, self._offset = _complete_lines(self._file, self._offset)
+            lines = [line.decode(errors="replace") for line in complete]
         if self._until in lines:
             self._over = True
             return lines[: lines.index(self._until)]
@@ -147,7 +151,7 @@ _CHECK_PERIOD_S = 1.0
 
 
 class DiskMonitor:
-    """Tells when a run's directory is gone, when its disk is full, and when that has room again.
+    """Tells when a run's directory is gone, when its disk is full or fails, and when that is over.
 
     The run's own notices cannot: they are in that directory.
     """
@@ -155,7 +159,7 @@ class DiskMonitor:
     def __init__(self, run_dir: Path, say: Callable[[str], object]) -> None:
         self._run_dir = run_dir
         self._say = say
-        self._full = self._gone = False
+        self._full = self._fails = self._gone = False
         self._checked = monotonic()
 
     def check(self) -> None:
@@ -165,20 +169,35 @@ class DiskMonitor:
         self._checked = monotonic()
         if self._gone:
             return
+        try:
+            self._look()
+        except OSError as error:
+            if not disk_fails(error):
+                raise
+            if not self._fails:
+                self._say(
+                    f"the disk of {self._run_dir} fails ({error.strerror}): training goes on, without new checkpoints; "
+                    "events and notices wait until it works again, and what workers print is lost"
+                )
+            self._fails = True
+
+    def _look(self) -> None:
         if not self._run_dir.is_dir():
             self._gone = True
             self._say(f"{self._run_dir} is gone, with its events and checkpoints: training goes on; the model is kept")
             return
         full = is_full(self._run_dir)
+        if self._fails:
+            self._say(f"the disk of {self._run_dir} works again")
         if full and not self._full:
             self._say(
                 f"the disk of {self._run_dir} is full: training goes on, without new checkpoints; events and notices "
-                "wait until there is room"
+                "wait until there is room, and what workers print is lost"
             )
         elif self._full and not full:
             free = shutil.disk_usage(self._run_dir).free
             self._say(f"the disk of {self._run_dir} has room again: {free:,} bytes")
-        self._full = full
+        self._full, self._fails = full, False
 
 
 def _complete_lines(file: Path, offset: int) -> tuple[list[bytes], int]:
