@@ -7,6 +7,7 @@ import random
 import select
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -24,7 +25,9 @@ KEEP = 2
 SIZES = (10, 100_000)
 """Numbers in a state: one that fits into a block, one whose writing takes a while."""
 LONGEST_S = 0.03
-"""From a process's first sign of life to its end; a save takes a few ms."""
+"""From a process's first sign of life to its end, at most; a save takes a few ms."""
+LONGEST_SAVES = 3
+"""Where a save takes longer, as on a busy machine: this many saves."""
 PATIENCE_S = 60.0
 
 
@@ -49,9 +52,9 @@ def campaign(trials: int, folder: Path, seed: int = 0) -> Campaign:
     """Runs the trials, each on what the one before has left."""
     torch.set_num_threads(1)  # so that a fork has nothing to lose
     dice, result = random.Random(seed), Campaign()
-    step = 0
+    step, longest_s = 0, max(LONGEST_S, LONGEST_SAVES * _save_s(folder.parent))
     for trial in range(trials):
-        told = _victim(folder, step, dice.choice(SIZES), dice.uniform(0, LONGEST_S))
+        told = _victim(folder, step, dice.choice(SIZES), dice.uniform(0, longest_s))
         result.saves += len(told)
         result.left.update({name.rpartition(".")[2] for name in os.listdir(folder) if "." in name})
         newest, wrong = CheckpointFolder(folder).latest()
@@ -65,6 +68,14 @@ def campaign(trials: int, folder: Path, seed: int = 0) -> Campaign:
             result.sound += 1
         step = found
     return result
+
+
+def _save_s(folder: Path) -> float:
+    """Returns how long a large save takes now."""
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        began = time.monotonic()
+        _save(Path(place), 1, max(SIZES))
+        return time.monotonic() - began
 
 
 def _victim(folder: Path, step: int, numbers: int, moment_s: float) -> list[int]:
@@ -91,11 +102,15 @@ def _save_on(folder: Path, step: int, numbers: int, told: int) -> None:
     os.write(told, b"0\n")
     while True:
         step += 1
-        checkpoints = CheckpointFolder(folder)
-        checkpoints.begin(step)
-        files = [checkpoints.write(step, rank, small_state(step, rank, numbers)) for rank in range(RANKS)]
-        checkpoints.commit(step, files, {"step": step, "numbers": numbers}, KEEP)
+        _save(folder, step, numbers)
         os.write(told, b"%d\n" % step)
+
+
+def _save(folder: Path, step: int, numbers: int) -> None:
+    checkpoints = CheckpointFolder(folder)
+    checkpoints.begin(step)
+    files = [checkpoints.write(step, rank, small_state(step, rank, numbers)) for rank in range(RANKS)]
+    checkpoints.commit(step, files, {"step": step, "numbers": numbers}, KEEP)
 
 
 def _whole(state: dict[str, torch.Tensor], description: object, rank: int) -> bool:

@@ -25,6 +25,9 @@ NAMING = ("kill", "freeze", *CUTS)
 UNWRITTEN = {"small files", *MOUNTED}
 """Faults under which training goes on and event files take no more, as documented."""
 
+LOST = "the run's last events are lost"
+"""What the command says then, where its own events are among them."""
+
 UNDELETED = "few descriptors"
 """Without a descriptor a process deletes no folder; the next checkpoint of the run directory does, as documented."""
 
@@ -81,7 +84,7 @@ def _of_attempt(number: int, attempt: Attempt) -> Iterator[str]:
 
 def _of_end(evidence: Evidence) -> Iterator[str]:
     ends = [event for event in evidence.events if isinstance(event, RunEnded)]
-    if not ends or ends[-1].status != "ok":
+    if (not ends or ends[-1].status != "ok") and LOST not in evidence.attempts[-1].said:
         yield "the command ended well, but its last event does not say so"
     if evidence.unfinished and all(strike.fault.kind != UNDELETED for strike in evidence.attempts[-1].strikes):
         yield f"checkpoints are half done: {evidence.unfinished}"

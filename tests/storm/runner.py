@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from getpass import getuser
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -158,8 +159,9 @@ class Command:
                 moved = time.monotonic()
             if faults and self._steps >= faults[0].after and (ranks := dict(self._alive())):
                 fault = faults.pop(0)
-                struck = strike(fault, self._process.pid, ranks, self._disk, self._clocks)
-                strikes.append(Strike(fault, struck, time.monotonic()))
+                with suppress(ProcessLookupError):  # it has ended meanwhile, and nothing has struck it
+                    struck = strike(fault, self._process.pid, ranks, self._disk, self._clocks)
+                    strikes.append(Strike(fault, struck, time.monotonic()))
                 self._steps = 0
             time.sleep(POLL_S)
         self._process.kill()

@@ -90,6 +90,15 @@ def test_events_that_a_full_disk_did_not_take_are_not_missed(sound: Evidence) ->
     assert problems(replace(missing, attempts=(replace(missing.attempts[0], strikes=(full,)),))) == []
 
 
+def test_a_last_event_that_was_told_to_be_lost_is_not_missed(sound: Evidence) -> None:
+    # Found by scripts/storm, seed 4058.
+    unsaid = replace(sound, events=sound.events[:-1])
+    assert problems(unsaid) == ["the command ended well, but its last event does not say so"]
+    told = "headrace: runs/a takes nothing more (File too large): the run's last events are lost, and its report is"
+    small = Strike(Fault("small files", 1, 0), (0,), 0.5)
+    assert problems(replace(unsaid, attempts=(replace(sound.attempts[0], strikes=(small,), said=told),))) == []
+
+
 def test_a_model_that_the_error_names_is_not_left(sound: Evidence) -> None:
     files = ("headrace-model-1", "headrace-model-1/model.safetensors")
     path = "/tmp/a/headrace-model-1/model.safetensors"
