@@ -205,7 +205,8 @@ def test_a_link_carries_what_crosses_the_cut_while_stages_compute(
     # Activations one way, their gradients the other, of each of four micro-batches.
     for rank in range(2):
         assert ended.one(rank, "sent")["sent"] == pytest.approx(4 * crossing, rel=0.05)
-    # When the fourth micro-batch's forward begins three are on their way, and not one of them has arrived.
+    # When the fourth micro-batch's forward begins three are on their way; if each were waited for, all had arrived.
+    # On an idle machine not one has; a busy one may let the rank stand still meanwhile.
     begun = ended.one(0, "begun")["begun"]
     assert len(begun) == 4
-    assert begun[3] < crossing
+    assert begun[3] < 2 * crossing
