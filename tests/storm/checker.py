@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 from headrace.errors import CorruptCheckpoint
 from headrace.spec.events import PushesApplied, RunEnded, RunStarted, Stepped
@@ -27,6 +28,9 @@ UNWRITTEN = {"small files", *MOUNTED}
 
 LOST = "the run's last events are lost"
 """What the command says then, where its own events are among them."""
+
+OUT_OF_MEMORY, HALF_WRITTEN = "memory allocation of", "/.tmp"
+"""What a process says that a library of Rust ends for want of memory, and the file that it then leaves half written."""
 
 UNDELETED = "few descriptors"
 """Without a descriptor a process deletes no folder; the next checkpoint of the run directory does, as documented."""
@@ -61,6 +65,8 @@ def _of_attempt(number: int, attempt: Attempt) -> Iterator[str]:
     # Where the run directory took no model, the error says where else it was put.
     kept = re.findall(r"it is kept in (\S+)", attempt.said)
     left = tuple(name for name in attempt.files if not any(name in path for path in kept))
+    aborted = {Path(name).parts[0] for name in left if HALF_WRITTEN in name and OUT_OF_MEMORY in attempt.said}
+    left = tuple(name for name in left if Path(name).parts[0] not in aborted)
     if left and attempt.code != -9:
         yield f"{say}: files are left: {left}"
     if attempt.code == 0:

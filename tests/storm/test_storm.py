@@ -112,6 +112,16 @@ def test_a_model_that_the_error_names_is_not_left(sound: Evidence) -> None:
     ]
 
 
+def test_what_a_process_without_memory_leaves_half_written_is_not_counted(sound: Evidence) -> None:
+    # Found by scripts/storm, seed 4119.
+    files = ("headrace-model-1", "headrace-model-1/.tmpLhNYVN", "headrace-2")
+    little = Strike(Fault("little memory", 1, 0), (0,), 0.5)
+    for said, left in (("memory allocation of 1048576 bytes failed", files[2:]), ("ended", files)):
+        ended = replace(sound.attempts[0], strikes=(little,), code=3, said=said, files=files)
+        found = problems(replace(sound, attempts=(ended, *sound.attempts)))
+        assert found == [f"attempt 0 (little memory@1/0): files are left: {left}"]
+
+
 def test_a_process_without_descriptors_deletes_no_half_checkpoint(sound: Evidence) -> None:
     # Found by scripts/storm, seed 1021.
     half = replace(sound, unfinished=("step-00000048.part",))

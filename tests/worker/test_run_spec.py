@@ -57,6 +57,13 @@ def test_a_long_file_is_searched_in_little_memory(tmp_path: Path) -> None:
     assert lines_of_kind(tmp_path / "none", "failed") == []
 
 
+def test_a_line_that_a_full_disk_has_cut_off_is_no_event(tmp_path: Path) -> None:
+    # Found by scripts/storm, seed 4103.
+    path = tmp_path / "rank-0.jsonl"
+    path.write_text('{"kind":"stepped"}\n{"kind":"failed","cause":"rank 0 cannot sa')
+    assert lines_of_kind(path, "failed") == []
+
+
 def test_a_long_run_is_resumed_in_little_memory(tmp_path: Path) -> None:
     path = events_path(tmp_path, LAUNCHER)
     path.parent.mkdir()

@@ -48,12 +48,15 @@ def last_line(path: Path) -> str:
 
 
 def lines_of_kind(path: Path, kind: str) -> list[str]:
-    """Returns the lines of an event file that are events of one kind; none where there is no file."""
+    """Returns the whole lines of an event file that are events of one kind; none where there is no file.
+
+    A full disk takes only a part of a line; the rest follows when there is room.
+    """
     if not path.exists():
         return []
     begin = f'{{"kind":"{kind}"'
     with path.open(encoding="utf-8", errors="replace") as stream:
-        return [line for line in stream if line.startswith(begin)]
+        return [line for line in stream if line.startswith(begin) and line.endswith("\n")]
 
 
 def log_path(run_dir: Path, rank: int) -> Path:
