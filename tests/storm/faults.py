@@ -100,8 +100,11 @@ def _group(controller: str, pid: int) -> Path:
 
 
 def _unlimit(group: Path) -> None:
-    with suppress(FileNotFoundError):  # the process has ended meanwhile
+    """Puts the process back where it was: in a group of its own it would keep another share of the cores."""
+    with suppress(FileNotFoundError, ProcessLookupError):  # the process has ended meanwhile
         (group / "cpu.cfs_quota_us").write_text("-1")
+        for pid in (group / "cgroup.procs").read_text().split():
+            (group.parent / "cgroup.procs").write_text(pid)
 
 
 def ungroup() -> None:
