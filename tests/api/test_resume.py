@@ -234,6 +234,16 @@ def test_a_requeued_run_goes_on_where_something_is_saved_and_begins_where_nothin
         again(short_job(), checkpoints=False)
 
 
+def test_a_run_that_was_killed_after_its_last_save_leaves_no_half_checkpoint_when_it_is_resumed(saved: Path) -> None:
+    # Found by scripts/storm, seed 8064.
+    checkpoints = saved / "checkpoints"
+    whole = {path.name for path in checkpoints.iterdir()}
+    for half in ("step-00000001.old", "step-00000009.part"):
+        shutil.copytree(next(checkpoints.glob("step-*")), checkpoints / half)
+    fit(short_job(), saved, resume=True)
+    assert {path.name for path in checkpoints.iterdir()} == whole
+
+
 def weights(run: hr.Run) -> torch.Tensor:
     return torch.cat([parameter.flatten() for parameter in run.model.parameters()])
 

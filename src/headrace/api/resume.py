@@ -189,6 +189,8 @@ def begin_attempt(spec: RunSpec, info: JobInfo, request: ResumeRequest) -> Itera
         if copies:
             _claim(copies, spec.run_dir, came_from=source.folder.url if source else None)
         if continues:
+            # A run that is already at its end saves no checkpoint, which would do it.
+            own.clear()
             forget(spec.run_dir / SNAPSHOTS, resume.snapshots.names if resume and resume.snapshots else ())
         began = spec.started - locked.attempt_s
         attempt = AttemptInfo(locked.attempt_s, locked.lock)

@@ -191,12 +191,16 @@ class CheckpointFolder:
     def begin(self, step: int) -> None:
         """Deletes what a crash has left, and creates the folder to write a checkpoint in."""
         self._storage.prepare()
+        self.clear()
+        self._storage.make_folder(folder_name(step, ".part"))
+
+    def clear(self) -> None:
+        """Deletes what a crash has left half written or half deleted."""
         if leftovers := [*self._named(".part"), *self._named(".old")]:
             # A rename that the disk may still lose must not bring back a half-deleted checkpoint.
             self._storage.sync("")
             for name in leftovers:
                 self._delete(name)
-        self._storage.make_folder(folder_name(step, ".part"))
 
     def write(self, step: int, rank: int, tensors: Mapping[str, Tensor]) -> FileRecord:
         """Writes and syncs a rank's file; returns the record for `commit`."""
