@@ -13,6 +13,7 @@ from typing import Any
 from headrace.parameter_server.replication.log import pushed_by
 from headrace.parameter_server.replication.machine import View
 from headrace.parameter_server.replication.transport import ReplicatedTransport
+from headrace.parameter_server.wire import Kind
 from headrace.shared_memory.segment import SharedSegment
 from headrace.transport.base import ReceivedMessage, ServerTransport, Slots
 from transport.ways import DEADLINE_S, open_link, open_port
@@ -55,6 +56,9 @@ class Scribe:
 
     def deal(self, mail: ReceivedMessage) -> None:
         pushed = [digest(self.port.pushed(mail.peer, slot).numpy()) for slot in pushed_by(mail.message)]
+        if mail.message[1:2] == bytes([Kind.LOST]):
+            # As a server ends a connection whose worker has another one.
+            self.port.drop(mail.peer)
         self.book.append((mail.peer, mail.message.hex(), digest(mail.blob), pushed))
         self.port.send(mail.peer, str(len(self.book)).encode())
 

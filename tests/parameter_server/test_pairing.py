@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -73,6 +74,32 @@ def test_the_backup_has_all_before_it_is_answered(way: str, group: Group) -> Non
     until(lambda: len(book_of(group, 0)) == len(book_of(group, 1)) == 45, "ends are written down")
     assert book_of(group, 0) == book_of(group, 1)
     assert [entry[1] for entry in book_of(group, 1)[-4:]] == [""] * 4
+
+
+def test_the_backup_lets_go_of_the_memory_of_clients_that_are_gone() -> None:
+    with Group("local", (SLOTS, SLOTS, None), lambda replicated: Scribe(replicated.transport)).running() as group:
+        group.spawn()
+        group.spawn()
+        group.see(1, 0, 1)
+        primary, places = group.runners[0].replicated, group.runners[1].replicated._backup_link._places
+        links = [opened("local", group, 0) for _ in range(3)]
+        for seed, link in enumerate(links):
+            push(link, LARGE, seed)
+            answered(link)
+        assert len(places) == 3
+        # One ends; one is ended by the server, so that its end is not in the log, where its last push may be.
+        links[0].close()
+        links[1].send(encode(Message(Kind.LOST)))
+        with suppress(ConnectionError):
+            push(links[1], SMALL, 5)
+        until(lambda: len(places) == 1, "the memory of two is let go")
+        links[1].close()
+        push(links[2], SMALL, 6)
+        answered(links[2])
+        until(lambda: book_of(group, 0) == book_of(group, 1), "the backup deals with all that it holds")
+        assert len(primary._shared) == 1
+        links[2].close()
+        until(lambda: not places and not primary._shared, "the memory of the last is let go")
 
 
 def test_a_backup_is_filled_while_pushes_go_on(way: str, group: Group) -> None:

@@ -3,6 +3,7 @@
 backup   FOLLOW  epoch, process                         "I am your backup"
 primary  FILL    epoch, number, connections; snapshot   the state after the log up to this number
 primary  MEMORY  connection; a segment                  on one host: where that client pushes
+primary  MEMORY  connection                             it pushes no more, and what it has pushed is in the log
 primary  ENTRY   epoch, number, connection, message     an entry of the log, with a payload
 backup   HELD    epoch, number
 """
@@ -169,8 +170,7 @@ class BackupLink:
                 break
             head, message = parse_entry(received[0])
             if head.kind == Kind.MEMORY:
-                place = torch.frombuffer(received[1], dtype=torch.uint8)
-                self._places[head.numbers[0]] = self._pushes.views(place)
+                self._take_place(head.numbers[0], received[1])
                 continue
             if head.kind == Kind.FILL:
                 epoch, *links = head.numbers
@@ -199,6 +199,12 @@ class BackupLink:
             self._transport.close()
         self._transport, self._held = None, None
         self._places.clear()
+
+    def _take_place(self, peer: int, memory: memoryview) -> None:
+        if memory:
+            self._places[peer] = self._pushes.views(torch.frombuffer(memory, dtype=torch.uint8))
+        else:
+            self._places.pop(peer, None)
 
     def _acknowledge(self) -> None:
         if self._held is not None and self._transport is not None:

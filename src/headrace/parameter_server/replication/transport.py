@@ -121,6 +121,10 @@ class ReplicatedTransport:
     def drop(self, peer: int) -> None:
         """Ends a connection."""
         self._links.ends.pop(peer, None)
+        if peer in self._shared:
+            # Its end will not be in the log.
+            self._shared.remove(peer)
+            self._send(encode(Message(Kind.MEMORY, numbers=(peer,))), b"")
         outside = self._inside.pop(peer, None)
         if outside is not None:
             self._own.drop(outside)
@@ -188,6 +192,7 @@ class ReplicatedTransport:
             if self._inside.pop(inside, None) is not None:
                 self._ends.append((monotonic() + self._grace_s, inside))
                 self._append(LogEntry(ReceivedMessage(inside, b"")))
+                self._shared.discard(inside)
 
     def _ask_for_patience(self, peer: int) -> None:
         """Answers a client whose requests wait for the backup, which would count the server as lost."""
