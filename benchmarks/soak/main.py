@@ -33,7 +33,6 @@ from headrace.errors import UsageError
 WORKERS, SERVERS = 3, 2
 ROLES = Roles(WORKERS, SERVERS)
 TIMEOUT_S = 3.0
-LEAVE_EVERY_S = 10.0
 LOOK_EVERY_S = 5.0
 MINUTE_S = 60.0
 WINDOW = 10
@@ -87,11 +86,13 @@ class Leaver:
     Attributes:
         left: how often in each way.
         refused: why the run has not let one go, and how often.
+        every_s: time between two.
     """
 
-    def __init__(self, launcher: int, run_dir: Path, seed: int) -> None:
+    def __init__(self, launcher: int, run_dir: Path, seed: int, every_s: float) -> None:
         self.left: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
+        self.every_s = every_s
         self._launcher, self._run_dir = launcher, run_dir
         self._chance = random.Random(seed)
 
@@ -115,7 +116,7 @@ class Leaver:
             self.left[way] += 1
 
     def _await_fewer(self) -> None:
-        deadline = time.monotonic() + LEAVE_EVERY_S
+        deadline = time.monotonic() + self.every_s
         while len(self._workers()) >= WORKERS and time.monotonic() < deadline:
             time.sleep(0.05)
 
@@ -129,7 +130,7 @@ def leaving(leaver: Leaver) -> Iterator[None]:
     over = threading.Event()
 
     def work() -> None:
-        while not over.wait(LEAVE_EVERY_S):
+        while not over.wait(leaver.every_s):
             leaver.once()
 
     thread = threading.Thread(target=work)
@@ -172,7 +173,7 @@ def start(folder: Path, seconds: float) -> subprocess.Popen[str]:
         )
 
 
-def soak(hours: float, seed: int, folder: Path) -> dict[str, Any]:
+def soak(hours: float, seed: int, every_s: float, folder: Path) -> dict[str, Any]:
     """Runs for so long; returns all that was seen."""
     minutes: list[Figures] = []
     process = start(folder, 3600 * hours)
@@ -181,7 +182,7 @@ def soak(hours: float, seed: int, folder: Path) -> dict[str, Any]:
         if process.poll() is not None:
             raise RuntimeError(f"the run has not begun:\n{(folder / 'stderr').read_text()[-2000:]}")
         time.sleep(0.1)
-    leaver = Leaver(process.pid, folder / RUN_DIR, seed)
+    leaver = Leaver(process.pid, folder / RUN_DIR, seed, every_s)
     try:
         with leaving(leaver):
             while process.poll() is None:
@@ -197,6 +198,7 @@ def soak(hours: float, seed: int, folder: Path) -> dict[str, Any]:
     return {
         "date": date.today().isoformat(),
         "torch": torch.__version__,
+        "every_s": every_s,
         "hours": (time.monotonic() - began) / 3600,
         "exit code": process.returncode,
         "run": json.loads(said.splitlines()[-1]) if said.strip() else {},
@@ -213,6 +215,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("hours", type=float)
     parser.add_argument("--seed", type=int, default=0, help="of who leaves, and how")
+    parser.add_argument("--every", type=float, default=10.0, metavar="SECONDS", help="between two that leave")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     # A shell lets what it starts in the background ignore the signal by which the run is ended.
@@ -222,7 +225,7 @@ def main() -> int:
         return 0
     RESULTS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        document = soak(arguments.hours, arguments.seed, Path(folder))
+        document = soak(arguments.hours, arguments.seed, arguments.every, Path(folder))
         sys.stderr.write((Path(folder) / "stderr").read_text()[-4000:])
     (RESULTS / "soak.json").write_text(json.dumps(document, indent=1) + "\n")
     rows = [Growth(**row) for row in document.pop("growth")]
