@@ -169,6 +169,10 @@ VARIANTS: Mapping[str, Variant] = {
 """One for each option, in a job where it has an effect; `cnn` and `lstm` have all of the usual ones."""
 
 
+NOT_COMPILED: Mapping[tuple[str, str], str] = {("tpu", "lstm"): "torch does not compile an LSTM"}
+"""Pairs that no run can train, which only shows when it does."""
+
+
 def make_job(strategy: str, variant: str) -> hr.Job:
     """Returns a job of 30 rounds, the last of every epoch a short one; fewer where it stops early."""
     changed = dict(VARIANTS[variant].changes)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import ROUNDS, STRATEGIES, VARIANTS, make_job
+from cases import NOT_COMPILED, ROUNDS, STRATEGIES, VARIANTS, make_job
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 from processes import below, rank_of, workers
@@ -41,9 +41,39 @@ from headrace.spec.events import RunStarted
 KINDS = ("cnn", "lstm")
 CHECKPOINTS = hr.Checkpoints(every_steps=3, every_s=None, keep=2)
 LAUNCHER_IN = 20
-MOST_KILLS = 4
+MOST_KILLS, MOST_KILLS_OF_MANY = 4, 10
 LONGEST_S = 300.0
 USUAL_STRATEGIES = [*STRATEGIES][:6]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When and how often runs are killed.
+
+    Attributes:
+        trials: of each row.
+        kills: of each row, in as many trials as it takes; 0 counts trials.
+        dice: from which moments and victims come.
+    """
+
+    trials: int
+    kills: int
+    dice: random.Random
+
+    @property
+    def most_kills(self) -> int:
+        """Of one run."""
+        return MOST_KILLS_OF_MANY if self.kills else MOST_KILLS
+
+    @property
+    def moments(self) -> tuple[float, float]:
+        """The earliest and the latest one, in lengths of a run; runs that are killed often must be killed early."""
+        return (0.02, 0.5) if self.kills else (0.1, 1.0)
+
+    def is_done(self, row: Row) -> bool:
+        if self.kills:  # one that was wrong needs a look, no further trials
+            return bool(row.refused or row.wrong) or row.kills >= self.kills
+        return bool(row.refused) or row.trials >= self.trials
 
 
 def left_by(run_dir: Path, metrics: dict[str, float]) -> tuple[Any, ...]:
@@ -133,20 +163,18 @@ def kill_launcher(kind: str, strategy: str, run_dir: Path, moment_s: float) -> N
         time.sleep(0.005)
 
 
-def trial(
-    engine: LocalEngine, row: Row, whole: tuple[Any, ...], length_s: float, dice: random.Random, folder: Path
-) -> str:
+def trial(engine: LocalEngine, row: Row, whole: tuple[Any, ...], length_s: float, plan: Plan, folder: Path) -> str:
     """Breaks one run off, again and again, and lets it end; returns what is wrong, "" if nothing."""
-    run_dir = folder / "run"
+    dice, run_dir = plan.dice, folder / "run"
     if dice.randrange(LAUNCHER_IN) == 0:
         kill_launcher(row.kind, row.strategy, run_dir, dice.uniform(0, length_s))
         row.kills += 1
         row.launchers += 1
-    kills, wanted = 0, dice.randint(1, MOST_KILLS)
+    kills, wanted = 0, dice.randint(1, plan.most_kills)
     while kills < wanted:
         began = time.monotonic()
         try:
-            with struck(dice, dice.uniform(0.1, 1.0) * length_s):
+            with struck(dice, dice.uniform(*plan.moments) * length_s):
                 train(engine, row.kind, row.strategy, run_dir)
             if kills:
                 break
@@ -172,8 +200,8 @@ def differences(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> str:
 class Campaign:
     """The trials of all rows on one engine, by turns."""
 
-    def __init__(self, engine: LocalEngine, place: Path, dice: random.Random) -> None:
-        self._engine, self._place, self._dice = engine, place, dice
+    def __init__(self, engine: LocalEngine, place: Path, plan: Plan) -> None:
+        self._engine, self._place, self._plan = engine, place, plan
         self._whole: dict[tuple[str, str], tuple[tuple[Any, ...], float]] = {}
 
     def once(self, row: Row) -> None:
@@ -185,8 +213,8 @@ class Campaign:
                 whole, length_s = self._known(row, Path(folder))
             if row.refused or not whole:
                 return
-            with longest(LONGEST_S + 2 * MOST_KILLS * length_s):
-                wrong = trial(self._engine, row, whole, length_s, self._dice, Path(folder))
+            with longest(LONGEST_S + 2 * self._plan.most_kills * length_s):
+                wrong = trial(self._engine, row, whole, length_s, self._plan, Path(folder))
             if wrong:
                 # What two runs in a row do not give alike, no resumed run can.
                 again, _ = self._uninterrupted(row, Path(folder) / "again")
@@ -232,18 +260,28 @@ def longest(seconds: float) -> Iterator[None]:
         signal.alarm(0)
 
 
-def campaign(rows: list[Row], trials: int, seed: int, until: float) -> None:
-    """Does so many trials of each row, by turns in a random order, as long as there is time."""
-    dice = random.Random(seed)
+def campaign(rows: list[Row], plan: Plan, until: float) -> None:
+    """Does trials by turns in a random order, as long as there is time, until each row has had enough."""
     with LocalEngine() as engine, tempfile.TemporaryDirectory() as place:
-        trying = Campaign(engine, Path(place), dice)
-        for number in range(trials):
-            for done, row in enumerate(dice.sample(rows, len(rows))):
+        trying, number = Campaign(engine, Path(place), plan), 0
+        while still := [row for row in rows if not plan.is_done(row)]:
+            number += 1
+            for done, row in enumerate(plan.dice.sample(still, len(still))):
                 if time.monotonic() > until:
                     return
                 trying.once(row)
-                print(f"\rpass {number + 1} of {trials}, row {done + 1} of {len(rows)}", end="", file=sys.stderr)
+                print(f"\rpass {number}, row {done + 1} of {len(still)}", end="", file=sys.stderr)
     print(file=sys.stderr)
+
+
+def rows_so_far(path: Path, pairs: Sequence[tuple[str, str]]) -> list[Row]:
+    """Returns the rows of a file of results, and a new one for each other pair of a strategy and a job."""
+    before = [Row(**row) for row in json.loads(path.read_text())["rows"]] if path.exists() else []
+    for row in before:
+        row.from_steps = {int(step): count for step, count in row.from_steps.items()}
+    known = {(row.strategy, row.kind) for row in before}
+    new = [Row(*pair, refused=NOT_COMPILED.get(pair, "")) for pair in pairs if pair not in known]
+    return before + new
 
 
 def report(rows: Sequence[Row]) -> None:
@@ -265,12 +303,14 @@ def report(rows: Sequence[Row]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=100, help="of each model under each strategy")
+    parser.add_argument("--kills", type=int, default=0, help="of each, instead of a number of trials")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=USUAL_STRATEGIES, metavar="NAME")
     parser.add_argument("--jobs", nargs="+", choices=VARIANTS, default=[*KINDS], metavar="NAME")
     parser.add_argument("--all", action="store_true", help="every strategy with every job")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no further trial begins")
-    parser.add_argument("--name", default="resume", help="of the file of results")
+    parser.add_argument("--name", default="resume", help="of the file of results, whose trials count")
+    parser.add_argument("--without", nargs="+", choices=VARIANTS, default=[], metavar="NAME", help="jobs left out")
     parser.add_argument("--one", nargs=3, metavar=("JOB", "STRATEGY", "RUN_DIR"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ["CI"] = "true"  # no moving bars
@@ -280,21 +320,29 @@ def main() -> int:
         return 0
     began = time.monotonic()
     strategies, jobs = (STRATEGIES, VARIANTS) if arguments.all else (arguments.strategies, arguments.jobs)
-    rows = [Row(strategy, kind) for strategy in strategies for kind in jobs]
+    path = Path(__file__).parent / "results" / f"{arguments.name}.json"
+    pairs = [(strategy, kind) for strategy in strategies for kind in jobs if kind not in arguments.without]
+    rows = rows_so_far(path, pairs)
+    chosen = [row for row in rows if (row.strategy, row.kind) in set(pairs)]
     try:
-        campaign(rows, arguments.trials, arguments.seed, began + 60 * arguments.minutes)
+        dice = random.Random(f"{arguments.seed} {sum(row.trials for row in rows)}")
+        campaign(chosen, Plan(arguments.trials, arguments.kills, dice), began + 60 * arguments.minutes)
     finally:
-        report(rows)
-        results = Path(__file__).parent / "results"
-        results.mkdir(exist_ok=True)
+        report(chosen)
+        path.parent.mkdir(exist_ok=True)
         document = {
-            "arguments": {"trials": arguments.trials, "seed": arguments.seed, "all": arguments.all},
+            "arguments": {
+                "trials": arguments.trials,
+                "kills": arguments.kills,
+                "seed": arguments.seed,
+                "all": arguments.all,
+            },
             "torch": torch.__version__,
             "seconds": time.monotonic() - began,
             "rows": [asdict(row) for row in rows],
         }
-        (results / f"{arguments.name}.json").write_text(json.dumps(document, indent=1) + "\n")
-    return int(any(row.wrong for row in rows))
+        path.write_text(json.dumps(document, indent=1) + "\n")
+    return int(any(row.wrong for row in chosen))
 
 
 if __name__ == "__main__":
