@@ -15,65 +15,30 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from cases import NOT_COMPILED, ROUNDS, STRATEGIES, VARIANTS, make_job
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
-from processes import below, rank_of, workers
+from kills import Plan, kill_launcher, struck
 
 import headrace as hr
 from headrace.checkpoint import CheckpointFolder
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import HeadraceError, PeerLost, UsageError
+from headrace.report.trackers.listeners import OnEvent
 from headrace.spec.events import RunStarted
 
 KINDS = ("cnn", "lstm")
 CHECKPOINTS = hr.Checkpoints(every_steps=3, every_s=None, keep=2)
-LAUNCHER_IN = 20
-MOST_KILLS, MOST_KILLS_OF_MANY = 4, 10
 LONGEST_S = 300.0
 USUAL_STRATEGIES = [*STRATEGIES][:6]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """When and how often runs are killed.
-
-    Attributes:
-        trials: of each row.
-        kills: of each row, in as many trials as it takes; 0 counts trials.
-        dice: from which moments and victims come.
-    """
-
-    trials: int
-    kills: int
-    dice: random.Random
-
-    @property
-    def most_kills(self) -> int:
-        """Of one run."""
-        return MOST_KILLS_OF_MANY if self.kills else MOST_KILLS
-
-    @property
-    def moments(self) -> tuple[float, float]:
-        """The earliest and the latest one, in lengths of a run; runs that are killed often must be killed early."""
-        return (0.02, 0.5) if self.kills else (0.1, 1.0)
-
-    def is_done(self, row: Row) -> bool:
-        if self.kills:  # one that was wrong needs a look, no further trials
-            return bool(row.refused or row.wrong) or row.kills >= self.kills
-        return bool(row.refused) or row.trials >= self.trials
 
 
 def left_by(run_dir: Path, metrics: dict[str, float]) -> tuple[Any, ...]:
@@ -108,35 +73,12 @@ class Row:
     from_steps: dict[int, int] = field(default_factory=dict)
 
 
-@contextmanager
-def struck(dice: random.Random, moment_s: float) -> Iterator[None]:
-    """Kills a random worker, `moment_s` after it appeared."""
-    over = threading.Event()
-    which = dice.random()
-
-    def strike() -> None:
-        while not (found := workers()):
-            if over.wait(0.001):
-                return
-        if over.wait(moment_s):
-            return
-        alive = [pid for pid in workers() if rank_of(pid) is not None] or found
-        with suppress(ProcessLookupError):  # it ended meanwhile
-            os.kill(alive[int(which * len(alive))], signal.SIGKILL)
-
-    thread = threading.Thread(target=strike)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def train(engine: LocalEngine | None, kind: str, strategy: str, run_dir: Path) -> hr.Run:
+def train(
+    engine: LocalEngine | None, kind: str, strategy: str, run_dir: Path, on_event: OnEvent | None = None
+) -> hr.Run:
     """Trains, from the last checkpoint on if there is one; a run that has none begins anew."""
     fit = functools.partial(hr.fit, make_job(strategy, kind), STRATEGIES[strategy], run_dir=run_dir, engine=engine,
-                            checkpoints=CHECKPOINTS)  # fmt: skip
+                            checkpoints=CHECKPOINTS, on_event=on_event)  # fmt: skip
     try:
         return fit(resume=run_dir.exists())
     except UsageError as error:
@@ -146,40 +88,24 @@ def train(engine: LocalEngine | None, kind: str, strategy: str, run_dir: Path) -
         return fit()
 
 
-def kill_launcher(kind: str, strategy: str, run_dir: Path, moment_s: float) -> None:
-    """Trains in a process of its own, which is killed `moment_s` after its first checkpoint is there."""
-    command = [sys.executable, __file__, "--one", kind, strategy, str(run_dir)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not (run_dir / "events" / "rank-0.jsonl").exists():
-        time.sleep(0.001)
-    time.sleep(moment_s)
-    children = below(process.pid)
-    process.kill()
-    process.wait()
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{child.pid}").exists() for child in children):
-        if time.monotonic() > deadline:
-            raise RuntimeError("the workers have outlived their launcher")
-        time.sleep(0.005)
-
-
 def trial(engine: LocalEngine, row: Row, whole: tuple[Any, ...], length_s: float, plan: Plan, folder: Path) -> str:
     """Breaks one run off, again and again, and lets it end; returns what is wrong, "" if nothing."""
-    dice, run_dir = plan.dice, folder / "run"
-    if dice.randrange(LAUNCHER_IN) == 0:
-        kill_launcher(row.kind, row.strategy, run_dir, dice.uniform(0, length_s))
+    run_dir = folder / "run"
+    for _ in range(plan.launchers(row.strategy)):
+        command = [sys.executable, __file__, "--one", row.kind, row.strategy, str(run_dir)]
+        kill_launcher(command, run_dir, plan.dice.uniform(0, 0.5 * length_s))
         row.kills += 1
         row.launchers += 1
-    kills, wanted = 0, dice.randint(1, plan.most_kills)
+    kills, wanted, was_late = 0, plan.workers(row.strategy), False
     while kills < wanted:
-        began = time.monotonic()
+        began, moment = time.monotonic(), plan.moment(length_s, was_late)
         try:
-            with struck(dice, dice.uniform(*plan.moments) * length_s):
-                train(engine, row.kind, row.strategy, run_dir)
+            with struck(plan.dice, moment):
+                train(engine, row.kind, row.strategy, run_dir, moment.see)
             if kills:
                 break
             # It was faster than its killer, who gets another; the first run also started the processes' server.
-            length_s = min(length_s, time.monotonic() - began)
+            length_s, was_late = min(length_s, time.monotonic() - began), True
             shutil.rmtree(run_dir)
         except PeerLost:
             kills += 1
@@ -264,7 +190,7 @@ def campaign(rows: list[Row], plan: Plan, until: float) -> None:
     """Does trials by turns in a random order, as long as there is time, until each row has had enough."""
     with LocalEngine() as engine, tempfile.TemporaryDirectory() as place:
         trying, number = Campaign(engine, Path(place), plan), 0
-        while still := [row for row in rows if not plan.is_done(row)]:
+        while still := [row for row in rows if not is_done(row, plan)]:
             number += 1
             for done, row in enumerate(plan.dice.sample(still, len(still))):
                 if time.monotonic() > until:
@@ -272,6 +198,12 @@ def campaign(rows: list[Row], plan: Plan, until: float) -> None:
                 trying.once(row)
                 print(f"\rpass {number}, row {done + 1} of {len(still)}", end="", file=sys.stderr)
     print(file=sys.stderr)
+
+
+def is_done(row: Row, plan: Plan) -> bool:
+    if plan.kills:  # one that was wrong needs a look, no further trials
+        return bool(row.refused or row.wrong) or row.kills >= plan.kills
+    return bool(row.refused) or row.trials >= plan.trials
 
 
 def rows_so_far(path: Path, pairs: Sequence[tuple[str, str]]) -> list[Row]:
@@ -310,7 +242,8 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="every strategy with every job")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no further trial begins")
     parser.add_argument("--name", default="resume", help="of the file of results, whose trials count")
-    parser.add_argument("--without", nargs="+", choices=VARIANTS, default=[], metavar="NAME", help="jobs left out")
+    parser.add_argument("--without", nargs="+", choices=(*VARIANTS, *STRATEGIES), default=[], metavar="NAME",
+                        help="jobs and strategies that are left out")  # fmt: skip
     parser.add_argument("--one", nargs=3, metavar=("JOB", "STRATEGY", "RUN_DIR"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ["CI"] = "true"  # no moving bars
@@ -321,7 +254,7 @@ def main() -> int:
     began = time.monotonic()
     strategies, jobs = (STRATEGIES, VARIANTS) if arguments.all else (arguments.strategies, arguments.jobs)
     path = Path(__file__).parent / "results" / f"{arguments.name}.json"
-    pairs = [(strategy, kind) for strategy in strategies for kind in jobs if kind not in arguments.without]
+    pairs = [(one, kind) for one in strategies for kind in jobs if not {one, kind} & set(arguments.without)]
     rows = rows_so_far(path, pairs)
     chosen = [row for row in rows if (row.strategy, row.kind) in set(pairs)]
     try:

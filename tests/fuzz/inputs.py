@@ -184,7 +184,7 @@ def read_settings(data: bytes) -> None:
     with suppress(UsageError):
         values = _values(Path("job.py"), _job, settings)
         assert not {"lr", "depth", "name", "wide", "extra"} < values.keys()
-        assert isinstance(values.get("lr", 0.1), int | float | complex | list | tuple | dict | set | bytes | None)
+        assert isinstance(values.get("lr", 0.1), float | bool | None)
     with suppress(UsageError):
         _set_options(Options(), settings)
 

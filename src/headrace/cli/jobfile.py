@@ -188,7 +188,7 @@ def _value(key: str, text: str, default: Any) -> Any:
         return value if isinstance(value, str) else text
     if isinstance(default, bool) and not isinstance(value, bool):
         raise UsageError(f"--set {key}={text}: give True or False (the default is {default})")
-    if isinstance(default, int | float) and isinstance(value, str):
+    if isinstance(default, int | float) and not isinstance(value, int | float | None):
         raise UsageError(f"--set {key}={text}: give a number (the default is {default})")
     if isinstance(default, float) and type(value) is int:
         try:
