@@ -61,6 +61,17 @@ def test_arrays_arrive(dtype: str, count: int, view: str) -> None:
     assert np.array_equal(got, sent)
 
 
+def test_examples_that_are_views_of_one_tensor_do_not_take_all_of_it_with_them() -> None:
+    images, labels = torch.rand(400, 100), torch.arange(400)
+    code, memory, _ = pack(list(zip(images, labels, strict=True)))
+    assert memory == -1
+    assert len(code) < 2_000_000, "400 examples of 408 bytes; all of them with each would be 65 MB"
+    got = shipped({"some": list(zip(images, labels, strict=True))[:3], "conjugate": torch.ones(4).cfloat()[1:].conj()})
+    assert [label.item() for _, label in got["some"]] == [0, 1, 2]
+    assert all(torch.equal(image, sent) for (image, _), sent in zip(got["some"], images[:3], strict=True))
+    assert torch.equal(got["conjugate"], torch.ones(3).cfloat())
+
+
 def test_large_ones_stay_out_of_the_pickle() -> None:
     tensor = torch.zeros(LARGE)
     code, memory, length = pack({"once": tensor, "again": tensor, "array": np.zeros(LARGE)})

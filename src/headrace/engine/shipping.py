@@ -83,6 +83,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._place("tensor", value, value)
         return None
 
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is Tensor and not value.requires_grad and _is_part(value):
+            # torch would send the whole storage with each tensor: all examples with each example of a list.
+            return value.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return super().reducer_override(value)
+
     def _place(self, kind: str, value: Any, tensor: Tensor) -> tuple[str, str, int, tuple[int, ...]]:
         if id(value) not in self._places:
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -108,6 +114,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 whole[start : start + nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             del whole
         return descriptor
+
+
+def _is_part(tensor: Tensor) -> bool:
+    """Tells whether a tensor in host memory is a view of less than the storage it lies in."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return False
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 
 
 class _Unpickler(pickle.Unpickler):
