@@ -241,6 +241,11 @@ def test_numpys_arrays_and_numbers_of_two_types_are_stacked_as_torch_does() -> N
         collate([(1, 2), (1,)])
 
 
+def test_large_batches_of_single_numbers_are_stacked() -> None:
+    count = 1 << 15
+    assert torch.equal(collate(list(torch.arange(count).unbind())), torch.arange(count))
+
+
 @pytest.mark.slow
 def test_reading_processes_give_what_the_worker_itself_would() -> None:
     def pair(workers: int) -> InputPipeline:
