@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.batches import arguments, call, examples_of, select_target
-from headrace.errors import JobError
+from headrace.errors import DataError, JobError
 from headrace.modules import describe
 
 X, Y, Z = torch.ones(4, 2), torch.zeros(4), torch.full((4,), 2.0)
@@ -85,9 +85,20 @@ def test_what_the_batch_does_not_have_is_refused_with_its_form(wrong: Any) -> No
             select_target(TRIPLE, wrong)
 
 
-@pytest.mark.parametrize("batch", [X, (X, Y), DICT, ({"a": [X]}, Y)])
-def test_a_batch_is_as_long_as_its_first_tensor(batch: Any) -> None:
+TEXTS = ["a", "bc", "d", ""]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [X, (X, Y), DICT, ({"a": [X]}, Y), {"text": TEXTS[:3], "x": X}, (torch.tensor(7), None, X), {"text": TEXTS}],
+)
+def test_a_batch_is_as_long_as_its_first_tensor_or_its_texts(batch: Any) -> None:
     assert examples_of(batch) == 4
+
+
+def test_a_batch_of_unknown_length_is_an_error() -> None:
+    with pytest.raises(DataError, match="has neither a tensor nor a list of texts"):
+        examples_of({"longest": torch.tensor(7)})
 
 
 def test_a_model_is_described_in_its_order_and_tied_weights_once() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from headrace.errors import JobError
+from headrace.errors import DataError, JobError
 
 
 def call(module: Callable[..., Any], batch: Any, inputs: Any) -> Any:
@@ -53,11 +53,25 @@ def select_target(batch: Any, target: Any) -> Any:
 
 
 def examples_of(batch: Any) -> int:
-    """Returns the length of the first tensor found in a batch."""
-    if isinstance(batch, Tensor):
-        return len(batch)
-    children = batch.values() if isinstance(batch, Mapping) else batch
-    return next(examples_of(child) for child in children)
+    """Returns the length of the first tensor in a batch that has a dim; of its first list of texts if there is none."""
+    columns = list(_columns(batch))
+    if not columns:
+        raise DataError(
+            f"a batch that is {form(batch)} has neither a tensor nor a list of texts, with one entry for each example, "
+            "by which its examples could be counted; let the data have one"
+        )
+    return len(next((column for column in columns if isinstance(column, Tensor)), columns[0]))
+
+
+def _columns(tree: Any) -> Iterator[Tensor | list[Any]]:
+    if isinstance(tree, Tensor):
+        if tree.dim():
+            yield tree
+    elif isinstance(tree, list) and tree and all(isinstance(item, str | bytes) for item in tree):
+        yield tree
+    elif isinstance(tree, Mapping | tuple | list):
+        for child in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _columns(child)
 
 
 def form(batch: Any) -> str:

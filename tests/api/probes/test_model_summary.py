@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import OrderedDict
 from xml.etree import ElementTree
@@ -122,3 +123,9 @@ def test_sparse_embeddings_are_named_beside_the_parameters() -> None:
     found = hr.summary(plain)
     assert found.parameters == 15
     assert found.table_bytes == {"words": 1600}
+
+
+def test_texts_in_the_examples_are_no_examples() -> None:
+    examples = [{"name": f"image {number}", "inputs": torch.randn(1, 4, 4)} for number in range(4)]
+    named = dataclasses.replace(job(), data=examples, inputs="inputs", task=None, loss=lambda output, _: output.mean())
+    assert hr.summary(named).flops == hr.summary(job()).flops
