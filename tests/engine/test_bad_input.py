@@ -178,7 +178,7 @@ DEFINITIONS: dict[str, tuple[Callable[[], Any], str]] = {
     "options": (lambda: make_job(options={"clip_norm": 1}), r"options must be hr.Options\(...\), got dict"),
     "optimizer made already": (
         lambda: make_job(optimizer=torch.optim.SGD(nn.Linear(1, 1).parameters())),
-        "optimizer must be callable, got SGD",
+        r"optimizer must be callable, got SGD \( Parameter Group 0 .{0,60}; give .*partial\(torch.optim.SGD, lr=0.1\)$",
     ),
     "model is a name": (lambda: make_job(model="resnet"), "model must be callable, got 'resnet'"),
     "clip 0": (lambda: hr.Options(clip_norm=0), "clip_norm must be a number above 0, got 0; None switches it off"),

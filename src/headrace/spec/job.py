@@ -116,17 +116,25 @@ class Job:
 
     def _check_callables(self) -> None:
         if not callable(self.model):
-            raise UsageError(f"model must be callable, got {self.model!r}")
+            raise UsageError(f"model must be callable, got {_shown(self.model)}; give a function that builds one")
         if isinstance(self.optimizer, Mapping):
             check_sets(self.optimizer, self.loss)
             return
         if not callable(self.optimizer):
-            raise UsageError(f"optimizer must be callable, got {self.optimizer!r}")
+            raise UsageError(
+                f"optimizer must be callable, got {_shown(self.optimizer)}; give what makes one of the parameters, for "
+                "example functools.partial(torch.optim.SGD, lr=0.1)"
+            )
         if isinstance(self.loss, Mapping):
             raise UsageError(
                 f"there is a loss for each of {', '.join(map(str, self.loss))}, and one optimizer; give optimizer="
                 "{set: function, ...} with the same sets"
             )
+
+
+def _shown(value: object) -> str:
+    """Returns the start of a value's text in one line: an optimizer's has many."""
+    return f"{' '.join(repr(value).split()):.60}"
 
 
 @dataclass(frozen=True)
