@@ -154,6 +154,8 @@ REFUSED: list[tuple[Task, object, object, type[Exception], str]] = [
         DataError,
         "real targets, got complex64",
     ),
+    (tasks.regression(), torch.zeros(2), ints(2).to(torch.uint32), DataError, r"uint32 .*does not compute.*long\(\)"),
+    (tasks.multiclass(3), torch.zeros(2, 3), ints(2).to(torch.uint16), DataError, "uint16 .*does not compute"),
     (tasks.regression(), {"logits": 1}, torch.zeros(2), UsageError, "one tensor as the model's output, got dict"),
     (tasks.regression(), torch.zeros(2), {"y": 1}, DataError, r"one tensor as the target, got dict.*Job\(target="),
     (tasks.binary(), torch.zeros(4, 2), ints(4), UsageError, r"multiclass\(2\)"),
@@ -306,6 +308,17 @@ def test_tokens_are_found_in_outputs_and_batches() -> None:
     torch.testing.assert_close(task.activation({"logits": logits}).sum(-1), torch.ones(6, 5, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_tokens_of_short_types_give_the_same_numbers(dtype: torch.dtype) -> None:
+    task, logits, labels = tasks.language_model(), torch.randn(2, 3, 4), ints(2, 3)
+    task.check(logits, labels.to(dtype))
+    for measure in (task.loss, task.metrics["accuracy"]):
+        short, long = measure(logits, labels.to(dtype)), measure(logits, labels)
+        assert isinstance(short, metrics.Mean)
+        assert isinstance(long, metrics.Mean)
+        assert (float(short.total), float(short.weight)) == (float(long.total), float(long.weight))
+
+
 @pytest.mark.parametrize("shifted", [True, False])
 def test_a_batch_of_ignored_tokens_weighs_nothing(shifted: bool) -> None:
     task = tasks.language_model(shifted=shifted)
@@ -332,6 +345,7 @@ def test_a_batch_of_ignored_tokens_weighs_nothing(shifted: bool) -> None:
         (torch.zeros(2, 3, 4), {"input_ids": ints(2, 3)}, DataError, r"counts batch\['labels'\], and gets a dict"),
         (torch.zeros(2, 3, 4), ints(2, 2), DataError, r"integers \(2, 3\) between 0 and 3.*int64 \(2, 2\)"),
         (torch.zeros(2, 3, 4), ints(2, 3).float(), DataError, r"labels, integers \(2, 3\).*got float32 \(2, 3\)"),
+        (torch.zeros(2, 3, 4), ints(2, 3).to(torch.uint16), DataError, "language_model got uint16"),
         (torch.zeros(2, 3, 4), ints(2, 3, high=5), DataError, "between 0 and 3, or -100 .*from 0 to 4"),
         (torch.zeros(2, 3, 4), ints(2, 3) - 1, DataError, "between 0 and 3, or -100 .*from -1 to 0"),
     ],

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headrace import metrics
 from headrace.errors import DataError, UsageError
+from headrace.trees import UNSIGNED
 
 _ROUNDING = 1e-2
 """How far a row of probabilities may be from summing up to 1: half precision over many classes."""
@@ -115,11 +116,18 @@ def _require_tensors(name: str, output: Any, target: Any) -> None:
         )
     if target.is_complex():
         raise DataError(f"{name} takes real targets, got {form_of(target)}")
+    require_signed(name, target)
+
+
+def require_signed(name: str, target: Tensor) -> None:
+    """Raises a DataError for targets with which torch does not compute."""
+    if target.dtype in UNSIGNED:
+        raise DataError(f"{name} got {form_of(target)}, with which torch does not compute; give target.long() in a map")
 
 
 def form_of(tensor: Tensor) -> str:
     """Returns type, shape and range of a tensor, for a message."""
     text = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-    if tensor.numel() and not tensor.is_complex():
+    if tensor.numel() and not tensor.is_complex() and tensor.dtype not in UNSIGNED:
         text += f" from {tensor.min().item():.6g} to {tensor.max().item():.6g}"
     return text

@@ -16,7 +16,14 @@ from torch import Tensor
 from headrace import metrics
 from headrace.errors import DataError, UnknownName, UsageError
 from headrace.spec.options import require_count
-from headrace.targets import check_binary, check_multiclass, check_multilabel, check_regression, form_of
+from headrace.targets import (
+    check_binary,
+    check_multiclass,
+    check_multilabel,
+    check_regression,
+    form_of,
+    require_signed,
+)
 
 __all__ = ["Task", "binary", "language_model", "multiclass", "multilabel", "own_loss", "regression"]
 
@@ -204,7 +211,7 @@ def _token_mean(
     if shifted:
         logits, labels = logits[:, :-1], labels[:, 1:]
     kept = labels != ignore_index
-    values = measure(logits.flatten(0, 1), labels.masked_fill(~kept, 0).flatten())
+    values = measure(logits.flatten(0, 1), labels.masked_fill(~kept, 0).flatten().long())
     return metrics.Mean((values * kept.flatten()).sum(), kept.sum())
 
 
@@ -226,6 +233,7 @@ def _named(tree: Any, name: str) -> Any:
 
 def _check_language_model(output: Any, target: Any, ignore_index: int) -> None:
     logits, labels = _logits(output), _labels(target)
+    require_signed("language_model", labels)
     counted = labels[labels != ignore_index]
     whole = labels.dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
     low, high = (int(counted.min()), int(counted.max())) if whole and counted.numel() else (0, 0)

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+"""Types that torch stores and converts, and for which most of its operations are missing."""
+
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Returns the tree with `function(tensor)` in the place of every tensor."""

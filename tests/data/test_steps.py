@@ -122,6 +122,15 @@ def test_what_cannot_be_padded_is_said() -> None:
     assert swept(ragged.batch(pad=-1))[0][0].shape == (4, 4)
 
 
+@pytest.mark.parametrize("pad", [None, 0])
+@pytest.mark.parametrize("without", [0, 3])
+def test_examples_of_a_batch_have_the_same_names(without: int, pad: float | None) -> None:
+    examples = [{"x": torch.ones(2), "y": torch.ones(2)} for _ in range(4)]
+    del examples[without]["y"]
+    with pytest.raises(DataError, match="some examples of a batch have 'y' and others have not"):
+        list(hr.data.batches(from_torch(examples).batch(4, pad=pad)))
+
+
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
@@ -135,6 +144,10 @@ def test_what_cannot_be_padded_is_said() -> None:
         (lambda p: p.map(int, parallel=0), "count must be"),
         (lambda p: p.on_error("ignore"), "on_error must be"),
         (lambda p: p.prefetch(memory_limit=0), "memory_limit must be"),
+        (lambda p: p.map("x"), "map and filter take a function of an example, got 'x'"),
+        (lambda p: p.filter(None), "map and filter take a function of an example, got None"),
+        (lambda p: p.shuffle("7"), "the seed of shuffle must be a whole number, or None for the job's, got '7'"),
+        (lambda p: hr.data.from_files("*", label="cat"), "label must be a function of a file's name, got 'cat'"),  # type: ignore[arg-type]
     ],
 )
 def test_what_makes_no_sense_is_refused(wrong: Any, reason: str) -> None:

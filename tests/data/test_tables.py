@@ -237,10 +237,24 @@ def test_csv_of_other_columns_or_types(tmp_path: Path) -> None:
     (tmp_path / "b.csv").write_text("x\n3\n")
     with pytest.raises(DataError, match=r"b\.csv has no column 'y', which .*a\.csv has; it has x"):
         hr.data.from_csv(str(tmp_path / "*.csv"))
-    with pytest.raises(DataError, match="no column 'z'"):
+    with pytest.raises(DataError, match=r"a\.csv has no column 'z'; it has x, y"):
         hr.data.from_csv(str(tmp_path / "a.csv"), types={"z": "int64"})
     with pytest.raises(UsageError, match="no type of Arrow"):
         hr.data.from_csv(str(tmp_path / "a.csv"), types={"x": "number"})
+    with pytest.raises(UsageError, match=r"columns must be a list of names, got 'x'; give \['x'\]"):
+        hr.data.from_csv(str(tmp_path / "a.csv"), "x")
+    with pytest.raises(UsageError, match="delimiter must be one character, got ';;'"):
+        hr.data.from_csv(str(tmp_path / "a.csv"), delimiter=";;")
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64])
+def test_numbers_without_a_sign(tmp_path: Path, dtype: Any) -> None:
+    numbers = np.array([3, 5, 2**16 - 1], dtype)
+    parquet.write_table(pa.table({"x": numbers}), tmp_path / "a.parquet")
+    (batch,) = hr.data.batches(hr.data.from_parquet(str(tmp_path / "a.parquet")).batch(3))
+    (pair,) = hr.data.batches(hr.data.from_arrays(numbers, np.ones((3, 2), dtype)).batch(3))
+    assert batch["x"].tolist() == pair[0].tolist() == numbers.tolist()
+    assert batch["x"].dtype == pair[0].dtype == pair[1].dtype == getattr(torch, np.dtype(dtype).name)
 
 
 def test_csv_that_cannot_be_parsed(tmp_path: Path) -> None:

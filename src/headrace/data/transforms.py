@@ -93,7 +93,8 @@ class DecodeImage:
             try:
                 image = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR_RGB)
             except cv2.error as error:
-                raise DataError(f"{len(content):,} bytes are not an image that OpenCV reads: {error}") from error
+                said = " ".join(str(error).split())
+                raise DataError(f"{len(content):,} bytes are not an image that OpenCV reads: {said}") from error
         if image is None:
             raise DataError(f"{len(content):,} bytes are not an image that OpenCV can read")
         decoded: NDArray[np.uint8] = image

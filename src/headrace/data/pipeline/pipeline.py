@@ -77,7 +77,12 @@ class InputPipeline:
 
         Args:
             seed: of the orders; None for the job's.
+
+        Raises:
+            UsageError: the seed is no whole number.
         """
+        if seed is not None and not isinstance(seed, int | np.integer):
+            raise UsageError(f"the seed of shuffle must be a whole number, or None for the job's, got {seed!r:.60}")
         return dataclasses.replace(self, shuffled=True, seed=seed)
 
     def map(

@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from headrace.data.cache.fingerprint import fingerprint
 from headrace.errors import DataError, UnfitMachine, UsageError
-from headrace.trees import map_tensors, nbytes
+from headrace.trees import UNSIGNED, map_tensors, nbytes
 
 _MOST_HASHED = 1 << 30
 """Most bytes of arrays that are hashed to recognize them: a second or two."""
@@ -150,10 +150,10 @@ class ArraySource(Source):
         """Returns a digest of the arrays' shapes and types, and of a few examples from the first to the last."""
         rows = torch.linspace(0, self._length - 1, min(_SAMPLED, self._length)).long()
         shapes = [(tuple(array.shape), str(array.dtype)) for array in self._arrays]
-        return fingerprint(self._names, shapes, [array.index_select(0, rows) for array in self._arrays])
+        return fingerprint(self._names, shapes, [take_rows(array, rows) for array in self._arrays])
 
     def gather(self, indices: Tensor, epoch: Epoch) -> Any:
-        return self._tree([array.index_select(0, indices) for array in self._arrays])
+        return self._tree([take_rows(array, indices) for array in self._arrays])
 
     def _tree(self, tensors: list[Tensor]) -> Any:
         if self._names is None:
@@ -226,6 +226,14 @@ def unreadable(which: str, who: str, error: Exception) -> DataError:
     )
 
 
+def take_rows(array: Tensor, indices: Tensor) -> Tensor:
+    """Returns the entries of an array `(examples, ...)` at `indices`, `(rows,)` int64."""
+    if array.dim() == 1 and array.dtype in UNSIGNED:
+        # Of these types, `index_select` takes rows, but not single numbers.
+        return array[indices]
+    return array.index_select(0, indices)
+
+
 def as_tensor(value: Any, where: str) -> Tensor:
     """Returns a tensor or array `(examples, ...)` as a tensor in host memory, without a copy if possible."""
     if isinstance(value, np.ndarray):
@@ -273,10 +281,23 @@ def _collated(examples: list[Any]) -> Any:
     if type(first) in (tuple, list):
         return type(first)(_collated(list(column)) for column in zip(*examples, strict=True))
     if type(first) is dict:
-        return {name: _collated([example[name] for example in examples]) for name in first}
+        return {name: _collated(column) for name, column in _columns(examples).items()}
     if type(first) in (Tensor, np.ndarray):
         return _stacked(examples)
     return default_collate(examples)
+
+
+def _columns(examples: Sequence[Mapping[Any, Any]]) -> dict[Any, list[Any]]:
+    """Returns the values of dicts by name; a DataError if one has other names than the first."""
+    names = examples[0].keys()
+    for example in examples:
+        if example.keys() != names:
+            name = next(iter(names ^ example.keys()))
+            raise DataError(
+                f"some examples of a batch have {name!r} and others have not; give all the same names in a map, or "
+                "leave out those without it by a filter"
+            )
+    return {name: [example[name] for example in examples] for name in names}
 
 
 def _stacked(examples: Sequence[Any]) -> Tensor:
@@ -321,7 +342,7 @@ def padded(examples: Sequence[Any], value: float, length: int | None = None) -> 
     """
     first = examples[0]
     if isinstance(first, Mapping):
-        return {name: padded([example[name] for example in examples], value, length) for name in first}
+        return {name: padded(column, value, length) for name, column in _columns(examples).items()}
     if isinstance(first, tuple):
         return tuple(padded(column, value, length) for column in zip(*examples, strict=True))
     if not isinstance(first, Tensor | np.ndarray | list):

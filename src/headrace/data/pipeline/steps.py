@@ -142,7 +142,9 @@ class Reading:
 
 
 def takes_rng(function: Callable[..., Any]) -> bool:
-    """Returns whether a function has a parameter `rng`."""
+    """Returns whether a function has a parameter `rng`; a UsageError if it is no function."""
+    if not callable(function):
+        raise UsageError(f"map and filter take a function of an example, got {function!r:.60}")
     try:
         return "rng" in inspect.signature(function).parameters
     except ValueError:  # some built-in functions have no signature

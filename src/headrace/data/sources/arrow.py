@@ -13,8 +13,8 @@ from torch import Tensor
 
 from headrace.data.loading.torch_data import read_all
 from headrace.data.pipeline.pipeline import InputPipeline
-from headrace.data.pipeline.source import DatasetSource, Epoch, Source, collate, import_package, unreadable
-from headrace.errors import DataError
+from headrace.data.pipeline.source import DatasetSource, Epoch, Source, collate, import_package, take_rows, unreadable
+from headrace.errors import DataError, UsageError
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Columns:
         if numbers is not None:
             if numbers.missing is not None and bool(numbers.missing[indices].any()):
                 raise self._missing(name, int(indices[numbers.missing[indices]][0]))
-            return numbers.values.index_select(0, indices)
+            return take_rows(numbers.values, indices)
         taken = self.others[name].take(import_pyarrow().array(indices.numpy()))
         if taken.null_count:
             raise self._missing(name, int(indices[taken.is_null().index(True).as_py()]))
@@ -132,7 +132,9 @@ def batch_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def select_columns(names: Sequence[str], columns: Sequence[str] | None, where: str) -> list[str]:
-    """Returns the columns to read; a DataError if one does not exist, or several have its name."""
+    """Returns the columns to read; a DataError if one does not exist or several have its name."""
+    if isinstance(columns, str):
+        raise UsageError(f"columns must be a list of names, got {columns!r}; give [{columns!r}]")
     wanted, counts = list(names if columns is None else columns), Counter(names)
     for name in wanted:
         if not counts[name]:

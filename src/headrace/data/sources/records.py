@@ -44,6 +44,7 @@ def from_files(
 
     Raises:
         DataError: no file is found.
+        UsageError: `label` is no function.
         UnfitMachine: a package that the file system needs is not installed.
 
     Examples:
@@ -54,6 +55,8 @@ def from_files(
         >>> len(pipeline)
         2
     """
+    if label is not None and not callable(label):
+        raise UsageError(f"label must be a function of a file's name, got {label!r:.60}")
     return InputPipeline(_WholeFiles("files", find_files(where, options), partial(_content, label=label)))
 
 

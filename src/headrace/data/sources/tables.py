@@ -54,7 +54,7 @@ def from_csv(
     Raises:
         DataError: no file is found, one cannot be parsed, has other columns or types than the first, or there is no
             such column.
-        UsageError: there is no such type.
+        UsageError: there is no such type, or the delimiter is not one character.
         UnfitMachine: pyarrow is not installed, or what that file system needs.
 
     Examples:
@@ -63,6 +63,8 @@ def from_csv(
         >>> hr.data.from_csv("houses.csv").source.example(0, hr.data.Epoch(0, 0))["rooms"]
         tensor(3)
     """
+    if not isinstance(delimiter, str) or len(delimiter) != 1:
+        raise UsageError(f"delimiter must be one character, got {delimiter!r}; tabs are '\\t'")
     pa = import_pyarrow()
     files = find_files(where, options)
     try:
@@ -73,6 +75,7 @@ def from_csv(
         ) from error
     tables = map_files(lambda file: _read(file, delimiter, wanted), files)
     names = select_columns(tables[0].column_names, columns, files[0].name)
+    select_columns(tables[0].column_names, list(wanted), files[0].name)
     _require_one_schema(
         files, [table.schema for table in tables], [*names, *wanted], "say what both are, types={{{!r}: 'float64'}}"
     )
