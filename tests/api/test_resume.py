@@ -210,6 +210,10 @@ def test_nothing_to_resume(tmp_path: Path, saved: Path) -> None:
         fit(short_job(), tmp_path / "b", resume=tmp_path / "c")
     with pytest.raises(UsageError, match=r"nothing to resume from: .*step-00000007 does not exist"):
         fit(short_job(), tmp_path / "b", resume=saved / "checkpoints" / "step-00000007")
+    with pytest.raises(UsageError, match=r"nothing to resume from: .*/test_resume.py is a file; name a run_dir"):
+        fit(short_job(), tmp_path / "b", resume=__file__)
+    with pytest.raises(UsageError, match=r"or one checkpoint's folder by the name that it was saved with"):
+        fit(short_job(), tmp_path / "b", resume=saved / "checkpoints")
     with pytest.raises(UsageError, match=r"resume needs the run_dir of the run that goes on"):
         hr.fit(short_job(), resume=True)
     with pytest.raises(UsageError, match=r"reset_optimizer .* is for a run that goes on; say from what by resume"):

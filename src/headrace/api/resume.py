@@ -102,6 +102,11 @@ def find(run_dir: Path, resume: Path | str | Literal[True]) -> tuple[Checkpoint,
         raise UsageError(
             f"there is nothing to resume from: {where} does not exist; begin without resume, or name another"
         )
+    if not where.is_dir():
+        raise UsageError(
+            f"there is nothing to resume from: {where} is a file; name a run_dir, or the folder of one checkpoint, "
+            "step-00000060"
+        )
     if _CHECKPOINT.fullmatch(where.name) and not (where / "checkpoints").exists():
         checkpoint = CheckpointFolder(where.parent).open(int(where.name.removeprefix("step-")))
         checkpoint.verify()
@@ -113,7 +118,7 @@ def find(run_dir: Path, resume: Path | str | Literal[True]) -> tuple[Checkpoint,
         raise wrong[0]
     raise UsageError(
         f"there is nothing to resume from: {where / 'checkpoints'} holds no checkpoint; begin without resume, "
-        "or name the run_dir that has one"
+        "or name the run_dir that has one, or one checkpoint's folder by the name that it was saved with, step-00000060"
     )
 
 
