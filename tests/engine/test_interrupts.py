@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -38,6 +39,46 @@ def press(times: int, after: int = 3) -> tuple[list[Event], Callable[[Event], No
                 os.kill(os.getpid(), signal.SIGINT)
 
     return seen, on_event
+
+
+def terminate_a_child() -> None:
+    """Forks a child, as user code may, and ends it as `multiprocessing.Process.terminate` does."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write_end, b"x")
+        time.sleep(10)
+        os._exit(0)
+    os.read(read_end, 1)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    os.close(read_end)
+    os.close(write_end)
+
+
+def terminating(worker: hr.Worker) -> None:
+    for batch in worker.batches():
+        if worker.round == 2:
+            terminate_a_child()
+        worker.step(batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forks", ["a worker", "the launcher"])
+def test_a_child_that_user_code_terminates_ends_alone(engine: LocalEngine, forks: str) -> None:
+    seen, job = [], make_job()
+    if forks == "a worker":
+        run = hr.launch(terminating, job, hr.Mirrored(2), engine=engine)
+    else:
+
+        def on_event(event: Event) -> None:
+            if event.kind == "stepped" and not seen:
+                seen.append(event)
+                terminate_a_child()
+
+        run = hr.fit(job, hr.Mirrored(2), engine=engine, on_event=on_event)
+        assert seen
+    assert run.status == "ok"
 
 
 @pytest.mark.slow

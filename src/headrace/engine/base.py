@@ -206,6 +206,16 @@ def _is_rays(handler: Any) -> bool:
     return str(getattr(handler, "__module__", "")).startswith("ray.")
 
 
+def _leave_signals() -> None:
+    """Lets a child that user code forks end by a signal as any other process does, and the run go on without it."""
+    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        if str(getattr(signal.getsignal(number), "__module__", "")).startswith("headrace."):
+            signal.signal(number, default)
+
+
+os.register_at_fork(after_in_child=_leave_signals)
+
+
 @contextmanager
 def orderly_interrupts(page: Stoppable) -> Iterator[Interrupts]:
     """Lets this process's first SIGINT or SIGTERM set `page.stop` instead of interrupting the engine.
