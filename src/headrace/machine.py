@@ -273,6 +273,19 @@ def machine_identity() -> str:
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
+def require_working_directory() -> None:
+    """Raises:
+    UnfitMachine: the directory that this process works in was deleted; libraries below torch end a process there.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UnfitMachine(
+            "the working directory of this process was deleted; change to one that exists (cd, os.chdir), or, where a "
+            "new one has its path, to that path once more"
+        ) from None
+
+
 def require_linux() -> None:
     """Raises:
     UnfitMachine: this is no Linux, whose anonymous shared memory and futex the exchange is built on.

@@ -1,5 +1,7 @@
 import io
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +20,12 @@ from headrace.cli.output import (
 from headrace.engine.base import Terminated
 from headrace.errors import DataError, HeadraceError, JobError, PeerLost, UnfitMachine, UsageError, WorkerFailed
 from headrace.tracebacks import user_traceback
+
+JOB = """
+import torch, headrace as hr
+job = hr.Job(model=lambda: torch.nn.Linear(4, 1), task=hr.tasks.regression(), optimizer=torch.optim.Adam,
+             data=(torch.randn(64, 4), torch.randn(64, 1)), global_batch_size=8, epochs=1)
+"""
 
 
 def test_stdout_carries_the_result_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,6 +48,71 @@ def test_an_error_goes_to_stderr_and_as_a_document_to_stdout(as_json: bool, caps
         assert json.loads(out) == {"error": {"type": "DataError", "message": "no examples", "exit_code": 5}}
     else:
         assert out == ""
+
+
+def test_a_working_directory_that_was_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(typer.Exit) as ended, answering(as_json=True):
+        pytest.fail("a command has begun where torch would end its process")
+    assert ended.value.exit_code == 3
+    out, err = capsys.readouterr()
+    assert "was deleted; change to one that exists" in err
+    assert json.loads(out)["error"]["exit_code"] == 3
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_stdout_that_takes_no_more(
+    as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(typer.Exit) as ended, answering(as_json) as answer:
+            answer.give({"a": 1}, "a")
+        assert ended.value.exit_code == 3
+        assert capsys.readouterr().err == (
+            "error: the result cannot be written to stdout: No space left on device; make room there\n"
+        )
+        with pytest.raises(typer.Exit) as ended, answering(as_json):
+            raise DataError("no examples")
+        assert ended.value.exit_code == 5
+        assert capsys.readouterr().err == "error: no examples\n"
+        # What its buffer still holds goes elsewhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_stream_that_the_caller_has_closed(closed: str, tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(JOB, encoding="utf-8")
+    command = f'"$0" -m headrace train job.py --strategy mirrored --workers 2 --run-dir run {closed}'
+    done = subprocess.run(["bash", "-c", command, sys.executable], cwd=tmp_path, timeout=120)
+    assert done.returncode == 0
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("redirected", "code", "last"), [("", 0, "model: "), (">/dev/full", 3, "error: the result")])
+def test_what_stdout_does_not_take(redirected: str, code: int, last: str, tmp_path: Path) -> None:
+    """Characters that the locale lacks, and anything where its disk is full."""
+    (tmp_path / "job.py").write_text(JOB, encoding="utf-8")
+    command = f'"$0" -m headrace train job.py --run-dir run {redirected}'
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable],
+        cwd=tmp_path,
+        timeout=120,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done.stderr
+    assert (done.stderr if redirected else done.stdout).splitlines()[-1].startswith(last)
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (Terminated(), 143)])

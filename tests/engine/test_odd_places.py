@@ -12,7 +12,7 @@ import pytest
 import headrace as hr
 from engine.victims import make_job
 from headrace.engine.local.engine import LocalEngine
-from headrace.errors import UsageError
+from headrace.errors import UnfitMachine, UsageError
 
 pytestmark = pytest.mark.slow
 
@@ -81,6 +81,18 @@ exec(compile("job = " + second, "<cell 2>", "exec"), vars(cells))
 
 def test_cells_of_a_notebook(tmp_path: Path) -> None:
     assert SAID in run(tmp_path, "-c", CELLS.format(text=TEXT)).splitlines()
+
+
+@pytest.mark.parametrize("run_dir", [None, "relative"])
+def test_a_working_directory_that_was_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_dir: str | None
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(UnfitMachine, match="working directory of this process was deleted"):
+        hr.fit(make_job(), hr.Mirrored(2), run_dir=run_dir)
 
 
 def test_what_lies_in_the_users_folder_does_not_stand_in_for_libraries(

@@ -31,7 +31,7 @@ from headrace.engine.torchrun.refusal import tell_uncaught
 from headrace.engine.torchrun.secret import NOT_ENCRYPTED
 from headrace.engine.torchrun.store import join, launched_ranks, of_first, total_of_hosts
 from headrace.errors import HeadraceError, UsageError
-from headrace.machine import detect, explained, host_name
+from headrace.machine import detect, explained, host_name, require_working_directory
 from headrace.pipeline.profile import MeasuredLayers, measure
 from headrace.report.trackers.listeners import Listeners, OnEvent
 from headrace.spec.cluster import Cluster
@@ -206,6 +206,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     for each in arguments.callbacks:
         if not isinstance(each, Callback):
             raise UsageError(f"callbacks are objects of subclasses of hr.Callback, got {each!r:.60}")
+    require_working_directory()
     # Now, because building the user's model may change the working directory.
     wanted = None if arguments.run_dir is None else Path(arguments.run_dir).absolute()
     request = _resume_request(arguments)

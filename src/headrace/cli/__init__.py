@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -148,10 +150,34 @@ def _refuse(error: Any, as_json: bool) -> int:
     return ExitCode.USAGE
 
 
+def _open_streams() -> None:
+    """Opens what the caller has closed of the three standard streams, lest a socket gets its number."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115  (until the end)
+
+
+def _close_stdout() -> None:
+    """Writes what is buffered; where stdout takes no more, an error was shown, and the interpreter shall add none."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 def main() -> NoReturn:
     """The console script: runs `sys.argv` and exits."""
+    _open_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What the locale has no character for is replaced, as Python has it on stderr.
+        sys.stdout.reconfigure(errors="replace")
     # So that processes and segments are given back before this one ends.
     signal.signal(signal.SIGTERM, terminate)
     if "--json" in sys.argv:
         answer_with(json.dumps(error_document(Terminated(), ExitCode.TERMINATED), indent=2).encode() + b"\n")
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    _close_stdout()
+    sys.exit(code)

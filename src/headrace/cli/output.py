@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from headrace.engine.base import Terminated
-from headrace.errors import HeadraceError, PeerLost, WorkerFailed
+from headrace.errors import HeadraceError, PeerLost, UnfitMachine, WorkerFailed
+from headrace.machine import require_working_directory
 from headrace.report.model.summary import Summary, summarize
 from headrace.report.model.verdict import References, verdict
 from headrace.report.views.table import comparison_plain, comparison_table, run_plain, run_table
@@ -90,15 +92,28 @@ def _message(error: BaseException) -> str:
 
 
 class Answer:
-    """Writes a command's result to `stream`, as one JSON document or as text."""
+    """Writes a command's result to `stream`, as one JSON document or as text.
+
+    Raises:
+        UnfitMachine: the stream takes no more. A closed pipe stays an OSError, at which typer ends the command.
+    """
 
     def __init__(self, stream: TextIO, as_json: bool) -> None:
         self.as_json = as_json
         self._stream = stream
+        self._fails = False
 
     def document(self, document: Mapping[str, Any]) -> None:
         """Prints the result as JSON."""
-        write_document(self._stream, document)
+        with self._writing():
+            write_document(self._stream, document)
+
+    def failure(self, error: BaseException, code: int) -> None:
+        """Prints the error as JSON, if JSON was asked for and the stream has taken all so far."""
+        if self.as_json and not self._fails:
+            # The error is told on stderr, too, and decides the exit code.
+            with contextlib.suppress(UnfitMachine):
+                self.document(error_document(error, code))
 
     def give(self, document: Mapping[str, Any], text: str) -> None:
         """Prints the result in the form that was asked for."""
@@ -112,11 +127,23 @@ class Answer:
         # Lazily: `--help` need not wait for rich.
         from rich.console import Console
 
-        Console(file=self._stream, markup=False, highlight=False).print(table)
+        with self._writing():
+            Console(file=self._stream, markup=False, highlight=False).print(table)
 
     def text(self, text: str) -> None:
         """Prints text."""
-        print(text, file=self._stream, flush=True)
+        with self._writing():
+            print(text, file=self._stream, flush=True)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._fails = True
+            if error.errno == errno.EPIPE:
+                raise
+            raise UnfitMachine(f"the result cannot be written to stdout: {error.strerror}; make room there") from None
 
 
 def write_document(stream: TextIO, document: Mapping[str, Any]) -> None:
@@ -142,6 +169,7 @@ def answering(as_json: bool) -> Iterator[Answer]:
     """
     answer = Answer(sys.stdout, as_json)
     try:
+        require_working_directory()
         with contextlib.redirect_stdout(sys.stderr):
             yield answer
     except HeadraceError as error:
@@ -155,8 +183,7 @@ def answering(as_json: bool) -> Iterator[Answer]:
         # traceback is wanted.
         if not isinstance(error, typer.Exit | typer.Abort):
             _told(error, ExitCode.RUN_FAILED)
-            if as_json:
-                answer.document(error_document(error, ExitCode.RUN_FAILED))
+            answer.failure(error, ExitCode.RUN_FAILED)
         raise
 
 
@@ -171,8 +198,7 @@ def _told(error: BaseException, code: int) -> BaseException:
 
 
 def _fail(answer: Answer, error: BaseException, code: int) -> None:
-    if answer.as_json:
-        answer.document(error_document(error, code))
+    answer.failure(error, code)
     write_error(sys.stderr, error)
     raise typer.Exit(code) from None
 
