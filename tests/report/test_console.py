@@ -210,6 +210,43 @@ def test_plain_false_draws_a_bar_into_a_file():
     assert "\x1b" in stream.getvalue()
 
 
+class _Unread(io.StringIO):
+    """A stream that takes nothing any more."""
+
+    number: int | None = None
+
+    def write(self, text: str) -> int:
+        if self.number is not None:
+            raise OSError(self.number, os.strerror(self.number))
+        return super().write(text)
+
+
+@pytest.mark.parametrize(
+    ("number", "plain"),
+    [
+        (errno.EPIPE, True),
+        (errno.ENOSPC, True),
+        (errno.EIO, True),
+        pytest.param(errno.EIO, False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_that_nobody_reads_of(number: int, plain: bool) -> None:
+    stream, clock = _Unread(), _Clock()
+    with ProgressBar(10, "a", stream, plain, clock) as progress:
+        stream.number = number
+        clock.now += 11
+        progress.update(3)
+        progress.line("a notice")
+        stream.number = None
+        progress.line("it is read again")
+        stream.number = number
+    assert "it is read again" in stream.getvalue()
+    assert ("a notice" in stream.getvalue()) <= (not plain), "a bar may keep it until then"
+    stream.number = errno.EBADF
+    with pytest.raises(OSError, match="Bad file"):
+        progress.line("another error is none of those")
+
+
 def test_a_full_disk_is_told_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "_CHECK_PERIOD_S", 0.0)
     # Where there is room again, it is asked for the bytes, too.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import time
 from collections.abc import Callable, Container
 from time import monotonic
 from typing import TYPE_CHECKING, Self, TextIO
 
+from headrace.machine import takes_no_more, unless
 from headrace.report.format import MISSING, byte_count, clean, duration, plural, short
 from headrace.report.views.notebook import ShowHtml, progress_html
 from headrace.spec.events import (
@@ -31,12 +33,17 @@ _BAR_PERIOD_S = 0.25
 _LINE_PERIOD_S = 10.0
 
 
+def _is_unseen(error: OSError) -> bool:
+    """Tells whether a line finds no reader: its pipe is closed, its terminal is gone (EIO), or its disk is full."""
+    return error.errno == errno.EPIPE or takes_no_more(error)
+
+
 class ProgressBar:
     """Shows one run's progress until it is closed: as a bar on a terminal, one line below a notebook's cell, or lines.
 
     No thread draws: `update` draws at most 4 times a second (or once in 10 s, without a terminal), so that a run in
-    this process is not disturbed. `plain` forces lines (True) or a bar (False); `total_steps` is None where it is not
-    known; `show_html` is a notebook's.
+    this process is not disturbed. What finds no reader any more is left out, and ends no run. `plain` forces lines
+    (True) or a bar (False); `total_steps` is None where it is not known; `show_html` is a notebook's.
     """
 
     def __init__(
@@ -78,8 +85,9 @@ class ProgressBar:
             self._show_html(progress_html(self._label, step, self._total, loss, examples_per_s, now - self._began))
             return
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=step, loss=short(loss), rate=short(examples_per_s))
-            self._bar.refresh()
+            with unless(_is_unseen):
+                self._bar.update(self._task, completed=step, loss=short(loss), rate=short(examples_per_s))
+                self._bar.refresh()
         else:
             total = f"/{self._total}" if self._total is not None else ""
             rate = f"{short(examples_per_s)} examples/s, {duration(now - self._began)}"
@@ -88,7 +96,8 @@ class ProgressBar:
     def line(self, text: str) -> None:
         """Writes a line that stays, above the bar where there is one."""
         if self._bar is not None and not self._closed:
-            self._bar.console.print(clean(text), markup=False, highlight=False, soft_wrap=True)
+            with unless(_is_unseen):
+                self._bar.console.print(clean(text), markup=False, highlight=False, soft_wrap=True)
         else:
             self._write(clean(text))
 
@@ -98,13 +107,15 @@ class ProgressBar:
             return
         self._closed = True
         if self._bar is not None:
-            self._bar.stop()
+            with unless(_is_unseen):
+                self._bar.stop()
         if final_line:
             self._write(clean(final_line))
 
     def _write(self, text: str) -> None:
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        with unless(_is_unseen):
+            self._stream.write(text + "\n")
+            self._stream.flush()
 
     def _open_bar(self) -> None:
         from rich.console import Console
