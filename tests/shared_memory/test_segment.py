@@ -18,6 +18,7 @@ import torch
 
 from belongings import descriptors
 from headrace.errors import UnfitMachine
+from headrace.machine import explained
 from headrace.shared_memory import segment as module
 from headrace.shared_memory.control_page import ControlPage, RankRecord
 from headrace.shared_memory.mapping import LARGE_PAGE_BYTES, mapped, use_large_pages
@@ -213,3 +214,13 @@ def test_what_cannot_be_mapped_is_an_error_of_the_system() -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         mapped(-1, 3 * LARGE_PAGE_BYTES)
     assert not use_large_pages(memoryview(bytearray(100)))
+
+
+def test_too_many_files_is_no_matter_of_users_and_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/proc/1/fd/3")
+
+    monkeypatch.setattr("headrace.shared_memory.segment.os.open", refuse)
+    with pytest.raises(OSError, match="Too many open files") as failed:
+        SharedSegment.open(1, 3, 8)
+    assert "ulimit -n" in str(explained(failed.value))

@@ -107,6 +107,8 @@ class SharedSegment:
         try:
             return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), nbytes)
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
             raise UnfitMachine(
                 f"cannot open the shared memory of process {pid} ({path}: {error.strerror}); the workers of a host "
                 "must run as one user and see each other's processes (one PID namespace)"
