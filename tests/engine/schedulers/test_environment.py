@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.engine.schedulers.environment import LAUNCHER, first_host, secret_remedy, translated
+from headrace.engine.schedulers.environment import LAUNCHER, adopt, first_host, secret_remedy, translated
 from headrace.errors import UsageError
 from headrace.machine import HOST_CORES
 
@@ -167,3 +167,19 @@ def test_each_scheduler_has_its_own_way_for_the_secret() -> None:
     assert secret_remedy({}) is None
     for environment, way in ((SLURM, "before srun"), (OPEN_MPI, "-x HEADRACE_SECRET"), (POD, "from a Secret")):
         assert way in (secret_remedy(translated(environment)) or "")
+
+
+@pytest.mark.parametrize(
+    ("rank", "world"), [("abc", "2"), ("0", "abc"), ("2", "2"), ("-1", "2"), ("0", "0"), ("", ""), ("0", "-1")]
+)
+def test_ranks_that_no_launcher_sets(rank: str, world: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(UsageError, match=f"^RANK={rank} and WORLD_SIZE={world} in the environment name no process"):
+        adopt()
+
+
+def test_counts_that_are_no_numbers() -> None:
+    with pytest.raises(UsageError, match="SLURM_NTASKS, is 'abc', which is no number of tasks"):
+        translated({**SLURM, "SLURM_STEP_NUM_TASKS": "abc"})
+    assert translated({**OPEN_MPI, "OMPI_MCA_ess_base_jobid": "prterun-a"})["MASTER_PORT"] == "20000"

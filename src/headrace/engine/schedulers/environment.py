@@ -35,9 +35,22 @@ _MAKE = 'HEADRACE_SECRET=$(python -c "import secrets; print(secrets.token_hex(32
 def adopt() -> None:
     """Sets in this process's environment what its scheduler says of it.
 
-    Raises UsageError where it says too little, or something else than RANK and WORLD_SIZE do.
+    Raises UsageError where it says too little, or something else than RANK and WORLD_SIZE do, or these are no rank and
+    number of processes.
     """
     os.environ.update(translated(os.environ))
+    _check_ranks(os.environ)
+
+
+def _check_ranks(environment: Mapping[str, str]) -> None:
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return
+    rank, world = environment["RANK"], environment["WORLD_SIZE"]
+    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+        raise UsageError(
+            f"RANK={rank} and WORLD_SIZE={world} in the environment name no process of a launcher: WORLD_SIZE is how "
+            "many there are, and RANK counts them from 0; unset both where no launcher has set them"
+        )
 
 
 def translated(environment: Mapping[str, str]) -> dict[str, str]:
@@ -75,6 +88,8 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, str] | None:
     if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment:
         return None
     tasks = _slurm_value(environment, "NUM_TASKS", "NTASKS")
+    if not tasks.isdecimal():
+        raise UsageError(f"SLURM_STEP_NUM_TASKS, or SLURM_NTASKS, is {tasks!r}, which is no number of tasks; unset it")
     if tasks == "1":
         return {"WORLD_SIZE": tasks}
     per_node = _counts(_slurm_value(environment, "TASKS_PER_NODE", "TASKS_PER_NODE"))
@@ -144,8 +159,9 @@ def _open_mpi(environment: Mapping[str, str]) -> dict[str, str] | None:
         _number(environment, f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     )
     # One number for all processes of an mpirun.
-    job = int(environment.get("OMPI_MCA_ess_base_jobid", "0"))
-    return _mpi(environment, _ranks("mpi", rank, world), (local_rank, local_world), _port(job))
+    job = environment.get("OMPI_MCA_ess_base_jobid", "")
+    port = _port(int(job) if job.isdecimal() else 0)
+    return _mpi(environment, _ranks("mpi", rank, world), (local_rank, local_world), port)
 
 
 def _pmi(environment: Mapping[str, str]) -> dict[str, str] | None:
