@@ -6,13 +6,21 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor, nn
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 import headrace as hr
 from headrace.engine.local.engine import launch_script
@@ -163,3 +171,38 @@ def test_a_loader_without_a_batch_size() -> None:
     model, optimizer, loader = parts()
     with pytest.raises(UsageError, match="the loader has no batch_size, so there is no global batch to split"):
         hr.setup(model, optimizer, DataLoader(loader.dataset, batch_size=None))
+
+
+def test_drop_last_is_taken_over() -> None:
+    model, optimizer, loader = parts()
+    _, _, shares = hr.setup(model, optimizer, DataLoader(loader.dataset, batch_size=4, drop_last=True))
+    assert len(shares) == 2
+    first = torch.cat([batch[0] for batch in shares])
+    assert torch.equal(first, torch.cat([batch[0] for batch in shares]))
+    assert len(first) == 8
+
+
+class _Backwards(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9, -1, -1))
+
+    def __len__(self) -> int:
+        return 10
+
+
+def test_the_order_of_samplers() -> None:
+    """Every process gets its share of each batch, so one that divides the data among processes is replaced."""
+    model, optimizer, loader = parts()
+    inputs = loader.dataset.tensors[0]  # type: ignore[attr-defined]
+
+    def seen(sampler: Sampler[int]) -> Tensor:
+        _, _, shares = hr.setup(model, optimizer, DataLoader(loader.dataset, 4, sampler=sampler))
+        assert len(shares) == 3
+        return torch.cat([batch[0] for batch in shares])
+
+    for shuffling in (DistributedSampler(inputs, 2, 0), _Backwards(), RandomSampler(inputs)):
+        found = seen(shuffling)
+        assert not torch.equal(found, inputs)
+        assert torch.equal(found.sort(0).values, inputs.sort(0).values)
+    for sequential in (DistributedSampler(inputs, 2, 0, shuffle=False), SequentialSampler(inputs)):
+        assert torch.equal(seen(sequential), inputs)

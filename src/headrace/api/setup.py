@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from headrace.collectives.base import ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
@@ -54,7 +54,7 @@ def setup(
     Args:
         model: on the CPU; every process gets rank 0's weights.
         optimizer: over this model's parameters; it stays the same object, so schedulers may hold it.
-        loader: its data set, batch size (the global one) and whether it shuffles are taken over.
+        loader: its data set, collate_fn, batch size (the global one), drop_last and whether it shuffles are taken over.
         strategy: "mirrored", "central_storage" or "one_device".
         timeout_s: a process without a sign of life for this long counts as lost.
         encrypt: False leaves gradients between hosts unencrypted, for networks that are trusted.
@@ -101,18 +101,21 @@ class ShareLoader:
         if loader.batch_size is None:
             raise UsageError("the loader has no batch_size, so there is no global batch to split; give it one")
         pipeline, _ = as_pipeline(loader)
-        ordered = not isinstance(loader.sampler, RandomSampler)
         seed = 0 if loader.generator is None else loader.generator.initial_seed()
-        self._loader = Loader(pipeline, seed, loader.batch_size, (1,) * group.world, group.rank, ordered)
+        shares = (1,) * group.world
+        self._loader = Loader(pipeline, seed, loader.batch_size, shares, group.rank, not _shuffles(loader))
+        partial = len(pipeline) % loader.batch_size > 0
+        self._rounds = self._loader.rounds_per_epoch - (loader.drop_last and partial)
         self._group = group
         self._epoch = 0
         self.weight = 1.0 / group.world
 
     def __len__(self) -> int:
-        return self._loader.rounds_per_epoch
+        return self._rounds
 
     def __iter__(self) -> Iterator[Any]:
-        shares = self._loader.rounds(self._epoch * len(self), (self._epoch + 1) * len(self))
+        first = self._epoch * self._loader.rounds_per_epoch
+        shares = self._loader.rounds(first, first + self._rounds)
         self._epoch += 1
         try:
             for _ in range(len(self)):
@@ -121,6 +124,12 @@ class ShareLoader:
                 yield share.batch
         finally:
             shares.close()
+
+
+def _shuffles(loader: DataLoader[Any]) -> bool:
+    if isinstance(loader.sampler, DistributedSampler):
+        return loader.sampler.shuffle
+    return not isinstance(loader.sampler, SequentialSampler)
 
 
 class _Synchronizer:
