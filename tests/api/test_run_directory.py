@@ -121,6 +121,11 @@ def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
         RunDirLock(tmp_path / "a" / "b", continues=False)
 
 
+def test_a_name_that_is_too_long(tmp_path: Path) -> None:
+    with pytest.raises(UnfitMachine, match=r"cannot write to the run directory .*: File name too long; name another"):
+        RunDirLock(tmp_path / ("a" * 300), continues=False)
+
+
 @contextmanager
 def mounted(place: Path, options: str) -> Iterator[None]:
     place.mkdir()

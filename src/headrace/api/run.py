@@ -67,7 +67,11 @@ class RunDirLock:
     """
 
     def __init__(self, directory: Path, continues: bool, needed_bytes: int = 0) -> None:
-        if events_path(directory, LAUNCHER).exists() and not continues:
+        try:
+            holds_one = events_path(directory, LAUNCHER).exists()
+        except OSError as error:
+            raise _unwritable(directory, error) from error
+        if holds_one and not continues:
             refuse_living(directory)
             raise UsageError(
                 f"{directory} holds a run already; name another run_dir, or delete it; resume=True (--resume) goes on "
