@@ -40,6 +40,32 @@ if "killed" in sys.argv:
 """
 
 
+_FORKED = """
+import functools, os, torch
+import headrace as hr
+
+torch.set_num_threads(2)
+job = hr.Job(
+    model=functools.partial(torch.nn.Linear, 16, 4), task=hr.tasks.multiclass(4), optimizer=torch.optim.Adam,
+    data=(torch.randn(256, 16), torch.zeros(256, dtype=torch.long)), global_batch_size=32, epochs=1,
+)
+hr.fit(job, hr.Mirrored(2))
+child = os.fork()
+if child == 0:
+    os.write(1, hr.fit(job, hr.Mirrored(2)).status.encode())
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("real_python")
+def test_a_child_of_the_users_fits() -> None:
+    """It has none of the threads with which its parent has computed."""
+    done = subprocess.run([sys.executable, "-c", _FORKED], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "ok"
+
+
 @pytest.fixture(autouse=True)
 def _none_kept() -> Iterator[None]:
     close_kept_engine()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,6 +35,11 @@ from headrace.training.whole_model import cut
 from headrace.worker.session import alone, make_module, objective_of
 
 _TRIED_EXAMPLES = 2
+
+_forked: list[bool] = []
+"""Has an item where this process is a fork of one that has imported this."""
+
+os.register_at_fork(after_in_child=lambda: _forked.append(True))
 
 T = TypeVar("T")
 
@@ -71,6 +77,9 @@ def inspect_job(job: Job, closures: bool = False) -> JobInfo:
     """
     if not isinstance(job, Job):
         raise UsageError(f"what is trained must be an hr.Job(...), got {type(job).__name__}")
+    if _forked:
+        # The parent's threads, for which a computation with several would wait for ever, are not in a fork.
+        torch.set_num_threads(1)
     if job.task is not None and not isinstance(job.task, Task):
         raise UsageError(f"the job's task must be one of hr.tasks, hr.tasks.multiclass(10), got {job.task!r:.60}")
     _check_early_stopping(job)
