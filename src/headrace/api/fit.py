@@ -248,6 +248,8 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
         raise SystemExit(0)
     if status == TERMINATED:
         # SIGTERM asks this process to end, and now everything is saved.
+        if keeper:
+            keeper.delete()
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.raise_signal(signal.SIGTERM)
         raise Terminated

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from headrace.batches import call
 from headrace.checkpoint import forms
+from headrace.engine.base import delete_with, forget
 from headrace.errors import CorruptCheckpoint, RunFailed, UnfitMachine, UsageError
 from headrace.export.choice import choose
 from headrace.export.signature import Signature
@@ -48,7 +49,19 @@ class TemporaryRunDir:
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="headrace-"))
-        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+        delete_with(self.path)
+        self._delete = weakref.finalize(self, _delete, self.path, os.getpid())
+
+    def delete(self) -> None:
+        """Deletes the directory now."""
+        self._delete()
+
+
+def _delete(folder: Path, owner: int) -> None:
+    # A child that user code forks has a copy of the holder.
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
+        forget(folder)
 
 
 class RunDirLock:

@@ -7,6 +7,7 @@ module does not import torch, so that an engine can be made first thing.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 from abc import ABC, abstractmethod
@@ -145,6 +146,7 @@ class Terminated(BaseException):
 
 _documents: list[bytes] = []
 _companions: set[int] = set()
+_temporary: set[Path] = set()
 
 
 def answer_with(document: bytes) -> None:
@@ -162,6 +164,16 @@ def leave_alone(pid: int) -> None:
     _companions.discard(pid)
 
 
+def delete_with(folder: Path) -> None:
+    """Lets `terminate` delete a temporary folder, too."""
+    _temporary.add(folder)
+
+
+def forget(folder: Path) -> None:
+    """Takes that back, when the folder is deleted."""
+    _temporary.discard(folder)
+
+
 def terminate(number: int, frame: FrameType | None) -> NoReturn:
     """Ends this process at once; a handler of signals.
 
@@ -174,6 +186,8 @@ def terminate(number: int, frame: FrameType | None) -> NoReturn:
     try:
         os.write(1, _documents[-1] if _documents else b"")
         os.write(2, b"error: terminated (SIGTERM)\n")
+        for folder in _temporary:
+            shutil.rmtree(folder, ignore_errors=True)
     finally:
         # Also where the other end of stdout is closed.
         os._exit(TERMINATED_CODE)

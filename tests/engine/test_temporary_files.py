@@ -1,0 +1,34 @@
+"""SIGTERM leaves no temporary file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.test_termination import environment
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import os, signal, headrace as hr
+from engine.lasting import lasting_job
+
+def on_event(event):
+    if event.kind == "stepped":
+        os.kill(os.getpid(), signal.SIGTERM)
+
+hr.fit(lasting_job("cnn"), hr.Mirrored(2), on_event=on_event)
+"""
+
+
+def test_of_a_run_without_a_run_dir(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment(TMPDIR=tmp_path), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert os.listdir(tmp_path) == []
