@@ -45,7 +45,10 @@ class _Question:
     def answered(self) -> bool | None:
         """Returns whether the host has answered, also by refusing; None while it may still do so."""
         if self._error == errno.EINPROGRESS:
-            if not select.select([], [self._socket], [], 0)[1]:
+            # Not select, which is limited to 1,024 descriptors.
+            answer = select.poll()
+            answer.register(self._socket, select.POLLOUT)
+            if not answer.poll(0):
                 return None if monotonic() - self._asked < _ANSWER_S else False
             self._error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         return self._error in (0, errno.ECONNREFUSED)
