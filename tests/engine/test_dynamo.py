@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -51,20 +50,49 @@ def test_the_compiler_is_imported_when_something_compiles() -> None:
     subprocess.run([PYTHON, "-c", _COLD], check=True, timeout=300)
 
 
+_SPARING = """
+import sys
+import torch, headrace as hr
+from headrace.engine.dynamo import has_compiler
+
+class Layer(torch.nn.Linear):
+    def forward(self, x):
+        assert not has_compiler() and "sympy" not in sys.modules
+        return super().forward(x)
+
+data = torch.randn(8, 4), torch.randn(8, 1)
+job = hr.Job(lambda: torch.nn.Sequential(Layer(4, 4), Layer(4, 1)), loss=torch.nn.functional.mse_loss,
+             optimizer=torch.optim.Adam, data=data, eval_data=data, global_batch_size=4, steps=2)
+assert hr.fit(job, STRATEGY).status == "ok"
+assert not has_compiler() and "sympy" not in sys.modules
+"""
+
+
 @pytest.mark.slow
-def test_neither_launcher_nor_workers_import_what_they_do_not_need(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import torch, headrace as hr\n"
-        "from headrace.engine.dynamo import has_compiler\n"
-        "class Model(torch.nn.Linear):\n"
-        "    def forward(self, x):\n"
-        "        assert not has_compiler()\n"
-        "        return super().forward(x)\n"
-        "data = torch.randn(8, 4), torch.randn(8, 1)\n"
-        "job = hr.Job(lambda: Model(4, 1), loss=torch.nn.functional.mse_loss, optimizer=torch.optim.Adam,\n"
-        "             data=data, eval_data=data, global_batch_size=4, steps=2)\n"
-        "assert hr.fit(job, hr.Mirrored(workers=2)).status == 'ok'\n"
-        "assert not has_compiler()\n"
-    )
-    subprocess.run([PYTHON, str(script)], check=True, timeout=300)
+@pytest.mark.parametrize("strategy", ["hr.Mirrored(workers=2)", "hr.Pipeline(stages=2)"])
+def test_neither_launcher_nor_workers_import_what_they_do_not_need(strategy: str) -> None:
+    subprocess.run([PYTHON, "-c", _SPARING.replace("STRATEGY", strategy)], check=True, timeout=300)
+
+
+_ONCE = """
+import os, sys
+import torch, headrace as hr
+
+launcher = os.getpid()
+
+class Layer(torch.nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        in_worker = os.getpid() != launcher
+        assert ("torch.distributed.fsdp" in sys.modules and "torch._dynamo.utils" in sys.modules) == in_worker
+
+data = torch.randn(8, 4), torch.randn(8, 1)
+job = hr.Job(lambda: Layer(4, 1), loss=torch.nn.functional.mse_loss, optimizer=torch.optim.Adam, data=data,
+             global_batch_size=4, steps=2)
+assert hr.fit(job, hr.FullySharded(workers=2)).status == "ok"
+"""
+
+
+@pytest.mark.slow
+def test_what_workers_need_is_imported_once_before_they_are_forked() -> None:
+    subprocess.run([PYTHON, "-c", _ONCE], check=True, timeout=300)

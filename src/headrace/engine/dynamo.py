@@ -36,12 +36,12 @@ def has_compiler() -> bool:
     return COMPILER in sys.modules and not isinstance(sys.modules[COMPILER], _Postponed)
 
 
-def import_compiler() -> None:
-    """Imports the compiler now."""
-    held = sys.modules.get(COMPILER)
+def import_whole(name: str) -> None:
+    """Imports a module now, also the compiler where it was postponed."""
+    held = sys.modules.get(name)
     if isinstance(held, _Postponed):
         held.give_way()
-    importlib.import_module(COMPILER)
+    importlib.import_module(name)
 
 
 class _Postponed(ModuleType):

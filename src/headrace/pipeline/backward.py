@@ -15,7 +15,7 @@ made by autograd in the first part of a split pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,31 @@ _FEWEST_ELEMENTS = 1 << 16
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class _Roots(torch.autograd.Function):
+    """A number that gives each root its gradient when backward starts from it."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[Tensor], *roots: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.zeros((), device=roots[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.gradients
+
+
+def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Runs backward from roots with these gradients; None is 1, for a number.
+
+    As `torch.autograd.backward`, which imports sympy as soon as it is given a gradient: that takes each process two
+    seconds of processor time.
+    """
+    known = [
+        torch.ones_like(root) if gradient is None else gradient for root, gradient in zip(roots, gradients, strict=True)
+    ]
+    torch.autograd.backward(_Roots.apply(known, *roots))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from headrace.errors import UnfitMachine
 from headrace.machine import give_back
 from headrace.metrics import weigh
 from headrace.modules import set_train_modes
+from headrace.pipeline.backward import run_backward
 from headrace.pipeline.digest import digest
 from headrace.pipeline.layer_cost import LayerTiming, between, clock, kept_bytes, place, typical
 from headrace.pipeline.runner import out_of_memory
@@ -260,7 +261,7 @@ class Sweep:
     def _backward(self, stage: Stage, roots: Sequence[Tensor]) -> None:
         if roots:
             with stage.gradients.adding():
-                torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+                run_backward(roots, [torch.ones_like(root) for root in roots])
 
     def _begin(self) -> None:
         self._began = self._now()

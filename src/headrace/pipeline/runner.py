@@ -22,7 +22,7 @@ from torch import Tensor
 from headrace.devices import random_states, set_random_states
 from headrace.errors import UnfitMachine
 from headrace.machine import resident_bytes
-from headrace.pipeline.backward import WeightGradient
+from headrace.pipeline.backward import WeightGradient, run_backward
 from headrace.pipeline.buffers import RunningStatistics, SavedBuffer, SavedState
 from headrace.pipeline.channels import Channels
 from headrace.pipeline.schedules.schedule import Action, PassKind
@@ -208,7 +208,7 @@ class Runner:
         later: list[WeightGradient] = []
         if roots:
             with stage.gradients.deferring() if split else stage.gradients.adding() as deferred:
-                torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+                run_backward([root for root, _ in roots], [gradient for _, gradient in roots])
             later = deferred or []
         del roots
         for producer, names in saved.received.items():

@@ -88,6 +88,9 @@ class FullySharded(Strategy):
                 "compile=False, or mirrored"
             )
 
+    def imports(self) -> tuple[str, ...]:
+        return "torch._dynamo", "headrace.fully_sharded.replica"
+
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
         # Only to refuse what cannot be sharded before any process starts.
         find_units(probe.module, self.units)

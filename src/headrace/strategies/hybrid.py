@@ -123,6 +123,9 @@ class Hybrid(ServedStrategy):
     def sparse_names(self) -> tuple[str, ...]:
         return self.outer.sparse_names()
 
+    def imports(self) -> tuple[str, ...]:
+        return *self.outer.imports(), *self.inner.imports()
+
     def check(self, options: Options) -> None:
         self.outer.check(options)
         self.inner.check(options)

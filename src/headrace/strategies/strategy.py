@@ -55,6 +55,10 @@ class Strategy(ABC):
         """Returns patterns of the names of embeddings that are sparse though the model does not say so."""
         return ()
 
+    def imports(self) -> tuple[str, ...]:
+        """Returns modules that all its workers need and that take seconds to import; most strategies have none."""
+        return ()
+
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
         """Returns the model spec with what else `plan` needs; most need nothing. The module stays as it is."""
         return model

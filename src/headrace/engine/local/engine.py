@@ -189,7 +189,7 @@ class ProcessLauncher:
 
     def __init__(self, spec: RunSpec, fork_server: ForkServer, control: int, ranks: int, lifeline: int) -> None:
         # Not before, because it imports torch.
-        from headrace.engine.dynamo import has_compiler
+        from headrace.engine.dynamo import COMPILER, has_compiler
         from headrace.engine.shipping import pack
 
         self._spec = spec
@@ -197,7 +197,8 @@ class ProcessLauncher:
         self._descriptors = [control, lifeline]
         self._ranks = ranks
         # What this process needed to check the job its workers need, too.
-        self._compiles = spec.job.options.compile or has_compiler()
+        compiler = (COMPILER,) if spec.job.options.compile or has_compiler() else ()
+        fork_server.import_modules((*compiler, *spec.strategy.imports()))
         self._code, self._memory, self._length = pack(spec)
         log_path(spec.run_dir, 0).parent.mkdir(parents=True, exist_ok=True)
 
@@ -211,7 +212,6 @@ class ProcessLauncher:
             "path": sys.path,
             "log": str(log_path(self._spec.run_dir, role.rank)),
             "data_bytes": self._length,
-            "compiles": self._compiles,
         }
         # The worker does not read the lock; the run's directory stays locked until the last worker has ended.
         further = [descriptor for descriptor in (self._memory, self._spec.attempt.lock) if descriptor >= 0]

@@ -170,7 +170,22 @@ class ForkServer:
         self._probe = LivenessProbe(self._process.pid)
         self._stopped_at: float | None = None
         self._ready = False
+        self._imported: set[str] = set()
         _open.add(self)
+
+    def import_modules(self, names: Sequence[str]) -> None:
+        """Has modules imported once for all processes; returns when they are, because a process's time runs from then.
+
+        Raises:
+            UsageError: the fork server is closed.
+            UnfitMachine: the fork server has ended, or has not imported them in time.
+        """
+        if self._imported.issuperset(names):
+            return
+        self._await_ready()
+        self._send(json.dumps({"import": list(names)}).encode())
+        self._await("the process that imports modules for the workers", "done")
+        self._imported.update(names)
 
     def spawn(self, rank: int, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         """Forks a process for `request` (see `engine.local.process`) with copies of these descriptors.
@@ -183,10 +198,7 @@ class ForkServer:
         message = json.dumps({"spawn": rank, **request}).encode()
         if len(message) > _MESSAGE_BYTES:
             raise UnfitMachine(f"the request for rank {rank} is {len(message)} bytes long, more than {_MESSAGE_BYTES}")
-        try:
-            socket.send_fds(self._socket, [message], descriptors)
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise self._gone() from error
+        self._send(message, descriptors)
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Ends processes with SIGKILL."""
@@ -249,11 +261,20 @@ class ForkServer:
             raise UsageError("this engine is closed; make another one, or use it inside its `with`")
         if self._ready:
             return
-        deadline = monotonic() + _START_S
-        if not select.select([self._socket], [], [], deadline - monotonic())[0]:
-            raise UnfitMachine(f"the process that imports torch for the workers was not ready after {_START_S:.0f} s")
-        self._receive()
+        self._await("the process that imports torch for the workers", "ready")
         self._ready = True
+
+    def _send(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
+        try:
+            socket.send_fds(self._socket, [message], descriptors)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise self._gone() from error
+
+    def _await(self, who: str, what: str) -> None:
+        """Waits for an answer that says that something has been imported."""
+        if not select.select([self._socket], [], [], _START_S)[0]:
+            raise UnfitMachine(f"{who} was not {what} after {_START_S:.0f} s")
+        self._receive()
 
     def _receive(self) -> dict[str, Any]:
         try:

@@ -1,8 +1,8 @@
 """A process that has imported everything and started no thread: it forks a worker in milliseconds.
 
     launcher ──socket──► fork server ──fork──► worker 0, worker 1, ...
-             {"spawn": rank}, descriptors ►
-             ◄ {"ended": rank, "status": ...}, {"unstarted": rank}
+             {"import": names}, {"spawn": rank}, descriptors ►
+             ◄ {"imported": true}, {"ended": rank, "status": ...}, {"unstarted": rank}
 
 Importing torch takes over a second; forking a process that has done it, a hundredth of that. The fork server ends
 when its socket to the launcher ends, and takes its workers with it.
@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 _MESSAGE_BYTES = 64 * 1024
@@ -64,7 +65,10 @@ def main(descriptor: int) -> None:
                 if not message:
                     break
                 request = json.loads(message)
-                if not _handle(request, descriptors, workers, [launcher.fileno(), read_end, write_end]):
+                if "import" in request:
+                    _import(request["import"])
+                    launcher.send(b'{"imported":true}')
+                elif not _handle(request, descriptors, workers, [launcher.fileno(), read_end, write_end]):
                     launcher.send(json.dumps({"unstarted": request["spawn"]}).encode())
     except (BrokenPipeError, ConnectionResetError):
         pass  # the launcher has ended
@@ -79,11 +83,6 @@ def _handle(request: dict[str, Any], descriptors: list[int], workers: dict[int, 
             if rank in request["kill"]:
                 _end(pid)
         return True
-    if request.get("compiles"):
-        from headrace.engine.dynamo import import_compiler
-
-        # Once for all workers.
-        import_compiler()
     try:
         pid = os.fork()
     except BlockingIOError:
@@ -98,6 +97,18 @@ def _handle(request: dict[str, Any], descriptors: list[int], workers: dict[int, 
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _import(names: Sequence[str]) -> None:
+    """Imports modules once for all workers; one that cannot be is for a worker to report, which imports it again."""
+    from headrace.engine.dynamo import import_whole
+
+    before = len(sys.modules)
+    for name in names:
+        with contextlib.suppress(ImportError):
+            import_whole(name)
+    if len(sys.modules) > before:
+        gc.freeze()
 
 
 def _become_worker(request: dict[str, Any], descriptors: list[int], own: list[int]) -> None:
