@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from headrace.engine.local.fork_server import describe_end
 
 _SCRIPT = """
 import json, os, socket, sys, threading
@@ -86,3 +89,15 @@ def test_a_process_with_threads_is_not_forked() -> None:
 @pytest.mark.parametrize("arguments", [(), ("threads",)], ids=["fork", "program"])
 def test_asks_for_large_pages(arguments: tuple[str, ...]) -> None:
     assert born(*arguments)[0]["large"] is True
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (3, "ended with code 3"),
+        (-9, "killed by signal 9 (SIGKILL)"),
+        (-40, f"killed by signal 40 ({signal.strsignal(40)})"),
+    ],
+)
+def test_every_end_has_words(code: int, said: str) -> None:
+    assert describe_end(code) == said

@@ -46,6 +46,11 @@ run = hr.fit(job, hr.Mirrored(2))
 assert type(run.model) is Net
 print("trained by", run.plan.workers, "workers,", run.status)
 """
+MANY_FILES = """
+import os, resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+"""
 SAID = "trained by 2 workers, ok"
 
 
@@ -60,6 +65,12 @@ def run(folder: Path, *arguments: str, typed: str | None = None) -> str:
 def test_a_script_without_a_guard(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TEXT)
     assert SAID in run(tmp_path, "script.py").splitlines()
+
+
+def test_a_process_with_more_open_files_than_select_takes(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(MANY_FILES + TEXT)
+    assert run(tmp_path, str(script)).endswith(SAID + "\n")
 
 
 def test_a_prompt(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_rank_0_speaks_and_all_come_to_their_end(script: Path, capfd: pytest.Cap
     ("deed", "code", "last"),
     [
         (["raise"], 1, "KeyError: 'lost'"),
-        (["kill"], 4, f"on {socket.gethostname()} was lost: killed by SIGKILL"),
+        (["kill"], 4, f"on {socket.gethostname()} was lost: killed by signal 9 (SIGKILL)"),
         (["leave", "7"], 7, ""),
         (["words"], 1, "I had enough"),
     ],

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.conftest import below, state, until
 from engine.test_termination import environment
 
 pytestmark = pytest.mark.slow
@@ -32,3 +33,17 @@ def test_of_a_run_without_a_run_dir(tmp_path: Path) -> None:
     )
     assert done.returncode == -signal.SIGTERM, done.stderr
     assert os.listdir(tmp_path) == []
+
+
+def test_of_a_launched_script(tmp_path: Path) -> None:
+    (tmp_path / "temporary").mkdir()
+    script = tmp_path / "script.py"
+    script.write_text("import pathlib, time\npathlib.Path('began').touch()\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "headrace", "launch", script, "--workers", "2"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(TMPDIR=tmp_path / "temporary")) as process:
+        assert until(lambda: (tmp_path / "began").exists() or process.poll() is not None, 120)
+        children = below(process.pid)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+    assert until(lambda: all(state(pid) == "" for pid in children), 30)
+    assert os.listdir(tmp_path / "temporary") == []

@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import math
 import os
-import signal
 import socket
 import sys
 import tempfile
@@ -21,8 +20,8 @@ from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from headrace.engine.base import Engine, RunProgress, orderly_interrupts
-from headrace.engine.local.fork_server import ForkServer, fork_fork_server, start_fork_server
+from headrace.engine.base import Engine, RunProgress, delete_with, forget, orderly_interrupts
+from headrace.engine.local.fork_server import ForkServer, describe_end, fork_fork_server, start_fork_server
 from headrace.engine.local.monitor import Monitor
 from headrace.errors import HeadraceError, PeerLost, UsageError
 from headrace.machine import cores, host_name
@@ -244,6 +243,7 @@ def launch_script(path: Path, arguments: Sequence[str], workers: int) -> int:
     Rank 0's output is passed on at once; the others' is kept, and shown where they fail.
     """
     with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
+        delete_with(Path(folder))
         logs = [log_path(Path(folder), rank) for rank in range(workers)]
         logs[0].parent.mkdir()
         for log in logs:
@@ -257,6 +257,7 @@ def launch_script(path: Path, arguments: Sequence[str], workers: int) -> int:
             fork_server.close()
             os.close(held)
             os.close(lifeline)
+            forget(Path(folder))
 
 
 def _start_script(
@@ -312,6 +313,6 @@ def _conclude(codes: dict[int, int], logs: Sequence[Path]) -> int:
         sys.stderr.write(logs[first].read_text(encoding="utf-8", errors="replace"))
     code = codes[first]
     if code < 0:
-        sys.stderr.write(f"rank {first} on {host_name()} was lost: killed by {signal.Signals(-code).name}\n")
+        sys.stderr.write(f"rank {first} on {host_name()} was lost: {describe_end(code)}\n")
         return PeerLost.exit_code
     return code

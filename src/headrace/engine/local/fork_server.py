@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -231,7 +232,7 @@ class ForkServer:
             UnfitMachine: the fork server itself has ended, or the system starts no further process.
         """
         found = []
-        while select.select([self._socket], [], [], timeout_s)[0]:
+        while self._has_message(timeout_s):
             message = self._receive()
             if "unstarted" in message:
                 raise too_many_threads()
@@ -272,9 +273,15 @@ class ForkServer:
 
     def _await(self, who: str, what: str) -> None:
         """Waits for an answer that says that something has been imported."""
-        if not select.select([self._socket], [], [], _START_S)[0]:
+        if not self._has_message(_START_S):
             raise UnfitMachine(f"{who} was not {what} after {_START_S:.0f} s")
         self._receive()
+
+    def _has_message(self, timeout_s: float) -> bool:
+        # Not select, which is limited to 1,024 descriptors: the user's code may have more.
+        messages = select.poll()
+        messages.register(self._socket, select.POLLIN)
+        return bool(messages.poll(math.ceil(1000 * timeout_s)))
 
     def _receive(self) -> dict[str, Any]:
         try:
@@ -295,7 +302,11 @@ class ForkServer:
 
 def describe_end(code: int) -> str:
     """Returns how a process has ended, in words, from its exit code."""
-    return f"killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with code {code}"
+    if code >= 0:
+        return f"ended with code {code}"
+    names = {each.value: each.name for each in signal.Signals}
+    # The real-time ones between the first and the last have no name.
+    return f"killed by signal {-code} ({names.get(-code) or signal.strsignal(-code)})"
 
 
 _open: weakref.WeakSet[ForkServer] = weakref.WeakSet()

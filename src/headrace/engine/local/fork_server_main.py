@@ -54,9 +54,13 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     launcher.send(b'{"ready":true}')
     workers: dict[int, int] = {}
+    # Not select, which is limited to 1,024 descriptors: the inherited one has the number that it has in the launcher.
+    inputs = select.poll()
+    inputs.register(launcher, select.POLLIN)
+    inputs.register(read_end, select.POLLIN)
     try:
         while True:
-            ready, _, _ = select.select([launcher.fileno(), read_end], [], [])
+            ready = [descriptor for descriptor, _ in inputs.poll()]
             if read_end in ready:
                 os.read(read_end, 4096)
                 _report(launcher, workers)
