@@ -169,8 +169,8 @@ VARIANTS: Mapping[str, Variant] = {
 """One for each option, in a job where it has an effect; `cnn` and `lstm` have all of the usual ones."""
 
 
-GO_ON = ("mirrored_elastic",)
-"""Strategies whose runs go on without a worker, so that only their launcher's end interrupts them."""
+GO_ON = ("mirrored_elastic", "sandblaster")
+"""Strategies whose runs go on without a worker: only their launcher's end interrupts them."""
 
 NOT_COMPILED: Mapping[tuple[str, str], str] = {("tpu", "lstm"): "torch does not compile an LSTM"}
 """Pairs that no run can train, which only shows when it does."""
