@@ -28,6 +28,7 @@ FILES = (
     "tests/engine/test_elastic_mirrored.py",
     "tests/engine/test_elastic_storage.py",
     "tests/engine/test_elastic_turns.py",
+    "tests/engine/test_fork_server.py",
     "tests/engine/test_heartbeats.py",
     "tests/engine/test_hosts.py",
     "tests/engine/test_interrupts.py",

@@ -18,6 +18,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import io
 import json
 import os
 import select
@@ -225,7 +226,20 @@ def _prepare(order: dict[str, Any]) -> None:
     if environment.get("OMP_NUM_THREADS", "").isdecimal():
         importlib.import_module("torch").set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
-    sys.stdout.reconfigure(write_through=bool(environment.get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
+    _open_stdout(unbuffered=bool(environment.get("PYTHONUNBUFFERED")))
+
+
+def _open_stdout(unbuffered: bool) -> None:
+    """Opens stdout anew: the server's believes that it can seek, as in the server's own file."""
+    encoding, errors = sys.stdout.encoding, sys.stdout.errors
+    try:
+        raw = open(1, "wb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115 - until the end
+    except OSError:  # the caller has closed it
+        sys.stdout = None  # type: ignore[assignment]
+        return
+    sys.stdout = io.TextIOWrapper(
+        raw, encoding=encoding, errors=errors, line_buffering=raw.isatty(), write_through=unbuffered
+    )
 
 
 def _run(how: str, arguments: list[str], path: list[str]) -> int:
