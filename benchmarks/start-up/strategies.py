@@ -14,7 +14,7 @@ from pathlib import Path
 
 BIN = Path(sys.executable).parent
 JOB = Path(__file__).parent / "job.py"
-STRATEGIES = ("mirrored", "pipeline", "fully_sharded", "tpu")
+STRATEGIES = ("mirrored", "pipeline", "fully_sharded")
 
 
 def run(strategy: str) -> tuple[float, float]:

@@ -68,9 +68,6 @@ class TPU(Strategy):
                 "without such talk; use batch_norm='local', or mirrored"
             )
 
-    def imports(self) -> tuple[str, ...]:
-        return "torch._dynamo", "headrace.training.fixed_shapes.program"
-
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         # Each worker: its copy, what autograd makes, and the sum.
         return data_parallel_plan(
