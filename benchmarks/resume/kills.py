@@ -24,9 +24,9 @@ from headrace.spec.events import Event, Stepped
 LAUNCHER_IN = 20
 MOST_LAUNCHERS = 3
 MOST_KILLS = 4
-OFTEN = 10
+MOST_KILLS_COUNTED = 10
 """Kills of one run at most, where kills are counted and not trials."""
-EARLY = 12
+MOST_ROUNDS_BEFORE = 12
 """Rounds that are done at most before such a kill, so that many come before the end."""
 
 
@@ -47,7 +47,7 @@ class Plan:
     @property
     def most_kills(self) -> int:
         """Of one run."""
-        return OFTEN if self.kills else MOST_KILLS
+        return MOST_KILLS_COUNTED if self.kills else MOST_KILLS
 
     def launchers(self, strategy: str) -> int:
         """Returns how often a run's launcher is killed: always where a run goes on without a worker."""
@@ -62,7 +62,7 @@ class Plan:
     def moment(self, length_s: float, was_late: bool) -> Moment:
         """Returns when a worker is killed in a run of this length; by the time alone after one that came too late."""
         if self.kills and not was_late and self.dice.randrange(4):
-            return Moment(self.dice.uniform(0, 0.05), self.dice.randint(1, EARLY))
+            return Moment(self.dice.uniform(0, 0.05), self.dice.randint(1, MOST_ROUNDS_BEFORE))
         return Moment(self.dice.uniform(0.02, 0.5 if self.kills else 1.0) * length_s)
 
 

@@ -1,8 +1,9 @@
 """A run that is killed at a random moment and goes on ends bit for bit where it would have ended.
 
-A trial kills a random worker (in one of twenty the launcher, with all that it has started) with SIGKILL at a random
-moment of a run, lets the run go on, kills it again, up to four times, and compares what is left in the end (the
-digests of the last checkpoint's files, the model's file, the metrics) with the uninterrupted run.
+A trial kills a random worker (in one of twenty, and where runs go on without a worker, the launcher with all that it
+has started) with SIGKILL at a random moment of a run, lets the run go on, kills it again, up to four times (ten where
+kills are counted, `--kills`), and compares what is left in the end (the digests of the last checkpoint's files, the
+model's file, the metrics) with the uninterrupted run.
 """
 
 from __future__ import annotations
