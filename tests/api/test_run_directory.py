@@ -90,6 +90,11 @@ def test_a_directory_with_a_run_is_refused_to_a_new_one(tmp_path: Path) -> None:
     claim.close()
 
 
+def test_an_empty_name_is_refused() -> None:
+    with pytest.raises(UsageError, match="run_dir is empty, as an unset shell variable is; name a directory"):
+        hr.fit(lasting_job(), run_dir="", engine=hr.ThreadEngine())
+
+
 def test_half_a_line_is_cut_off(tmp_path: Path) -> None:
     for rank in (LAUNCHER, 0, 1):
         write_events(tmp_path, rank)

@@ -18,6 +18,12 @@ DOCTOR = sys.modules["headrace.cli.commands.doctor"]
 BY_NAME: dict[str, Callable[[], Any]] = {check.__name__: check for check in CHECKS}
 
 
+@pytest.fixture(autouse=True)
+def _without_ports_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What listens is the machine's, and test_listening.py opens ports that are problems."""
+    monkeypatch.setattr(DOCTOR, "listeners", lambda: [])
+
+
 def lines(check: str) -> dict[str, Check]:
     return {line.name: line for line in BY_NAME[check]()}
 

@@ -74,6 +74,7 @@ def test_a_run_directory_of_its_own(stage, job_file: Path) -> None:
     [
         (["digit.py"], "did you mean digits.py?"),
         (["digits.py", "--strategy", "mirored"], "did you mean 'mirrored'?"),
+        (["digits.py", "--run-dir", ""], "it is empty, as an unset shell variable is; name a directory"),
     ],
 )
 def test_nothing_starts_when_the_command_line_is_wrong(

@@ -207,6 +207,8 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
         if not isinstance(each, Callback):
             raise UsageError(f"callbacks are objects of subclasses of hr.Callback, got {each!r:.60}")
     require_working_directory()
+    if arguments.run_dir == "":
+        raise UsageError("run_dir is empty, as an unset shell variable is; name a directory, or leave it out")
     # Now, because building the user's model may change the working directory.
     wanted = None if arguments.run_dir is None else Path(arguments.run_dir).absolute()
     request = _resume_request(arguments)

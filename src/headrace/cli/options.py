@@ -44,6 +44,13 @@ def _known_devices(text: str) -> str:
     return text
 
 
+def _directory(text: str) -> Path:
+    # As a path it would be the working directory.
+    if not text:
+        raise typer.BadParameter("it is empty, as an unset shell variable is; name a directory, or leave it out.")
+    return Path(text)
+
+
 def option(name: str, help: str, **settings: Any) -> Any:
     return typer.Option(name, help=help, show_default=False, **settings)
 
@@ -105,7 +112,12 @@ SecretFileOption = Annotated[
 ]
 RunDirOption = Annotated[
     Path | None,
-    option("--run-dir", metavar="DIR", help="Where events, logs and models go. Default: a new folder under runs/."),
+    option(
+        "--run-dir",
+        metavar="DIR",
+        parser=_directory,
+        help="Where events, logs and models go. Default: a new folder under runs/.",
+    ),
 ]
 CheckpointEveryOption = Annotated[
     str | None,
