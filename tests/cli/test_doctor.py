@@ -21,7 +21,7 @@ BY_NAME: dict[str, Callable[[], Any]] = {check.__name__: check for check in CHEC
 @pytest.fixture(autouse=True)
 def _without_ports_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """What listens is the machine's, and test_listening.py opens ports that are problems."""
-    monkeypatch.setattr(DOCTOR, "listeners", lambda: [])
+    monkeypatch.setattr(DOCTOR, "listeners", list)
 
 
 def lines(check: str) -> dict[str, Check]:
