@@ -141,15 +141,19 @@ class Campaign:
             if row.refused or not whole:
                 return
             with longest(LONGEST_S + 2 * self._plan.most_kills * length_s):
-                wrong = trial(self._engine, row, whole, length_s, self._plan, Path(folder))
+                wrong, error = "", ""
+                try:
+                    wrong = trial(self._engine, row, whole, length_s, self._plan, Path(folder))
+                except HeadraceError as failed:
+                    error = f"{type(failed).__name__}: {failed}"
             if wrong:
                 # What two runs in a row do not give alike, no resumed run can.
                 again, _ = self._uninterrupted(row, Path(folder) / "again")
                 wrong += f" (two runs without interruption: {differences(again, whole) or 'equal'})"
         row.trials += 1
-        row.equal += not wrong
-        if wrong:
-            row.wrong.append(f"trial {row.trials}: {wrong}")
+        row.equal += not (wrong or error)
+        if wrong or error:
+            row.wrong.append(f"trial {row.trials}: {wrong or error}")
 
     def _known(self, row: Row, folder: Path) -> tuple[tuple[Any, ...], float]:
         key = (row.strategy, row.kind)

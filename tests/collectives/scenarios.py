@@ -6,6 +6,7 @@ What they return goes through JSON: complaints, numbers, digests.
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import time
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ DTYPES = [
     *[torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool],
 ]
 SLOT_BYTES = 256 * 1024
+NO_DESCRIPTOR = 1 << 20
+"""No process has so many."""
 
 
 def lengths(item_bytes: int) -> list[int]:
@@ -164,6 +167,24 @@ def wait_for_a_lost_rank(host: SharedMemoryGroup, page: ControlPage) -> list[obj
     except PeerLost as error:
         return [error.rank, monotonic() - began < 30.0]
     return [-1, False]
+
+
+def open_what_a_lost_rank_has_offered(host: SharedMemoryGroup, page: ControlPage, how: str) -> int:
+    """The last rank is lost when it has offered memory that is not open yet; returns who was lost."""
+    last = host.world - 1
+    if host.rank == last:
+        page.ranks[last].segment_offer.publish(os.getpid(), NO_DESCRIPTOR, 4096)
+        host.barrier()
+        page.abort = last + 1
+        return last
+    try:
+        if how == "share":
+            host.share(8)
+        else:
+            host.subgroup([last, *range(last)])
+    except PeerLost as error:
+        return error.rank
+    return -1
 
 
 def wire_of(host: SharedMemoryGroup, store: str) -> TorchDistributed:

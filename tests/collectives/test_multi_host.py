@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from collectives.conftest import Play
+from collectives.scenarios import NO_DESCRIPTOR
+from headrace.collectives.base import HostMap
+from headrace.collectives.multi_host import MultiHostGroup, Watch
+from headrace.errors import HeadraceError, PeerLost, PeersApart, UnfitMachine
+from headrace.shared_memory.control_page import ControlPage
+from headrace.shared_memory.segment import SharedSegment
 
 pytestmark = pytest.mark.slow
 
@@ -51,3 +60,23 @@ def test_no_rank_waits_for_one_that_does_not_come(play: Play, tmp_path: Path, ho
     assert heard.startswith(said)
     assert bool(heard) == bool(said)
     assert nothing == ""
+
+
+@pytest.mark.parametrize(
+    ("verdict", "raised"),
+    [
+        (PeerLost(0, "mill", "gave no sign of life"), PeerLost),
+        (PeersApart((1, "mill"), (0, "mill"), "it lives"), UnfitMachine),
+    ],
+    ids=["lost", "alive"],
+)
+def test_memory_of_its_host_that_a_rank_cannot_open(verdict: HeadraceError, raised: type[HeadraceError]) -> None:
+    def accuse(error: Exception, suspect: int) -> NoReturn:
+        assert suspect == 0
+        raise verdict from error
+
+    page = ControlPage(SharedSegment.create(ControlPage.nbytes(2), "control"), 2)
+    offered = json.dumps([[os.getpid(), NO_DESCRIPTOR, 4096], {}])
+    watch, home = Watch(page, lambda: None, accuse, 10.0), HostMap(("mill", "mill"), "127.0.0.1")
+    with pytest.raises(raised):
+        MultiHostGroup(watch, 1, home, lambda own: [offered, own])

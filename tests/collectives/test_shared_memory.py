@@ -85,6 +85,11 @@ def test_a_wait_for_a_lost_rank_ends(play: Play, world: int) -> None:
     assert play("wait_for_a_lost_rank", world) == [[1, True]] * world
 
 
+@pytest.mark.parametrize("how", ["share", "subgroup"])
+def test_who_cannot_open_the_memory_of_a_lost_rank_says_that_it_is_lost(play: Play, how: str) -> None:
+    assert play("open_what_a_lost_rank_has_offered", 3, how=how) == [2, 2, 2]
+
+
 def alone() -> SharedMemoryGroup:
     segment = SharedSegment.create(ControlPage.nbytes(1), "control")
     page = ControlPage(segment, 1)

@@ -115,6 +115,12 @@ def test_a_worker_is_killed_while_the_other_waits_in_the_exchange(engine: LocalE
     assert time.monotonic() - float((tmp_path / "logs" / "rank-1.sent").read_text()) < NOTICED_S
 
 
+@pytest.mark.parametrize("trial", range(3))
+def test_a_killed_worker_explains_more_than_anothers_error(engine: LocalEngine, tmp_path: Path, trial: int) -> None:
+    with pytest.raises(PeerLost, match=r"rank 1 .* killed by signal 9"):
+        hr.launch(victims.killed_beside_an_error, make_job(), PAIR, engine=engine, run_dir=tmp_path)
+
+
 @pytest.mark.parametrize(("workers", "victim"), [(1, 0), (2, 1), (2, None)])
 @pytest.mark.parametrize("code", [0, 3])
 def test_os_exit_in_user_code_is_no_end(engine: LocalEngine, workers: int, victim: int | None, code: int) -> None:

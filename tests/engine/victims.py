@@ -166,6 +166,17 @@ def killed_between_meetings(worker: hr.Worker) -> None:
         worker.step(batch)
 
 
+def killed_beside_an_error(worker: hr.Worker) -> None:
+    """Rank 1 dies, when rank 0 has just had an error."""
+    for batch in worker.batches():
+        if worker.round == 3 and worker.rank == 1:
+            time.sleep(0.2)
+            send(9)
+        if worker.round == 3:
+            fail()
+        worker.step(batch)
+
+
 class DiesWhenEvaluated(nn.Linear):
     """Dies in rank 1's first evaluation."""
 

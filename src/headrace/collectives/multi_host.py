@@ -18,6 +18,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
@@ -31,6 +32,7 @@ from headrace.collectives.compression import PLAIN, Compression
 from headrace.collectives.links import HostLinks
 from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
+from headrace.errors import PeersApart, UnfitMachine
 from headrace.shared_memory.barrier import FinishedRanks, reached
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
@@ -190,7 +192,7 @@ class MultiHostGroup(ProcessGroup):
         addresses = self._links.addresses if self._links else {}
         told = [json.loads(text) for text in tell(json.dumps([page, addresses]))]
         if len(self._own) > 1:
-            self._segment = self._segment or SharedSegment.open(*told[self._own[0]][0])
+            self._segment = self._segment or self._opened(told[self._own[0]][0])
             ends = self.ends.among(self._own)
             local_page = ControlPage(self._segment, len(self._own))
             self._local = SharedMemoryGroup(local_page, self._place, self._check_open, ends)
@@ -198,6 +200,15 @@ class MultiHostGroup(ProcessGroup):
             others = [host for host in range(hosts) if host != self._host]
             given = {host: told[self._mates[host][self._place]][1][str(self._host)] for host in others}
             self._links.connect(given)
+
+    def _opened(self, offer: Sequence[int]) -> SharedSegment:
+        """Opens what the first rank of this host has offered, which may have died since."""
+        try:
+            return SharedSegment.open(*offer)
+        except UnfitMachine as error:
+            with suppress(PeersApart):
+                self._watch.accuse(error, self._seats[self._own[0]])
+            raise
 
     def _begin(self) -> int:
         """Counts a collective; returns its number."""

@@ -66,9 +66,7 @@ class SharedMemoryGroup(ProcessGroup):
         if own:
             self._page.ranks[self.rank].segment_offer.publish(os.getpid(), own.descriptor, nbytes)
         self.barrier()
-        segment = own or self._page.ranks[members[0]].segment_offer.open()
-        self.barrier()
-        self._segments.append(segment)
+        (segment,) = self._opened(own, members[:1])
         page = ControlPage(segment, len(members))
         # Which loops have ended is in the run's page.
         own_ends = self.ends.among(members)
@@ -98,24 +96,27 @@ class SharedMemoryGroup(ProcessGroup):
         descriptor = own.descriptor if own else -1
         self._page.ranks[self.rank].segment_offer.publish(os.getpid(), descriptor, nbytes)
         self.barrier()
+        offers = [record.segment_offer.nbytes for record in self._page.ranks]
+        opened = iter(self._opened(own, [rank for rank, size in enumerate(offers) if size]))
+        return tuple(next(opened).tensor() if size else torch.empty(0, dtype=torch.uint8) for size in offers)
+
+    def _opened(self, own: SharedSegment | None, ranks: Sequence[int]) -> list[SharedSegment]:
+        """Opens what ranks have offered, or takes this one's own; raises on all ranks if one of them could not."""
         problem: UnfitMachine | None = None
-        regions: list[Tensor] = []
+        opened: list[SharedSegment] = []
         try:
-            for rank, record in enumerate(self._page.ranks):
-                if not record.segment_offer.nbytes:
-                    regions.append(torch.empty(0, dtype=torch.uint8))
-                    continue
-                segment = own if rank == self.rank and own else record.segment_offer.open()
-                self._segments.append(segment)
-                regions.append(segment.tensor())
+            for rank in ranks:
+                opened.append(own if rank == self.rank and own else self._page.ranks[rank].segment_offer.open())
         except UnfitMachine as error:
             problem = error
+        self._segments += opened
+        # Where a rank has died since it made its offer, this tells of its death.
         (failed,) = self.sum([float(problem is not None)])
         if failed:
             raise problem or UnfitMachine(
                 "another rank could not open the shared memory of this host; its error says why"
             )
-        return tuple(regions)
+        return opened
 
     def all_reduce(self, tensor: Tensor) -> None:
         if not tensor.is_contiguous():

@@ -275,8 +275,11 @@ class Monitor:
         # have just done, they may write their events.
         while (code >= 0 or self._spec.snapshots_every_s) and self._running and monotonic() < deadline:
             codes |= self._collect()
-        if code < 0:
-            raise self._lost(rank, self._end_of(rank, code))
+        # An error of one process may only tell of the death of another.
+        killed = [peer for peer in codes if _is_killed(codes[peer]) and peer not in self._replaceable]
+        if code < 0 or killed:
+            dead = rank if code < 0 else killed[0]
+            raise self._lost(dead, self._end_of(dead, codes[dead]))
         failures = [failure for peer in codes for failure in self._failures(peer)]
         if not failures:
             failures = [self._unsaid(rank, code)]
@@ -363,3 +366,8 @@ class Monitor:
         self._abort(rank)
         plan = self._spec.plan
         return PeerLost(rank, plan.role(rank).host, cause, plan.part_of(rank))
+
+
+def _is_killed(code: int) -> bool:
+    """Whether a signal has ended a process, and not one by which libraries end it after another's error (NCCL)."""
+    return code < 0 and code != -signal.SIGABRT
