@@ -33,7 +33,8 @@ from headrace.data import (
 from headrace.data.pipeline.source import Epoch
 from headrace.errors import DataError, UsageError
 from headrace.export.signature import TensorForm
-from headrace.report.model.events import read_log
+from headrace.report.model.summary import summarize
+from headrace.report.views.page import page_fragment
 from headrace.serving.protocols.open_inference import read_request
 from headrace.serving.protocols.tensorflow_rest import read_predict
 from headrace.serving.settings import RequestError
@@ -154,7 +155,7 @@ def read_events(data: bytes) -> None:
     file.unlink(missing_ok=True)
     file.write_bytes(data)
     with suppress(DataError):
-        read_log(folder())
+        page_fragment([summarize(folder())])
     run = WatchedRun(folder())
     run.apply(run.poll())
     orjson.dumps([run.row(), run.curves(-1), run.details(-1)], option=orjson.OPT_SERIALIZE_NUMPY)

@@ -14,12 +14,12 @@ from headrace.report.model.summary import summarize
 from headrace.report.views.page import write_page
 from headrace.report.views.table import run_plain, run_rows
 from headrace.spec.events import LAUNCHER, PipelineStepTimed, RunEnded, RunStarted, StagePass, Stepped
+from headrace.spec.plain import to_plain
+from headrace.spec.plan import Plan, Role, StageCost
 
-ROLES = [
-    {"rank": rank, "kind": "worker", "host": "mill", "device": "cpu", "threads": 1, "data_rank": rank // 2}
-    for rank in range(4)
-]
-PLAN = {"roles": ROLES, "partition": [["a"], ["b"]], "stages": [{"seconds": 2.9}, {"seconds": 3.1}]}
+ROLES = tuple(Role(rank, "worker", "mill", "cpu", 1, rank // 2) for rank in range(4))
+STAGES = tuple(StageCost(1, seconds, 8, 8, 8) for seconds in (2.9, 3.1))
+PLAN = to_plain(Plan("pipeline", {}, ROLES, (1, 1), 8, (), (("a",), ("b",)), STAGES))
 STARTED = RunStarted(LAUNCHER, 0.0, "pipeline", 4, "cpu", 1, 8, 80, "2026-11-22T05:00:00+00:00", PLAN, {})
 
 

@@ -25,6 +25,7 @@ class Outer:
     named: Mapping[str, int] | None = None
     anything: Any = None
     flag: bool = False
+    waited_s: Mapping[str, float] | None = None
 
 
 INNER = st.builds(Inner, st.floats(allow_nan=False), st.none() | st.text())
@@ -32,7 +33,7 @@ OUTER = st.builds(
     Outer,
     INNER,
     st.lists(INNER, max_size=3).map(tuple),
-    st.none() | st.dictionaries(st.text(), st.integers(), max_size=3),
+    st.none() | st.dictionaries(st.text(), st.integers(-(2**128) + 1, 2**128 - 1), max_size=3),
     st.none() | st.integers() | st.lists(st.text(), max_size=2),
     st.booleans(),
 )
@@ -58,6 +59,10 @@ def test_missing_fields_take_their_defaults_and_whole_numbers_are_floats_too() -
         ({"inner": 1}, "expected dict, got int"),
         ({"inner": {"number": 1.0}, "many": {}}, "expected list, got dict"),
         ({"inner": {"number": 1.0}, "named": {"a": True}}, "expected int, got bool"),
+        ({"inner": {"number": 10**400}}, "at most 128 bits, got one of 1329"),
+        ({"inner": {"number": 1.0}, "named": {"a": -(2**128)}}, "at most 128 bits, got one of 129"),
+        ({"inner": {"number": 1.0}, "waited_s": {"a": float("nan")}}, "expected a finite number, got nan"),
+        ({"inner": {"number": 1.0}, "waited_s": {"a": float("inf")}}, "expected a finite number, got inf"),
         ({"inner": {"number": 1.0}, "flag": 1}, "expected bool, got int"),
         ({}, "inner"),
     ],

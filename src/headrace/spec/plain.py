@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_INT_BITS = 128
+"""No count needs more, nor do the states of random generators; and a float holds each."""
 
 
 def to_plain(value: Any) -> Any:
@@ -28,7 +32,10 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type[T], value: Any) -> T:
-    """Builds a `kind` (a dataclass, or a type made of them) from what `to_plain` returned; raises TypeError."""
+    """Builds a `kind` (a dataclass, or a type made of them) from what `to_plain` returned; raises TypeError.
+
+    Times (fields named `seconds` or `..._s`) are finite; other floats, such as a loss, need not be.
+    """
     return typing.cast(T, _builder(typing.cast(Any, kind))(value))
 
 
@@ -38,35 +45,41 @@ def _field_names(kind: type) -> tuple[str, ...] | None:
 
 
 @functools.cache
-def _builder(kind: Any) -> Callable[[Any], Any]:
-    """Returns what builds a `kind`. A run has many thousand events, so that annotations are looked at once."""
+def _builder(kind: Any, finite: bool = False) -> Callable[[Any], Any]:
+    """Returns what builds a `kind`, of which floats are `finite` or need not be.
+
+    A run has many thousand events, so that annotations are looked at once.
+    """
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
     if kind is Any or kind is object:
         return lambda value: value
     if origin in (typing.Union, types.UnionType):
         (choice,) = set(arguments) - {type(None)}
-        return _optional(_builder(choice)) if type(None) in arguments else _builder(choice)
+        build = _builder(choice, finite)
+        return _optional(build) if type(None) in arguments else build
     if origin is tuple:
-        return functools.partial(_build_tuple, arguments)
+        return functools.partial(_build_tuple, arguments, finite)
     if origin is not None and issubclass(origin, Mapping):
-        return functools.partial(_build_mapping, _builder(arguments[1]))
+        return functools.partial(_build_mapping, _builder(arguments[1], finite))
     if dataclasses.is_dataclass(kind):
         return functools.partial(_build_dataclass, typing.cast(type, kind))
-    return _build_float if kind is float else functools.partial(_expect, kind)
+    if kind is float:
+        return _build_finite if finite else _build_float
+    return _build_int if kind is int else functools.partial(_expect, kind)
 
 
 def _optional(build: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: None if value is None else build(value)
 
 
-def _build_tuple(arguments: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+def _build_tuple(arguments: tuple[Any, ...], finite: bool, value: Any) -> tuple[Any, ...]:
     items = _expect(list, value)
     # `tuple[int, ...]` repeats its first argument; others have one for each item.
     kinds = arguments[:1] * len(items) if arguments[1:] == (Ellipsis,) else arguments
     if len(kinds) != len(items):
         raise TypeError(f"expected {len(kinds)} values, got {len(items)}: {value!r}")
-    return tuple(_builder(each)(item) for each, item in zip(kinds, items, strict=True))
+    return tuple(_builder(each, finite)(item) for each, item in zip(kinds, items, strict=True))
 
 
 def _build_mapping(build: Callable[[Any], Any], value: Any) -> dict[str, Any]:
@@ -85,19 +98,34 @@ def _build_dataclass(kind: type, value: Any) -> Any:
 @functools.cache
 def _field_builders(kind: type) -> dict[str, Callable[[Any], Any]]:
     hints = typing.get_type_hints(kind)
-    return {field.name: _builder(hints[field.name]) for field in dataclasses.fields(kind)}
+    names = [field.name for field in dataclasses.fields(kind)]
+    return {name: _builder(hints[name], name == "seconds" or name.endswith("_s")) for name in names}
+
+
+def _build_int(value: Any, kind: type = int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _unexpected(kind, value)
+    if value.bit_length() > _INT_BITS:
+        raise TypeError(f"expected an int of at most {_INT_BITS} bits, got one of {value.bit_length()}")
+    return value
 
 
 def _build_float(value: Any) -> float:
-    if not isinstance(value, int) or isinstance(value, bool):
-        return typing.cast(float, _expect(float, value))
-    try:
-        return float(value)
-    except OverflowError as error:
-        raise TypeError(f"expected float, got an int of {value.bit_length()} bits") from error
+    return value if isinstance(value, float) else float(_build_int(value, float))
+
+
+def _build_finite(value: Any) -> float:
+    built = _build_float(value)
+    if not math.isfinite(built):
+        raise TypeError(f"expected a finite number, got {built!r}")
+    return built
 
 
 def _expect(kind: type, value: Any) -> Any:
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}: {value!r}")
+    if not isinstance(value, kind):
+        raise _unexpected(kind, value)
     return value
+
+
+def _unexpected(kind: type, value: Any) -> TypeError:
+    return TypeError(f"expected {kind.__name__}, got {type(value).__name__}: {value!r:.200}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +15,13 @@ from typing import BinaryIO, TypeVar
 from headrace.errors import DataError, UsageError
 from headrace.machine import disk_fails, is_full, own_version, unless
 from headrace.spec.events import Evaluated, Event, NonFinite, RunStarted, Saved, Stepped, decode
+from headrace.spec.plain import from_plain
+from headrace.spec.plan import Plan
 
 MOST_LINE_BYTES = 16 << 20
 """No event is that long."""
+_MOST_WORKERS = 1 << 20
+"""No run has that many."""
 
 
 @dataclass(frozen=True)
@@ -273,14 +277,28 @@ class Attempt:
             by_rank[event.rank].append(event)
         return dict(sorted(by_rank.items()))
 
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan that it began with; raises DataError if the event has none."""
+        try:
+            return from_plain(Plan, dict(self.started.plan))
+        except TypeError as error:
+            raise DataError(f"the plan in the run_started event is none: {error}") from error
+
 
 def attempts(events: Iterable[Event]) -> tuple[Attempt, ...]:
-    """Returns a run's attempts in order, from all events by time; none without a run_started event."""
+    """Returns a run's attempts in order, from all events by time; none without a run_started event.
+
+    Raises:
+        DataError: a run_started event has a number of workers that no run has.
+    """
     begun: list[tuple[RunStarted, list[Event]]] = []
     early: list[Event] = []
     for event in events:
         if isinstance(event, RunStarted):
-            done = {lease for first, stop in event.resumed_leases for lease in range(first, stop)}
+            if not 0 < event.workers <= _MOST_WORKERS:
+                raise DataError(f"the run_started event counts {event.workers} workers; a run has at least one")
+            done = [range(first, stop) for first, stop in event.resumed_leases]
             for _, past in begun:
                 past[:] = [each for each in past if not _is_done_again(each, event.resumed_step, done)]
             begun.append((event, early))
@@ -294,10 +312,10 @@ def of_kind(kind: type[E], events: Iterable[Event]) -> Iterator[E]:
     return (event for event in events if isinstance(event, kind))
 
 
-def _is_done_again(event: Event, step: int, done: Container[int]) -> bool:
+def _is_done_again(event: Event, step: int, done: Sequence[range]) -> bool:
     match event:
         case Stepped():
-            return event.step >= step and event.lease not in done
+            return event.step >= step and not any(event.lease in leases for leases in done)
         case NonFinite():
             return event.step >= step
         # These say how many rounds were done, not which one.

@@ -85,7 +85,7 @@ def occupancy(fed: InputStats) -> float:
 
 def cost_s(fed: InputStats) -> float:
     """Returns the seconds for which one example keeps all readers busy."""
-    return busy_s(fed) / fed.readers / fed.examples if fed.examples else 0.0
+    return busy_s(fed) / fed.readers / fed.examples if fed.readers and fed.examples else 0.0
 
 
 def _lasts(events: Iterable[InputStats]) -> list[InputStats]:

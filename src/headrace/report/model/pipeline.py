@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
-from typing import Any, cast
 
+from headrace.errors import DataError
 from headrace.pipeline.schedules.schedule import Action, ActionSpan, PassKind, bubble, timed
 from headrace.report.format import byte_count, percent, plural, short
 from headrace.report.model.events import Attempt, of_kind
@@ -62,13 +62,16 @@ class PipelineStep:
     def scheduled(self) -> tuple[ActionSpan, ...]:
         """The same passes in the same order if all stages took the same time and transfers none, in seconds.
 
-        Each kind of pass takes its measured mean.
+        Each kind of pass takes its measured mean. Raises DataError if the passes are no schedule.
         """
         ranks = sorted(self.passes)
         every = [each for passes in self.passes.values() for each in passes]
         worked = {kind: [_worked_s(each) for each in every if _kind(each) is kind] for kind in PassKind}
         orders = [[Action(each.stage, each.micro_batch, _kind(each)) for each in self.passes[rank]] for rank in ranks]
-        return timed(orders, lambda action: fmean(worked[action.kind]))
+        try:
+            return timed(orders, lambda action: fmean(worked[action.kind]))
+        except ValueError as error:
+            raise DataError(f"the passes of step {self.step} in the event files are no schedule: {error}") from error
 
     @property
     def scheduled_bubble(self) -> float:
@@ -78,19 +81,21 @@ class PipelineStep:
 def passed_of(attempts: Sequence[Attempt]) -> PipelineStep | None:
     """Returns the step of median length among those that the last attempt's first replica has reported, or None."""
     last = attempts[-1]
-    roles = cast(Sequence[Mapping[str, Any]], last.started.plan.get("roles", ()))
-    ranks = {role["rank"] for role in roles if role["kind"] == "worker" and role["data_rank"] == 0}
+    timed_steps = [event for event in of_kind(PipelineStepTimed, last.events) if event.passes]
+    if not timed_steps:
+        return None
+    plan = last.plan
+    ranks = {role.rank for role in plan.roles if role.computes and role.data_rank == 0}
     reported: dict[int, dict[int, PipelineStepTimed]] = defaultdict(dict)
-    for event in of_kind(PipelineStepTimed, last.events):
-        if event.rank in ranks and event.passes:
+    for event in timed_steps:
+        if event.rank in ranks:
             reported[event.step][event.rank] = event
-    stages = cast(Sequence[Mapping[str, Any]], last.started.plan.get("stages", ()))
     whole = [
         PipelineStep(
             step,
             {rank: by_rank[rank].passes for rank in sorted(by_rank)},
             {rank: by_rank[rank].in_flight for rank in sorted(by_rank)},
-            tuple(stage["seconds"] for stage in stages),
+            tuple(stage.seconds for stage in plan.stages),
         )
         for step, by_rank in sorted(reported.items())
         if by_rank.keys() == ranks

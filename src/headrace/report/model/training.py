@@ -321,12 +321,15 @@ class BalanceSummary:
 
 def balance_of(attempts: Sequence[Attempt]) -> BalanceSummary | None:
     """Returns how a batch was split; None for a run whose shares never changed."""
+    balanced = [list(of_kind(SharesBalanced, attempt.events)) for attempt in attempts]
+    if not any(balanced):
+        return None
     splits: dict[int, tuple[int, ...]] = {}
-    for attempt in attempts:
+    for attempt, events in zip(attempts, balanced, strict=True):
         started = attempt.started
         splits = {step: sizes for step, sizes in splits.items() if step < started.resumed_step}
         splits[started.resumed_step] = split(started.global_batch_size, (1,) * started.workers)
-        splits |= {each.step: each.sizes for each in of_kind(SharesBalanced, attempt.events)}
+        splits |= {each.step: each.sizes for each in events if each.sizes}
     steps = 1 + max((each.step for each in of_kind(Stepped, attempts[-1].events)), default=0)
     return BalanceSummary(tuple(sorted(splits.items())), steps) if len(set(splits.values())) > 1 else None
 
