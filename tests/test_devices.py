@@ -16,7 +16,7 @@ from headrace import devices
 from headrace.collectives.torch_distributed import TorchDistributed
 from headrace.devices import DEVICES, DeviceKind, choose, explain_auto, found, kind_of, notice_of_auto
 from headrace.errors import InfeasiblePlan, UnfitMachine, UnknownName, UsageError
-from headrace.machine import detect
+from headrace.machine.identity import detect
 from headrace.modules import move
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.compute import LayerSpec

@@ -308,7 +308,7 @@ def test_tokens_are_found_in_outputs_and_batches() -> None:
     torch.testing.assert_close(task.activation({"logits": logits}).sum(-1), torch.ones(6, 5, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8])
 def test_tokens_of_short_types_give_the_same_numbers(dtype: torch.dtype) -> None:
     task, logits, labels = tasks.language_model(), torch.randn(2, 3, 4), ints(2, 3)
     task.check(logits, labels.to(dtype))

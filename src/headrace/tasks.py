@@ -235,7 +235,7 @@ def _check_language_model(output: Any, target: Any, ignore_index: int) -> None:
     logits, labels = _logits(output), _labels(target)
     require_signed("language_model", labels)
     counted = labels[labels != ignore_index]
-    whole = labels.dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
+    whole = labels.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
     low, high = (int(counted.min()), int(counted.max())) if whole and counted.numel() else (0, 0)
     if not whole or labels.shape != logits.shape[:2] or not 0 <= low <= high < logits.shape[2]:
         raise DataError(

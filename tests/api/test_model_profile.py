@@ -16,7 +16,7 @@ import headrace as hr
 from headrace.api import model_profile
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import JobError, UsageError
-from headrace.machine import cores
+from headrace.machine.resources import cores
 from headrace.policies.measurement import MachineLoad, Measurement
 from headrace.spec.events import Stepped
 from headrace.spec.model import ModelSpec

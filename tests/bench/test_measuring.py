@@ -22,7 +22,7 @@ from headrace.bench.measuring import measure
 from headrace.bench.saving import OtherWorkGauge
 from headrace.bench.settings import QUICK, Setting, repeat
 from headrace.errors import UnfitMachine, UnknownName, UsageError
-from headrace.machine import ProcessorTimes, own_processor_s
+from headrace.machine.resources import ProcessorTimes, own_processor_s
 
 TINY = replace(QUICK, cell_s=0.01, sizes=(8, 16), file_bytes=1_000_000, files=5)
 CPU = Setting("CPU", torch.device("cpu"), 1)

@@ -15,7 +15,7 @@ from checkpoint.hostile import KINDS, STEP
 from checkpoint.states import save
 from headrace.checkpoint import CheckpointFolder, folder, header
 from headrace.errors import CorruptCheckpoint
-from headrace.machine import give_back
+from headrace.machine.allocator import give_back
 
 MOST_S = 1.0
 MOST_BYTES = 64 << 20

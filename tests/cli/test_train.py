@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-import headrace.machine
+import headrace.machine.identity
 from headrace.cli import run
 from headrace.cli.jobfile import MODULE
 from headrace.errors import PeerLost, WorkerFailed
@@ -39,7 +39,7 @@ def test_each_worker_may_have_a_device_of_its_own(
     assert run(["compare", "digits.py", "--device", "cuda:0,cpu"]) == 2
     assert "'cuda:0,cpu' is not one of" in capsys.readouterr().err
     mixed = Cluster((Host("a", 2, 2**30, worker_devices=("cuda:0", "cpu")),), device="cuda")
-    monkeypatch.setattr(headrace.machine, "detect", lambda device: mixed)
+    monkeypatch.setattr(headrace.machine.identity, "detect", lambda device: mixed)
     assert run(["train", "digits.py", "--device", "cuda:0,cpu", "--predict", "profile.toml"]) == 2
     assert "--predict simulates devices of one kind, got --device cuda:0,cpu" in capsys.readouterr().err
 

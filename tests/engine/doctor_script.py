@@ -31,7 +31,7 @@ def main() -> None:
     go_there()
     if os.environ["WORLD_SIZE"] == "3":
         patch.multiple(probe, _COUNT_S=0.15, _WARM_UP_S=0.05).start()
-    patch("headrace.machine.versions", lambda: {"torch": TORCH}).start()
+    patch("headrace.machine.identity.versions", lambda: {"torch": TORCH}).start()
     out = OneLine()
     with patch.object(sys, "stdout", out):
         code = run(["doctor", "--json"])

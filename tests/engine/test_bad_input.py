@@ -15,7 +15,6 @@ from torch import nn
 
 import headrace as hr
 from engine.victims import EXAMPLES, INPUTS, TARGETS, make_job
-from headrace import machine
 from headrace.engine.base import Engine, RunProgress
 from headrace.errors import (
     DataError,
@@ -26,6 +25,7 @@ from headrace.errors import (
     UnknownName,
     UsageError,
 )
+from headrace.machine import identity
 from headrace.shared_memory import segment
 from headrace.worker.run_spec import RunSpec
 
@@ -115,8 +115,8 @@ JOBS: dict[str, tuple[dict[str, Any], type[HeadraceError], str]] = {
     "data is empty": ({"data": (INPUTS[:0], TARGETS[:0])}, DataError, "it has 0 examples; training needs at least 1"),
     "data is ragged": ({"data": (INPUTS, TARGETS[:3])}, DataError, r"differ in length \(0: 64, 1: 3\).* cut them to 3"),
     "data is a name": ({"data": "train.csv"}, DataError, "data cannot be a str; give a pair of tensors"),
-    "eval data is empty": ({"eval_data": (INPUTS[:0], TARGETS[:0])}, DataError, "it has 0 examples"),
-    "eval data is ragged": ({"eval_data": (INPUTS, TARGETS[:3])}, DataError, r"\(0: 64, 1: 3\)"),
+    "eval data is empty": ({"eval_data": (INPUTS[:0], TARGETS[:0])}, DataError, "eval_data: .*it has 0 examples"),
+    "eval data is ragged": ({"eval_data": (INPUTS, TARGETS[:3])}, DataError, r"eval_data: .*\(0: 64, 1: 3\)"),
     "eval data does not fit": ({"eval_data": (INPUTS[:, :3], TARGETS)}, JobError, "cannot be run on eval_data"),
     "eval target does not": ({"eval_data": (INPUTS, INPUTS)}, DataError, r"\(2, 1\) and target \(2, 4\)"),
     "batch below the workers": (
@@ -231,7 +231,7 @@ def test_a_loop_that_is_none() -> None:
 
 
 def test_a_machine_too_small_for_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "spare_memory_bytes", lambda: 100)
+    monkeypatch.setattr(identity, "spare_memory_bytes", lambda: 100)
     with pytest.raises(InfeasiblePlan, match=r"mirrored needs 140 bytes of host memory .* 100 left; use fewer workers"):
         fit(make_job())
 

@@ -72,6 +72,13 @@ def test_an_error_in_a_loop_of_ones_own_in_one_rank(engine: LocalEngine) -> None
     assert "in bad_loop" in caught.value.traceback.splitlines()[1]
 
 
+@pytest.mark.parametrize("strategy", [hr.OneDevice(), hr.Pipeline(2), hr.FullySharded(2)], ids=lambda each: each.name)
+def test_a_loss_without_a_gradient(engine: LocalEngine, strategy: hr.Strategy) -> None:
+    job = make_job(model=lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), victims.Detached()))
+    with pytest.raises(WorkerFailed, match="the loss depends on no parameter that is trained"):
+        hr.fit(job, strategy, engine=engine)
+
+
 def test_an_error_of_a_library_below_no_user_code(engine: LocalEngine) -> None:
     targets = torch.arange(victims.EXAMPLES)
     job = make_job(task=hr.tasks.multiclass(3), model=lambda: torch.nn.Linear(4, 3), data=(victims.INPUTS, targets))

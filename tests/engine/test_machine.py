@@ -14,22 +14,20 @@ from typing import Any
 import pytest
 import typer
 
-from headrace import machine
 from headrace.cli import run
 from headrace.engine.torchrun.store import launched_ranks
 from headrace.errors import UnfitMachine, UsageError
-from headrace.machine import (
+from headrace.machine import limits, resources
+from headrace.machine.identity import can_paint, detect, require_linux
+from headrace.machine.limits import explained
+from headrace.machine.resources import (
     ProcessorTimes,
-    can_paint,
     core_quota,
     cores,
-    detect,
-    explained,
     load_average,
     memory_limit_bytes,
     processor_name,
     processor_times,
-    require_linux,
     spare_memory_bytes,
 )
 from headrace.shared_memory.control_page import check_shared_memory
@@ -49,7 +47,7 @@ def test_cores_respect_a_containers_quota(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, most: int
 ) -> None:
     root = files_of(tmp_path, {"proc/self/cgroup": "0::/box\n", "sys/fs/cgroup/box/cpu.max": text})
-    monkeypatch.setattr(machine, "core_quota", lambda: core_quota(root))
+    monkeypatch.setattr(resources, "core_quota", lambda: core_quota(root))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert cores() == most
@@ -70,7 +68,7 @@ def test_cores_respect_a_containers_quota(
 def test_cores_respect_what_openmp_is_told_but_not_by_torchrun(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], count: int
 ) -> None:
-    monkeypatch.setattr(machine, "core_quota", lambda: None)
+    monkeypatch.setattr(resources, "core_quota", lambda: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for name, value in variables.items():
@@ -265,7 +263,7 @@ def test_no_further_file_is_said_with_the_limit() -> None:
 
 
 def test_no_further_thread_is_said_with_the_limit(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (64, 64))
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (64, 64))
     other = RuntimeError("shapes differ")
     assert explained(other) is other
     error = explained(RuntimeError("can't start new thread"))

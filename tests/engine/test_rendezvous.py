@@ -9,7 +9,7 @@ from headrace.engine.torchrun import store
 from headrace.engine.torchrun.address import own_address, start_timeout_s
 from headrace.engine.torchrun.store import joined, of_first
 from headrace.errors import InfeasiblePlan, UsageError, WorkerFailed
-from headrace.machine import host_name
+from headrace.machine.identity import host_name
 from headrace.spec.cluster import Cluster, Host, Link
 
 

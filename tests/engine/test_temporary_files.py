@@ -47,3 +47,12 @@ def test_of_a_launched_script(tmp_path: Path) -> None:
         assert process.wait(60) == 143
     assert until(lambda: all(state(pid) == "" for pid in children), 30)
     assert os.listdir(tmp_path / "temporary") == []
+
+
+def test_of_a_measurement_of_the_disk(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "headrace", "bench", "--only", "storage", "--folder", tmp_path]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL) as process:
+        assert until(lambda: any(tmp_path.iterdir()) or process.poll() is not None, 120)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+    assert os.listdir(tmp_path) == []

@@ -177,6 +177,16 @@ def killed_beside_an_error(worker: hr.Worker) -> None:
         worker.step(batch)
 
 
+class Detached(nn.Linear):
+    """Breaks the graph off."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs).detach()
+
+
 class DiesWhenEvaluated(nn.Linear):
     """Dies in rank 1's first evaluation."""
 

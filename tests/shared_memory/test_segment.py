@@ -18,7 +18,7 @@ import torch
 
 from belongings import descriptors
 from headrace.errors import UnfitMachine
-from headrace.machine import explained
+from headrace.machine.limits import explained
 from headrace.shared_memory import segment as module
 from headrace.shared_memory.control_page import ControlPage, RankRecord
 from headrace.shared_memory.mapping import LARGE_PAGE_BYTES, mapped, use_large_pages

@@ -32,7 +32,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from headrace.machine import prefer_large_pages
+from headrace.machine.allocator import prefer_large_pages
 
 IMPORTED = ("torch._dynamo", "headrace.engine.local.process", "headrace.engine.local.fork_server_main",
             "headrace.engine.local.engine", "headrace.cli", "headrace.api.fit", "headrace.api.comparison",

@@ -10,7 +10,7 @@ from headrace.api.checks import JobInfo
 from headrace.data import as_pipeline
 from headrace.data.cache.fingerprint import fingerprint
 from headrace.data.pipeline.source import ArraySource
-from headrace.machine import versions
+from headrace.machine.identity import versions
 from headrace.strategies import Strategy
 
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")

@@ -17,7 +17,7 @@ from headrace.devices import one_each
 from headrace.engine.base import Engine
 from headrace.engine.local.engine import kept_engine
 from headrace.errors import UnfitMachine, UsageError
-from headrace.machine import load_average
+from headrace.machine.resources import load_average
 from headrace.policies.measurement import Measurement
 from headrace.report.model.summary import Summary
 from headrace.report.model.verdict import References, compared, verdict

@@ -31,7 +31,8 @@ from headrace.engine.torchrun.refusal import tell_uncaught
 from headrace.engine.torchrun.secret import NOT_ENCRYPTED
 from headrace.engine.torchrun.store import join, launched_ranks, of_first, total_of_hosts
 from headrace.errors import HeadraceError, UsageError
-from headrace.machine import detect, explained, host_name, require_working_directory
+from headrace.machine.identity import detect, host_name, require_working_directory
+from headrace.machine.limits import explained
 from headrace.pipeline.profile import MeasuredLayers, measure
 from headrace.report.trackers.listeners import Listeners, OnEvent
 from headrace.spec.cluster import Cluster

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from headrace.api.run import Run
-from headrace.machine import ProcessorTimes, processor_times
+from headrace.machine.resources import ProcessorTimes, processor_times
 from headrace.policies.measurement import MachineLoad, Measurement, doubts
 
 _LOOK_S = 0.25

@@ -23,7 +23,9 @@ from headrace.data import Loader, as_pipeline
 from headrace.devices import AUTO, HOST, check_name
 from headrace.engine.base import Engine
 from headrace.errors import HeadraceError, JobError, UnfitMachine, UsageError
-from headrace.machine import cores, detect, give_back
+from headrace.machine.allocator import give_back
+from headrace.machine.identity import detect
+from headrace.machine.resources import cores
 from headrace.pipeline.profile import first_batch
 from headrace.pipeline.profile import profile as profile_layers
 from headrace.pipeline.runner import out_of_memory

@@ -18,7 +18,7 @@ from headrace.checkpoint import Checkpoint, CheckpointFolder
 from headrace.checkpoint.folder import step_of
 from headrace.checkpoint.remote import RemoteFolder
 from headrace.errors import CheckpointMismatch, CorruptCheckpoint, HeadraceError, UnfitMachine, UsageError
-from headrace.machine import versions
+from headrace.machine.identity import versions
 from headrace.modules import parameters_and_buffers, parts_of
 from headrace.parameter_server.server.snapshots import SnapshotSet, forget, newest_of
 from headrace.spec.job import Job

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from headrace.batches import call
 from headrace.checkpoint import forms
-from headrace.engine.base import delete_with, forget
 from headrace.errors import CorruptCheckpoint, RunFailed, UnfitMachine, UsageError
 from headrace.export.choice import choose
 from headrace.export.signature import Signature
 from headrace.export.writing import write_model
+from headrace.machine.temporary import delete_with_process, forget
 from headrace.modules import copy_module, is_dense, restore
 from headrace.report.model.events import EventLog, read_log
 from headrace.report.model.summary import Summary, summarize
@@ -49,7 +49,7 @@ class TemporaryRunDir:
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="headrace-"))
-        delete_with(self.path)
+        delete_with_process(self.path)
         self._delete = weakref.finalize(self, _delete, self.path, os.getpid())
 
     def delete(self) -> None:

@@ -26,7 +26,8 @@ from headrace.engine.torchrun.refusal import tell_uncaught
 from headrace.engine.torchrun.secret import NOT_ENCRYPTED
 from headrace.engine.torchrun.store import launched_ranks
 from headrace.errors import UnknownName, UsageError
-from headrace.machine import cores, versions
+from headrace.machine.identity import versions
+from headrace.machine.resources import cores
 from headrace.modules import describe
 from headrace.policies.roles import threads_per_worker
 from headrace.policies.sharding import whole

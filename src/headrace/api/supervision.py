@@ -34,7 +34,7 @@ from headrace.errors import (
     UnfitMachine,
     UsageError,
 )
-from headrace.machine import can_paint, versions
+from headrace.machine.identity import can_paint, versions
 from headrace.parameter_server.server.snapshots import SnapshotSet
 from headrace.policies.roles import split
 from headrace.report.model.events import DiskMonitor, LogTail, Tail

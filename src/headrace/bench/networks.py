@@ -24,7 +24,8 @@ from headrace.bench.settings import (
     repeat,
 )
 from headrace.errors import JobError
-from headrace.machine import give_back, spare_memory_bytes
+from headrace.machine.allocator import give_back
+from headrace.machine.resources import spare_memory_bytes
 from headrace.report.format import byte_count
 from headrace.training.whole_model import CompiledModule
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from headrace.bench.figures import PARTS, Figure, Gap, MachineFigures, OtherWork
 from headrace.errors import UnfitMachine, UsageError
-from headrace.machine import own_processor_s, processor_times
+from headrace.machine.resources import own_processor_s, processor_times
 from headrace.report.format import percent
 
 IDLE_SHARE = 0.05

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from headrace import devices
-from headrace.machine import cores, host_name, memory_limit_bytes, processor_name, versions
+from headrace.machine.identity import host_name, versions
+from headrace.machine.resources import cores, memory_limit_bytes, processor_name
 from headrace.report.format import byte_count
 
 GPU = "GPU"

@@ -6,7 +6,6 @@ import errno
 import os
 import random
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from headrace.bench.figures import Figure, Gap, MachineFigures, figure
 from headrace.bench.settings import Effort
 from headrace.errors import UnfitMachine
+from headrace.machine.temporary import temporary_folder
 from headrace.report.format import byte_count
 
 _BLOCK, _PAGE, _SMALL_FILE = 1 << 20, 4096, 16 << 10
@@ -40,8 +40,8 @@ def storage(effort: Effort, folder: Path, kept: MachineFigures) -> Iterator[Figu
             "folder with --folder, or leave storage out with --only"
         )
     try:
-        with tempfile.TemporaryDirectory(dir=folder, prefix="headrace-bench-") as name:
-            yield from _reads(effort, Path(name), kept)
+        with temporary_folder("headrace-bench-", folder) as own:
+            yield from _reads(effort, own, kept)
     except OSError as error:
         raise UnfitMachine(f"files cannot be written or read in {folder}: {error}; use another --folder") from error
 

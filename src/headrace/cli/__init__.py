@@ -31,7 +31,7 @@ from headrace.cli.commands.workers import workers
 from headrace.cli.options import help_option
 from headrace.cli.output import ExitCode, error_document, write_document
 from headrace.engine.base import Terminated, answer_with, terminate
-from headrace.machine import explained
+from headrace.machine.limits import explained
 
 __all__ = ["COMMANDS", "app", "main", "run"]
 

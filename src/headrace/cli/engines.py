@@ -43,7 +43,7 @@ def own_engine(
         if launched_world() > 1:
             # Lazily: they import torch.
             from headrace.engine.torchrun.agreement import require_same
-            from headrace.machine import versions
+            from headrace.machine.identity import versions
 
             digest = hashlib.sha256(job_file.read_bytes()).hexdigest()[:12] if job_file else "none"
             require_same({**versions(), "the job file's digest": digest})

@@ -17,7 +17,7 @@ import typer
 
 from headrace.engine.base import Terminated
 from headrace.errors import HeadraceError, PeerLost, UnfitMachine, WorkerFailed
-from headrace.machine import require_working_directory
+from headrace.machine.identity import require_working_directory
 from headrace.report.model.summary import Summary, summarize
 from headrace.report.model.verdict import References, verdict
 from headrace.report.views.table import comparison_plain, comparison_table, run_plain, run_table

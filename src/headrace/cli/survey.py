@@ -33,7 +33,7 @@ def own_facts(path: Path | None, settings: Sequence[str]) -> HostFacts:
     """Returns what this host is, and the digests of a job file and of its data."""
     # Lazily: they import torch.
     from headrace.engine.network.survey import HostFacts
-    from headrace.machine import detect, versions
+    from headrace.machine.identity import detect, versions
 
     facts = dict(versions())
     if path is not None:

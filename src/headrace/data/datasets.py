@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from headrace.data.pipeline.order import permutation
 from headrace.errors import DataError, UnfitMachine
+from headrace.machine.temporary import temporary_folder
 
 Fetcher = Callable[[Path, Sequence[str]], None]
 """Puts `<name>.gz` for every name into a folder, or raises `UnfitMachine` with the reason in a few words."""
@@ -60,12 +60,12 @@ def obtain(
         return
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix="fetching-") as folder:
-            where = _fetch(Path(folder), missing, FETCHERS if fetchers is None else fetchers)
+        with temporary_folder("fetching-", cache) as folder:
+            where = _fetch(folder, missing, FETCHERS if fetchers is None else fetchers)
             for name in missing:
-                _unpack(Path(folder) / f"{name}.gz", digests[name], where)
+                _unpack(folder / f"{name}.gz", digests[name], where)
             for name in missing:
-                os.replace(Path(folder) / name, cache / name)
+                os.replace(folder / name, cache / name)
     except OSError as error:
         raise UnfitMachine(f"{cache} cannot be used as a cache ({error}); give another cache_dir") from error
 

@@ -7,7 +7,6 @@ module does not import torch, so that an engine can be made first thing.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import threading
 from abc import ABC, abstractmethod
@@ -19,7 +18,8 @@ from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from headrace.machine import detect
+from headrace.machine.identity import detect
+from headrace.machine.temporary import delete_all
 from headrace.spec.cluster import Cluster
 from headrace.worker.run_spec import RunSpec
 
@@ -146,7 +146,6 @@ class Terminated(BaseException):
 
 _documents: list[bytes] = []
 _companions: set[int] = set()
-_temporary: set[Path] = set()
 
 
 def answer_with(document: bytes) -> None:
@@ -164,16 +163,6 @@ def leave_alone(pid: int) -> None:
     _companions.discard(pid)
 
 
-def delete_with(folder: Path) -> None:
-    """Lets `terminate` delete a temporary folder, too."""
-    _temporary.add(folder)
-
-
-def forget(folder: Path) -> None:
-    """Takes that back, when the folder is deleted."""
-    _temporary.discard(folder)
-
-
 def terminate(number: int, frame: FrameType | None) -> NoReturn:
     """Ends this process at once; a handler of signals.
 
@@ -186,8 +175,7 @@ def terminate(number: int, frame: FrameType | None) -> NoReturn:
     try:
         os.write(1, _documents[-1] if _documents else b"")
         os.write(2, b"error: terminated (SIGTERM)\n")
-        for folder in _temporary:
-            shutil.rmtree(folder, ignore_errors=True)
+        delete_all()
     finally:
         # Also where the other end of stdout is closed.
         os._exit(TERMINATED_CODE)

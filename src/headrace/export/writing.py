@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +28,8 @@ from headrace.export.programs import ProgramRunner
 from headrace.export.quantize.measuring import Program, metrics_of
 from headrace.export.quantize.onnx import quantize_onnx
 from headrace.export.signature import Artefact, Quantization, Signature, form_of, values_of
-from headrace.machine import versions
+from headrace.machine.identity import versions
+from headrace.machine.temporary import temporary_folder
 from headrace.spec.job import Job
 
 SAMPLE = "sample.safetensors"
@@ -87,8 +87,8 @@ def write_model(
     facts = replace(facts, notes=_notes(traced, cached, choice))
     subject = _Subject(job, predictor, batches)
     try:
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as aside:
-            place = Path(aside) / "model"
+        with temporary_folder(".export-", folder.parent) as aside:
+            place = aside / "model"
             place.mkdir()
             facts = _write_programs(place, subject, traced, facts, choice)
             tensors = {f"input/{name}": tensor.contiguous() for name, tensor in few.items()}

@@ -19,7 +19,7 @@ from headrace.policies.roles import bounds
 from headrace.spec.job import Share
 from headrace.spec.options import Options, require_plain_forward
 from headrace.training.clipping import GradientClipper, LossScale, StepDecision
-from headrace.training.compute import Compute, Computed
+from headrace.training.compute import Compute, Computed, require_graph
 from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import UsedParameters
 from headrace.training.optimizer import StatePiece
@@ -123,8 +123,9 @@ class ShardedModel(Compute):
         Those of a `Mean` are divided by the weight of all, which is known when all have been weighed.
         """
         if isinstance(loss, Mean):
-            self._scaled(loss.total).backward()
+            self._scaled(require_graph(loss.total)).backward()
             return Mean(loss.total.detach(), loss.weight)
+        require_graph(loss)
         self._scaled(loss if examples == share.of else loss * (examples / share.of)).backward()
         return loss.detach()
 

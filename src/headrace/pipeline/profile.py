@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from headrace.batches import select_target
 from headrace.data import Loader, as_pipeline
 from headrace.errors import UnfitMachine
-from headrace.machine import give_back
+from headrace.machine.allocator import give_back
 from headrace.metrics import weigh
 from headrace.modules import set_train_modes
 from headrace.pipeline.backward import run_backward

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headrace.devices import random_states, set_random_states
 from headrace.errors import UnfitMachine
-from headrace.machine import resident_bytes
+from headrace.machine.resources import resident_bytes
 from headrace.pipeline.backward import WeightGradient, run_backward
 from headrace.pipeline.buffers import RunningStatistics, SavedBuffer, SavedState
 from headrace.pipeline.channels import Channels

@@ -24,7 +24,7 @@ from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
 from headrace.training.clipping import GradientClipper, StepDecision
-from headrace.training.compute import Compute, Computed
+from headrace.training.compute import Compute, Computed, require_graph
 from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import GradientSink, assign, divide
 from headrace.training.optimizer import StatePiece
@@ -141,6 +141,7 @@ class StagedModel(Compute):
         """Returns what is differentiated of a micro-batch's loss, and notes its loss."""
         loss = self._objective.loss(output, select_target(piece, self._objective.target))
         total, weight = weigh(loss, examples)
+        require_graph(total)
         losses[index] = total.detach(), float(weight)
         # What a part of a `Mean` is all_weight is known when all have been weighed.
         return total if isinstance(loss, Mean) else total / share.of

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from ctypes import Array, Structure, c_char, c_double, c_int32, c_int64, c_uint8, sizeof
 
 from headrace.errors import UnfitMachine
-from headrace.machine import require_linux
+from headrace.machine.identity import require_linux
 from headrace.shared_memory import futex
 from headrace.shared_memory.segment import SharedSegment
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import UnfitMachine
-from headrace.machine import spare_memory_bytes
+from headrace.machine.resources import spare_memory_bytes
 from headrace.shared_memory.mapping import mapped, use_large_pages
 
 

@@ -23,7 +23,7 @@ from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options, require_plain_forward
 from headrace.training.clipping import LossScale
-from headrace.training.compute import Compute, Computed
+from headrace.training.compute import Compute, Computed, require_graph
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.gradients import DirectGradients, GradientPlaces, GradientSink, assign, divide
 from headrace.training.optimizer import StateSlices
@@ -235,6 +235,7 @@ class WholeModel(Compute):
                 # As the others do, whose layers exchange something in backward, too.
                 torch.autograd.grad(part, self._trained.in_epoch(share.epoch), allow_unused=True)
             return self._leave_nothing()
+        require_graph(part)
         if self._sink is None:
             self._add(self._scaled(part), share.epoch)
         else:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.machine import own_version
+from headrace.machine.identity import own_version
 from headrace.report.format import clean
 from headrace.report.model.training import without
 from headrace.spec.events import (

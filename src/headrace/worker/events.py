@@ -10,7 +10,7 @@ from pathlib import Path
 from time import monotonic
 
 from headrace.data.loading.loader import InputCounters
-from headrace.machine import disk_fails, takes_no_more, unless
+from headrace.machine.disk import disk_fails, takes_no_more, unless
 from headrace.shared_memory.control_page import LastEvent
 from headrace.spec.events import (
     Event,

@@ -16,7 +16,8 @@ from headrace.checkpoint.forms import extra_states, pack, unpack
 from headrace.checkpoint.trained_model import save_model
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import HeadraceError, PeerLost
-from headrace.machine import explained, peak_resident_bytes, resident_bytes
+from headrace.machine.limits import explained
+from headrace.machine.resources import peak_resident_bytes, resident_bytes
 from headrace.modules import is_dense, parameters_and_buffers, stateful_modules
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Failed, Notice, RowsHeld, RowsRead, WorkerEnded, WorkerStarted

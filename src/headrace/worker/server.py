@@ -10,7 +10,8 @@ from typing import TypeVar
 
 from headrace.data import as_pipeline
 from headrace.errors import CorruptCheckpoint, HeadraceError, PeerLost
-from headrace.machine import explained, peak_resident_bytes, resident_bytes
+from headrace.machine.limits import explained
+from headrace.machine.resources import peak_resident_bytes, resident_bytes
 from headrace.parameter_server.planning import ServerProcess
 from headrace.parameter_server.replication.failover import primary_address, process_number, server_of
 from headrace.parameter_server.replication.links import PeerWatch

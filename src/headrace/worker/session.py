@@ -17,7 +17,7 @@ from headrace.collectives.through_host import ThroughHost
 from headrace.data import CpuBudget, Hosts, InputPipeline, Loader, as_pipeline
 from headrace.devices import use
 from headrace.errors import UsageError
-from headrace.machine import cores
+from headrace.machine.resources import cores
 from headrace.modules import copy_module, move, names_of_sets, parts_of, set_train_modes
 from headrace.parameter_server.replication.directory import find_servers
 from headrace.policies.roles import threads_per_worker

@@ -22,7 +22,7 @@ from headrace.api.probes.layers import modes_text
 from headrace.api.probes.probing import PROBES, probe, said_by
 from headrace.bench.library import declare_operators
 from headrace.errors import JobError
-from headrace.machine import detect
+from headrace.machine.identity import detect
 from headrace.models import zoo
 from headrace.spec.model import ModelSpec
 from headrace.strategies import Strategy

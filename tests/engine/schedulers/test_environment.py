@@ -6,7 +6,7 @@ import pytest
 
 from headrace.engine.schedulers.environment import LAUNCHER, adopt, first_host, secret_remedy, translated
 from headrace.errors import UsageError
-from headrace.machine import HOST_CORES
+from headrace.machine.resources import HOST_CORES
 
 # As srun 22.05 sets them, of the task 2 of 3 on 2 nodes.
 SLURM = {

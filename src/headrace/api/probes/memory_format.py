@@ -14,7 +14,7 @@ from headrace.api.probes.sets import plan_of
 from headrace.batches import examples_of
 from headrace.engine.torchrun.store import of_first
 from headrace.errors import HeadraceError, JobError, UsageError
-from headrace.machine import give_back
+from headrace.machine.allocator import give_back
 from headrace.modules import copy_module
 from headrace.pipeline.layer_cost import clock
 from headrace.pipeline.profile import first_batch, limited_threads

@@ -13,7 +13,8 @@ from headrace.api.checks import JobInfo
 from headrace.api.model_profile import identity, profile
 from headrace.data import as_pipeline
 from headrace.errors import InfeasiblePlan, UsageError
-from headrace.machine import cores, host_name, spare_memory_bytes, versions
+from headrace.machine.identity import host_name, versions
+from headrace.machine.resources import cores, spare_memory_bytes
 from headrace.prediction.cloud import cluster_of
 from headrace.prediction.profiling.origin import require_origin, require_usable
 from headrace.prediction.rehearsal.events import VirtualEvents

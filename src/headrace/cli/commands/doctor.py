@@ -25,7 +25,7 @@ from headrace.cli.survey import checks_of, measured, own_facts
 from headrace.cli.verdict import Check, Verdict, ok, problem, table, warning, worst
 from headrace.devices import HOST, accelerators, device_names, explain_auto, package_problem
 from headrace.errors import HeadraceError, UsageError
-from headrace.machine import core_quota, cores, memory_limit_bytes, spare_memory_bytes
+from headrace.machine.resources import core_quota, cores, memory_limit_bytes, spare_memory_bytes
 from headrace.report.format import byte_count
 from headrace.spec.cluster import Cluster
 from headrace.spec.plain import to_plain

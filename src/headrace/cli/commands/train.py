@@ -156,7 +156,7 @@ def _keep_prediction(
     """Predicts what a run on the machines of a file takes, or on this one, and keeps it in the run's directory."""
     if profile is None or launched_rank() not in (None, 0):
         return
-    from headrace.machine import detect
+    from headrace.machine.identity import detect
     from headrace.prediction.simulation.simulate import simulate
 
     if cluster is None and launched_rank() is not None:

@@ -20,7 +20,7 @@ from headrace.collectives.elastic import elastic_on_page
 from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.collectives.views.group import Views
 from headrace.errors import PeerLost, RunFailed, UnfitMachine
-from headrace.machine import host_name
+from headrace.machine.identity import host_name
 from headrace.policies.views import Member, MemberView
 from headrace.shared_memory.barrier import FinishedRanks, MemberLost
 from headrace.shared_memory.control_page import ControlPage

@@ -20,7 +20,7 @@ from headrace.data.pipeline.pipeline import InputPipeline, visited
 from headrace.data.pipeline.source import ArraySource, DatasetSource
 from headrace.data.pipeline.steps import Cache, writer
 from headrace.errors import RunFailed
-from headrace.machine import MOST_ARENAS, give_back, tune
+from headrace.machine.allocator import MOST_ARENAS, give_back, tune
 
 _LITTLE = 1 / 16
 """Share of the memory limit that the allocator may keep for the reader threads."""

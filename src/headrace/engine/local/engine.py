@@ -11,7 +11,6 @@ import math
 import os
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -20,11 +19,13 @@ from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from headrace.engine.base import Engine, RunProgress, delete_with, forget, orderly_interrupts
+from headrace.engine.base import Engine, RunProgress, orderly_interrupts
 from headrace.engine.local.fork_server import ForkServer, describe_end, fork_fork_server, start_fork_server
 from headrace.engine.local.monitor import Monitor
 from headrace.errors import HeadraceError, PeerLost, UsageError
-from headrace.machine import cores, host_name
+from headrace.machine.identity import host_name
+from headrace.machine.resources import cores
+from headrace.machine.temporary import temporary_folder
 from headrace.policies.roles import threads_per_worker
 from headrace.worker.run_spec import RunSpec, log_path
 
@@ -242,9 +243,8 @@ def launch_script(path: Path, arguments: Sequence[str], workers: int) -> int:
 
     Rank 0's output is passed on at once; the others' is kept, and shown where they fail.
     """
-    with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
-        delete_with(Path(folder))
-        logs = [log_path(Path(folder), rank) for rank in range(workers)]
+    with temporary_folder() as folder:
+        logs = [log_path(folder, rank) for rank in range(workers)]
         logs[0].parent.mkdir()
         for log in logs:
             log.touch()
@@ -257,7 +257,6 @@ def launch_script(path: Path, arguments: Sequence[str], workers: int) -> int:
             fork_server.close()
             os.close(held)
             os.close(lifeline)
-            forget(Path(folder))
 
 
 def _start_script(

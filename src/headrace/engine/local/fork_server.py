@@ -26,7 +26,8 @@ from typing import Any
 
 from headrace.engine.base import LivenessProbe, end_with, leave_alone
 from headrace.errors import ForkServerLost, HeadraceError, RunFailed, UnfitMachine, UsageError
-from headrace.machine import MMAP_THRESHOLD, TOP_PAD, TRIM_THRESHOLD, prefer_large_pages, too_many_threads, tune
+from headrace.machine.allocator import MMAP_THRESHOLD, TOP_PAD, TRIM_THRESHOLD, prefer_large_pages, tune
+from headrace.machine.limits import too_many_threads
 
 _START_S = 120.0
 _CLOSE_S = 5.0

@@ -25,7 +25,8 @@ from headrace.engine.base import LivenessProbe, RunProgress
 from headrace.engine.local.fork_server import ForkServer, describe_end
 from headrace.engine.local.scaling import ListedWorker, ScaleRequests
 from headrace.errors import PeerLost, UnfitMachine, UsageError, WorkerFailed
-from headrace.machine import disk_fails, explained, is_full, unless
+from headrace.machine.disk import disk_fails, is_full, unless
+from headrace.machine.limits import explained
 from headrace.spec.events import LAUNCHER, BackupReady, Failed, Lost, Notice, decode
 from headrace.spec.plan import outlives_workers
 from headrace.worker.run_spec import RunSpec, events_path, last_line, lines_of_kind, log_path

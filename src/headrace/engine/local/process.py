@@ -26,7 +26,7 @@ from headrace.engine.base import LivenessProbe
 from headrace.engine.shipping import unpack
 from headrace.engine.torchrun.address import start_timeout_s
 from headrace.errors import HeadraceError, JobError, PeerLost
-from headrace.machine import takes_no_more
+from headrace.machine.disk import takes_no_more
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.events import Failed

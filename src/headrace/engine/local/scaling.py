@@ -20,7 +20,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from headrace.errors import UsageError
-from headrace.machine import takes_no_more, unless
+from headrace.machine.disk import takes_no_more, unless
 
 _LOOK_EVERY_S = 0.05
 _ANSWER_S = 15.0

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.engine.local.fork_server import environment_of_workers
-from headrace.machine import cores, host_name, spare_memory_bytes
+from headrace.machine.identity import host_name
+from headrace.machine.resources import cores, spare_memory_bytes
 
 _WATCH_S = 1.0
 _LAST_WORDS_S = 1.0

@@ -25,7 +25,7 @@ from headrace.engine.local.process import redirect
 from headrace.engine.shipping import unpack
 from headrace.engine.torchrun.engine import LaunchedEngine
 from headrace.errors import HeadraceError, JobError, PeerLost
-from headrace.machine import machine_identity
+from headrace.machine.identity import machine_identity
 from headrace.shared_memory.segment import memory_file, set_length
 from headrace.tracebacks import user_traceback
 from headrace.worker.run_spec import LAST_LOG_LINE, RunSpec

@@ -23,7 +23,7 @@ from headrace.engine.torchrun.address import START_TIMEOUT
 from headrace.engine.torchrun.elastic_workers.leader_file import STORE
 from headrace.engine.torchrun.secret import SECRET
 from headrace.errors import UsageError
-from headrace.machine import machine_identity
+from headrace.machine.identity import machine_identity
 from headrace.worker.run_spec import RunSpec
 
 _ANSWER_S = 30.0

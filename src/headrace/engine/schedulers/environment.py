@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 from headrace.errors import UsageError
-from headrace.machine import HOST_CORES
+from headrace.machine.resources import HOST_CORES
 
 LAUNCHER = "HEADRACE_LAUNCHER"
 """Says who has set RANK and the others; then no scheduler around it counts."""

@@ -24,7 +24,7 @@ from time import monotonic
 from typing import Any
 
 from headrace.errors import PeerLost
-from headrace.machine import host_name
+from headrace.machine.identity import host_name
 
 HELLO = "headrace agent: "
 GRACE_S = 10.0

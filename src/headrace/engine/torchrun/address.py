@@ -9,7 +9,7 @@ import threading
 from time import monotonic
 
 from headrace.errors import UsageError
-from headrace.machine import host_name
+from headrace.machine.identity import host_name
 
 START_TIMEOUT = "HEADRACE_START_TIMEOUT_S"
 _START_TIMEOUT_S = 120.0

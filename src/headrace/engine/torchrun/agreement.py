@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from headrace.engine.torchrun.store import gather
 from headrace.errors import UsageError
-from headrace.machine import host_name, machine_identity
+from headrace.machine.identity import host_name, machine_identity
 
 _NAMED = 3
 """Ranks that a message names; more would fill the line."""

@@ -13,7 +13,7 @@ import torch
 from headrace.engine.base import LEFT, Engine, RunProgress, followed, orderly_interrupts
 from headrace.engine.torchrun.group import LaunchedGroup
 from headrace.errors import LeftBehind, PeerLost
-from headrace.machine import cores
+from headrace.machine.resources import cores
 from headrace.policies.roles import threads_per_worker
 from headrace.worker.run_spec import RunSpec
 

@@ -30,7 +30,7 @@ from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.engine.torchrun.refusal import begun
 from headrace.engine.torchrun.store import comes_back, gather, launched_store
 from headrace.errors import LeftBehind, PeerLost, PeersApart, Replaced, UsageError
-from headrace.machine import host_name
+from headrace.machine.identity import host_name
 from headrace.policies.views import Member
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment

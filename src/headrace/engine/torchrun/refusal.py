@@ -12,7 +12,7 @@ from types import TracebackType
 from headrace.engine.torchrun.key_value import Failure, StoreClient
 from headrace.engine.torchrun.store import first_failed, launched_ranks, reached
 from headrace.errors import HeadraceError, PeerLost, PeersApart, UsageError, WorkerFailed
-from headrace.machine import host_name
+from headrace.machine.identity import host_name
 
 TELL_S = 10.0
 """How long a process that fails waits for rank 0, and rank 0 for the others."""

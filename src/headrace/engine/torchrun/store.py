@@ -25,7 +25,7 @@ from headrace.engine.torchrun.key_value import NotOfThisRun, StoreClient
 from headrace.engine.torchrun.secret import HOW_TO_MAKE, ask, given_secret, hand_out
 from headrace.engine.torchrun.store_server import StoreServer
 from headrace.errors import HeadraceError, InfeasiblePlan, RunFailed, UsageError, WorkerFailed
-from headrace.machine import host_name
+from headrace.machine.identity import host_name
 from headrace.spec.cluster import Cluster
 from headrace.spec.plain import from_plain, to_plain
 

@@ -13,12 +13,12 @@ import os
 import shutil
 import subprocess
 import tarfile
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.errors import UnfitMachine, UsageError
+from headrace.machine.temporary import temporary_folder
 
 NAME, VERSION = "onnxruntime-web", "1.30.0"
 INTEGRITY = "q0y+JrrtukXSzsBWEMccVfqX25LRmosXHF+CaRJmg8pZClzcV7svNc4rKY3jL02Vb7QmRMDs1SigqR4CXAfKYQ=="
@@ -69,10 +69,10 @@ def _fetch(path: Path) -> None:
         raise UnfitMachine(f"--target browser needs {NAME}, and there is no npm to fetch it; {_REMEDY}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix="fetching-") as folder:
-            command = [npm, "pack", f"{NAME}@{VERSION}", "--pack-destination", folder]
+        with temporary_folder("fetching-", path.parent) as folder:
+            command = [npm, "pack", f"{NAME}@{VERSION}", "--pack-destination", str(folder)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_S, cwd=folder)
-            made = Path(folder) / _ARCHIVE
+            made = folder / _ARCHIVE
             if done.returncode or not made.is_file():
                 last = (done.stderr.strip() or "it says nothing").splitlines()[-1]
                 raise UnfitMachine(f"npm could not fetch {NAME} {VERSION}: {last:.200}; {_REMEDY}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.checkpoint.forms import pack, unpack
-from headrace.machine import give_back
+from headrace.machine.allocator import give_back
 from headrace.parameter_server.server.updater import ShardOptimizerState, ShardUpdater
 from headrace.parameter_server.sparse.tables import ServedTables
 from headrace.parameter_server.wire import ShardLayout, like

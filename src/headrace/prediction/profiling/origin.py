@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from headrace.devices import GPU, HOST, device_names, kind_of
 from headrace.errors import UsageError
-from headrace.machine import cores, processor_name, versions
+from headrace.machine.identity import versions
+from headrace.machine.resources import cores, processor_name
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec
 from headrace.trees import map_tensors

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from headrace.machine import versions
+from headrace.machine.identity import versions
 from headrace.prediction.rehearsal.order import PlannedStep
 from headrace.spec.events import (
     LAUNCHER,

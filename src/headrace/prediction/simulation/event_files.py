@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from headrace.errors import UsageError
-from headrace.machine import versions
+from headrace.machine.identity import versions
 from headrace.prediction.simulation.scene import Scene
 from headrace.prediction.simulation.timeline import Passes, Timeline
 from headrace.spec.events import (

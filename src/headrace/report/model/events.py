@@ -13,7 +13,8 @@ from time import monotonic
 from typing import BinaryIO, TypeVar
 
 from headrace.errors import DataError, UsageError
-from headrace.machine import disk_fails, is_full, own_version, unless
+from headrace.machine.disk import disk_fails, is_full, unless
+from headrace.machine.identity import own_version
 from headrace.spec.events import Evaluated, Event, NonFinite, RunStarted, Saved, Stepped, decode
 from headrace.spec.plain import from_plain
 from headrace.spec.plan import Plan

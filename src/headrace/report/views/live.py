@@ -9,7 +9,7 @@ from collections.abc import Callable, Container
 from time import monotonic
 from typing import TYPE_CHECKING, Self, TextIO
 
-from headrace.machine import takes_no_more, unless
+from headrace.machine.disk import takes_no_more, unless
 from headrace.report.format import MISSING, byte_count, clean, duration, plural, short
 from headrace.report.views.notebook import ShowHtml, progress_html
 from headrace.spec.events import (

@@ -20,7 +20,7 @@ from time import monotonic, sleep
 from headrace.engine.torchrun.key_value import StoreClient
 from headrace.engine.torchrun.secret import given_secret
 from headrace.errors import RunFailed, UsageError
-from headrace.machine import host_name
+from headrace.machine.identity import host_name
 
 STORE = "HEADRACE_STORE"
 """Names, in the environment, the address of the store of a run that goes on."""

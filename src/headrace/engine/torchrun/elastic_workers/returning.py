@@ -7,7 +7,7 @@ from time import monotonic
 
 from headrace.engine.torchrun.key_value import StoreClient
 from headrace.errors import RunFailed
-from headrace.machine import host_name
+from headrace.machine.identity import host_name
 
 
 def come_back(

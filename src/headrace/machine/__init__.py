@@ -1,0 +1,1 @@
+"""This machine: what it has, what it refuses, how it is called."""

@@ -1,0 +1,84 @@
+"""What this machine is: its name, its devices, its programs and their versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import TextIO
+
+from headrace.devices import choose, choose_each, one_each
+from headrace.errors import UnfitMachine
+from headrace.machine.resources import cores, spare_memory_bytes
+from headrace.spec.cluster import Cluster, Host
+
+
+def host_name() -> str:
+    """Returns what this host is called: as HEADRACE_HOST says, else as the system does."""
+    return os.environ.get("HEADRACE_HOST") or socket.gethostname()
+
+
+def machine_identity() -> str:
+    """Returns what differs between machines, and between containers that do not see each other's processes."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def require_working_directory() -> None:
+    """Raises:
+    UnfitMachine: the directory that this process works in was deleted; libraries below torch end a process there.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UnfitMachine(
+            "the working directory of this process was deleted; change to one that exists (cd, os.chdir), or, where a "
+            "new one has its path, to that path once more"
+        ) from None
+
+
+def require_linux() -> None:
+    """Raises:
+    UnfitMachine: this is no Linux, whose anonymous shared memory and futex the exchange is built on.
+    """
+    if platform.system() != "Linux":
+        raise UnfitMachine(
+            f"headrace exchanges through Linux's memfd and futex, and this is {platform.system()}; "
+            "use Linux, or a Linux container"
+        )
+
+
+def detect(device: str | Sequence[str], ranks: int | None = None, fixed_shapes: bool = True) -> Cluster:
+    """Describes this machine, with the devices that `devices.choose` takes of it, or those that are named one by one.
+
+    Raises what `devices.choose`, `one_each` and `choose_each` raise.
+    """
+    require_linux()
+    named = one_each(device)
+    kind, found = choose_each(named) if named else choose(str(device), fixed_shapes)
+    host = Host(host_name(), cores(), spare_memory_bytes(), found, worker_devices=named)
+    return Cluster((host,), ranks, kind)
+
+
+@cache
+def own_version() -> str:
+    """Returns the version of headrace that is installed; finding it reads files, for milliseconds."""
+    return version("headrace")
+
+
+@cache
+def versions() -> Mapping[str, str]:
+    """Returns the versions of "headrace", "torch" and "python"."""
+    import torch
+
+    return {"headrace": own_version(), "torch": torch.__version__, "python": platform.python_version()}
+
+
+def can_paint(stream: TextIO) -> bool:
+    """Whether a moving bar may be painted: on a terminal that can, and not in CI."""
+    if os.environ.get("CI", "").lower() not in ("", "0", "false"):
+        return False
+    return os.environ.get("TERM") != "dumb" and stream.isatty()

@@ -1,0 +1,45 @@
+"""What the system refuses, told with its limit."""
+
+from __future__ import annotations
+
+import errno
+import resource
+
+from headrace.errors import UnfitMachine
+from headrace.machine.disk import disk_fails
+
+_NO_THREAD = ("can't start new thread", "Resource temporarily unavailable (src/thread.cpp")
+"""What Python and ZeroMQ say; the latter ends the process (SIGABRT)."""
+
+
+def explained(error: BaseException) -> BaseException:
+    """Returns a better error where one says only that a disk fails or no file or thread can be had; else the same."""
+    if isinstance(error, OSError) and disk_fails(error):
+        return UnfitMachine(
+            f"the disk fails ({error.strerror}) at {error.filename or 'a file that was open'}; see what the system's "
+            "log says of it (dmesg), and name a run_dir on another disk"
+        )
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return _too_many_files(error)
+    if not isinstance(error, RuntimeError) or not any(said in str(error) for said in _NO_THREAD):
+        return error
+    return too_many_threads()
+
+
+def _too_many_files(error: OSError) -> UnfitMachine:
+    most, what = resource.getrlimit(resource.RLIMIT_NOFILE)[0], error.filename or error.strerror
+    whose = f"of which a process may have {most:,} (ulimit -n)" if error.errno == errno.EMFILE else "for any process"
+    return UnfitMachine(
+        f"the system opens no further file or socket ({what}), {whose}; raise that limit, or close what your own code "
+        "leaves open"
+    )
+
+
+def too_many_threads() -> UnfitMachine:
+    """Returns the error where the system starts no further thread or process, with the limit."""
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    most = "as many as it likes" if limit == resource.RLIM_INFINITY else f"{limit:,} of them"
+    return UnfitMachine(
+        f"the system starts no further thread: this user may have {most} (ulimit -u), and its control group has a "
+        "limit of its own (pids.max); raise the lower one, or run fewer workers"
+    )
