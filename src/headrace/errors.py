@@ -9,12 +9,14 @@
     ├── UnfitMachine              the machine lacks something: exit code 3
     ├── DataError                 the data set is empty, ragged or of the wrong form: exit code 5
     ├── CorruptCheckpoint         a checkpoint is not what was saved: exit code 5
+    ├── ServerRefused             a parameter server has refused an invalid request: exit code 1
     └── RunFailed                 the run began and failed: exit code 1
         ├── WorkerFailed          a worker raised; carries rank, host and the worker's own traceback
         ├── NonFiniteLoss         the loss of a step is NaN or infinite
         ├── NonFiniteGradient     the loss is finite, its gradient is not
         ├── PeerLost              a process was killed, vanished or froze: exit code 4
         ├── PeersApart            two processes live and do not reach each other: exit code 4
+        ├── ForkServerLost        the process that starts the workers has ended: exit code 4
         ├── Replaced              this process gave no sign of life, and another does its work: exit code 4
         └── LeftBehind            the other workers go on without this one, which they do not reach: exit code 4
 
