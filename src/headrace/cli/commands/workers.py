@@ -44,10 +44,10 @@ def workers(
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
-    """Add workers to a run that goes on, let some go, or list them.
+    """Add workers to a running job, remove workers, or list them.
 
-    For strategies whose workers do not wait for each other, parameter_server without a bound and downpour, and for
-    mirrored with min_workers. Under torchrun or srun, `add` says how to start a process that joins.
+    For parameter_server without a bound, downpour and averaging through servers; with min_workers also for mirrored,
+    central_storage and parameter_averaging. Under torchrun or srun, `add` says how to start a process that joins.
     """
     with answering(as_json) as answer:
         if change == Change.LIST:
