@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import resource
 import signal
 import socket
 import struct
@@ -29,7 +31,8 @@ from headrace.data.loading import batch_reader as running
 from headrace.data.loading.batch_reader import CpuBudget
 from headrace.data.loading.processes import ReaderProcesses
 from headrace.data.loading.reader import ReadResult
-from headrace.errors import DataError, RunFailed, UsageError
+from headrace.errors import DataError, RunFailed, UnfitMachine, UsageError
+from headrace.machine.limits import explained
 
 DEADLINE_S = 60.0
 NONE = torch.zeros(0, dtype=torch.int64)
@@ -145,6 +148,72 @@ def test_where_processes_that_were_not_asked_for_stand_still_threads_read(monkey
     monkeypatch.setattr(running, "ReaderProcesses", lambda *made: forks.append(made))
     assert sum(share.examples for share in loader.rounds(0, 100)) == 400
     assert not forks
+
+
+def refuses_forks(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Lets the system fork so many processes and no more."""
+    left, fork = iter(range(after)), os.fork
+
+    def refused() -> int:
+        if next(left, None) is None:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return fork()
+
+    monkeypatch.setattr(os, "fork", refused)
+
+
+def children() -> list[str]:
+    return Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+
+
+def test_where_the_system_starts_no_process_those_before_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, held = children(), descriptors()
+    refuses_forks(monkeypatch, after=1)
+    with pytest.raises(BlockingIOError):
+        ReaderProcesses(lambda epoch, places: ReadResult(places, 1, (), ()), 3, 5.0)
+    assert (children(), descriptors()) == (before, held)
+    pipeline = from_arrays(torch.arange(100)).map(halved, parallel="processes")
+    with pytest.raises(UnfitMachine, match="the system starts no further thread"):
+        next(Loader(pipeline, 0, 10, (1,), 0).rounds(0, 10))
+
+
+def test_where_the_system_starts_none_that_were_not_asked_for_threads_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuses_forks(monkeypatch, after=1)
+    monkeypatch.setattr(autotune, "_NEARLY_TWICE", float("inf"))
+    said: list[str] = []
+    pipeline = from_arrays(torch.arange(400)).map(stands_still_elsewhere())
+    loader = Loader(pipeline, 0, 4, (1,), 0, cpu_budget=CpuBudget(cores=2, training=1, say=said.append))
+    found: list[int] = []
+    for share in loader.rounds():
+        found += share.batch.tolist()
+        if any("starts no further process" in line for line in said):
+            break
+    assert found == [place % 400 for place in range(len(found))]
+    assert said[-1].endswith("the system starts no further process (Resource temporarily unavailable)")
+
+
+def descriptors_used() -> list[int]:
+    """Returns the numbers of this process's descriptors, without that of the folder that lists them."""
+    found = [int(name) for name in os.listdir("/proc/self/fd")]
+    return [number for number in found if Path(f"/proc/self/fd/{number}").exists()]
+
+
+def test_a_batch_whose_memory_cannot_be_opened_is_an_error() -> None:
+    readers = ReaderProcesses(lambda epoch, places: ReadResult(torch.full((4,), 7.0), 4, (), ()), 1, 5.0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = descriptors_used()
+    limit = max(used) + 8
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(limit - len(used))]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        with pytest.raises(OSError, match='Too many open files: "a batch\'s memory"') as caught:
+            readers.read(0, torch.arange(4))
+        assert isinstance(explained(caught.value), UnfitMachine)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in held:
+            os.close(descriptor)
+        readers.close()
 
 
 def halved(example: tuple[Tensor]) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 from functools import cache
@@ -11,7 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engine.local.fork_server import describe_end
+import headrace as hr
+from engine.victims import make_job
+from headrace.engine.local.engine import LocalEngine
+from headrace.engine.local.fork_server import ForkServer, describe_end, environment_of_workers
+from headrace.errors import UnfitMachine
 
 _SCRIPT = """
 import json, os, socket, sys, threading
@@ -39,6 +45,23 @@ ours.close()
 print(child.wait(20), child.poll())
 stop.set()
 """
+
+_REFUSED = """
+import os, sys
+import headrace.engine.local.fork_server_main as main
+
+fork, forks = os.fork, iter(range(100))
+
+def refused():
+    if next(forks) in (1, 2):
+        raise BlockingIOError(11, os.strerror(11))
+    return fork()
+
+os.fork = refused
+main.main(int(sys.argv[1]))
+os._exit(0)
+"""
+"""A fork server to which the system grants the first process, and neither of the next two."""
 
 _MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -101,3 +124,38 @@ def test_asks_for_large_pages(arguments: tuple[str, ...]) -> None:
 )
 def test_every_end_has_words(code: int, said: str) -> None:
     assert describe_end(code) == said
+
+
+def refused(channel: socket.socket) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", _REFUSED, str(channel.fileno())]
+    return subprocess.Popen(command, pass_fds=[channel.fileno()], env=environment_of_workers(), start_new_session=True)
+
+
+@pytest.mark.usefixtures("real_python")
+@pytest.mark.slow
+def test_a_run_whose_processes_were_refused_leaves_nothing_to_the_next() -> None:
+    with LocalEngine() as engine:
+        engine._fork_server.close()
+        engine._fork_server = ForkServer(refused)
+        with pytest.raises(UnfitMachine, match="the system starts no further thread"):
+            hr.fit(make_job(), hr.Mirrored(3), engine=engine)
+        for _ in range(2):
+            assert hr.fit(make_job(), hr.Mirrored(1), engine=engine).status == "ok"
+
+
+def open_in_a_child(worker: hr.Worker) -> None:
+    """Starts a program as user code may, without closing descriptors, and writes down which it has."""
+    with subprocess.Popen(["sleep", "60"], close_fds=False) as child:
+        while Path(f"/proc/{child.pid}/comm").read_text() != "sleep\n":
+            pass
+        folder = f"/proc/{child.pid}/fd"
+        Path("found").write_text(json.dumps({name: os.readlink(f"{folder}/{name}") for name in os.listdir(folder)}))
+        child.kill()
+
+
+def test_what_user_code_starts_inherits_no_descriptor_of_a_worker(
+    engine: LocalEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hr.launch(open_in_a_child, make_job(), hr.OneDevice(), engine=engine)
+    assert json.loads(Path("found").read_text()).keys() == {"0", "1", "2"}

@@ -183,3 +183,8 @@ def test_a_job_that_cannot_be_unpacked(engine: LocalEngine, tmp_path: Path) -> N
     with pytest.raises(WorkerFailed, match=r"cannot be unpacked here: KeyError: 'sour'") as caught:
         hr.fit(job, hr.Mirrored(2), engine=engine, run_dir=tmp_path)
     assert caught.value.worker_exit_code == JobError.exit_code
+    # A resumed attempt begins later on the run's clock, and counts what happens from then on.
+    hr.fit(make_job(), hr.Mirrored(2), engine=engine, run_dir=tmp_path / "resumed")
+    longer = make_job(model=lambda: (sour, nn.Linear(4, 1))[1], epochs=50)
+    with pytest.raises(WorkerFailed, match=r"cannot be unpacked here: KeyError: 'sour'"):
+        hr.fit(longer, hr.Mirrored(2), engine=engine, run_dir=tmp_path / "resumed", resume=True)

@@ -152,17 +152,18 @@ class _Synchronizer:
             self._reduction = CollectiveReduction(spec.trainable, group, group, torch.device("cpu"))
         self._gradients = self._reduction.sink
         self._views = self._reduction.layout.views(self._reduction.result)
-        self._awaited = False
+        self._backward_pass = -1
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._await_end)
 
     def _await_end(self, _: Tensor) -> None:
-        if not self._awaited:
-            self._awaited = True
+        # Not a flag: what is queued in a pass that ends with an error is dropped.
+        current = torch._C._current_graph_task_id()
+        if current != self._backward_pass:
+            self._backward_pass = current
             torch.autograd.Variable._execution_engine.queue_callback(self._synchronize)
 
     def _synchronize(self) -> None:
-        self._awaited = False
         weight = self._shares.weight
         if weight == 0:
             self._gradients.store_nothing()

@@ -7,7 +7,6 @@ import os
 import select
 import socket
 import struct
-from array import array
 from collections import deque
 from collections.abc import Sequence
 from time import monotonic, sleep
@@ -15,6 +14,7 @@ from time import monotonic, sleep
 from torch import Tensor
 
 from headrace.shared_memory import futex
+from headrace.shared_memory.descriptors import CutMessage, receive_descriptors
 from headrace.shared_memory.futex import Spin, look
 from headrace.shared_memory.segment import SharedSegment, is_sealed, memory_file
 from headrace.transport.base import LARGEST_ANSWER, LARGEST_MESSAGE, ClientTransport, Slots, TransportLayout
@@ -24,9 +24,6 @@ SPIN_S = 300e-6
 """How long to spin for a message before sleeping: a push of some kB takes a fifth of it, waking up a tenth."""
 
 _CREDENTIALS = struct.Struct("3i")
-_CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
-_CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
-_ROOM = [socket.CMSG_LEN(4 * most) for most in range(3)]
 
 
 def head_bytes(parameters: Slots) -> int:
@@ -73,16 +70,10 @@ def receive(connection: socket.socket, blob_bytes: int, shared: bool = False) ->
 
 def take(connection: socket.socket, most: int) -> tuple[bytes, list[int]]:
     """Returns a message and at most `most` descriptors, which the caller closes; raises ValueError if more came."""
-    message, ancillary, flags, _ = connection.recvmsg(LARGEST_MESSAGE, _ROOM[most], _CLOEXEC)
-    descriptors = array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            descriptors.frombytes(data[: len(data) // descriptors.itemsize * descriptors.itemsize])
-    if flags & _CUT:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise ValueError("a message was too long")
-    return message, list(descriptors)
+    try:
+        return receive_descriptors(connection, LARGEST_MESSAGE, most)
+    except CutMessage as error:
+        raise ValueError("a message was too long") from error
 
 
 def _blob_in(descriptor: int, most: int, shared: bool) -> memoryview:

@@ -21,6 +21,7 @@ from headrace.data.pipeline.source import ArraySource, DatasetSource
 from headrace.data.pipeline.steps import Cache, writer
 from headrace.errors import RunFailed
 from headrace.machine.allocator import MOST_ARENAS, give_back, tune
+from headrace.machine.limits import too_many_threads
 
 _LITTLE = 1 / 16
 """Share of the memory limit that the allocator may keep for the reader threads."""
@@ -71,7 +72,8 @@ class BatchReader:
         self._best: ReadMode | None = None
         self._said = ""
         self._little = math.inf
-        self._stalled = False
+        # Why no processes read, "" where they may.
+        self._no_processes = ""
         self.prefetcher: Prefetcher[Part] | None = None
 
     @property
@@ -115,9 +117,9 @@ class BatchReader:
                 # A reference here would hold the batch until the next one has come.
                 del found
                 before = mode
-                if self._stalled and mode.parallel == "processes":
+                if self._no_processes and mode.parallel == "processes":
                     mode = self._best = tuner.exclude("processes")
-                    self._say(mode, "processes stood still, as forks of threads may")
+                    self._say(mode, self._no_processes)
                 elif not reading.count:
                     mode = tuner.update(perf_counter(), prefetcher.waited_s, read_s, read_s - waiting_s)
                 if mode != before:
@@ -216,7 +218,7 @@ class BatchReader:
         if self._reading.parallel != "auto":
             return ReadModes((self._reading.parallel,), free, self._cores)
         # A process ends with the thread that started it, so that workers that are threads start none unasked.
-        may_fork = not self._stalled and self._cores > 1 and threading.current_thread() is threading.main_thread()
+        may_fork = not self._no_processes and self._cores > 1 and threading.current_thread() is threading.main_thread()
         # With a cache in memory, each process would have its own, and miss most examples in the next epoch.
         may_fork &= not any(isinstance(step, Cache) and not step.folder for step in self._pipeline.steps)
         kinds = ("threads", "processes", "inline") if may_fork else ("threads", "inline")
@@ -226,7 +228,15 @@ class BatchReader:
         # All of them at once: the sooner this process forks, the less memory is copied.
         count = self._reading.count or max(2, self._cores)
         unasked = self._reading.parallel == "auto"
-        readers = ReaderProcesses(self._reader.read, count, _UNASKED_PATIENCE_S if unasked else _PATIENCE_S)
+        try:
+            readers = ReaderProcesses(self._reader.read, count, _UNASKED_PATIENCE_S if unasked else _PATIENCE_S)
+        except OSError as error:
+            if unasked:
+                self._no_processes = f"the system starts no further process ({error.strerror})"
+                return self.read
+            if isinstance(error, BlockingIOError):
+                raise too_many_threads() from error
+            raise
         processes.append(readers)
         given_up = threading.Event()
 
@@ -239,7 +249,7 @@ class BatchReader:
                 if not unasked:
                     raise RunFailed(str(stalled)) from stalled
                 given_up.set()
-                self._stalled = True
+                self._no_processes = "processes stood still, as forks of threads may"
             return self.read(part)
 
         return read

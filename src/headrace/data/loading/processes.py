@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import itertools
 import json
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from headrace.data.loading.reader import ReadResult
 from headrace.errors import DataError, HeadraceError, RunFailed, UnfitMachine, UsageError
+from headrace.shared_memory.descriptors import CutMessage, receive_descriptors
 from headrace.shared_memory.segment import SharedSegment
 
 _ALIGN = 64
@@ -56,10 +58,14 @@ class ReaderProcesses:
         self._processes: dict[int, socket.socket] = {}
         self._idle: SimpleQueue[int] = SimpleQueue()
         self._running = True
-        for _ in range(count):
-            pid, channel = self._fork(read)
-            self._processes[pid] = channel
-            self._idle.put(pid)
+        try:
+            for _ in range(count):
+                pid, channel = self._fork(read)
+                self._processes[pid] = channel
+                self._idle.put(pid)
+        except BaseException:
+            self.close()
+            raise
 
     def read(self, epoch: int, places: Tensor) -> ReadResult:
         """Reads a batch by a process; raises the errors of `read` with the process's traceback as their cause.
@@ -114,13 +120,18 @@ class ReaderProcesses:
             before = ticks
 
     def _fork(self, read: Callable[[int, Tensor], ReadResult]) -> tuple[int, socket.socket]:
-        ours, theirs = socket.socketpair()
         worker = os.getpid()
         # Else both processes would write what is still buffered.
         sys.stdout.flush()
         sys.stderr.flush()
         number = next(_FORKS)
-        pid = os.fork()
+        ours, theirs = socket.socketpair()
+        try:
+            pid = os.fork()
+        except OSError:
+            ours.close()
+            theirs.close()
+            raise
         if pid == 0:
             _seed(number)
             _become_reader(worker, theirs, [ours, *self._processes.values()], read)
@@ -200,7 +211,10 @@ def _send(channel: socket.socket, reply: dict[str, Any], segment: SharedSegment 
 
 
 def _answer(channel: socket.socket) -> ReadResult:
-    head, descriptors, _, _ = socket.recv_fds(channel, _REPLY.size, 1)
+    try:
+        head, descriptors = receive_descriptors(channel, _REPLY.size, 1)
+    except CutMessage as error:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "a batch's memory") from error
     if not head:
         raise EOFError
     try:

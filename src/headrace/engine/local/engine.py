@@ -20,10 +20,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from headrace.engine.base import Engine, RunProgress, orderly_interrupts
-from headrace.engine.local.fork_server import ForkServer, describe_end, fork_fork_server, start_fork_server
+from headrace.engine.local.fork_server import (
+    NOT_STARTED,
+    ForkServer,
+    describe_end,
+    fork_fork_server,
+    start_fork_server,
+)
 from headrace.engine.local.monitor import Monitor
 from headrace.errors import HeadraceError, PeerLost, UsageError
 from headrace.machine.identity import host_name
+from headrace.machine.limits import too_many_threads
 from headrace.machine.resources import cores
 from headrace.machine.temporary import temporary_folder
 from headrace.policies.roles import threads_per_worker
@@ -212,6 +219,7 @@ class ProcessLauncher:
             "path": sys.path,
             "log": str(log_path(self._spec.run_dir, role.rank)),
             "data_bytes": self._length,
+            "started": self._spec.started,
         }
         # The worker does not read the lock; the run's directory stays locked until the last worker has ended.
         further = [descriptor for descriptor in (self._memory, self._spec.attempt.lock) if descriptor >= 0]
@@ -292,6 +300,8 @@ def _follow_script(fork_server: ForkServer, logs: Sequence[Path]) -> dict[int, i
     with logs[0].open(encoding="utf-8", errors="replace") as output:
         while len(codes) < len(logs) and monotonic() < deadline:
             for rank, code in fork_server.ended(_LOOK_EVERY_S):
+                if code == NOT_STARTED:
+                    raise too_many_threads()
                 codes[rank] = code
                 if code != 0:
                     # The others get the time to find out and end by themselves.

@@ -29,6 +29,9 @@ from headrace.errors import ForkServerLost, HeadraceError, RunFailed, UnfitMachi
 from headrace.machine.allocator import MMAP_THRESHOLD, TOP_PAD, TRIM_THRESHOLD, prefer_large_pages, tune
 from headrace.machine.limits import too_many_threads
 
+NOT_STARTED = 256
+"""In place of an exit code, which is smaller: the system started no further process."""
+
 _START_S = 120.0
 _CLOSE_S = 5.0
 _MESSAGE_BYTES = 64 * 1024
@@ -229,15 +232,16 @@ class ForkServer:
     def ended(self, timeout_s: float) -> list[tuple[int, int]]:
         """Waits for ended processes; returns (rank, exit code) of each, a negative code for a signal.
 
+        The code is `NOT_STARTED` for one that the system did not start.
+
         Raises:
-            UnfitMachine: the fork server itself has ended, or the system starts no further process.
+            UnfitMachine: the fork server itself has ended.
         """
         found = []
         while self._has_message(timeout_s):
             message = self._receive()
-            if "unstarted" in message:
-                raise too_many_threads()
-            found.append((message["ended"], message["status"]))
+            unstarted = "unstarted" in message
+            found.append((message["unstarted"], NOT_STARTED) if unstarted else (message["ended"], message["status"]))
             timeout_s = 0.0
         return found
 

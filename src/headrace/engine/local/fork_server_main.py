@@ -23,6 +23,8 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from headrace.shared_memory.descriptors import receive_descriptors
+
 _MESSAGE_BYTES = 64 * 1024
 _DESCRIPTORS = 8
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -65,7 +67,7 @@ def main(descriptor: int) -> None:
                 os.read(read_end, 4096)
                 _report(launcher, workers)
             if launcher.fileno() in ready:
-                message, descriptors, _, _ = socket.recv_fds(launcher, _MESSAGE_BYTES, _DESCRIPTORS)
+                message, descriptors = receive_descriptors(launcher, _MESSAGE_BYTES, _DESCRIPTORS)
                 if not message:
                     break
                 request = json.loads(message)

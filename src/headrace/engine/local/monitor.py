@@ -22,11 +22,11 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from headrace.engine.base import LivenessProbe, RunProgress
-from headrace.engine.local.fork_server import ForkServer, describe_end
+from headrace.engine.local.fork_server import NOT_STARTED, ForkServer, describe_end
 from headrace.engine.local.scaling import ListedWorker, ScaleRequests
 from headrace.errors import PeerLost, UnfitMachine, UsageError, WorkerFailed
 from headrace.machine.disk import disk_fails, is_full, unless
-from headrace.machine.limits import explained
+from headrace.machine.limits import explained, too_many_threads
 from headrace.spec.events import LAUNCHER, BackupReady, Failed, Lost, Notice, decode
 from headrace.spec.plan import outlives_workers
 from headrace.worker.run_spec import RunSpec, events_path, last_line, lines_of_kind, log_path
@@ -111,6 +111,8 @@ class Monitor:
 
     def _look(self) -> None:
         ended = self._collect()
+        if NOT_STARTED in ended.values():
+            raise too_many_threads()
         for rank, code in ended.items():
             if rank not in self._workers and code == 0:
                 self._note_end(rank)

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from select import select
-from time import monotonic
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
@@ -27,7 +26,7 @@ from headrace.engine.shipping import unpack
 from headrace.engine.torchrun.address import start_timeout_s
 from headrace.errors import HeadraceError, JobError, PeerLost
 from headrace.machine.disk import takes_no_more
-from headrace.shared_memory.control_page import ControlPage
+from headrace.shared_memory.control_page import ControlPage, LastEvent
 from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.events import Failed
 from headrace.spec.plan import outlives_workers
@@ -85,7 +84,7 @@ def _run_worker(request: Mapping[str, Any], descriptors: list[int]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: setattr(page, "stop", 1))
     with os.fdopen(code, "rb") as pipe:
         packed = pipe.read()
-    spec = _unpack(packed, data[0] if data else -1, request)
+    spec = _unpack(packed, data[0] if data else -1, request, page.ranks[rank].last_event)
     del packed
     plan = spec.plan
 
@@ -114,14 +113,16 @@ def _run_worker(request: Mapping[str, Any], descriptors: list[int]) -> int:
     return 0
 
 
-def _unpack(packed: bytes, memory: int, request: Mapping[str, Any]) -> RunSpec:
+def _unpack(packed: bytes, memory: int, request: Mapping[str, Any], last_event: LastEvent) -> RunSpec:
     try:
         spec: RunSpec = unpack(packed, memory if request["data_bytes"] else -1, request["data_bytes"])
     except Exception as error:
         # The run's directory, which the packed spec names, is that of the log.
-        events = EventWriter(Path(request["log"]).parents[1], request["spawn"], monotonic())
+        events = EventWriter(Path(request["log"]).parents[1], request["spawn"], request["started"])
         cause = f"JobError: the job arrived but cannot be unpacked here: {type(error).__name__}: {error}"
-        events.write(Failed(request["spawn"], 0.0, 0, cause, user_traceback(error, fallback=True), JobError.exit_code))
+        shown = user_traceback(error, fallback=True)
+        failed = Failed(request["spawn"], events.now(), 0, cause, shown, JobError.exit_code)
+        events.write_last(failed, last_event)
         events.close()
         raise
     return spec
