@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from headrace.checkpoint import CheckpointFolder, folder, spool
 from headrace.checkpoint.spool import Spool
-from headrace.errors import CorruptCheckpoint, UnfitMachine
+from headrace.errors import CorruptCheckpoint
 
 
 def test_tensors_come_back_as_they_were_and_nothing_is_left_on_the_disk(
@@ -29,12 +31,24 @@ def test_tensors_come_back_as_they_were_and_nothing_is_left_on_the_disk(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_without_room_is_named(tmp_path: Path) -> None:
-    with (
-        Spool(tmp_path / "gone", kept_bytes=0) as kept,
-        pytest.raises(UnfitMachine, match=r"no room for 40 bytes .*gone"),
-    ):
-        kept.keep(torch.ones(10))
+def test_a_disk_without_room_is_told_and_nothing_more_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = 0
+
+    def fail(*_: object) -> int:
+        nonlocal tries
+        tries += 1
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    with Spool(tmp_path, kept_bytes=40) as kept:
+        whole = kept.keep(torch.ones(10))
+        assert kept.problem is None
+        lost = [kept.keep(torch.ones(10)) for _ in range(3)]
+    assert kept.problem is not None
+    assert (kept.problem.errno, tries) == (errno.ENOSPC, 1)
+    assert (len(whole), *map(len, lost)) == (10, 0, 0, 0)
 
 
 def test_large_files_are_mapped_and_digested_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headrace.errors import UnfitMachine
-
 _KEPT_BYTES = 64 << 20
 _SEGMENT_BYTES = 256 << 20
 _ALIGN = 64
@@ -25,9 +23,13 @@ class Spool:
 
     Args:
         kept_bytes: of the tensors that stay in memory.
+
+    Attributes:
+        problem: why a tensor could not be written; what `keep` returned from then on must not be used.
     """
 
     def __init__(self, folder: Path, kept_bytes: int = _KEPT_BYTES) -> None:
+        self.problem: OSError | None = None
         self._folder = folder
         self._left = kept_bytes
         self._descriptor = -1
@@ -46,9 +48,10 @@ class Spool:
     def keep(self, tensor: Tensor) -> Tensor:
         """Returns a tensor of the CPU, or one of the same content whose memory is the file.
 
-        Raises:
-            UnfitMachine: the disk has no room for it.
+        An empty one where the disk has no room: who saves reads the rest all the same, because others take part in it.
         """
+        if self.problem:
+            return tensor.new_empty(0)
         if tensor.nbytes <= self._left:
             self._left -= tensor.nbytes
             return tensor
@@ -60,10 +63,8 @@ class Spool:
             while view:
                 view = view[os.pwrite(self._descriptor, view, self._start + place + len(content) - len(view)) :]
         except OSError as error:
-            raise UnfitMachine(
-                f"no room for {tensor.nbytes:,} bytes that wait to be saved, in {self._folder}: {error.strerror}; "
-                "saving needs room for the rows of sparse embeddings twice"
-            ) from error
+            self.problem = error
+            return tensor.new_empty(0)
         return self._segment[place : place + len(content)].view(tensor.dtype).view(tensor.shape)
 
     def _place(self, count: int) -> int:

@@ -112,5 +112,4 @@ class RunControl:
         # A loss that was not read yet may be NaN, and then this state must not be saved.
         self.losses.read()
         done = self._progress.done
-        tensors, description = self._state.take(done, self.statistics_weight)
-        self._saver.save(done, tensors, description, began)
+        self._saver.save(done, self._state.take(done, self.statistics_weight), began)

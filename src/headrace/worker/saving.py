@@ -28,6 +28,7 @@ from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Event, Notice, Saved
 from headrace.worker.events import EventWriter
 from headrace.worker.run_spec import RunSpec
+from headrace.worker.state import TakenState
 
 _LOOK_EVERY_S = 0.002
 
@@ -108,32 +109,41 @@ class Saver:
         """Whether rank 0 has decided to save after so many rounds."""
         return self._page.save_after == done
 
-    def save(self, done: int, tensors: Mapping[str, Tensor], description: Mapping[str, Any], began: float) -> None:
+    def save(self, done: int, taken: TakenState, began: float) -> None:
         """Starts a thread that writes this rank's part; waits for the previous one first.
 
-        Rank 0's `description` is that of the checkpoint; `began` is when the copying began.
+        Rank 0's description is that of the checkpoint; `began` is when the copying began. Where the disk has taken too
+        little of any rank's part, no rank writes.
         """
         self.wait()
         # The events of everything that a checkpoint holds are written before it, even if a process is killed next.
         self._events.flush()
         self._last_s = began
         self.saved = done
-        problem: OSError | None = None
+        problem = taken.problem
         # The thread has its own, because the group may change while it writes.
         rank, members = self._group.rank, self._group.members
-        if rank == 0:
+        if rank == 0 and problem is None:
             try:
                 self.folder.begin(done)
             except OSError as error:
                 problem = error
+        errors = [0.0] * len(members)
+        if problem is not None:
+            errors[rank] = problem.errno or -1
         # No rank writes into a folder before rank 0 has made it.
-        (unmade,) = self._group.sum([float(problem is not None)])
+        *errors, incomplete = self._group.sum([*errors, float(taken.problem is not None)])
         stall_s = monotonic() - began
-        if unmade:
-            if problem:
-                self._news.append(self._warning(done, problem.strerror or str(problem)))
+        if any(errors):
+            if rank == 0:
+                self.folder.abandon(done)
+                text = problem.strerror or str(problem) if problem else os.strerror(int(next(filter(None, errors))))
+                rows = " (saving needs room for the rows of sparse embeddings twice)" if incomplete else ""
+                self._news.append(self._warning(done, f"{text}{rows}"))
             return
-        self._thread.start(functools.partial(self._write, done, rank, members, tensors, description, stall_s))
+        self._thread.start(
+            functools.partial(self._write, done, rank, members, taken.tensors, taken.description, stall_s)
+        )
 
     def wait(self) -> None:
         """Waits until this rank's thread has ended; on rank 0 the checkpoint is then on disk, or was abandoned."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,18 @@ from headrace.worker.evaluation import EarlyStopper, average
 from headrace.worker.session import WorkerSession, seed_torch
 
 
+@dataclass(frozen=True)
+class TakenState:
+    """One worker's part of a checkpoint, before it is written.
+
+    `description` is that of the whole; `problem` tells why the part is incomplete, where the disk took no rows.
+    """
+
+    tensors: dict[str, Tensor]
+    description: dict[str, Any]
+    problem: OSError | None = None
+
+
 class WorkerState:
     """One worker's part of a checkpoint: its replica's state, and that of early stopping."""
 
@@ -43,7 +56,7 @@ class WorkerState:
         self._model = session.replica.compute.module
         self._device = torch.device(session.run.plan.role(session.rank).device)
 
-    def take(self, done: int, weight: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def take(self, done: int, weight: float) -> TakenState:
         """Returns copies of this worker's part, and the description of the whole; all workers call it together."""
         rank = self._group.rank
         # A thread writes them to the checkpoint while training goes on, which changes the rows.
@@ -65,7 +78,7 @@ class WorkerState:
             "early_stopping": self._stopper.state(),
             "saved_at": datetime.now().astimezone().isoformat(timespec="seconds"),
         }
-        return tensors, description
+        return TakenState(tensors, description, spool.problem)
 
     def load(self, stored: LoadedCheckpoint) -> None:
         """Loads this worker's state from a checkpoint."""
