@@ -23,6 +23,8 @@ from torch.utils.data import (
 )
 
 import headrace as hr
+from headrace.api.setup import ShareLoader, _Synchronizer
+from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.engine.local.engine import launch_script
 from headrace.errors import UsageError
 
@@ -206,3 +208,46 @@ def test_the_order_of_samplers() -> None:
         assert torch.equal(found.sort(0).values, inputs.sort(0).values)
     for sequential in (DistributedSampler(inputs, 2, 0, shuffle=False), SequentialSampler(inputs)):
         assert torch.equal(seen(sequential), inputs)
+
+
+class Refused(torch.autograd.Function):
+    """Fails in backward, where `.grad` of what comes after it is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("planted")
+
+
+def test_a_backward_that_has_failed_is_followed_by_one_that_synchronizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, loader = parts()
+    group = ThreadCollective(ThreadGroup(1), 0)
+    synchronizer, counts = _Synchronizer(model, group, ShareLoader(loader, group)), []
+    reduce = synchronizer._reduction.reduce
+    monkeypatch.setattr(synchronizer._reduction, "reduce", lambda: (counts.append(1), reduce())[1])
+    with pytest.raises(ValueError, match="planted"):
+        model(Refused.apply(torch.ones(3, 2, requires_grad=True))).sum().backward()
+    for _ in range(2):
+        model(torch.ones(3, 2)).sum().backward()
+    assert len(counts) == 2
+
+
+DIFFERENT = """
+import os, torch, headrace as hr
+model = torch.nn.Linear(2, 1)
+data = torch.utils.data.TensorDataset(torch.zeros(8, 2), torch.zeros(8, 1))
+loader = torch.utils.data.DataLoader(
+    data, 4, shuffle=True, generator=torch.Generator().manual_seed(int(os.environ["RANK"]))
+)
+hr.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+"""
+
+
+@pytest.mark.slow
+def test_processes_with_seeds_of_their_own_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "script.py").write_text(DIFFERENT)
+    assert launch_script(tmp_path / "script.py", [], 2) == UsageError.exit_code
+    assert "the seed of the loader's generator" in capfd.readouterr().err

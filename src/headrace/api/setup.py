@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from headrace.collectives.base import ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import Loader, as_pipeline
+from headrace.data.cache.fingerprint import fingerprint
 from headrace.engine.torchrun.agreement import require_same
 from headrace.engine.torchrun.group import LaunchedGroup
 from headrace.engine.torchrun.refusal import tell_uncaught
@@ -62,8 +63,8 @@ def setup(
 
     Raises:
         UnknownName: another strategy.
-        UsageError: the launcher's processes do not fit the strategy, the model is on another device, or its
-            parameters are not the optimizer's.
+        UsageError: the launcher's processes do not fit the strategy, or differ in strategy, model, batch size, seed
+            or length of the data; the model is on another device, or its parameters are not the optimizer's.
         PeerLost: from `loss.backward()`, where another process was lost.
 
     Examples:
@@ -81,7 +82,7 @@ def setup(
     ranks = launched_ranks() or 1
     if strategy == "one_device" and ranks > 1:
         raise UsageError(f"one_device is one process and the launcher started {ranks}; use strategy='mirrored'")
-    group, mates = _join(ranks, timeout_s, encrypt)
+    group, mates = _join(ranks, timeout_s, encrypt, _facts(model, loader, strategy))
     if strategy == "central_storage" and not group.one_memory:
         raise UsageError("central_storage keeps one copy in one host's memory, and there are several; use mirrored")
     shares = ShareLoader(loader, group)
@@ -102,9 +103,8 @@ class ShareLoader:
         if loader.batch_size is None:
             raise UsageError("the loader has no batch_size, so there is no global batch to split; give it one")
         pipeline, _ = as_pipeline(loader)
-        seed = 0 if loader.generator is None else loader.generator.initial_seed()
         shares = (1,) * group.world
-        self._loader = Loader(pipeline, seed, loader.batch_size, shares, group.rank, not _shuffles(loader))
+        self._loader = Loader(pipeline, _seed(loader), loader.batch_size, shares, group.rank, not _shuffles(loader))
         partial = len(pipeline) % loader.batch_size > 0
         self._rounds = self._loader.rounds_per_epoch - (loader.drop_last and partial)
         self._group = group
@@ -125,6 +125,24 @@ class ShareLoader:
                 yield share.batch
         finally:
             shares.close()
+
+
+def _facts(model: nn.Module, loader: DataLoader[Any], strategy: str) -> Mapping[str, str]:
+    """Returns what must be the same in all processes, by name: else they go through different batches."""
+    shapes = [(name, tuple(each.shape), str(each.dtype)) for name, each in model.named_parameters()]
+    return {
+        "strategy": strategy,
+        "the model": f"{len(shapes)} parameters with digest {fingerprint(shapes)[:12]}",
+        "batch_size": str(loader.batch_size),
+        "drop_last": str(loader.drop_last),
+        "shuffle": str(_shuffles(loader)),
+        "the seed of the loader's generator": str(_seed(loader)),
+        "the data": f"{len(loader.dataset):,} examples" if isinstance(loader.dataset, Sized) else "of no length",
+    }
+
+
+def _seed(loader: DataLoader[Any]) -> int:
+    return 0 if loader.generator is None else loader.generator.initial_seed()
 
 
 def _shuffles(loader: DataLoader[Any]) -> bool:
@@ -193,12 +211,12 @@ def _share_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, group:
     optimizer.register_step_post_hook(lambda *_: group.barrier())
 
 
-def _join(ranks: int, timeout_s: float, encrypt: bool) -> tuple[ProcessGroup, int]:
+def _join(ranks: int, timeout_s: float, encrypt: bool, facts: Mapping[str, str]) -> tuple[ProcessGroup, int]:
     """Returns the processes, and how many of them are on this host."""
     if ranks == 1:
         return ThreadCollective(ThreadGroup(1), 0), 1
     tell_uncaught()
-    require_same(versions())
+    require_same({**versions(), **facts})
     launched = LaunchedGroup(timeout_s, encrypt)
     atexit.register(launched.close)
     if not encrypt and launched.rank == 0 and len(set(launched.hosts)) > 1:
