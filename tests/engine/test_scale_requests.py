@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from headrace.engine.local import scaling
-from headrace.engine.local.scaling import ScaleRequests
+from headrace.engine.local.scaling import ScaleRequests, ask_for_states
+from headrace.errors import UsageError
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO], ids=lambda number: errno.errorcode[number])
@@ -37,14 +38,93 @@ def test_a_disk_that_takes_no_answer_ends_no_run(tmp_path: Path, monkeypatch: py
     assert "3 workers from now on" in wish.with_suffix(".answer").read_text()
 
 
-def test_another_error_is_none_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def foreign(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The operations that another user's files forbid, as they would where these tests do not run as root."""
+    forbidden: set[str] = set()
+
+    def guard(kind: type, name: str) -> None:
+        do = getattr(kind, name)
+
+        def ask(path: Path, *given: object, **named: object) -> object:
+            if name in forbidden and "staffing" in path.parts:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return do(path, *given, **named)
+
+        monkeypatch.setattr(kind, name, ask)
+
+    for name in ("read_text", "unlink", "write_text"):
+        guard(Path, name)
+    return forbidden
+
+
+@pytest.mark.parametrize("operation", ["read_text", "unlink", "write_text"])
+def test_a_request_of_another_user_ends_no_run_and_is_done_once_at_most(
+    tmp_path: Path, foreign: set[str], operation: str
+) -> None:
     requests = ScaleRequests(tmp_path)
     (tmp_path / "staffing").mkdir()
-    (tmp_path / "staffing" / "a.wish").write_text("2")
+    theirs, own = (tmp_path / "staffing" / f"{name}.wish" for name in "ab")
+    theirs.write_text("2")
+    changes: list[int] = []
 
-    def forbid(path: Path, text: str) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    def change(count: int) -> str:
+        changes.append(count)
+        return "done"
 
-    monkeypatch.setattr(scaling, "_write", forbid)
-    with pytest.raises(PermissionError):
-        requests.look(lambda count: "", list)
+    foreign.add(operation)
+    for _ in range(3):
+        requests.look(change, list)
+    # What cannot be removed is not done: it would be done again.
+    expected = [2] if operation == "write_text" else []
+    assert changes == expected
+    foreign.clear()
+    own.write_text("1")
+    for _ in range(2):
+        requests.look(change, list)
+    assert changes == [*expected, 1]
+    assert own.with_suffix(".answer").exists()
+
+
+def test_what_another_user_has_left_does_not_keep_a_run_from_starting(tmp_path: Path, foreign: set[str]) -> None:
+    (tmp_path / "staffing").mkdir()
+    for name in ("a.wish", "b.answer"):
+        (tmp_path / "staffing" / name).write_text("2")
+    foreign.add("unlink")
+    requests = ScaleRequests(tmp_path)
+    foreign.clear()
+    changes: list[int] = []
+    requests.look(lambda count: changes.append(count) or "done", list)  # type: ignore[func-returns-value]
+    assert changes == []
+
+
+def test_a_request_that_is_withdrawn_while_it_is_read_is_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = ScaleRequests(tmp_path)
+    (tmp_path / "staffing").mkdir()
+    read = Path.read_text
+    for early in (True, False):
+        wish = tmp_path / "staffing" / "a.wish"
+        wish.write_text("2")
+
+        def withdraw(path: Path, early: bool = early, **named: str) -> str:
+            if early:
+                path.unlink()
+            text = read(path, **named)
+            path.unlink()
+            return text
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_text", withdraw)
+            requests.look(lambda count: pytest.fail("it was done"), list)
+        assert not wish.exists()
+
+
+def test_who_asks_in_vain_is_told_and_leaves_nothing(tmp_path: Path, foreign: set[str]) -> None:
+    with pytest.raises(UsageError, match="none of this user is running there"):
+        ask_for_states(tmp_path, 0.1)
+    assert list(tmp_path.iterdir()) == []
+    foreign.add("write_text")
+    with pytest.raises(UsageError, match=r"Permission denied.*: ask as the user of the run"):
+        ask_for_states(tmp_path, 0.1)

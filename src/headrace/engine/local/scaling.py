@@ -43,8 +43,9 @@ class ScaleRequests:
 
     def __init__(self, run_dir: Path, begins: bool = True) -> None:
         self._folder = run_dir / "staffing"
+        self._foreign: set[str] = set()
         for left in self._folder.glob("*") if begins else ():
-            left.unlink()
+            self._delete(left)
 
     def look(self, change: Callable[[int], str], members: Callable[[], Sequence[ListedWorker]]) -> None:
         """Answers the requests in the directory by the result of `change`, or by the UsageError that it raises.
@@ -57,14 +58,41 @@ class ScaleRequests:
 
     def _answer(self, change: Callable[[int], str], members: Callable[[], Sequence[ListedWorker]]) -> None:
         for wish in sorted(self._folder.glob("*.wish")):
-            text = wish.read_text(encoding="utf-8", errors="replace")[:_LONGEST]
+            text = self._take(wish)
+            if text is None:
+                continue
             answer: dict[str, Any]
             try:
                 answer = {"done": [asdict(each) for each in members()] if text == _LIST else change(_number(text))}
             except UsageError as error:
                 answer = {"refused": str(error)}
-            wish.unlink()
-            _write(wish.with_suffix(".answer"), json.dumps(answer))
+            with suppress(PermissionError):
+                _write(wish.with_suffix(".answer"), json.dumps(answer))
+
+    def _take(self, wish: Path) -> str | None:
+        """Removes a request and returns it; None where it was withdrawn, or another user's files are in the way."""
+        if wish.name in self._foreign:
+            return None
+        try:
+            text = wish.read_text(encoding="utf-8", errors="replace")[:_LONGEST]
+        except FileNotFoundError:
+            return None
+        except PermissionError:
+            self._foreign.add(wish.name)
+            return None
+        # First, so that none is done twice, and none that was withdrawn.
+        return text if self._delete(wish) else None
+
+    def _delete(self, path: Path) -> bool:
+        """Tells whether it deleted a file; one that another user does not allow it to delete is let be from then on."""
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        except PermissionError:
+            self._foreign.add(path.name)
+            return False
+        return True
 
 
 def ask_for_workers(run_dir: Path, count: int, timeout_s: float = _ANSWER_S) -> str:
@@ -85,16 +113,24 @@ def _ask(run_dir: Path, text: str, timeout_s: float) -> Any:
     folder = run_dir / "staffing"
     if not run_dir.is_dir():
         raise UsageError(f"{run_dir} is no directory of a run")
-    folder.mkdir(exist_ok=True)
     wish = folder / f"{secrets.token_hex(8)}.wish"
-    _write(wish, text)
+    try:
+        folder.mkdir(exist_ok=True)
+        _write(wish, text)
+    except PermissionError as error:
+        raise UsageError(f"{folder} cannot be written to ({error.strerror}): ask as the user of the run") from None
     answer = wish.with_suffix(".answer")
     deadline = monotonic() + timeout_s
     while not answer.exists():
         if monotonic() > deadline:
             with suppress(FileNotFoundError):
                 wish.unlink()
-            raise UsageError(f"no run has answered in {run_dir} for {timeout_s:.0f} s: none is running there")
+            # Made by another user, it would keep the run's own user from asking.
+            with suppress(OSError):
+                folder.rmdir()
+            raise UsageError(
+                f"no run has answered in {run_dir} for {timeout_s:.0f} s: none of this user is running there"
+            )
         sleep(_LOOK_EVERY_S)
     told = json.loads(answer.read_text(encoding="utf-8"))
     answer.unlink()
