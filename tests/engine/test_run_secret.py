@@ -113,3 +113,36 @@ def test_another_user_is_neither_given_it_nor_believed(tmp_path: Path, monkeypat
 def test_who_is_not_there_is_not_waited_for_longer(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match=r"no process of this host has it after 0\.05 s"):
         ask(f"{tmp_path}:3", 0.05)
+
+
+@pytest.mark.parametrize("waiting", [1, 0], ids=["it is accepted by the kernel", "more wait than may"])
+def test_who_listens_and_does_not_answer_is_not_waited_for_longer(tmp_path: Path, waiting: int) -> None:
+    """As a process that was stopped after `listen`."""
+    name = f"{tmp_path}:4"
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as frozen,
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other,
+    ):
+        frozen.bind(secret._abstract(name))
+        frozen.listen(waiting)
+        other.connect(secret._abstract(name))
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ask, name, 0.1)
+            try:
+                with pytest.raises(TimeoutError, match=r"that has it does not answer within 0\.1 s"):
+                    asked.result(20.0)
+            finally:
+                # Whoever waits is let go.
+                frozen.close()
+                other.close()
+
+
+def test_who_ends_before_the_answer_is_said(tmp_path: Path) -> None:
+    name = f"{tmp_path}:5"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dying, ThreadPoolExecutor(1) as pool:
+        dying.bind(secret._abstract(name))
+        dying.listen()
+        asked = pool.submit(ask, name, 20.0)
+        dying.accept()[0].close()
+        with pytest.raises(ConnectionError, match="has ended"):
+            asked.result(20.0)

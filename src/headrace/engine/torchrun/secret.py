@@ -105,22 +105,39 @@ def hand_out(name: str, text: str) -> socket.socket:
 def ask(name: str, within_s: float) -> str:
     """Returns the text that a process of this user hands out by this name.
 
-    Raises TimeoutError if there is none in time, and UsageError if it is another user's.
+    Raises TimeoutError if there is none in time, or it does not answer; ConnectionError if it ends before it has, and
+    UsageError if it is another user's.
     """
     give_up, pause = monotonic() + within_s, threading.Event()
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+            asking.settimeout(max(_AGAIN_S, give_up - monotonic()))
             try:
                 asking.connect(_abstract(name))
-            except ConnectionRefusedError:
+            except (ConnectionRefusedError, BlockingIOError) as error:
                 if monotonic() > give_up:
-                    raise TimeoutError(f"no process of this host has it after {within_s:g} s") from None
+                    # Blocked where more wait to be accepted than may.
+                    raise (_silent(within_s) if isinstance(error, BlockingIOError) else _absent(within_s)) from None
                 pause.wait(_AGAIN_S)
                 continue
             if user_of(asking) != os.geteuid():
                 raise UsageError(f"user {user_of(asking)} of this host has taken {name}; give another MASTER_PORT")
-            with asking.makefile("rb") as answer:
-                return answer.read().decode()
+            try:
+                with asking.makefile("rb") as answer:
+                    text = answer.read().decode()
+            except TimeoutError:
+                raise _silent(within_s) from None
+            if not text:
+                raise ConnectionError("the process of this host that had it has ended")
+            return text
+
+
+def _absent(within_s: float) -> TimeoutError:
+    return TimeoutError(f"no process of this host has it after {within_s:g} s")
+
+
+def _silent(within_s: float) -> TimeoutError:
+    return TimeoutError(f"the process of this host that has it does not answer within {within_s:g} s")
 
 
 def _abstract(name: str) -> str:
