@@ -189,6 +189,35 @@ def test_versions_come_and_go_and_no_request_fails(tmp_path: Path) -> None:
     assert set(found) == {2.0, 10.0}
 
 
+def test_a_version_that_is_copied_while_it_is_read_is_loaded_at_the_next_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = tmp_path / "m"
+    scaled(models / "1", 1.0)
+    copied = scaled(models / "2", 2.0)
+    (copied / "model.onnx").rename(tmp_path / "model.onnx")
+
+    def open_too_early(folder: Path, *given: Any) -> Any:
+        try:
+            return open_program(folder, *given)
+        finally:
+            if (tmp_path / "model.onnx").exists() and folder == copied:
+                (tmp_path / "model.onnx").rename(copied / "model.onnx")
+
+    monkeypatch.setattr("headrace.serving.catalog.open_program", open_too_early)
+
+    async def talk() -> None:
+        loaded = Catalog([models], ServeSettings(), ServerMetrics())
+        (model,) = loaded.models.values()
+        await loaded._update(model)
+        assert sorted(model.versions) == [1]
+        await loaded._update(model)
+        assert sorted(model.versions) == [1, 2]
+        await loaded.close()
+
+    asyncio.run(talk())
+
+
 def test_a_folder_that_cannot_be_used_at_the_start_is_said(tmp_path: Path) -> None:
     folder = scaled(tmp_path / "a", 2.0)
     another_digest(folder)

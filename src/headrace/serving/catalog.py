@@ -144,11 +144,15 @@ class ServedModel:
 
     def refused(self, number: int) -> bool:
         """Whether a version's folder is as it was when it was refused."""
-        return self._refused.get(number) == _state(self.path(number))
+        return self._refused.get(number) == self.state(number)
 
-    def refuse(self, number: int) -> None:
-        """Remembers that a version's folder cannot be used as it is."""
-        self._refused[number] = _state(self.path(number))
+    def state(self, number: int) -> tuple[int, ...]:
+        """Returns what changes when the files of a version's folder do."""
+        return _state(self.path(number))
+
+    def refuse(self, number: int, state: tuple[int, ...]) -> None:
+        """Remembers that a version's folder cannot be used as it was in some `state`."""
+        self._refused[number] = state
 
 
 class Catalog:
@@ -216,11 +220,13 @@ class Catalog:
         for number in due:
             if number in model.versions:
                 continue
+            # Before it is read, which may be before it has been copied to its end.
+            state = await asyncio.to_thread(model.state, number)
             try:
                 await self._load(model, number)
             except (HeadraceError, OSError) as error:
                 _log.warning("version %d of %s is not loaded: %s", number, model.name, error)
-                model.refuse(number)
+                model.refuse(number, state)
                 # An older one stays in its place, or is loaded at the next look.
                 return
         # The last one stays, even where its folder is gone.
