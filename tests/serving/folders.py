@@ -117,7 +117,7 @@ class Client:
             "root_path": "",
             "scheme": "http",
             "http_version": "1.1",
-            "headers": [(name.encode(), value.encode()) for name, value in fields.items()],
+            "headers": [(name.encode(), value.encode("latin-1")) for name, value in fields.items()],
         }
         came = [{"type": "http.request", "body": body, "more_body": False}]
         sent: list[Any] = []

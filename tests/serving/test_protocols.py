@@ -88,7 +88,7 @@ def test_binary_tensors_both_ways(folders: tuple[Path, ...]) -> None:
         for content, told in ((head, "12, 0 bytes are left"), (head + bytes(13), "13 bytes of binary data")):
             refused = await client.ask(path, content, header)
             assert (refused.status, told in refused.document["error"]) == (400, True), refused.document
-        for length_text in ("-1", "0", "x", str(len(head) + 100)):
+        for length_text in ("-1", "0", "x", "²", str(len(head) + 100)):
             refused = await client.ask(path, head, {"inference-header-content-length": length_text})
             assert refused.status == 400
         nan = values.copy()
@@ -166,6 +166,8 @@ def test_bodies_are_bounded(folders: tuple[Path, ...]) -> None:
     async def talk(client: Client) -> None:
         found = await client.ask("/v2/models/m/infer", b" " * 1001)
         assert (found.status, found.document["error"]) == (413, "a request has at most 1,000 bytes")
+        found = await client.ask("/v2/models/m/infer", b"{}", {"content-length": "²"})
+        assert found.status == 400
         found = await client.ask("/v2/models/m/infer", b"{}", {"content-length": "1001"})
         assert found.status == 413
 

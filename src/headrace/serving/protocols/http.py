@@ -89,6 +89,11 @@ def header(scope: Scope, name: bytes) -> str | None:
     return None
 
 
+def is_number(text: str) -> bool:
+    """Tells whether a header is a whole number: of ASCII digits alone, because Latin-1 has others, as "²"."""
+    return text.isascii() and text.isdecimal()
+
+
 async def read_body(scope: Scope, receive: Receive, budget: BodyBudget) -> bytes:
     """Returns the body of a request, whose bytes stay counted until `budget.give_back(len(body))`.
 
@@ -96,7 +101,7 @@ async def read_body(scope: Scope, receive: Receive, budget: BodyBudget) -> bytes
         RequestError: 400, it ended early; 408, it took too long; 413, it is too large; 429, too much is being read.
     """
     declared = header(scope, b"content-length")
-    is_larger = declared is not None and declared.isdigit() and int(declared) > budget.most_one
+    is_larger = declared is not None and is_number(declared) and int(declared) > budget.most_one
     parts: list[bytes] = []
     count = 0
     try:

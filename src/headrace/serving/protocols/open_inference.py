@@ -16,7 +16,7 @@ from headrace.errors import DataError
 from headrace.export.signature import TensorForm
 from headrace.export.tensors import Array, check_names, form_text, numpy_type, shaped, typed
 from headrace.serving.catalog import LoadedVersion, ServedModel
-from headrace.serving.protocols.http import HttpAnswer, expect, parse_json, require
+from headrace.serving.protocols.http import HttpAnswer, expect, is_number, parse_json, require
 from headrace.serving.settings import RequestError
 
 JSON_LENGTH = b"inference-header-content-length"
@@ -78,7 +78,7 @@ def read_request(
     """
     text, binary = body, memoryview(b"")
     if json_length is not None:
-        length = int(json_length) if json_length.isdigit() and len(json_length) < 12 else -1
+        length = int(json_length) if is_number(json_length) and len(json_length) < 12 else -1
         if not 0 < length <= len(body):
             raise RequestError(
                 400, f"Inference-Header-Content-Length is {json_length[:20]!r}, the body has {len(body)} bytes"
