@@ -23,9 +23,11 @@ class Doubling:
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
+        self.began = threading.Event()
         self.sizes: list[int] = []
 
     def __call__(self, inputs: Mapping[str, Array]) -> list[Array]:
+        self.began.set()
         assert self.gate.wait(30)
         self.sizes.append(len(inputs["x"]))
         if (inputs["x"] < 0).any():
@@ -195,3 +197,55 @@ def test_close_answers_what_waits() -> None:
         return await asyncio.gather(*answers)
 
     assert [each[0].item() for each in run(doubling, talk, max_batch=2)] == [0, 2, 4, 6, 8]
+
+
+def test_close_computes_nothing_more_for_requests_that_are_cancelled() -> None:
+    doubling = Doubling()
+    doubling.gate.clear()
+
+    async def talk(batcher: Batcher) -> None:
+        # One is computed, another waits for the thread, the others for their turn.
+        for answer in [batcher.submit(rows(n), 1) for n in range(20)]:
+            answer.cancel()
+        await asyncio.to_thread(doubling.began.wait, 30)
+        closing = asyncio.create_task(batcher.close())
+        await asyncio.sleep(0)
+        doubling.gate.set()
+        await asyncio.wait_for(closing, 30)
+
+    run(doubling, talk, max_batch=1)
+    assert doubling.sizes == [1]
+
+
+def test_cancelled_requests_are_left_out_of_batches() -> None:
+    doubling = Doubling()
+    doubling.gate.clear()
+
+    async def talk(batcher: Batcher) -> list[float]:
+        answers = [batcher.submit(rows(n), 1) for n in range(9)]
+        cancelled = [answers.pop(place) for place in (8, 6, 4)]
+        for answer in cancelled:
+            answer.cancel()
+        closing = asyncio.create_task(batcher.close())
+        await asyncio.sleep(0)
+        doubling.gate.set()
+        await closing
+        return [(await answer)[0].item() for answer in answers]
+
+    # Two batches had been taken when the requests were cancelled.
+    assert run(doubling, talk, max_batch=2, max_wait_ms=0) == [0, 2, 4, 6, 10, 14]
+    assert sum(doubling.sizes) == 6
+
+
+def test_a_large_request_that_is_cancelled_is_not_computed_to_its_end() -> None:
+    doubling = Doubling()
+    doubling.gate.clear()
+
+    async def talk(batcher: Batcher) -> None:
+        answer = batcher.submit(rows(*range(10)), 10)
+        await asyncio.to_thread(doubling.began.wait, 30)
+        answer.cancel()
+        doubling.gate.set()
+
+    run(doubling, talk, max_batch=4)
+    assert doubling.sizes == [4]

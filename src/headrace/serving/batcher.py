@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -55,11 +54,9 @@ class Batcher:
         self._queue: deque[_Waiting] = deque()
         self._rows = 0
         self._expected = self._most_rows
-        self._running = 0
+        self._computing: dict[asyncio.Future[list[list[Array]]], list[_Waiting]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="headrace-serve")
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._loop = asyncio.get_running_loop()
         self._row_s = 0.0
 
@@ -78,7 +75,6 @@ class Batcher:
         waiting = _Waiting(inputs, rows, form, self._loop.create_future(), self._loop.time())
         self._queue.append(waiting)
         self._rows += rows
-        self._idle.clear()
         self._start()
         return waiting.answer
 
@@ -92,47 +88,66 @@ class Batcher:
         )
 
     async def close(self) -> None:
-        """Answers what waits, and ends the thread."""
-        await self._idle.wait()
-        self._thread.shutdown(wait=False)
+        """Answers what waits and is wanted, and ends the thread.
+
+        Where all requests are cancelled, no batch begins; the one that is computed cannot be broken off.
+        """
+        while wanted := self._wanted():
+            await asyncio.wait(wanted)
+        self._queue.clear()
+        self._rows = 0
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        while self._computing:
+            await asyncio.wait(list(self._computing))
+
+    def _wanted(self) -> list[asyncio.Future[list[Array]]]:
+        every = itertools.chain(self._queue, *self._computing.values())
+        return [each.answer for each in every if not each.answer.done()]
 
     def _start(self) -> None:
         """Gives the thread what is due."""
-        while self._queue and self._running < 2:
+        while self._queue and len(self._computing) < 2:
             if self._rows < self._most_rows:
-                if self._running:
+                if self._computing:
                     return
                 rest = self._queue[0].came + self._wait_s - self._loop.time()
                 if rest > 0 and self._rows < self._expected:
                     if self._timer is None:
                         self._timer = self._loop.call_later(rest, self._waited)
                     return
-            batch = self._take()
-            self._running += 1
-            self._loop.run_in_executor(self._thread, self._run, batch).add_done_callback(partial(self._done, batch))
+            if batch := self._take():
+                self._give(batch)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _give(self, batch: list[_Waiting]) -> None:
+        computing = self._loop.run_in_executor(self._thread, self._run, batch)
+        self._computing[computing] = batch
+        computing.add_done_callback(self._done)
 
     def _waited(self) -> None:
         self._timer = None
         self._start()
 
     def _take(self) -> list[_Waiting]:
-        """Removes the first request, and those that fit into its batch, from the queue."""
-        first = self._queue.popleft()
-        batch, rows = [first], first.rows
+        """Removes the first request, and those that fit into its batch, from the queue; drops cancelled ones."""
+        batch: list[_Waiting] = []
         kept: list[_Waiting] = []
-        while self._together and self._queue and rows < self._most_rows:
+        rows = 0
+        while self._queue and (not batch or (self._together and rows < self._most_rows)):
             each = self._queue.popleft()
-            if each.form == first.form and rows + each.rows <= self._most_rows:
+            if each.answer.done():
+                self._rows -= each.rows
+            elif not batch or (each.form == batch[0].form and rows + each.rows <= self._most_rows):
                 batch.append(each)
                 rows += each.rows
             else:
                 kept.append(each)
         self._queue.extendleft(reversed(kept))
         self._rows -= rows
-        self._expected = min(rows, self._most_rows)
+        if batch:
+            self._expected = min(rows, self._most_rows)
         return batch
 
     def _run(self, batch: Sequence[_Waiting]) -> list[list[Array]]:
@@ -158,14 +173,18 @@ class Batcher:
         most = self._settings.max_batch
         if one.rows <= most or not self._together:
             return self._compute(one.inputs)
+        # Fewer where it is cancelled meanwhile: nobody reads them.
         parts = [
             self._compute({name: array[start : start + most] for name, array in one.inputs.items()})
             for start in range(0, one.rows, most)
+            if not one.answer.done()
         ]
         return [np.concatenate(outputs) for outputs in zip(*parts, strict=True)]
 
-    def _done(self, batch: Sequence[_Waiting], computed: asyncio.Future[list[list[Array]]]) -> None:
-        self._running -= 1
+    def _done(self, computed: asyncio.Future[list[list[Array]]]) -> None:
+        batch = self._computing.pop(computed)
+        if computed.cancelled():
+            return  # by `close`, which left no queue
         error = computed.exception()
         if error is None:
             for each, outputs in zip(batch, computed.result(), strict=True):
@@ -177,12 +196,9 @@ class Batcher:
         else:
             self._alone(batch)
         self._start()
-        if not self._queue and not self._running:
-            self._idle.set()
 
     def _alone(self, batch: Sequence[_Waiting]) -> None:
         """Computes the requests of a batch that failed one by one: only the one that is wrong fails."""
         for each in batch:
-            self._running += 1
-            done = partial(self._done, [each])
-            self._loop.run_in_executor(self._thread, self._run, [each]).add_done_callback(done)
+            if not each.answer.done():
+                self._give([each])
