@@ -30,7 +30,7 @@ from headrace.api.run import RunDirLock, refuse_living
 from headrace.errors import UnfitMachine, UsageError, WorkerFailed
 from headrace.spec.events import LAUNCHER, Event, Notice, Saved, decode, encode
 from headrace.worker.events import EventWriter
-from headrace.worker.run_spec import events_path
+from headrace.worker.run_spec import RENDEZVOUS, events_path
 from storm.disks import FailingDisk
 from storm.failing_disk import POSSIBLE
 from storm.schedule import Fault
@@ -366,6 +366,15 @@ def test_a_finished_run_lets_go(tmp_path: Path) -> None:
     refuse_living(tmp_path)
     assert re.fullmatch(r"\d+", (tmp_path / "lock").read_text())
     assert lasting.files_of(tmp_path)[0] == lasting.ROUNDS
+
+
+@pytest.mark.slow
+def test_where_the_workers_of_an_earlier_attempt_met_is_deleted(tmp_path: Path) -> None:
+    store = "import os, sys; from torch.distributed import FileStore; FileStore(sys.argv[1], 2).set('0', 'old')"
+    subprocess.run([sys.executable, "-c", f"{store}; os._exit(0)", str(tmp_path / RENDEZVOUS)], check=True)
+    assert (tmp_path / RENDEZVOUS).exists()
+    RunDirLock(tmp_path, continues=True).close()
+    assert not (tmp_path / RENDEZVOUS).exists()
 
 
 def test_a_resumed_attempt_begins_after_every_event_of_the_one_before(tmp_path: Path) -> None:

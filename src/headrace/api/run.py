@@ -36,7 +36,7 @@ from headrace.spec.job import Job
 from headrace.spec.plan import Plan
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.embeddings.saving import load_rows
-from headrace.worker.run_spec import events_path, model_path
+from headrace.worker.run_spec import RENDEZVOUS, events_path, model_path
 
 _LOCK = "lock"
 
@@ -105,6 +105,8 @@ class RunDirLock:
         try:
             os.ftruncate(self.lock, 0)
             os.pwrite(self.lock, str(os.getpid()).encode(), 0)
+            # Workers end without tidying up, and those of this attempt would read what the earlier ones said.
+            (directory / RENDEZVOUS).unlink(missing_ok=True)
             free = shutil.disk_usage(directory).free
             if free < needed_bytes:
                 raise UnfitMachine(

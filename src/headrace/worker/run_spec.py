@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 SNAPSHOTS = "snapshots"
 """The folder of the servers' snapshots in a run's directory."""
 
+RENDEZVOUS = "rendezvous"
+"""The file in a run's directory in which the workers of accelerators find each other."""
+
 _BLOCK_BYTES = 1 << 16
 
 LAST_LOG_LINE = "headrace: this rank ends because of"

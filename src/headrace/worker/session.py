@@ -35,7 +35,7 @@ from headrace.training.turns.exchange import TurnsExchange
 from headrace.training.whole_model import Objective, use_channels_last
 from headrace.worker.evaluation import Evaluation
 from headrace.worker.events import EventWriter, InputReporter
-from headrace.worker.run_spec import RunSpec
+from headrace.worker.run_spec import RENDEZVOUS, RunSpec
 
 
 class DeviceGroup:
@@ -70,7 +70,7 @@ class DeviceGroup:
 
         from headrace.collectives.torch_distributed import TorchDistributed
 
-        store = FileStore(str(run.run_dir / "rendezvous"), group.world)
+        store = FileStore(str(run.run_dir / RENDEZVOUS), group.world)
         return TorchDistributed(store, role.rank, group.world, role.device, run.timeout_s)
 
 
