@@ -221,15 +221,27 @@ def rows_so_far(path: Path, pairs: Sequence[tuple[str, str]]) -> list[Row]:
     return before + new
 
 
+def resumed_between(row: Row) -> dict[int, int]:
+    """Returns how often a run went on from each step that is neither its begin nor its end."""
+    return {step: count for step, count in row.from_steps.items() if 0 < step < ROUNDS}
+
+
 def report(rows: Sequence[Row]) -> None:
-    """Prints the rows that are no refusals, and what was wrong."""
+    """Prints the rows that are no refusals, their sums by strategy, and what was wrong."""
     print(f"{'strategy':30}{'job':18}{'equal':>14}{'kills':>8}{'of launchers':>14}{'went on from':>14}")
     for row in rows:
         if not row.trials:
             continue
-        between = {step: count for step, count in row.from_steps.items() if 0 < step < ROUNDS}
+        between = resumed_between(row)
         print(f"{row.strategy:30}{row.kind:18}{row.equal:6} of {row.trials:<4}{row.kills:8}{row.launchers:14}"
               f"{sum(between.values()):7} x {len(between)} steps")  # fmt: skip
+    print(f"\n{'strategy':30}{'jobs':>8}{'equal':>14}{'kills':>8}{'least':>8}{'resumed between':>18}")
+    for name in dict.fromkeys(row.strategy for row in rows):
+        own = [row for row in rows if row.strategy == name and row.trials]
+        if own:
+            between_all = sum(sum(resumed_between(row).values()) for row in own)
+            print(f"{name:30}{len(own):8}{sum(row.equal for row in own):6} of {sum(row.trials for row in own):<4}"
+                  f"{sum(row.kills for row in own):8}{min(row.kills for row in own):8}{between_all:18}")  # fmt: skip
     print(f"refused: {sum(bool(row.refused) for row in rows)}; equal {sum(row.equal for row in rows)} of "
           f"{sum(row.trials for row in rows)}, {sum(row.kills for row in rows)} kills")  # fmt: skip
     for row in rows:
