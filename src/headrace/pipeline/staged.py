@@ -141,7 +141,9 @@ class StagedModel(Compute):
         """Returns what is differentiated of a micro-batch's loss, and notes its loss."""
         loss = self._objective.loss(output, select_target(piece, self._objective.target))
         total, weight = weigh(loss, examples)
-        require_graph(total)
+        # Not where a forward is repeated before its backward: the first has no graph.
+        if torch.is_grad_enabled():
+            require_graph(total)
         losses[index] = total.detach(), float(weight)
         # What a part of a `Mean` is all_weight is known when all have been weighed.
         return total if isinstance(loss, Mean) else total / share.of
