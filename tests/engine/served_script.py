@@ -13,6 +13,7 @@ import torch
 
 import headrace as hr
 from engine.victims import BadStep, long_job, make_job, split_model
+from headrace.engine.torchrun.group import LaunchedGroup
 from headrace.errors import HeadraceError
 
 RANK = int(os.environ["RANK"])
@@ -69,6 +70,11 @@ def main() -> None:
         for inner in (hr.Pipeline(stages=2), hr.TensorParallel(devices=2)):
             run = hr.fit(make_job(model=split_model), hr.Hybrid(outer, inner))
             say(status=run.status, workers=run.plan.workers, total=total(run.model), metrics=run.metrics)
+    elif DEED == "late":
+        if RANK == VICTIM:
+            agree = LaunchedGroup.agree
+            LaunchedGroup.agree = lambda group, text: (time.sleep(1.0), agree(group, text))[1]  # type: ignore[method-assign]
+        say(status=hr.fit(make_job(), STRATEGY).status)
     elif DEED == "contradict":
         hr.fit(make_job(), hr.ParameterServer(workers=3, servers=1))
     elif DEED == "raise":

@@ -55,6 +55,11 @@ def test_replicas_of_two_ranks_and_their_servers(fork_server: ForkServer, tmp_pa
         assert [line["total"] for line in said] == pytest.approx([total] * 2, abs=1e-6)
 
 
+def test_a_server_waits_for_a_worker_that_ends_late(start: Start) -> None:
+    ended = start("late", "1")
+    assert ended.codes == {0: 0, 1: 0, 2: 0}, ended.logs
+
+
 def test_numbers_that_contradict_the_launcher(start: Start) -> None:
     ended = start("contradict")
     assert ended.codes == {0: 2, 1: 2, 2: 2}

@@ -157,9 +157,8 @@ class LaunchedGroup:
         else:
             moved, home = plan.role(self.rank).host != self.hosts[self.rank], self.host.home
             serve(spec, self.rank, self.page, self._check, home.address if home else "", moved)
-            if not self.host.one_memory:
-                # It waits for workers whose ends may come to its page before what they did after.
-                self.page.ranks[self.rank].heartbeat.finished = 1
+            # It waits for workers whose loops have ended, and which come a little later.
+            self.page.ranks[self.rank].heartbeat.finished = 1
 
     def _decide(
         self, spec: RunSpec, standing: Callable[[int], MemberStanding] = lambda _: MemberStanding.UNKNOWN
