@@ -262,6 +262,13 @@ def test_no_further_file_is_said_with_the_limit() -> None:
     assert "for any process" in str(explained(OSError(errno.ENFILE, "Too many open files in system")))
 
 
+def test_a_kernel_that_the_processor_lacks_is_said_with_the_remedy() -> None:
+    said = "could not create a primitive descriptor for the LSTM forward propagation primitive. Run workload with"
+    error = explained(RuntimeError(said))
+    assert isinstance(error, UnfitMachine)
+    assert "for the LSTM forward propagation primitive; where precision='bf16', use 'fp32'" in str(error)
+
+
 def test_no_further_thread_is_said_with_the_limit(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (64, 64))
     other = RuntimeError("shapes differ")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch.optim import lr_scheduler as schedulers
 
@@ -27,7 +28,7 @@ from strategies.contract_models import (
     without_padding,
 )
 
-__all__ = ["BF16", "OPTIONS", "SCHEDULES"]
+__all__ = ["BF16", "BF16_NAMES", "OPTIONS", "SCHEDULES"]
 
 SCHEDULES: Mapping[str, Callable[..., Any]] = {
     "lambda": partial(schedulers.LambdaLR, lr_lambda=lambda step: 0.9**step),
@@ -122,3 +123,20 @@ BF16: Mapping[str, Case] = {
     "tokens": Case(Recurrent, padded_text, without_padding, options=hr.Options(precision="bf16", accumulate=2)),
     "partial": _case(Partial, precision="bf16", ema_decay=0.8),
 }
+
+
+def _has_recurrent_bf16() -> bool:
+    """Whether torch has kernels for an LSTM in bf16 on this processor; without AVX-512 it has none."""
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        try:
+            torch.nn.LSTM(2, 2)(torch.zeros(1, 1, 2))
+        except RuntimeError as error:
+            if "could not create a primitive" not in str(error):
+                raise
+            return False
+    return True
+
+
+_RECURRENT = pytest.mark.skipif(not _has_recurrent_bf16(), reason="torch computes no LSTM in bf16 on this processor")
+BF16_NAMES = [pytest.param(name, marks=_RECURRENT if BF16[name].model is Recurrent else ()) for name in sorted(BF16)]
+"""The names of `BF16`, of which those that the processor cannot compute are skipped."""

@@ -23,7 +23,7 @@ from headrace.parameter_server.server.optimizer import Remedies
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import NonFinite, ServerStats, Stepped
 from strategies.contract_models import ADAM, BATCH, COUNTS, MODELS, SGD, VARIANTS, Bang, Case, dense, verb_by_verb
-from strategies.contract_options import BF16, OPTIONS
+from strategies.contract_options import BF16, BF16_NAMES, OPTIONS
 from strategies.contract_runs import CLUSTER, MODEL, distance, train
 from strategies.test_contract import (
     DOUBLE,
@@ -76,7 +76,7 @@ def test_one_worker_by_itself_is_one_device_bit_for_bit(name: str, bound: int | 
     assert_same_through_servers(outcome, on_one_device(CASES[name], "tiny", torch.float64, None), job)
 
 
-@pytest.mark.parametrize("option", sorted(BF16))
+@pytest.mark.parametrize("option", BF16_NAMES)
 def test_one_worker_in_bf16_is_one_device_bit_for_bit(option: str) -> None:
     outcome = train(BF16[option].job(COUNTS["uneven"], torch.float32), LOCK_STEP(1))
     assert_same_bits(outcome, on_one_device(BF16[option], "uneven", torch.float32, None))

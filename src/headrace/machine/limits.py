@@ -11,9 +11,12 @@ from headrace.machine.disk import disk_fails
 _NO_THREAD = ("can't start new thread", "Resource temporarily unavailable (src/thread.cpp")
 """What Python and ZeroMQ say; the latter ends the process (SIGABRT)."""
 
+_NO_KERNEL = "could not create a primitive"
+"""What oneDNN says, by which torch computes on the CPU."""
+
 
 def explained(error: BaseException) -> BaseException:
-    """Returns a better error where one says only that a disk fails or no file or thread can be had; else the same."""
+    """Returns a better error where one says only what the machine refuses, a disk, a file, a thread; else the same."""
     if isinstance(error, OSError) and disk_fails(error):
         return UnfitMachine(
             f"the disk fails ({error.strerror}) at {error.filename or 'a file that was open'}; see what the system's "
@@ -21,9 +24,14 @@ def explained(error: BaseException) -> BaseException:
         )
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return _too_many_files(error)
-    if not isinstance(error, RuntimeError) or not any(said in str(error) for said in _NO_THREAD):
+    if not isinstance(error, RuntimeError):
         return error
-    return too_many_threads()
+    if _NO_KERNEL in str(error):
+        return UnfitMachine(
+            f"torch has no kernel for this on this machine's processor: {str(error).partition('.')[0]}; where "
+            "precision='bf16', use 'fp32': without AVX-512 there is none for an LSTM or a GRU in bf16"
+        )
+    return too_many_threads() if any(said in str(error) for said in _NO_THREAD) else error
 
 
 def _too_many_files(error: OSError) -> UnfitMachine:

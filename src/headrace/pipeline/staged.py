@@ -24,9 +24,9 @@ from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
 from headrace.training.clipping import GradientClipper, StepDecision
-from headrace.training.compute import Compute, Computed, require_graph
+from headrace.training.compute import Compute, Computed
 from headrace.training.exchange import UpdatingExchange
-from headrace.training.gradients import GradientSink, assign, divide
+from headrace.training.gradients import GradientSink, assign, divide, require_graph
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import Updater
 from headrace.training.whole_model import ModelParallelGroup, Objective, WholeModel, cut

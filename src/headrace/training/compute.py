@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.collectives.base import ProcessGroup
-from headrace.errors import JobError, UsageError
+from headrace.errors import UsageError
 from headrace.metrics import Mean
 from headrace.modules import parameters_and_buffers
 from headrace.spec.events import StagePass
@@ -89,17 +89,3 @@ class Compute(ABC):
         if self.device.type == "cpu":
             return batch
         return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
-
-
-def require_graph(loss: Tensor) -> Tensor:
-    """Returns a loss that can be differentiated.
-
-    Raises:
-        JobError: it depends on no parameter that is trained.
-    """
-    if not loss.requires_grad:
-        raise JobError(
-            "the loss depends on no parameter that is trained, so it has no gradient; look in forward and in the loss "
-            "for detach(), torch.no_grad(), argmax, or a tensor that is made anew (torch.tensor, numpy)"
-        )
-    return loss

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from headrace.collectives.base import ProcessGroup
+from headrace.errors import JobError
 from headrace.spec.model import ITEM_BYTES, ParameterSpec
 
 _ALIGN = 64
@@ -339,3 +340,17 @@ def _is_plain(value: Any, weight: Tensor) -> bool:
         return False
     # Transforms of functions, and derivatives in the forward direction, need rules of their own.
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
+
+
+def require_graph(loss: Tensor) -> Tensor:
+    """Returns a loss that can be differentiated.
+
+    Raises:
+        JobError: it depends on no parameter that is trained.
+    """
+    if not loss.requires_grad:
+        raise JobError(
+            "the loss depends on no parameter that is trained, so it has no gradient; look in forward and in the loss "
+            "for detach(), torch.no_grad(), argmax, or a tensor that is made anew (torch.tensor, numpy)"
+        )
+    return loss

@@ -23,9 +23,9 @@ from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options, require_plain_forward
 from headrace.training.clipping import LossScale
-from headrace.training.compute import Compute, Computed, require_graph
+from headrace.training.compute import Compute, Computed
 from headrace.training.embeddings.layer import sparse_layers
-from headrace.training.gradients import DirectGradients, GradientPlaces, GradientSink, assign, divide
+from headrace.training.gradients import DirectGradients, GradientPlaces, GradientSink, assign, divide, require_graph
 from headrace.training.optimizer import StateSlices
 from headrace.trees import map_leaves, map_tensors, widened
 
