@@ -262,6 +262,19 @@ def test_no_further_file_is_said_with_the_limit() -> None:
     assert "for any process" in str(explained(OSError(errno.ENFILE, "Too many open files in system")))
 
 
+def test_a_file_of_the_kernel_that_cannot_be_opened_is_not_one_that_is_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert memory_limit_bytes(tmp_path) == 0
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/proc/meminfo")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        spare_memory_bytes(tmp_path)
+
+
 def test_a_kernel_that_the_processor_lacks_is_said_with_the_remedy() -> None:
     said = "could not create a primitive descriptor for the LSTM forward propagation primitive. Run workload with"
     error = explained(RuntimeError(said))

@@ -132,7 +132,7 @@ def test_who_listens_and_does_not_answer_is_not_waited_for_longer(tmp_path: Path
                 with pytest.raises(TimeoutError, match=r"that has it does not answer within 0\.1 s"):
                     asked.result(20.0)
             finally:
-                # Whoever waits is let go.
+                # Clients that wait get an error.
                 frozen.close()
                 other.close()
 

@@ -90,7 +90,7 @@ def inspect_job(job: Job, closures: bool = False) -> JobInfo:
         weighed, more = _try(job, module, job.data, "data", sets)
         notices += (*said, *more)
         if job.eval_data is not None:
-            notices += _told_of_evaluation(job)
+            notices += _eval_notices(job)
             notices += _try(job, module, job.eval_data, "eval_data", sets)[1]
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise JobError("the model has no parameter to train: all are frozen, or there is none")
@@ -105,7 +105,7 @@ def inspect_job(job: Job, closures: bool = False) -> JobInfo:
     return JobInfo(job, module, spec, weighed, len(pipeline), tuple(dict.fromkeys(notices)), sets=sets)
 
 
-def _told_of_evaluation(job: Job) -> tuple[str, ...]:
+def _eval_notices(job: Job) -> tuple[str, ...]:
     """Returns what is said of `eval_data`, which an error names."""
     try:
         return as_pipeline(job.eval_data)[1]

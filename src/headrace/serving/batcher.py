@@ -173,7 +173,7 @@ class Batcher:
         most = self._settings.max_batch
         if one.rows <= most or not self._together:
             return self._compute(one.inputs)
-        # Fewer where it is cancelled meanwhile: nobody reads them.
+        # Fewer where it is cancelled meanwhile: the rest would not be sent.
         parts = [
             self._compute({name: array[start : start + most] for name, array in one.inputs.items()})
             for start in range(0, one.rows, most)

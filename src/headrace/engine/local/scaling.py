@@ -84,7 +84,7 @@ class ScaleRequests:
         return text if self._delete(wish) else None
 
     def _delete(self, path: Path) -> bool:
-        """Tells whether it deleted a file; one that another user does not allow it to delete is let be from then on."""
+        """Tells whether it deleted a file; one that it may not delete is ignored from then on."""
         try:
             path.unlink()
         except FileNotFoundError:

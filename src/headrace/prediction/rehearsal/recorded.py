@@ -11,9 +11,8 @@ from typing import TypeVar
 
 from headrace.errors import UsageError
 from headrace.prediction.rehearsal.order import PlannedStep, ServerAction, SyncInterval
-from headrace.report.model.events import read_log
+from headrace.report.model.events import attempts, read_log
 from headrace.spec.events import Event, Lost, PushesApplied, RunEnded, RunStarted, Stepped
-from headrace.spec.plain import from_plain
 from headrace.spec.plan import Plan
 
 E = TypeVar("E", bound=Event)
@@ -50,7 +49,7 @@ def read_record(run_dir: Path | str) -> Record:
     lost = next((event for event in events if isinstance(event, Lost)), None)
     if lost is not None:
         raise UsageError(f"{run_dir} lost rank {lost.lost}, and what it did is not all recorded; rehearse another run")
-    plan = from_plain(Plan, dict(starts[0].plan))
+    plan = attempts(events)[0].plan
     steps = tuple(_of_rank(events, Stepped, rank) for rank in range(plan.workers))
     pushes = []
     for rank in plan.servers:

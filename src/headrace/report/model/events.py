@@ -280,11 +280,11 @@ class Attempt:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan that it began with; raises DataError if the event has none."""
+        """The plan that it began with; raises DataError if the event has no valid one."""
         try:
             return from_plain(Plan, dict(self.started.plan))
         except TypeError as error:
-            raise DataError(f"the plan in the run_started event is none: {error}") from error
+            raise DataError(f"the run_started event has no valid plan: {error}") from error
 
 
 def attempts(events: Iterable[Event]) -> tuple[Attempt, ...]:
@@ -298,7 +298,9 @@ def attempts(events: Iterable[Event]) -> tuple[Attempt, ...]:
     for event in events:
         if isinstance(event, RunStarted):
             if not 0 < event.workers <= _MOST_WORKERS:
-                raise DataError(f"the run_started event counts {event.workers} workers; a run has at least one")
+                raise DataError(
+                    f"the run_started event counts {event.workers} workers; a run has 1 to {_MOST_WORKERS:,}"
+                )
             done = [range(first, stop) for first, stop in event.resumed_leases]
             for _, past in begun:
                 past[:] = [each for each in past if not _is_done_again(each, event.resumed_step, done)]
