@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+from packaging.version import Version
 
 from cover import pairwise
 from warm.programs import PYTHON, join, launch, programs
@@ -166,10 +169,20 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if id(item) not in gone]
 
 
+SHARDED = re.compile(
+    r"fully_sharded|\[sharded |-sharded replicas|alike\[divided|replicas_that_are_divided|imported_once_before"
+)
+"""Tests that train with fully_sharded, by their ids."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Lets long files begin first, so that tests that run side by side end at about the same time."""
     if not config.getoption("--full"):
         leave_out(config, items)
+    if Version(version("torch")) < Version("2.13"):
+        for item in items:
+            if SHARDED.search(item.nodeid) and "an_older_torch_is_refused" not in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason="fully_sharded needs torch 2.13"))
     effort: Counter[Path] = Counter()
     for item in items:
         effort[item.path] += 10 if item.get_closest_marker("slow") else 1

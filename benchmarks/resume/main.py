@@ -79,7 +79,7 @@ def train(
 ) -> hr.Run:
     """Trains, from the last checkpoint on if there is one; a run that has none begins anew."""
     fit = functools.partial(hr.fit, make_job(strategy, kind), STRATEGIES[strategy], run_dir=run_dir, engine=engine,
-                            checkpoints=CHECKPOINTS, on_event=on_event)  # fmt: skip
+                            checkpoints=CHECKPOINTS, on_event=on_event, device="cpu")  # fmt: skip
     try:
         return fit(resume=run_dir.exists())
     except UsageError as error:

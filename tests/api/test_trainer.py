@@ -42,7 +42,7 @@ def test_a_run_directory_holds_everything(tmp_path: Path) -> None:
 
 def test_the_launcher_says_what_is_done() -> None:
     seen: list[Event] = []
-    run = hr.fit(make_job(), hr.Mirrored(2), engine=THREADS, on_event=seen.append)
+    run = hr.fit(make_job(), hr.Mirrored(2), engine=THREADS, device="cpu", on_event=seen.append)
     ours = [event for event in seen if event.rank == LAUNCHER]
     started, *notices, ended = ours
     assert isinstance(started, RunStarted)

@@ -318,3 +318,41 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+AT_ONCE = """
+import os, sys, threading, time
+import torch
+from headrace.data.loading.processes import ReaderProcesses
+from headrace.data.loading.reader import ReadResult
+
+forking = set()
+
+def enter():
+    forking.add(threading.get_ident())
+    time.sleep(0.05)
+
+def refuse_two(event, arguments):
+    if event == "os.fork" and forking:
+        raise RuntimeError("two forks at once")
+
+os.register_at_fork(before=enter, after_in_parent=forking.clear, after_in_child=forking.clear)
+sys.addaudithook(refuse_two)
+
+def start():
+    readers = ReaderProcesses(lambda epoch, places: ReadResult(torch.ones(1), 1, (), ()), 2, 60.0)
+    try:
+        print(readers.read(0, torch.zeros(0, dtype=torch.int64)).examples, flush=True)
+    finally:
+        readers.close()
+
+threads = [threading.Thread(target=start) for _ in range(3)]
+[each.start() for each in threads]
+[each.join() for each in threads]
+"""
+
+
+def test_threads_fork_readers_one_after_the_other() -> None:
+    """As filelock 3.30 to 4.2 does, the script refuses a fork while another thread forks."""
+    done = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True, check=False, timeout=120)
+    assert (done.stdout.split(), done.stderr) == (["1"] * 3, "")

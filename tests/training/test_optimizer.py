@@ -287,7 +287,7 @@ def test_saved_state_does_not_change_with_the_optimizer() -> None:
     (piece,) = state_pieces(optimizer, owned)
     optimizer.step()
     assert torch.equal(piece.value, torch.ones(4))
-    load_state(optimizer, owned, [piece])
+    load_state(optimizer, owned, [piece], {})
     optimizer.step()
     assert torch.equal(piece.value, torch.ones(4))
     assert torch.equal(optimizer.state[tensor]["momentum_buffer"], torch.full((4,), 1.9))
@@ -297,9 +297,8 @@ def test_state_is_loaded_in_its_parameters_order_of_memory() -> None:
     """Fused optimizers go over memory."""
     image = nn.Parameter(torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last))
     optimizer = optim.SGD([image], lr=0.1, momentum=0.9, fused=True)
-    load_state(
-        optimizer, [(Segment("a", 0, 48, 0), image)], [StatePiece("a", "momentum_buffer", 0, torch.arange(48.0))]
-    )
+    piece = StatePiece("a", "momentum_buffer", 0, torch.arange(48.0))
+    load_state(optimizer, [(Segment("a", 0, 48, 0), image)], [piece], {})
     loaded = optimizer.state[image]["momentum_buffer"]
     assert loaded.stride() == image.stride()
     assert torch.equal(loaded.flatten(), torch.arange(48.0))
@@ -308,8 +307,35 @@ def test_state_is_loaded_in_its_parameters_order_of_memory() -> None:
 def test_a_parameter_without_state_stays_without() -> None:
     tensor = nn.Parameter(torch.zeros(4))
     optimizer = optim.SGD([tensor], lr=0.1, momentum=0.9)
-    load_state(optimizer, [(Segment("a", 0, 4, 0), tensor)], [StatePiece("b", "momentum_buffer", 0, torch.ones(4))])
+    piece = StatePiece("b", "momentum_buffer", 0, torch.ones(4))
+    load_state(optimizer, [(Segment("a", 0, 4, 0), tensor)], [piece], {})
     assert tensor not in optimizer.state
+
+
+class Eager(optim.Optimizer):
+    """Makes its state in the constructor and counts on it, as Adagrad does before torch 2.13."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {"sum": torch.full_like(parameter, 2.0), "steps": 0}
+
+    def step(self, closure: Any = None) -> None:
+        for state in self.state.values():
+            state["sum"] += 1
+            state["steps"] += 1
+
+
+def test_a_state_of_the_constructor_comes_back_where_nothing_is_loaded() -> None:
+    tensor = nn.Parameter(torch.zeros(4))
+    updater = Updater(Eager([tensor]), [(Segment("a", 0, 4, 0), tensor)], Options(), 1)
+    for _ in range(2):
+        updater.load([])
+        assert updater.optimizer.state[tensor]["steps"] == 0
+        assert torch.equal(updater.optimizer.state[tensor]["sum"], torch.full((4,), 2.0))
+        updater.optimizer.step()
+        assert torch.equal(updater.optimizer.state[tensor]["sum"], torch.full((4,), 3.0))
 
 
 @pytest.mark.parametrize(

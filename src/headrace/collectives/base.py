@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -161,6 +163,11 @@ class ProcessGroup(Collective):
         if self.in_memory:
             return self.in_memory.share(nbytes)
         raise NotImplementedError("processes on several hosts share no memory; they exchange by collectives")
+
+
+def add_in_order(values: Iterable[float]) -> float:
+    """Returns the sum, rounded after each addition; `sum` is more exact from Python 3.12 on, and gives other bits."""
+    return functools.reduce(operator.add, values, 0.0)
 
 
 def gather_texts(group: ProcessGroup, text: str) -> list[str]:

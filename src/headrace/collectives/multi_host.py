@@ -27,7 +27,7 @@ from typing import NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from headrace.collectives.base import HostMap, ProcessGroup, gather_texts
+from headrace.collectives.base import HostMap, ProcessGroup, add_in_order, gather_texts
 from headrace.collectives.compression import PLAIN, Compression
 from headrace.collectives.links import HostLinks
 from headrace.collectives.shared_memory import SharedMemoryGroup
@@ -146,7 +146,7 @@ class MultiHostGroup(ProcessGroup):
         # They only grow, and in a subgroup any rank may be the one that knows.
         decided = [int(max(row[index] for row in rows)) for index in range(3)]
         page.stop_after, page.save_after, page.rate_after = decided
-        return [sum(column) for column in zip(*(row[3:] for row in rows), strict=True)]
+        return [add_in_order(column) for column in zip(*(row[3:] for row in rows), strict=True)]
 
     def all_reduce(self, tensor: Tensor) -> None:
         self._now(partial(self._all_reduce, _flat(tensor), PLAIN))

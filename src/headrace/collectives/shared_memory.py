@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from headrace.collectives.base import ProcessGroup
+from headrace.collectives.base import ProcessGroup, add_in_order
 from headrace.errors import UnfitMachine
 from headrace.shared_memory.barrier import Barrier, FinishedRanks, never
 from headrace.shared_memory.control_page import NUMBERS, ControlPage
@@ -89,7 +89,7 @@ class SharedMemoryGroup(ProcessGroup):
             own[index] = value
         self.barrier()
         every = [record.numbers[self._turn] for record in self._page.ranks]
-        return [sum(numbers[index] for numbers in every) for index in range(len(values))]
+        return [add_in_order(numbers[index] for numbers in every) for index in range(len(values))]
 
     def share(self, nbytes: int) -> tuple[Tensor, ...]:
         own = SharedSegment.create(nbytes, f"rank-{self.rank}", lasting=True) if nbytes else None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from headrace.collectives.base import ProcessGroup
+from headrace.collectives.base import ProcessGroup, add_in_order
 from headrace.errors import PeerLost
 from headrace.shared_memory.barrier import FinishedRanks
 from headrace.shared_memory.control_page import Heartbeat
@@ -171,7 +171,7 @@ class ThreadCollective(ProcessGroup):
         if self.world == 1:
             return list(values)
         every: list[Sequence[float]] = self._exchange(values)
-        totals = [sum(row) for row in zip(*every, strict=True)]
+        totals = [add_in_order(row) for row in zip(*every, strict=True)]
         self.barrier()
         return totals
 

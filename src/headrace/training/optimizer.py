@@ -287,10 +287,25 @@ def _number(segment: Segment, key: str, value: Any, optimizer: torch.optim.Optim
     return StatePiece(segment.parameter, key, -1, torch.tensor(value, dtype=NUMBERS[kind]), kind)
 
 
+def first_state(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
+    """Returns a copy of the state that an optimizer makes in its constructor, by parameter; most make none there."""
+    return {tensor: _copied(state) for tensor, state in optimizer.state.items()}
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
 def load_state(
-    optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Segment, Tensor]], pieces: Iterable[StatePiece]
+    optimizer: torch.optim.Optimizer,
+    owned: Sequence[tuple[Segment, Tensor]],
+    pieces: Iterable[StatePiece],
+    first: Mapping[Tensor, Mapping[str, Any]],
 ) -> None:
-    """Replaces the state of the pieces that this process updates by `pieces`, however these are cut."""
+    """Replaces the state of the pieces that this process updates by `pieces`, however these are cut.
+
+    A parameter without pieces gets its `first_state`.
+    """
     found = by_parameter(pieces)
     for segment, tensor in owned:
         state: dict[str, Any] = {}
@@ -303,6 +318,8 @@ def load_state(
             piece.copy_to(target, segment.start)
         if state:
             optimizer.state[tensor] = state
+        elif tensor in first:
+            optimizer.state[tensor] = _copied(first[tensor])
         else:
             optimizer.state.pop(tensor, None)
 

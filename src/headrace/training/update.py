@@ -21,6 +21,7 @@ from headrace.training.optimizer import (
     IMPLEMENTATION,
     StatePiece,
     by_parameter,
+    first_state,
     is_plain_sgd,
     load_state,
     state_bytes,
@@ -230,6 +231,7 @@ class Updater:
         self.owned = tuple(owned)
         self.schedule = Schedule(options, template or optimizer, optimizer, rounds_per_epoch)
         self._tensors = [tensor.detach() for _, tensor in owned]
+        self._first_state = first_state(optimizer)
         groups = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
         self._groups = [groups.get(id(tensor), {}) for _, tensor in owned]
         self._scale = scale
@@ -308,7 +310,8 @@ class Updater:
         every = tuple(pieces)
         indices = range(len(self.owned)) if index is None else (index,)
         owned = [self.owned[each] for each in indices]
-        load_state(self.optimizer, owned, (piece for piece in every if not piece.key.startswith(_OURS)))
+        theirs = (piece for piece in every if not piece.key.startswith(_OURS))
+        load_state(self.optimizer, owned, theirs, self._first_state)
         self._load_averages(indices, [piece for piece in every if piece.key == AVERAGE])
         self._fill(indices, self._tensors, [piece for piece in every if piece.key == PARAMETER])
         if settings is not None:

@@ -22,6 +22,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,9 @@ _REPLY = struct.Struct("<qq")
 _COUNTS = ("skipped", "seconds", "waiting", "notices")
 _SET_PARENT_DEATH_SIGNAL = 1
 _FORKS = itertools.count(1)
+_FORKING = threading.Lock()
+"""One fork at a time: another thread's fork would hold this reader's end of the channel open, and no loss of the reader
+would be seen. filelock 3.30 to 4.2, which torch and transformers import, also refuses two forks at once."""
 _ERRORS: dict[str, type[HeadraceError]] = {each.__name__: each for each in (DataError, UnfitMachine, UsageError)}
 
 
@@ -125,18 +129,19 @@ class ReaderProcesses:
         sys.stdout.flush()
         sys.stderr.flush()
         number = next(_FORKS)
-        ours, theirs = socket.socketpair()
-        try:
-            pid = os.fork()
-        except OSError:
-            ours.close()
-            theirs.close()
-            raise
-        if pid == 0:
-            _seed(number)
-            _become_reader(worker, theirs, [ours, *self._processes.values()], read)
-        theirs.close()
-        return pid, ours
+        with _FORKING:
+            ours, theirs = socket.socketpair()
+            try:
+                pid = os.fork()
+            except OSError:
+                ours.close()
+                theirs.close()
+                raise
+            if pid != 0:
+                theirs.close()
+                return pid, ours
+        _seed(number)
+        _become_reader(worker, theirs, [ours, *self._processes.values()], read)
 
 
 def _ticks(pid: int) -> int:
