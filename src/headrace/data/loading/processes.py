@@ -133,7 +133,7 @@ class ReaderProcesses:
             ours, theirs = socket.socketpair()
             try:
                 pid = os.fork()
-            except OSError:
+            except BaseException:
                 ours.close()
                 theirs.close()
                 raise
