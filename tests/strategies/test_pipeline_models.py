@@ -14,7 +14,7 @@ import headrace as hr
 from headrace.trees import map_tensors
 from pipeline.test_evaluation import Layered, Skipping
 from pipeline.zoo import ZOO
-from strategies.contract_models import SGD
+from strategies.contract_models import SGD, Case
 from strategies.contract_runs import distance, drive
 from strategies.test_pipeline import merged
 
@@ -145,3 +145,23 @@ def test_a_script_module_is_a_layer_of_one_stage(partition: list[int]) -> None:
     strategies = (hr.OneDevice(), hr.Pipeline(2, 2, partition=partition))
     one, stages = (hr.fit(job, strategy, device="cpu", engine=hr.ThreadEngine()) for strategy in strategies)
     assert distance(stages.model.state_dict(), one.model.state_dict()) <= 1e-9
+
+
+class Waves(nn.Module):
+    """What crosses the cut is complex: a spectrum, which the next layer filters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.weights = nn.Parameter(torch.rand(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.fft.irfft(torch.fft.rfft(self.first(x)) * self.weights, n=8))
+
+
+@pytest.mark.parametrize("recompute", ["never", "except_last", "always"])
+def test_complex_values_that_cross_a_cut_send_gradients_back(recompute: str) -> None:
+    job = Case(Waves).job(COUNT)
+    one = merged(drive(job, hr.OneDevice(), 1, 0, 3))
+    two = merged(drive(job, hr.Pipeline(2, 4, "gpipe", recompute=recompute, partition=[1, 2]), 2, 0, 3))
+    assert distance(two, one) <= 1e-9

@@ -183,7 +183,8 @@ class Runner:
 
         def is_tracked(tensor: Tensor) -> bool:
             # A forward without a graph does not say; a receiver that gets no gradient of a value sends None.
-            return tensor.requires_grad or (again and differentiable and tensor.is_floating_point())
+            continuous = tensor.is_floating_point() or tensor.is_complex()
+            return tensor.requires_grad or (again and differentiable and continuous)
 
         self._send(stage, outputs, is_tracked)
         if not again:
