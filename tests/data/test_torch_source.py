@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -144,6 +147,19 @@ def test_a_loader_gives_its_data_set_and_collate_and_a_line_says_what_is_replace
     assert pipeline.processes is None
 
 
+def test_the_sampler_of_one_process_of_several_is_replaced() -> None:
+    loader = DataLoader(Listed(), sampler=DistributedSampler(Listed(), num_replicas=2, rank=0))
+    assert len(as_pipeline(loader)[0]) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["spawn", "forkserver"])
+def test_processes_of_a_loader_that_are_no_forks_read(start: str) -> None:
+    loader = DataLoader(Listed(), num_workers=1, multiprocessing_context=start)
+    shares = Loader(as_pipeline(loader)[0], 0, 3, (1,), 0, ordered=True).sweep()
+    assert torch.equal(torch.cat([share.batch[0] for share in shares]), X)
+
+
 def test_a_loader_keeps_its_processes() -> None:
     loader = DataLoader(Listed(), num_workers=2, prefetch_factor=3, multiprocessing_context="spawn", timeout=9)
     pipeline, (notice,) = as_pipeline(loader)
@@ -177,6 +193,10 @@ def test_a_loader_keeps_its_processes() -> None:
             DataLoader(Listed(), sampler=SubsetRandomSampler([0, 2])),
             r"SubsetRandomSampler takes 2 of 6 .*Subset\(dataset, indices\)",
         ),
+        (DataLoader(Listed(), sampler=[0, 1, 2]), r"the DataLoader's list takes 3 of 6 examples"),
+        (DataLoader(Listed(), sampler=SequentialSampler(range(4))), "SequentialSampler takes 4 of 6 examples"),
+        (DataLoader(Listed(), batch_sampler=BatchSampler(SubsetRandomSampler([0, 2]), 2, False)), "takes 2 of 6"),
+        (DataLoader(Listed(), sampler=[0] * 7), "the DataLoader's list repeats or leaves out examples"),
         (DataLoader(Listed(), sampler=WeightedRandomSampler([1.0] * 6, 6)), "repeats or leaves out examples"),
         (DataLoader(Listed(), sampler=RandomSampler(Y, num_samples=3)), "repeats or leaves out examples"),
         (torch.utils.data.Subset(Listed(), []), "the data set is empty"),

@@ -84,6 +84,10 @@ class ExampleReader:
         self.stages = ("source", *(step.name for step in pipeline.steps), "batch")
         self.drops = self._skips or any(isinstance(step, Filter) for step in pipeline.steps)
 
+    def __reduce__(self) -> tuple[type[ExampleReader], tuple[InputPipeline, int]]:
+        # A lock has no copy, and the processes of a `DataLoader` may be no forks.
+        return ExampleReader, (self._pipeline, self._seed)
+
     def read(self, epoch: int, places: Tensor) -> ReadResult:
         """Returns the batch of the examples at `places`, `(examples,)` int64, each below the pipeline's length."""
         if self._whole:

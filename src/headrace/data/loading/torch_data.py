@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from itertools import islice, tee
 from typing import Any, Protocol, runtime_checkable
@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
@@ -185,18 +187,22 @@ def _from_loader(loader: DataLoader[Any]) -> tuple[InputPipeline, tuple[str, ...
 
 def _require_all_examples(loader: DataLoader[Any]) -> None:
     """Refuses samplers that choose examples: replacing them would change what is trained on."""
-    sampler: Any = loader.sampler
+    batches: Any = loader.batch_sampler
+    sampler: Any = batches.sampler if isinstance(batches, BatchSampler) else loader.sampler
     length = len(DatasetSource(loader.dataset))
     name = type(sampler).__name__
-    if isinstance(sampler, SubsetRandomSampler):
-        raise DataError(
-            f"the DataLoader's {name} takes {len(sampler)} of {length} examples, and the job's order would "
-            "replace it; give torch.utils.data.Subset(dataset, indices) instead"
-        )
     repeats = isinstance(sampler, WeightedRandomSampler) or (
         isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != length)
     )
-    if repeats:
+    # That of one process of several takes its part of all examples, as workers do anyway.
+    known = isinstance(sampler, Sized) and not isinstance(sampler, DistributedSampler)
+    taken = len(sampler) if known else length
+    if not repeats and (taken < length or isinstance(sampler, SubsetRandomSampler)):
+        raise DataError(
+            f"the DataLoader's {name} takes {taken} of {length} examples, and the job's order would "
+            "replace it; give torch.utils.data.Subset(dataset, indices) instead"
+        )
+    if repeats or taken > length:
         raise DataError(
             f"the DataLoader's {name} repeats or leaves out examples, but an epoch visits each exactly once; "
             "weight the loss instead, or change the data set"
