@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.test_steps import values
-from headrace.data import InputPipeline, from_arrays, interleave, mix
+from headrace.data import Epoch, InputPipeline, from_arrays, interleave, local, mix
 from headrace.data.loading.loader import Loader
 from headrace.errors import UsageError
 
@@ -78,8 +80,26 @@ def test_a_part_keeps_its_own_order_and_transforms() -> None:
         (lambda: mix(marked(0, 1), marked(1, 1), weights=(1, 1e-6)), "small whole numbers"),
         (lambda: interleave(), "at least one"),
         (lambda: interleave(marked(0, 1), block=0), "block must be"),
+        (lambda: mix(local(marked(0, 1)), local(marked(1, 1))), r"mark the whole: hr.data.local\(hr.data.mix"),
+        (lambda: interleave(marked(0, 1), local(marked(1, 1))), "each host has other examples"),
     ],
 )
 def test_what_makes_no_sense_is_refused(wrong, reason: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(UsageError, match=reason):
         wrong()
+
+
+def test_threads_may_begin_new_epochs_at_the_same_time() -> None:
+    source = mix(marked(0, 3).shuffle(), marked(1, 5).shuffle(), weights=(1, 1)).source
+
+    def read(_: int) -> list[int]:
+        return [int(source.example(place % 8, Epoch(0, place // 8))[0]) for place in range(3000)]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(read, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(each == found[0] for each in found)

@@ -87,6 +87,11 @@ class _Several(Source):
     """Examples of several pipelines, found by the pipeline and the place in it."""
 
     def __init__(self, pipelines: Sequence[InputPipeline]) -> None:
+        if any(pipeline.hosts is not None for pipeline in pipelines):
+            raise UsageError(
+                "hr.data.local says that each host has other examples, and mix and interleave have no order of theirs; "
+                "combine what this host has, and mark the whole: hr.data.local(hr.data.mix(first, second))"
+            )
         self._pipelines = tuple(pipelines)
         self._length = sum(map(len, pipelines))
         self._orders: dict[tuple[int, int, int], ExampleOrder] = {}
@@ -105,7 +110,7 @@ class _Several(Source):
         order = self._orders.get(key)
         if order is None:
             # Only the last epochs are used; two threads may make the same order.
-            for old in [old for old in self._orders if old[0] == which and old[2] < number - 1]:
+            for old in [old for old in list(self._orders) if old[0] == which and old[2] < number - 1]:
                 self._orders.pop(old, None)
             order = self._orders[key] = ExampleOrder(len(pipeline), own, number, pipeline.shuffled)
         return ExampleReader(pipeline, own).example(number, order.at(place))
