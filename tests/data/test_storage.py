@@ -6,8 +6,10 @@ import functools
 import http.server
 import os
 import pickle
+import random
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -334,3 +336,28 @@ def test_workers_read_from_s3_for_themselves(bucket: tuple[str, dict[str, Any]])
     arrays = hr.data.from_arrays(torch.tensor(inputs), torch.tensor(target))
     remote = hr.data.from_tfrecord(f"{address}/train.tfrecord", **options).map(parse)
     assert torch.equal(weights(remote), weights(arrays))
+
+
+def test_a_bounded_cache_that_threads_thrash_keeps_as_much_as_before() -> None:
+    cache: storage.BoundedCache[int] = storage.BoundedCache(3)
+
+    def make() -> int:
+        # Lets another thread run.
+        time.sleep(0)
+        return 1
+
+    def thrash(seed: int) -> None:
+        drawn = random.Random(seed)
+        for _ in range(4000):
+            cache.get(drawn.randrange(6), make)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(thrash, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+    for key in range(3):
+        cache.get(key, lambda: 1)
+    assert [cache.get(key, lambda: 0) for key in range(3)] == [1, 1, 1], "all three are kept"

@@ -63,6 +63,9 @@ class BoundedCache(Generic[T]):
                     return self._values[key]
             value = make()
             with self._lock:
+                # Another thread has made it, too, where it was evicted while this one waited.
+                if key in self._values:
+                    return self._values[key]
                 self._values[key] = value
                 self._bytes += self._size(value)
                 while self._bytes > self._most and len(self._values) > 1:
