@@ -246,6 +246,22 @@ def test_large_batches_of_single_numbers_are_stacked() -> None:
     assert torch.equal(collate(list(torch.arange(count).unbind())), torch.arange(count))
 
 
+@pytest.mark.parametrize(
+    "example",
+    [
+        torch.arange(40_000.0).view(-1, 2)[:, 0],
+        torch.arange(40_000.0).numpy()[::2],
+        torch.arange(40_000.0).view(100, 400)[:, ::2],
+        torch.ones(1).expand(20_000),
+        torch.arange(20_000.0).view(100, 200).T,
+    ],
+    ids=["column", "array", "columns", "expanded", "transposed"],
+)
+def test_large_examples_whose_numbers_lie_apart_in_memory_are_stacked(example: Any) -> None:
+    expected = torch.stack([torch.as_tensor(example)] * 2)
+    assert torch.equal(collate([example, example]), expected)
+
+
 @pytest.mark.slow
 def test_reading_processes_give_what_the_worker_itself_would() -> None:
     def pair(workers: int) -> InputPipeline:

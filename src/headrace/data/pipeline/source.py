@@ -315,7 +315,7 @@ def _stacked(examples: Sequence[Any]) -> Tensor:
     # By numpy, since torch would take threads from training.
     batch = first.new_empty((len(tensors), *first.shape))
     for row, tensor in zip(_bytes(batch.view(len(tensors), -1)), tensors, strict=True):
-        row[:] = _bytes(tensor.flatten())
+        row[:] = _bytes(tensor.contiguous().flatten())
     return batch
 
 
