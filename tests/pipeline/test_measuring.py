@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 import headrace as hr
 from headrace.errors import UnfitMachine
 from headrace.pipeline import profile as module_of_profile
-from headrace.pipeline.profile import measure
+from headrace.pipeline.profile import limited_threads, measure
 from headrace.spec.model import ProfileRequest
 from headrace.training.whole_model import Objective
 from pipeline.zoo import Greedy
@@ -169,3 +171,34 @@ def test_a_model_is_traced_again_only_after_a_change(monkeypatch: pytest.MonkeyP
     assert [traces(scale=2.0), traces(examples=6)] == [2, 3]
     monkeypatch.setattr(Net, "forward", without_relu)
     assert [traces(), traces()] == [4, 4]
+
+
+def test_two_measurements_at_once_leave_the_number_of_threads_as_it_was() -> None:
+    before, began, entered = torch.get_num_threads(), threading.Event(), threading.Event()
+    told: list[int] = []
+
+    def first() -> None:
+        with limited_threads(1):
+            began.set()
+            # In vain: the second waits for the end of this.
+            entered.wait(0.2)
+
+    def second() -> None:
+        began.wait()
+        with limited_threads(1):
+            entered.set()
+            one.join()
+
+    def run(function: Callable[[], object]) -> threading.Thread:
+        thread = threading.Thread(target=function)
+        thread.start()
+        return thread
+
+    torch.set_num_threads(2)
+    try:
+        one = run(first)
+        run(second).join()
+        run(lambda: told.append(torch.get_num_threads())).join()
+        assert (torch.get_num_threads(), *told) == (2, 2)
+    finally:
+        torch.set_num_threads(before)

@@ -15,6 +15,7 @@ say) the least.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ from headrace.trees import map_tensors, nbytes
 
 _LEAST, _MOST = 5, 30
 """Sweeps that count."""
+_LIMITING = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -117,13 +119,17 @@ def _groups(traced: TracedModel) -> list[list[str]]:
 
 @contextmanager
 def limited_threads(count: int | None) -> Iterator[None]:
-    """Lets torch compute with so many threads; None for as many as before."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    """Lets torch compute with so many threads; None for as many as before.
+
+    The number is one for the process: of several threads, one at a time changes it and gives it back.
+    """
+    with _LIMITING:
+        before = torch.get_num_threads()
+        torch.set_num_threads(count or before)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
 
 _SAMPLED = 2
@@ -146,8 +152,8 @@ def measure(job: Job, module: nn.Module, objective: Objective, request: ProfileR
     autocast = torch.bfloat16 if job.options.precision == "bf16" else None
     form = map_tensors(lambda tensor: (tensor.shape, tensor.dtype), batch)
     key = digest(module, objective, sample, form, request, torch.get_num_threads(), device, autocast)
-    if key in _measured:
-        return _measured[key]
+    if key is not None and (known := _measured.get(key)) is not None:
+        return known
     try:
         found = profile(module, objective, batch, sample=sample, threads=request.threads or None, autocast=autocast)
     except (RuntimeError, MemoryError) as error:
@@ -161,9 +167,10 @@ def measure(job: Job, module: nn.Module, objective: Objective, request: ProfileR
         # The allocator of a launcher would keep it for ever.
         give_back()
     if key is not None:
-        if len(_measured) == _KEPT:
-            del _measured[next(iter(_measured))]
-        _measured[key] = found
+        with _LIMITING:
+            if len(_measured) == _KEPT:
+                del _measured[next(iter(_measured))]
+            _measured[key] = found
     return found
 
 
