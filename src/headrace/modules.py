@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -17,6 +18,9 @@ from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.options import require_count
 from headrace.spec.parameter_sets import ParameterSet, divide
 from headrace.spec.patterns import require_matches
+
+TRACING = threading.RLock()
+"""Of the thread that traces a model: `torch.fx` changes torch's classes for all threads of the process meanwhile."""
 
 
 @contextmanager

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import random
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -296,3 +299,34 @@ def test_torch_does_not_take_a_proxy_for_the_tensor_that_it_says_it_is(
     first, second = cut(trace(model, batch), (("first",), ("second", "third")))
     values = first.run({name: batch[0] for name in first.inputs})
     assert torch.equal(second.run(values)[OUTPUT], model(batch[0]))
+
+
+def test_models_are_traced_while_other_threads_trace_and_use_theirs() -> None:
+    def net() -> nn.Sequential:
+        return nn.Sequential(*[part for _ in range(20) for part in (nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.1))])
+
+    before = dict(vars(nn.Module)), builtins.isinstance
+    used, done = net().eval(), threading.Event()
+    models = [net() for _ in range(3)]
+
+    def traced(module: nn.Module) -> list[str]:
+        return [layer.name for layer in trace(module, torch.ones(3, 4)).layers]
+
+    def use() -> int:
+        count = 0
+        while not done.is_set() or not count:
+            used.train(used.training)
+            used.count = count  # type: ignore[assignment]
+            checkpoint(used, torch.ones(2, 4), use_reentrant=False, preserve_rng_state=False).sum().backward()
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(4) as pool:
+        using = pool.submit(use)
+        try:
+            found = list(pool.map(traced, models * 5))
+        finally:
+            done.set()
+        assert using.result() > 0
+    assert all(each == found[0] for each in found)
+    assert (dict(vars(nn.Module)), builtins.isinstance) == before

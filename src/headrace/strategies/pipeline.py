@@ -11,13 +11,13 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import UnknownName, UsageError
+from headrace.modules import TRACING
 from headrace.pipeline.buffers import RunningStatistics
 from headrace.pipeline.channels import Channels
 from headrace.pipeline.partition import COSTS, Terms, costs, is_partition, read, split
@@ -44,9 +44,6 @@ from headrace.trees import map_tensors
 
 _MICRO_BATCHES_A_STAGE = 4
 """From so many micro-batches a stage on, the bubble hardly matters (GPipe, section 2.3)."""
-
-_TRACING = threading.Lock()
-"""To trace a model, torch's modules are changed for all threads of a process."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +184,7 @@ class Pipeline(Strategy):
             context.require_own_generators()
         # This also makes threads wait: one that builds its model while another traces would build something else.
         broadcast(context.module, group)
-        with _TRACING:
+        with TRACING:
             sample = map_tensors(lambda tensor: tensor.to(device), context.sample())
             # The cuts were checked before the start.
             traced = trace(context.module, sample, context.objective.inputs, check=False)

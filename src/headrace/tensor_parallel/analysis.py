@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
 
-from headrace.modules import without_data
+from headrace.modules import TRACING, without_data
 from headrace.tensor_parallel.layers import is_transposed
 from headrace.tensor_parallel.rules import Splittable, ValueStep
 
@@ -38,9 +37,6 @@ _POOLS = (
 _POOL_FUNCTIONS: Collection[Callable[..., Any]] = {F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d}
 
 _BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-
-_one_at_a_time = threading.Lock()
-"""torch.fx changes `nn.Module` itself while it traces."""
 
 
 def is_elementwise(function: object) -> bool:
@@ -126,7 +122,7 @@ def analyze_graph(module: nn.Module, layers: Collection[str], parts: Collection[
         empty.get_submodule(name): (does, name) for does, each in (("layer", layers), ("part", parts)) for name in each
     }
     steps: list[ValueStep] = []
-    with _one_at_a_time:
+    with TRACING:
         _look_into(empty, "", names, steps)
     for name, block in module.named_modules():
         if isinstance(block, _BLOCKS):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import inspect
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
@@ -78,6 +79,7 @@ class _Recorder(RecordingTracer):
         self._whole = whole
         self._owners = [module]
         self._busy = False
+        self._thread = threading.get_ident()
         self._placed: Tensor | None = None
         self._autocast = autocast_states()
         self._rng = _rng_state()
@@ -95,28 +97,30 @@ class _Recorder(RecordingTracer):
         setting, keep = nn.Module.__setattr__, vars(checkpoint)[_CHECKPOINTED]
 
         def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
-            if function is checkpoint.CheckpointFunction and not self._busy:
+            if function is checkpoint.CheckpointFunction and self._listens():
                 return directly(args[0], *args[2:])
             if any(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values())):
                 return self.create_proxy("call_function", function.apply, args, kwargs)
             return apply(function, *args, **kwargs)
 
         def training(module: nn.Module) -> Any:
-            return module.__dict__["training"] if self._busy else self._training(module)
+            return self._training(module) if self._listens() else module.__dict__["training"]
 
         def flag(module: nn.Module, mode: bool) -> None:
             module.__dict__["training"] = mode
 
         def assign(module: nn.Module, name: str, value: Any) -> None:
-            if self._busy:
+            if not self._listens():
                 setting(module, name, value)
             elif not isinstance(value, fx.Proxy) or value_of(value) is not module._buffers.get(name):
                 # What is written in place is assigned, too: self.calls += 1
                 self.refuse(f"it sets self.{name}")
 
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
-            self.recording.recomputes |= not self._busy
-            return keep(*args, **kwargs) if self._busy else (None for _ in range(1))
+            if not self._listens():
+                return keep(*args, **kwargs)
+            self.recording.recomputes = True
+            return (None for _ in range(1))
 
         def directly(function: Callable[..., Any], *args: Any) -> Any:
             self.recording.recomputes = True
@@ -131,6 +135,10 @@ class _Recorder(RecordingTracer):
             stack.enter_context(_replaced(checkpoint, _CHECKPOINTED, checkpointed))
             stack.enter_context(torch.enable_grad())
             yield
+
+    def _listens(self) -> bool:
+        """Returns whether what is called now is recorded: not by other threads, nor for a value of what is."""
+        return not self._busy and threading.get_ident() == self._thread
 
     def refuse(self, reason: str) -> NoReturn:
         raise Untraceable(self._owners[-1], reason)
@@ -174,7 +182,7 @@ class _Recorder(RecordingTracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self._busy:
+        if not self._listens():
             return forward(*args, **kwargs)
         self._check()
         path = self.path_of_module(m)
@@ -198,7 +206,7 @@ class _Recorder(RecordingTracer):
         return type(m) not in _LOOKED_INTO and super().is_leaf_module(m, module_qualified_name)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
-        return self._attribute(attr_val) if isinstance(attr_val, Tensor) and not self._busy else attr_val
+        return self._attribute(attr_val) if isinstance(attr_val, Tensor) and self._listens() else attr_val
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, fx.Proxy):

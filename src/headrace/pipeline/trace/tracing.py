@@ -21,7 +21,7 @@ from torch import nn
 
 from headrace.devices import forked_generators
 from headrace.errors import JobError
-from headrace.modules import stateful_modules
+from headrace.modules import TRACING, stateful_modules
 from headrace.pipeline.replay.recording import Irreplayable
 from headrace.pipeline.replay.tracing import trace_calls
 from headrace.pipeline.stage import TracedModel
@@ -37,6 +37,11 @@ def trace(module: nn.Module, batch: Any, inputs: Any = None, check: bool = True)
     the remedy.
     """
     args, kwargs = arguments(batch, inputs)
+    with TRACING:
+        return _traced(module, args, kwargs, inputs, check)
+
+
+def _traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Any, check: bool) -> TracedModel:
     with unchanged(module):
         try:
             graph = trace_graph(module, args, kwargs, inputs)
