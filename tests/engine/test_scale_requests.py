@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,21 @@ def test_a_disk_that_takes_no_answer_ends_no_run(tmp_path: Path, monkeypatch: py
     assert "3 workers from now on" in wish.with_suffix(".answer").read_text()
 
 
+@pytest.mark.timeout(20)
+def test_what_is_no_file_is_no_request(tmp_path: Path) -> None:
+    """To open a named pipe would wait for its writer."""
+    folder = tmp_path / "staffing"
+    folder.mkdir()
+    (folder / "left").mkdir()
+    requests = ScaleRequests(tmp_path)
+    os.mkfifo(folder / "a.wish")
+    (folder / "b.wish").mkdir()
+    (folder / "c.wish").write_text("1")
+    changes: list[int] = []
+    requests.look(lambda count: str(changes.append(count)), list)
+    assert changes == [1]
+
+
 @pytest.fixture
 def foreign(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The operations that another user's files forbid, as they would where these tests do not run as root."""
@@ -53,12 +69,12 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
         monkeypatch.setattr(kind, name, ask)
 
-    for name in ("read_text", "unlink", "write_text"):
+    for name in ("open", "unlink", "write_text"):
         guard(Path, name)
     return forbidden
 
 
-@pytest.mark.parametrize("operation", ["read_text", "unlink", "write_text"])
+@pytest.mark.parametrize("operation", ["open", "unlink", "write_text"])
 def test_a_request_of_another_user_ends_no_run_and_is_done_once_at_most(
     tmp_path: Path, foreign: set[str], operation: str
 ) -> None:
@@ -103,20 +119,20 @@ def test_a_request_that_is_withdrawn_while_it_is_read_is_not_done(
 ) -> None:
     requests = ScaleRequests(tmp_path)
     (tmp_path / "staffing").mkdir()
-    read = Path.read_text
+    begin = Path.open
     for early in (True, False):
         wish = tmp_path / "staffing" / "a.wish"
         wish.write_text("2")
 
-        def withdraw(path: Path, early: bool = early, **named: str) -> str:
+        def withdraw(path: Path, early: bool = early, **named: Any) -> Any:
             if early:
                 path.unlink()
-            text = read(path, **named)
+            file = begin(path, **named)
             path.unlink()
-            return text
+            return file
 
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "read_text", withdraw)
+            patch.setattr(Path, "open", withdraw)
             requests.look(lambda count: pytest.fail("it was done"), list)
         assert not wish.exists()
 

@@ -70,11 +70,12 @@ class ScaleRequests:
                 _write(wish.with_suffix(".answer"), json.dumps(answer))
 
     def _take(self, wish: Path) -> str | None:
-        """Removes a request and returns it; None where it was withdrawn, or another user's files are in the way."""
-        if wish.name in self._foreign:
+        """Removes a request and returns it; None where it was withdrawn, is no file, or is another user's."""
+        if wish.name in self._foreign or not wish.is_file():  # to open a named pipe would wait for its writer
             return None
         try:
-            text = wish.read_text(encoding="utf-8", errors="replace")[:_LONGEST]
+            with wish.open(encoding="utf-8", errors="replace") as file:
+                text = file.read(_LONGEST)
         except FileNotFoundError:
             return None
         except PermissionError:
@@ -84,12 +85,12 @@ class ScaleRequests:
         return text if self._delete(wish) else None
 
     def _delete(self, path: Path) -> bool:
-        """Tells whether it deleted a file; one that it may not delete is ignored from then on."""
+        """Tells whether it deleted a file; what it may not delete is ignored from then on."""
         try:
             path.unlink()
         except FileNotFoundError:
             return False
-        except PermissionError:
+        except (IsADirectoryError, PermissionError):
             self._foreign.add(path.name)
             return False
         return True
