@@ -25,6 +25,9 @@ from headrace.parameter_server.core.portions import PortionTable, PortionTableSt
 from headrace.parameter_server.wire import Kind, Message, encode, floats_in, numbers_of
 from headrace.transport.base import ReceivedMessage
 
+_MOST_WORKERS, _MOST_CLIENTS = 1 << 14, 1 << 14
+"""That are remembered: a process that has the run's secret can join under any number."""
+
 
 @dataclass
 class Member:
@@ -71,8 +74,13 @@ class Membership:
     def join(self, peer: int, worker: int, incarnation: int, session: int, observes: bool) -> tuple[Member, int]:
         """Registers a client on a connection; returns it, and its connection before, or -1.
 
-        Raises Replaced if the worker has a newer incarnation, and ValueError if the session belongs to another worker.
+        Raises Replaced if the worker has a newer incarnation, and ValueError if the session belongs to another worker
+        or there are too many workers.
         """
+        if worker not in self._newest and len(self._newest) >= _MOST_WORKERS:
+            raise ValueError(
+                f"{len(self._newest):,} workers have joined, which is the most, and worker {worker} is another one"
+            )
         newest = self._newest.setdefault(worker, incarnation)
         if incarnation < newest:
             raise Replaced(worker, newest)
@@ -85,6 +93,9 @@ class Membership:
         before = member.peer if self._at.pop(member.peer, None) else -1
         member.peer, member.away, member.heard = peer, False, 0
         self._at[peer] = member
+        if len(self._known) > _MOST_CLIENTS:
+            # The one that ended first; all that are connected are known.
+            del self._known[next(session for session, each in self._known.items() if self._at.get(each.peer) != each)]
         return member, before
 
     def superseded(self, member: Member) -> list[Member]:

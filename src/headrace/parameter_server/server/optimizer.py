@@ -162,9 +162,9 @@ class ShardOptimizer(ShardUpdater):
                 return
             self._require(shard)
             pieces = [StatePiece.parse(name, value) for name, value in unpack(state).items()]
+            self._updater.load(pieces, index=shard)
         except Exception as error:
             raise ValueError(f"no state of a shard: {error}") from error
-        self._updater.load(pieces, index=shard)
 
     def all_state(self) -> tuple[ShardOptimizerState, dict[str, Tensor]]:
         tensors = {f"sent/{worker}/{shard}": tensor for (worker, shard), tensor in self._sent.items()}
