@@ -221,3 +221,33 @@ def test_a_false_backup_hears_nothing(way: str, group: Group) -> None:
     until(lambda: book_of(group, 0) == book_of(group, 1), "the backup has got the same")
     for each in (*strangers, link):
         each.close()
+
+
+def test_a_primary_does_not_wait_for_a_backup_whose_connection_has_ended(way: str, group: Group) -> None:
+    group.spawn()
+    group.see(1, 0)
+    early, link = (opened(way, group, 0) for _ in range(2))
+    early.send(encode(Message(Kind.FOLLOW, numbers=(2, 1))))
+    replicated = group.runners[0].replicated
+    until(lambda: replicated._callers, "the call has arrived")
+    early.close()
+    until(lambda: not replicated._callers, "its end is noticed")
+    push(link, SMALL, 0)
+    answered(link)
+    group.view = View(2, 0, 1)
+    until(lambda: replicated._machine.epoch == 2, "the view is taken")
+    push(link, SMALL, 1)
+    assert answered(link) == 2
+    link.close()
+
+
+def test_a_backup_calls_once(way: str, group: Group) -> None:
+    group.spawn()
+    group.see(1, 0)
+    stranger = opened(way, group, 0)
+    for process in (7, 8):
+        stranger.send(encode(Message(Kind.FOLLOW, numbers=(5, process))))
+    with pytest.raises(ConnectionError):
+        stranger.receive(DEADLINE_S)
+    assert not group.runners[0].replicated._machine._callers
+    stranger.close()

@@ -21,6 +21,7 @@ from headrace.parameter_server.replication.machine import (
     Filled,
     Follow,
     Forward,
+    Gone,
     Held,
     Hold,
     Lead,
@@ -280,3 +281,11 @@ def _fails(machine: Any, authority: Any, history: Callable[[Any, Any], object]) 
     except (AssertionError, LookupError, ValueError):
         return True
     return False
+
+
+def test_a_backup_whose_connection_has_ended_is_not_filled() -> None:
+    """Nothing would be held, and the primary would wait for it for ever."""
+    machine = Replication(0)
+    told(machine, View(1, 0), Called(2, 1), Gone(2, 1))
+    assert told(machine, View(2, 0, 1), Received()) == [Deal(1)]
+    assert told(machine, Called(2, 1)) == [Fill(1)]

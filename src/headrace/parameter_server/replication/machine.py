@@ -44,6 +44,14 @@ class Called:
 
 
 @dataclass(frozen=True, slots=True)
+class Gone:
+    """The connection of a process that has called in this epoch has ended."""
+
+    epoch: int
+    process: int
+
+
+@dataclass(frozen=True, slots=True)
 class Held:
     """The backup holds the log up to and including `number`."""
 
@@ -67,7 +75,7 @@ class LogEntryReceived:
     number: int
 
 
-Event = View | Received | Called | Held | Filled | LogEntryReceived
+Event = View | Received | Called | Gone | Held | Filled | LogEntryReceived
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +166,9 @@ class Replication:
             return self._look(event)
         if isinstance(event, Received):
             return self._receive()
+        if isinstance(event, Gone):
+            self._callers.discard(Called(event.epoch, event.process))
+            return []
         if event.epoch < self.epoch:
             return [RefuseOldEpoch(self.epoch)]
         if isinstance(event, Called):

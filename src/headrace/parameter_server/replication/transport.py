@@ -232,6 +232,8 @@ class ReplicatedTransport:
             head = decode(mail.message)
             epoch, number = head.numbers
             calls = head.kind == Kind.FOLLOW
+            if calls and peer in self._callers:
+                raise ValueError("a backup calls once")
             if calls:
                 self._callers[peer] = (epoch, number)
             event = machine.Called(epoch, number) if calls else machine.Held(epoch, number)
@@ -240,8 +242,10 @@ class ReplicatedTransport:
             # A wrong message ends its sender's connection, and nothing else.
             actions = [machine.RefuseOldEpoch(self._machine.epoch)]
         if any(isinstance(action, machine.RefuseOldEpoch) for action in actions):
-            view = self._machine.view
-            self.severed = self.severed or self._callers.pop(peer, ()) == (view.epoch, view.backup)
+            view, called = self._machine.view, self._callers.pop(peer, None)
+            self.severed = self.severed or called == (view.epoch, view.backup)
+            if called and called not in self._callers.values():
+                self._machine.handle(machine.Gone(*called))
             self._own.drop(peer)
         else:
             self._act(actions)
