@@ -14,6 +14,14 @@ class RayError(Exception):
     """What Ray raises of an actor that is lost."""
 
 
+class RayTaskError(RayError):
+    """What Ray raises of an actor's method that has raised `cause`."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
 class Reference:
     """An answer; `make` is called where it is read, and raises where the actor is lost."""
 
@@ -26,7 +34,7 @@ class StandIn(ModuleType):
 
     def __init__(self) -> None:
         super().__init__("ray")
-        self.exceptions = SimpleNamespace(RayError=RayError)
+        self.exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
         self.known_nodes: list[dict[str, Any]] = []
 
     @classmethod

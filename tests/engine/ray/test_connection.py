@@ -8,7 +8,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from headrace.engine.ray.connection import connect
+from engine.ray.stand_in import Reference, StandIn
+from headrace.engine.ray.connection import answers, connect
 from headrace.engine.ray.engine import RayEngine
 from headrace.errors import UnfitMachine, UsageError
 
@@ -94,3 +95,12 @@ def test_the_address_of_the_cluster_as_that_of_its_client_server_is_explained(mo
             UnfitMachine, match=rf"client server, port 10001 by default; .* RAY_ADDRESS={own} with --cl"
         ):
             connect(f"ray://{own}", None, ExitStack())
+
+
+def test_an_actor_that_does_not_answer_before_the_run_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    StandIn.replace(monkeypatch)
+    with pytest.raises(UnfitMachine, match=r"an actor of the run has not answered: it has not answered; `ray list"):
+        answers(Reference(None), 1.0)
+    with pytest.raises(UnfitMachine, match=r"an actor of the run has not answered: its node is lost; `ray list"):
+        answers(Reference(StandIn.fail), 1.0)
+    assert answers(Reference(lambda: 5), 1.0) == 5

@@ -64,3 +64,14 @@ def test_the_rest_comes_where_one_node_is_lost(ray: StandIn, tmp_path: Path) -> 
     mirror.finish(1.0)
     assert (run_dir / "events" / "rank-1.jsonl").read_text() == "whole\n"
     assert (run_dir / "model.safetensors").read_text() == "weights"
+
+
+def test_an_agent_leaves_no_folder_on_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray kills an actor, so that nothing of it runs at its end."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    agent = RankAgent()
+    folder = Path(agent.folder("/nowhere", "mark"))
+    assert folder.is_dir()
+    agent.close()
+    assert not folder.exists()
+    assert agent._process._child.poll() is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import sleep
@@ -10,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from engine.ray.stand_in import Reference, StandIn, remote
+from engine.ray.stand_in import RayTaskError, Reference, StandIn, remote
 from headrace.engine.ray.nodes import own_versions
 from headrace.engine.ray.watch import RankWatch
-from headrace.errors import WorkerFailed
+from headrace.errors import PeerLost, WorkerFailed
 from headrace.worker.run_spec import events_path
 
 Told = dict[str, Any]
@@ -42,6 +43,7 @@ class Ranks:
         self.stopped: list[int] = []
         self.flag = SimpleNamespace(stop=0)
         self.node = {"node": "spare-id", "versions": own_versions()}
+        self.hosts: dict[str, str] = {}
         self._folder = folder
         self._now: dict[int, Iterator[Told]] = {}
         ray.known_nodes = [
@@ -64,7 +66,7 @@ class Ranks:
             )
             for rank in ranks
         ]
-        watch = RankWatch(spec, agents, self.flag, self._start, lambda _: None, lambda *_: None)
+        watch = RankWatch(spec, agents, self.flag, self._start, lambda _: None, lambda *_: None, self.hosts)
         watch.follow()
         return watch.status
 
@@ -155,3 +157,27 @@ def test_an_interrupt_that_a_lost_rank_was_told_is_told_to_another(ranks: Ranks)
     ]
     assert ranks.follow() == "ok"
     assert ranks.stopped == [0, 1]
+
+
+def test_a_node_keeps_its_name_when_a_dead_one_has_the_same(ranks: Ranks) -> None:
+    """As a node that was started again on a machine, or a second one on it, while the run goes on."""
+    for key in ("dead-id", "h1-id"):
+        node = {"NodeID": key, "NodeName": "h1", "NodeManagerAddress": "10.0.0.1", "NodeManagerHostname": "vm"}
+        sys.modules["ray"].known_nodes.append(node)
+    ranks.hosts, ranks.node["node"] = {"h1-id": "h1"}, "h1-id"
+    ranks.told = [[trains(lambda: len(ranks.started) == 3)], [iter([TRAINS, KILLED]), iter([TRAINS, DONE])]]
+    assert ranks.follow() == "ok"
+    assert ranks.started[2] == (1, "", "")
+    assert ranks.notices() == ""
+
+
+def test_what_an_agent_has_raised_is_the_cause(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.engine.ray.watch._GRACE_S", 0.1)
+
+    def full() -> Told:
+        raise RayTaskError(OSError(28, "No space left on device"))
+
+    monkeypatch.setattr(ranks, "_start", lambda *_: Reference(full))
+    ranks.told = [[]]
+    with pytest.raises(PeerLost, match=r"its actor has raised OSError\(28, 'No space left on device'\)"):
+        ranks.follow()

@@ -114,6 +114,12 @@ class RankAgent:
         """Asks the process to leave the others, which go on."""
         self._process.leave()
 
+    def close(self) -> None:
+        """Ends the process, and removes what it has written to a folder of this node."""
+        self._process.end()
+        if self._folder is not None:
+            self._folder.cleanup()
+
 
 class _Process:
     """One process of a rank, `python -m headrace.engine.ray.process`; it reads its request from stdin.
@@ -169,6 +175,12 @@ class _Process:
         with suppress(BrokenPipeError):
             self._child.stdin.write(LEAVE)
             self._child.stdin.flush()
+
+    def end(self) -> None:
+        assert self._child.stdin is not None
+        self._child.kill()
+        self._ended.wait()
+        self._child.stdin.close()
 
     def _await_end(self) -> None:
         self._code = self._child.wait()

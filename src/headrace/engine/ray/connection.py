@@ -68,6 +68,20 @@ def connect(address: str, runtime_env: Mapping[str, Any] | None, connection: Exi
     return None
 
 
+def answers(asked: Any, within_s: float) -> Any:
+    """Returns what one or several actors answer; raises UnfitMachine where one does not, or is lost."""
+    import ray
+
+    try:
+        return ray.get(asked, timeout=within_s)
+    except ray.exceptions.RayError as error:
+        why = (str(error).strip().splitlines() or [f"nothing came within {within_s:g} s"])[-1]
+        raise UnfitMachine(
+            f"an actor of the run has not answered: {why}; `ray list actors` and the dashboard say which nodes and "
+            "actors are lost"
+        ) from error
+
+
 @contextmanager
 def naming_runtime_env(runtime_env: Mapping[str, Any] | None) -> Iterator[None]:
     """Makes a UsageError of what Ray says of a runtime environment that it does not take."""

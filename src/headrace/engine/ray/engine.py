@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from headrace.strategies.strategy import Strategy
 
 _BEGIN_S = 60.0
+_CLOSE_S = 5.0
 
 
 @dataclass
@@ -160,6 +161,10 @@ class RayEngine(Engine):
         from ray.util import remove_placement_group
 
         self._busy.release()
+        # Before they are killed, which leaves their folders; an agent whose node is lost does not answer.
+        closed = [agent.close.remote() for agent in placed.agents]
+        if closed:
+            ray.wait(closed, num_returns=len(closed), timeout=_CLOSE_S)
         for agent in placed.agents:
             ray.kill(agent)
         for reserved in placed.reserved:

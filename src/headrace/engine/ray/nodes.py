@@ -24,6 +24,7 @@ class RankPlace:
     Attributes:
         agent: the number of its agent, in the order of their start.
         host: the node's name in the run.
+        node: its id, which no other node ever has.
         gpus: the ids that Ray has given to all ranks of the node, by rank; "" for none.
     """
 
@@ -31,6 +32,7 @@ class RankPlace:
     host: str
     address: str
     gpus: str
+    node: str
 
 
 def names_of(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -73,7 +75,7 @@ def arrange(told: Sequence[Description], names: Mapping[str, str], first: str, w
     for agent in order:
         gpus.setdefault(told[agent]["node"], []).extend(told[agent]["gpus"])
     return [
-        RankPlace(agent, names[each["node"]], each["address"], ",".join(gpus[each["node"]]))
+        RankPlace(agent, names[each["node"]], each["address"], ",".join(gpus[each["node"]]), each["node"])
         for agent in order
         for each in [told[agent]]
     ]

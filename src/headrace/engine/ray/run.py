@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from headrace.engine.base import RunProgress, Stoppable
+from headrace.engine.ray.connection import answers
 from headrace.engine.ray.mirror import FolderMirror
 from headrace.engine.ray.nodes import RankPlace
 from headrace.engine.ray.watch import RankWatch
@@ -39,6 +40,7 @@ class RayRun:
     def __init__(self, spec: RunSpec, agents: Sequence[Any], places: Sequence[RankPlace], encrypt: bool) -> None:
         self._spec, self._agents, self._places = spec, agents, places
         self._encrypt = encrypt
+        self._hosts = {place.node: place.host for place in places}
         code, memory, _ = pack(spec)
         with os.fdopen(memory, "rb") if memory >= 0 else tempfile.TemporaryFile() as data:
             self._shipped = ray.put(code), ray.put(data.read())
@@ -55,7 +57,7 @@ class RayRun:
             )
         self.mirror = FolderMirror(spec.run_dir)
         first = places[0]
-        port = ray.get(agents[0].free_port.remote(first.address), timeout=_ANSWER_S)
+        port = answers(agents[0].free_port.remote(first.address), _ANSWER_S)
         self._launched = {
             # Where srun has started Ray's nodes, its variables are not of this run.
             LAUNCHER: "ray",
@@ -69,7 +71,7 @@ class RayRun:
 
     def follow(self, flag: Stoppable, progress: Callable[[RunProgress], None]) -> str:
         """Returns how the run has ended; raises for the first process that failed."""
-        watch = RankWatch(self._spec, self._agents, flag, self._start, progress, self._write_to)
+        watch = RankWatch(self._spec, self._agents, flag, self._start, progress, self._write_to, self._hosts)
         try:
             watch.follow()
             return watch.status
@@ -79,8 +81,7 @@ class RayRun:
 
     def _folders(self) -> list[str]:
         """Returns the directory that each rank's node has for the run."""
-        asked = [agent.folder.remote(*self._wanted) for agent in self._agents]
-        found: list[str] = ray.get(asked, timeout=_ANSWER_S)
+        found: list[str] = answers([agent.folder.remote(*self._wanted) for agent in self._agents], _ANSWER_S)
         return found
 
     def _write_to(self, rank: int, folder: str) -> None:

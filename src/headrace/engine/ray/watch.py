@@ -33,6 +33,7 @@ class RankWatch:
 
     `start` takes a rank, the store to join at ("" for rank 0's) and the node ("" for the plan's), has the process
     begin, and returns what its agent will tell. `write_to` takes a rank, and the folder that its process writes to.
+    `hosts` are the names of the plan's nodes, by id.
 
     Attributes:
         status: of rank 0, once it has ended in order.
@@ -46,10 +47,12 @@ class RankWatch:
         start: Callable[[int, str, str], Any],
         progress: Callable[[RunProgress], None],
         write_to: Callable[[int, str], object],
+        hosts: Mapping[str, str],
     ) -> None:
         self.status = ""
         self._spec, self._agents, self._flag = spec, agents, flag
         self._start, self._progress, self._write_to = start, progress, write_to
+        self._hosts = hosts
         self._returns = RankReturns(agents)
         self._elastic = spec.plan.min_workers > 0
         several = len({role.host for role in spec.plan.roles}) > 1
@@ -95,6 +98,9 @@ class RankWatch:
 
         try:
             told = ray.get(reference)
+        except ray.exceptions.RayTaskError as error:
+            self._lose(rank, f"its actor has raised {error.cause!r}")
+            return
         except ray.exceptions.RayError:
             self._lose(rank, "its node, or its actor there, has ended")
             return
@@ -178,7 +184,8 @@ class RankWatch:
         import ray
 
         for rank, described, store in self._returns.ready():
-            names = names_of(ray.nodes())
+            # Another node may have a name of the plan's by now, or have had it before.
+            names = {**names_of(ray.nodes()), **self._hosts}
             try:
                 require_versions([described], names)
             except UnfitMachine as error:
