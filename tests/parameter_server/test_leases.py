@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import tracemalloc
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.parameter_server.core import leases as module
+from headrace.parameter_server.core.events import Push
 from headrace.parameter_server.core.leases import (
     Advance,
     Answer,
@@ -18,11 +20,15 @@ from headrace.parameter_server.core.leases import (
     Event,
     Grant,
     Halt,
+    IntervalSet,
     LeaseTable,
     MeetAtSyncPoint,
     Return,
     WorkerLost,
+    intervals_of,
 )
+from headrace.parameter_server.core.shard import Shard
+from headrace.policies.staleness import EveryPush, Unbounded
 from parameter_server.books import LeaseBook
 from parameter_server.virtual import Machines
 from parameter_server.worlds import is_found, mutated
@@ -239,3 +245,31 @@ def test_histories_find_nothing_where_nothing_is_planted() -> None:
     assert not is_found(
         Machines(leases=mutated(module, "LeaseTable", "self._free.add(lease)", "self._free.add(lease)")), histories=5
     )
+
+
+@given(st.lists(st.integers(0, 30)))
+def test_intervals_hold_what_a_set_does(numbers: list[int]) -> None:
+    held, expected = IntervalSet(), set(numbers)
+    for number in numbers:
+        held.add(number)
+    assert set(held) == {each for each in range(-1, 32) if each in held} == expected
+    assert len(held) == len(expected)
+    assert held.intervals() == intervals_of(expected) == IntervalSet(held.intervals()).intervals()
+
+
+def test_leases_that_are_done_take_no_memory_of_their_own() -> None:
+    """A server has hundreds of shards, and there may be 100,000 leases between two sync points."""
+    shard = Shard(range(2), Unbounded(), EveryPush())
+    tracemalloc.start()
+    try:
+        for lease in range(0, 5_000, 2):
+            # Two workers are done in the other order.
+            for worker, own in ((0, lease + 1), (1, lease)):
+                shard.handle(Push(worker, 0, own, shard.version, 1.0, 1.0, True))
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert shard.has(0)
+    assert shard.has(4_999)
+    assert not shard.has(5_000)
+    assert used < 20_000

@@ -14,9 +14,11 @@ then. A worker that joins later waits until the sync point is left.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 _MOST = 1 << 24
 
@@ -39,6 +41,51 @@ def numbers_in(spans: Sequence[Sequence[int]]) -> set[int]:
     if any(first >= stop for first, stop in pairs) or count > _MOST:
         raise ValueError(f"{len(pairs)} spans hold {count:,} numbers; at most {_MOST:,} can be held")
     return {number for first, stop in pairs for number in range(first, stop)}
+
+
+class IntervalSet:
+    """A set of numbers that needs memory for its gaps alone: leases are done almost in their order.
+
+    `spans` are ascending and do not touch, as `intervals_of` returns them.
+    """
+
+    def __init__(self, spans: Sequence[Sequence[int]] = ()) -> None:
+        self._firsts = [first for first, _ in spans]
+        self._stops = [stop for _, stop in spans]
+        self._count = sum(stop - first for first, stop in spans)
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect_right(self._firsts, number)
+        return at > 0 and number < self._stops[at - 1]
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(map(range, self._firsts, self._stops))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, number: int) -> None:
+        """Adds a number."""
+        if number in self:
+            return
+        at = bisect_right(self._firsts, number)
+        self._firsts.insert(at, number)
+        self._stops.insert(at, number + 1)
+        self._count += 1
+        # With the one behind, then the one before.
+        for left in (at, at - 1):
+            if 0 <= left < len(self._firsts) - 1 and self._stops[left] == self._firsts[left + 1]:
+                del self._stops[left], self._firsts[left + 1]
+
+    def clear(self) -> None:
+        """Removes all numbers."""
+        self._firsts.clear()
+        self._stops.clear()
+        self._count = 0
+
+    def intervals(self) -> tuple[tuple[int, int], ...]:
+        """Returns the intervals [first, stop)."""
+        return tuple(zip(self._firsts, self._stops, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from headrace.parameter_server.core.events import (
     RoundMembers,
     Settle,
 )
-from headrace.parameter_server.core.leases import intervals_of, numbers_in
+from headrace.parameter_server.core.leases import IntervalSet, intervals_of, numbers_in
 from headrace.policies.staleness import Admission, Combination, DecidedElsewhere
 
 _EXACTLY = 1e-9
@@ -82,7 +82,7 @@ class Shard:
         self._incarnations: dict[int, int] = dict.fromkeys(workers, 0)
         self._admission = admission
         self._combination = combination
-        self._done: set[int] = set()
+        self._done = IntervalSet()
         self._last: dict[int, tuple[Push, Ack | Refuse]] = {}
         self._ahead: int | None = None
         self._contributed: dict[int, Push] = {}
@@ -138,7 +138,7 @@ class Shard:
             version=self.version,
             ahead=self._ahead,
             members=tuple((worker, self._incarnations[worker], clock) for worker, clock in self.clocks.items()),
-            done=intervals_of(self._done),
+            done=self._done.intervals(),
             contributed=tuple(self._contributed.values()),
             waiting=tuple(self._waiting.values()),
             told=tuple(
@@ -159,7 +159,7 @@ class Shard:
             raise ValueError(f"{len(state.members)} members of version {state.version}, of which {asking} wait")
         self.version, self._ahead, self.clocks = state.version, state.ahead, clocks
         self._incarnations = {worker: incarnation for worker, incarnation, _ in state.members}
-        self._done = numbers_in(state.done)
+        self._done = IntervalSet(intervals_of(numbers_in(state.done)))
         self._contributed = {push.worker: push for push in state.contributed}
         self._waiting = {pull.worker: pull for pull in state.waiting}
         self._overdue = set(state.overdue)
