@@ -106,3 +106,9 @@ def test_it_is_always_between_1_and_the_longest(
 def test_bounds_that_cannot_be_meant_are_refused(wrong: dict[str, float], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         AutoPeriod(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_period_that_was_saved_is_kept_within_the_limit_of_the_run_that_goes_on() -> None:
+    saved = {"averaging": Period(512, "the drift", 1024).settings()}
+    assert Period.restored(saved, AutoPeriod()) == Period(512, "the drift", 1024)
+    assert Period.restored(saved, AutoPeriod(longest=8)) == Period(8, "the drift", 8)

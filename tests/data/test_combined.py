@@ -78,6 +78,7 @@ def test_a_part_keeps_its_own_order_and_transforms() -> None:
         (lambda: mix(marked(0, 1), weights=(1, 2)), "as many weights"),
         (lambda: mix(marked(0, 1), marked(1, 1), weights=(1, 0)), "above 0"),
         (lambda: mix(marked(0, 1), marked(1, 1), weights=(1, 1e-6)), "small whole numbers"),
+        (lambda: mix(marked(0, 1), marked(1, 1), weights=(1e-6, 1e-6)), "small whole numbers"),
         (lambda: interleave(), "at least one"),
         (lambda: interleave(marked(0, 1), block=0), "block must be"),
         (lambda: mix(local(marked(0, 1)), local(marked(1, 1))), r"mark the whole: hr.data.local\(hr.data.mix"),

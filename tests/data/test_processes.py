@@ -320,6 +320,16 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def test_they_end_where_a_script_ignores_the_ends_of_children() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        readers = ReaderProcesses(lambda epoch, places: ReadResult(NONE, 0, (), ()), 2, DEADLINE_S)
+        readers.read(0, NONE)
+        readers.close()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 AT_ONCE = """
 import os, sys, threading, time
 import torch

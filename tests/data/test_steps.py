@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 import headrace as hr
 from headrace.data import InputPipeline, from_arrays, from_torch
 from headrace.data.loading.loader import Loader
-from headrace.data.pipeline.source import padded
+from headrace.data.pipeline.source import as_tensor, collate, padded
 from headrace.errors import DataError, UsageError
 
 
@@ -122,6 +123,24 @@ def test_what_cannot_be_padded_is_said() -> None:
     assert swept(ragged.batch(pad=-1))[0][0].shape == (4, 4)
 
 
+@pytest.mark.parametrize("batch", [collate, lambda examples: padded(examples, 0.0)])
+def test_arrays_may_be_views_of_any_kind(batch: Callable[[Any], Tensor]) -> None:
+    packed = np.zeros(3, dtype=[("flag", "i1"), ("x", "<f4")])
+    packed["x"] = [1, 2, 3]
+    examples = [packed["x"], np.arange(3, dtype=np.float32)[::-1], np.arange(3, dtype=">f4")]
+    assert batch(examples).tolist() == [[1, 2, 3], [2, 1, 0], [0, 1, 2]]
+    assert as_tensor(packed["x"], "x").tolist() == [1, 2, 3]
+
+
+def test_text_cannot_be_padded() -> None:
+    with pytest.raises(DataError, match=r"an example of a batch is no tensor: .*; make it numbers in a map"):
+        padded([["a", "b"], ["c"]], 0.0)
+
+
+def test_a_seed_may_be_a_number_of_numpys() -> None:
+    assert values(numbers().shuffle(np.int64(3))) == values(numbers().shuffle(3))
+
+
 @pytest.mark.parametrize("pad", [None, 0])
 @pytest.mark.parametrize("without", [0, 3])
 def test_examples_of_a_batch_have_the_same_names(without: int, pad: float | None) -> None:
@@ -140,6 +159,8 @@ def test_examples_of_a_batch_have_the_same_names(without: int, pad: float | None
         (lambda p: p.take(0), "take takes"),
         (lambda p: p.repeat(0), "epochs are the job's"),
         (lambda p: p.split(2, 2), "rank 2 of 2"),
+        (lambda p: p.split(0.5, 2), "rank 0.5 of 2"),
+        (lambda p: p.split("0", 2), "rank '0' of 2"),
         (lambda p: p.map(int, parallel="fast"), "parallel must be one of"),
         (lambda p: p.map(int, parallel=0), "count must be"),
         (lambda p: p.on_error("ignore"), "on_error must be"),

@@ -94,10 +94,11 @@ class Fleet:
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
-        for line in (*self._lines, self._listener):
-            line.close()
+        # First: a process that sees its line closed ends by itself.
         for pid in self.pids.values():
             os.kill(pid, signal.SIGKILL)
+        for line in (*self._lines, self._listener):
+            line.close()
         os.close(self._held)
         os.close(self._lifeline)
 

@@ -69,7 +69,9 @@ class Period:
         saved = (settings or {}).get("averaging")
         if not saved or not isinstance(target, AutoPeriod):
             return None
-        return Period(int(saved["period"]), str(saved["why"]), int(saved["most"]))
+        # The run that goes on may have another limit.
+        period, most = (min(int(saved[key]), target.longest) for key in ("period", "most"))
+        return Period(period, str(saved["why"]), most)
 
 
 @dataclass(frozen=True)

@@ -95,10 +95,13 @@ class ReaderProcesses:
         if not self._running:
             return
         self._running = False
+        # Where a script ignores SIGCHLD, the system has no exit code of a child, and none of one that has ended.
         for pid in self._processes:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         for pid in self._processes:
-            os.waitpid(pid, 0)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
 
     def close(self) -> None:
         """Kills the processes and closes their channels; no thread may wait for an answer."""

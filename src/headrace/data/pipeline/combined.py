@@ -185,7 +185,7 @@ def _pattern(weights: Sequence[float]) -> NDArray[np.int64]:
     shares = [Fraction(weight).limit_denominator(_LONGEST_PATTERN) for weight in weights]
     whole = math.lcm(*(share.denominator for share in shares))
     counts = [int(share * whole) for share in shares]
-    counts = [count // math.gcd(*counts) for count in counts]
+    counts = [count // (math.gcd(*counts) or 1) for count in counts]
     if sum(counts) > _LONGEST_PATTERN or 0 in counts:
         raise UsageError(
             f"the weights {list(weights)} have no ratio of small whole numbers; round them, (3, 1) or (0.75, 0.25)"

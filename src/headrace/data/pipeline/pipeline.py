@@ -83,7 +83,7 @@ class InputPipeline:
         """
         if seed is not None and not isinstance(seed, int | np.integer):
             raise UsageError(f"the seed of shuffle must be a whole number, or None for the job's, got {seed!r:.60}")
-        return dataclasses.replace(self, shuffled=True, seed=seed)
+        return dataclasses.replace(self, shuffled=True, seed=None if seed is None else int(seed))
 
     def map(
         self,
@@ -189,7 +189,7 @@ class InputPipeline:
         return dataclasses.replace(self, batching=Batching(size, pad, pad_to, measured, window, collator))
 
     def take(self, count: int) -> InputPipeline:
-        """Keeps the first examples, in the order of the data.
+        """Keeps the first examples, in the order of the data; `repeat`, before or after, repeats those.
 
         Raises:
             UsageError: `count` is below 1.
@@ -214,8 +214,9 @@ class InputPipeline:
         Raises:
             UsageError: there is no such part.
         """
-        if not 0 <= rank < world:
-            raise UsageError(f"split takes a rank from 0 to world - 1, got rank {rank} of {world}")
+        whole = isinstance(rank, int | np.integer) and isinstance(world, int | np.integer)
+        if not whole or not 0 <= rank < world:
+            raise UsageError(f"split takes a rank from 0 to world - 1, got rank {rank!r} of {world!r}")
         return dataclasses.replace(self, taken=visited(self)[rank::world])
 
     def prefetch(self, batches: int | None = None, *, memory_limit: int | None = None) -> InputPipeline:

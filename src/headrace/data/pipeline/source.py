@@ -250,8 +250,9 @@ def as_tensor(value: Any, where: str) -> Tensor:
 
 
 def _from_numpy(array: np.ndarray[Any, Any], where: str) -> Tensor:
-    # torch supports neither negative strides nor foreign byte order.
-    if any(stride < 0 for stride in array.strides) or not array.dtype.isnative:
+    # torch supports neither foreign byte order, nor negative strides, nor numbers that lie between others' bytes.
+    size = max(array.itemsize, 1)
+    if not array.dtype.isnative or any(stride < 0 or stride % size for stride in array.strides):
         array = array.astype(array.dtype.newbyteorder("="), order="C")
     try:
         with warnings.catch_warnings():
@@ -300,8 +301,18 @@ def _columns(examples: Sequence[Mapping[Any, Any]]) -> dict[Any, list[Any]]:
     return {name: [example[name] for example in examples] for name in names}
 
 
+def _tensors(examples: Sequence[Any]) -> list[Tensor]:
+    try:
+        return [
+            _from_numpy(each, "an example") if isinstance(each, np.ndarray) else torch.as_tensor(each)
+            for each in examples
+        ]
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise DataError(f"an example of a batch is no tensor: {error}; make it numbers in a map") from error
+
+
 def _stacked(examples: Sequence[Any]) -> Tensor:
-    tensors = [torch.as_tensor(example) for example in examples]
+    tensors = _tensors(examples)
     first = tensors[0]
     other = next((tensor for tensor in tensors if tensor.shape != first.shape), None)
     if other is not None:
@@ -347,7 +358,7 @@ def padded(examples: Sequence[Any], value: float, length: int | None = None) -> 
         return tuple(padded(column, value, length) for column in zip(*examples, strict=True))
     if not isinstance(first, Tensor | np.ndarray | list):
         return collate(examples)
-    tensors = [torch.as_tensor(example) for example in examples]
+    tensors = _tensors(examples)
     if any(tensor.dim() == 0 for tensor in tensors):
         return collate(tensors)
     if len({(tensor.shape[1:], tensor.dtype) for tensor in tensors}) > 1:
