@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import builtins
 import copyreg
+import linecache
 import os
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +119,36 @@ def test_functions_of_the_main_module_arrive() -> None:
     assert shipped(namespace["scale"])(5) == 15
     assert shipped(namespace["Net"]()).f(5) == 15
     assert shipped(lambda x: namespace["scale"](x) + 1)(5) == 16
+
+
+def test_code_keeps_its_file_and_its_line(tmp_path: Path) -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile("def fail():\n    inner = lambda: 1 / 0\n    inner()", tmp_path / "train.py", "exec"), namespace)
+    with pytest.raises(ZeroDivisionError) as caught:
+        shipped(namespace["fail"])()
+    frames = traceback.extract_tb(caught.value.__traceback__)[1:]
+    assert [(frame.filename, frame.lineno) for frame in frames] == [
+        (str(tmp_path / "train.py"), line) for line in (3, 2)
+    ]
+
+
+@pytest.mark.slow
+def test_the_traceback_of_a_notebooks_cell_shows_its_lines(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell, own = "<cell 7>", os.getpid()
+    code = (
+        "def loss(output, target):\n"
+        f"    if os.getpid() != {own}:\n"
+        "        raise ValueError('broken')\n"
+        "    return mse(output, target)\n"
+    )
+    monkeypatch.setitem(linecache.cache, cell, (len(code), None, code.splitlines(keepends=True), cell))
+    namespace: dict[str, Any] = {"__name__": "__main__", "os": os, "mse": nn.functional.mse_loss}
+    exec(compile(code, cell, "exec"), namespace)
+    with pytest.raises(WorkerFailed) as caught:
+        hr.fit(make_job(task=None, loss=namespace["loss"]), hr.Mirrored(2), engine=engine)
+    assert f"File \"{cell}\", line 3, in loss\n    raise ValueError('broken')\n" in caught.value.traceback
 
 
 def test_what_a_library_keeps_among_the_builtins_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:

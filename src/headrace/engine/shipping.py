@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import builtins
 import io
+import linecache
 import mmap
 import os
 import pickle
 import warnings
-from types import ModuleType
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -65,6 +68,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.length = 0
         self._places: dict[int, tuple[str, str, int, tuple[int, ...]]] = {}
         self._tensors: list[tuple[int, Tensor]] = []
+        self._sources: dict[str, _Source] = {}
 
     def persistent_id(self, value: Any) -> Any:
         if value is vars(builtins):
@@ -87,7 +91,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(value) is Tensor and not value.requires_grad and _is_part(value):
             # torch would send the whole storage with each tensor: all examples with each example of a list.
             return value.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if type(value) is CodeType:
+            # cloudpickle 3.1 sends code without its file, and tracebacks would show neither file nor line.
+            make, parts = self.dispatch_table[CodeType](value)
+            return _code_of_file, (self._source(value.co_filename), make, parts)
         return super().reducer_override(value)
+
+    def _source(self, path: str) -> _Source:
+        """Returns the same object for each code of a file, so that the pickle has its lines once."""
+        if path not in self._sources:
+            # A notebook's cell, or a line typed at a prompt, is known to this process only.
+            lines = () if os.path.exists(path) else tuple(linecache.getlines(path))
+            self._sources[path] = _Source(path, lines)
+        return self._sources[path]
 
     def _place(self, kind: str, value: Any, tensor: Tensor) -> tuple[str, str, int, tuple[int, ...]]:
         if id(value) not in self._places:
@@ -114,6 +130,28 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 whole[start : start + nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             del whole
         return descriptor
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The file of code that is sent by value, with its lines where there is no such file to read them from."""
+
+    path: str
+    lines: tuple[str, ...]
+
+    def __reduce__(self) -> tuple[Callable[..., _Source], tuple[str, tuple[str, ...]]]:
+        return _source_that_came, (self.path, self.lines)
+
+
+def _source_that_came(path: str, lines: tuple[str, ...]) -> _Source:
+    if lines:
+        # An entry without a time of change is not compared with a file.
+        linecache.cache[path] = (sum(map(len, lines)), None, list(lines), path)
+    return _Source(path, lines)
+
+
+def _code_of_file(source: _Source, make: Callable[..., CodeType], parts: tuple[Any, ...]) -> CodeType:
+    return make(*parts).replace(co_filename=source.path)
 
 
 def _is_part(tensor: Tensor) -> bool:
