@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from checkpoint.hostile_headers import HEADERS
+from checkpoint.hostile_headers import HEADERS, LARGE_HEADERS
 
 __all__ = ["KINDS", "STEP"]
 
@@ -86,6 +86,10 @@ def forged(data: bytes, path: Path) -> None:
     content = content_of(path)
     content["files"][1] |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     sealed(path, content)
+
+
+def forged_large(make: Callable[[], bytes], path: Path) -> None:
+    forged(make(), path)
 
 
 def said(path: Path, **fields: object) -> None:
@@ -223,6 +227,7 @@ INSTEAD: dict[str, Callable[[Path], object]] = {
 
 KINDS: dict[str, Kind] = {
     **{f"header: {name}": partial(forged, data) for name, data in HEADERS.items()},
+    **{f"header: {name}": partial(forged_large, make) for name, make in LARGE_HEADERS.items()},
     **{f"file: {name}": partial(forged, data) for name, data in DISGUISES.items()},
     **{f"manifest: {name}": partial(written, data) for name, data in {**DISGUISES, **MANIFESTS}.items()},
     **{f"manifest: {name}": partial(edited, *change) for name, change in EDITS.items()},

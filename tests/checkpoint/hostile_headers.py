@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 
-__all__ = ["HEADERS"]
+__all__ = ["HEADERS", "LARGE_HEADERS"]
 
 
 def file(header: bytes, data: bytes = b"", length: int | None = None) -> bytes:
@@ -37,6 +38,26 @@ def many(count: int) -> bytes:
     )
 
 
+LARGE_HEADERS: dict[str, Callable[[], bytes]] = {
+    "of 17 MiB": lambda: file(b"{}" + b" " * (17 << 20)),
+    "of 16 MiB of spaces": lambda: file(b" " * (16 << 20)),
+    "of 16 MiB of braces": lambda: file(b"{" * (16 << 20)),
+    "of 16 MiB of lists": lambda: file(b"{" + b"[" * ((16 << 20) - 2) + b"}"),
+    "of 16 MiB of empty objects": lambda: file(b"{" + b'"":{},' * (2 << 20) + b"}"),
+    "of 16 MiB of a name": lambda: file(b'{"' + b"a" * ((16 << 20) - 100) + b'":{}}'),
+    "of 16 MiB of escapes": lambda: file(b'{"' + b"\\n" * ((8 << 20) - 100) + b'":{}}'),
+    "of 16 MiB of a name without an end": lambda: file(b'{"' + b"a" * ((16 << 20) - 100) + b"}"),
+    "of 16 MiB of a shape": lambda: one(shape="[" + "1," * (8 << 20) + "1]"),
+    "of 8 MiB of a number": lambda: one(shape="[" + "1" * (8 << 20) + "]"),
+    "of 8 MiB of a type": lambda: one(dtype='"' + "F" * (8 << 20) + '"'),
+    "a million tensors": lambda: many(1_000_000)[: 16 << 20],
+    "50,001 tensors": lambda: many(50_001),
+    "50,000 tensors, the last of them wrong": lambda: many(50_000).replace(
+        b'"49999":{"dtype":"U8"', b'"49999":{"dtype":"U9"'
+    ),
+}
+"""Makers of whole files of megabytes, by what is wrong with them."""
+
 HEADERS: dict[str, bytes] = {
     "seven bytes": bytes(7),
     "no header": bytes(8),
@@ -44,20 +65,6 @@ HEADERS: dict[str, bytes] = {
     "longer than the file": file(b"{}      ", length=9),
     "of 2**63 bytes": file(b"{}", length=1 << 63),
     "of 2**64 - 1 bytes": file(b"{}", length=(1 << 64) - 1),
-    "of 17 MiB": file(b"{}" + b" " * (17 << 20)),
-    "of 16 MiB of spaces": file(b" " * (16 << 20)),
-    "of 16 MiB of braces": file(b"{" * (16 << 20)),
-    "of 16 MiB of lists": file(b"{" + b"[" * ((16 << 20) - 2) + b"}"),
-    "of 16 MiB of empty objects": file(b"{" + b'"":{},' * (2 << 20) + b"}"),
-    "of 16 MiB of a name": file(b'{"' + b"a" * ((16 << 20) - 100) + b'":{}}'),
-    "of 16 MiB of escapes": file(b'{"' + b"\\n" * ((8 << 20) - 100) + b'":{}}'),
-    "of 16 MiB of a name without an end": file(b'{"' + b"a" * ((16 << 20) - 100) + b"}"),
-    "of 16 MiB of a shape": one(shape="[" + "1," * (8 << 20) + "1]"),
-    "of 8 MiB of a number": one(shape="[" + "1" * (8 << 20) + "]"),
-    "of 8 MiB of a type": one(dtype='"' + "F" * (8 << 20) + '"'),
-    "a million tensors": many(1_000_000)[: 16 << 20],
-    "50,001 tensors": many(50_001),
-    "50,000 tensors, the last of them wrong": many(50_000).replace(b'"49999":{"dtype":"U8"', b'"49999":{"dtype":"U9"'),
     "no JSON": file(b"hello"),
     "a list": file(b"[]"),
     "a text": file(b'"a"'),
