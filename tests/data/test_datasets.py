@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import hashlib
 import http.server
+import re
+import socketserver
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
@@ -177,6 +180,37 @@ def test_the_original_address_gives_files_or_a_reason(server: str, tmp_path_fact
         datasets.from_origin(folder, names[2:], server)
     with pytest.raises(UnfitMachine, match="Connection refused"):
         datasets.from_origin(folder, names[:1], "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"<html>Please\r\nlog in</html>", r"BadStatusLine: <html>Please"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nlog in\r\n", "IncompleteRead"),
+        (b"HTTP/1.1 302 Found\r\nLocation: http://[portal\r\n\r\n", "ValueError: "),
+    ],
+)
+def test_behind_a_captive_portal_one_line_says_what_answered(tmp_path: Path, answer: bytes, said: str) -> None:
+    class Portal(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while self.rfile.readline().strip():
+                pass
+            self.wfile.write(answer)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Portal) as portal:
+        thread = threading.Thread(target=portal.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        origin = functools.partial(datasets.from_origin, address=f"http://127.0.0.1:{portal.server_address[1]}")
+        lines: list[str] = []
+        try:
+            found = fashion_mnist_or_digits(tmp_path, warn=lines.append, fetchers=[("the address", origin)])
+        finally:
+            portal.shutdown()
+            thread.join()
+    assert found.name == "digits"
+    (line,) = lines
+    assert re.search(rf"ubyte.gz: the answer is not sound HTTP \({said}", line), line
+    assert "\n" not in line
 
 
 def commands(folder: Path, monkeypatch: pytest.MonkeyPatch, scripts: dict[str, str]) -> Path:

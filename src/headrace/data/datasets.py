@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import http.client
 import importlib.util
 import os
 import shutil
@@ -169,6 +170,10 @@ def _download(address: str, target: Path) -> None:
     except OSError as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise UnfitMachine(f"{address}: {reason}") from error
+    except (http.client.HTTPException, ValueError) as error:
+        # A captive portal answers in the server's place, some with no status line, or with a redirect to no address.
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UnfitMachine(f"{address}: the answer is not sound HTTP ({said:.100})") from error
 
 
 FETCHERS: tuple[tuple[str, Fetcher], ...] = (
