@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from data.test_steps import values
-from headrace.data import Epoch, InputPipeline, from_arrays, interleave, local, mix
+from headrace.data import Epoch, InputPipeline, as_pipeline, batches, from_arrays, from_torch, interleave, local, mix
 from headrace.data.loading.loader import Loader
-from headrace.errors import UsageError
+from headrace.errors import DataError, UsageError
 
 
 def marked(which: int, count: int) -> InputPipeline:
@@ -83,11 +86,57 @@ def test_a_part_keeps_its_own_order_and_transforms() -> None:
         (lambda: interleave(marked(0, 1), block=0), "block must be"),
         (lambda: mix(local(marked(0, 1)), local(marked(1, 1))), r"mark the whole: hr.data.local\(hr.data.mix"),
         (lambda: interleave(marked(0, 1), local(marked(1, 1))), "each host has other examples"),
+        (lambda: mix(marked(0, 1), marked(1, 1).on_error("skip")), r'part 2 of 2 has on_error\("skip"\), .*of the whole'),
+        (lambda: mix(marked(0, 1).filter(bool), marked(1, 1)), r"part 1 of 2 has a filter, .*mix\(...\).filter\(fn\)"),
+        (lambda: interleave(marked(0, 1).batch(pad=0)), r"part 1 of 1 has batch\(pad=...\), .*mix\(...\).batch"),
+        (
+            lambda: mix(as_pipeline(DataLoader([(1.0,)], num_workers=1))[0]),
+            r"part 1 of 1 has a DataLoader's num_workers=1, .*hr.data.from_torch\(loader.dataset\)",
+        ),
+        (
+            lambda: mix(marked(0, 1).map(abs, parallel="threads"), marked(1, 1).map(abs, parallel="processes")),
+            "parallel='threads' and parallel='processes'",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(wrong, reason: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(UsageError, match=reason):
         wrong()
+
+
+def test_several_are_read_as_their_parts_say() -> None:
+    reading = mix(marked(0, 1), marked(1, 1).map(abs, parallel=3).prefetch(2), weights=(1, 2)).reading
+    assert (reading.parallel, reading.count, reading.ahead) == ("threads", 3, 2)
+
+
+def test_a_part_with_a_collate_function_of_its_own_needs_one_of_the_whole() -> None:
+    first = from_torch(DataLoader([1.0, 2.0], collate_fn=lambda examples: torch.tensor(examples) + 10))
+    both = mix(first, first)
+    with pytest.raises(DataError, match=r"part 1 of 2 has a collate function of its own, .*batch\(collate=fn\)"):
+        list(batches(both.batch(4)))
+    assert [batch.tolist() for batch in batches(both.batch(4, collate=torch.tensor))] == [[1, 2, 1, 2]]
+
+
+class OneReader(Dataset[tuple[Tensor, Tensor]]):
+    """Says with each example how many read it at the same time."""
+
+    def __init__(self) -> None:
+        self._inside = 0
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self._inside += 1
+        time.sleep(0.003)
+        found = self._inside
+        self._inside -= 1
+        return torch.tensor(index), torch.tensor(found)
+
+
+def test_a_data_set_of_the_users_own_is_read_by_one_reader_in_a_mix_too() -> None:
+    own = from_torch(OneReader())
+    assert max(int(batch[1].max()) for batch in batches(mix(own, own, own).batch(4))) == 1
 
 
 def test_threads_may_begin_new_epochs_at_the_same_time() -> None:

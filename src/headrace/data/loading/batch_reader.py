@@ -17,7 +17,7 @@ from headrace.data.loading.prefetcher import Prefetcher
 from headrace.data.loading.processes import ReaderProcesses, ReaderStalled
 from headrace.data.loading.reader import ExampleReader, Part, ReadResult
 from headrace.data.pipeline.pipeline import InputPipeline, visited
-from headrace.data.pipeline.source import ArraySource, DatasetSource
+from headrace.data.pipeline.source import ArraySource
 from headrace.data.pipeline.steps import Cache, writer
 from headrace.errors import RunFailed
 from headrace.machine.allocator import MOST_ARENAS, give_back, tune
@@ -206,9 +206,8 @@ class BatchReader:
         if self._reading.parallel != "auto":
             return self._reading.parallel == "inline" or self._reading.ahead == 0
         source = self._pipeline.source
-        # A batch of arrays in memory is one lookup. A data set of the user's own may hold an open file, whose position
-        # threads or processes would share: it is read in parallel only if the user says so.
-        inline = isinstance(source, DatasetSource) or (isinstance(source, ArraySource) and not self._pipeline.steps)
+        # A batch of arrays in memory is one lookup.
+        inline = source.one_reader or (isinstance(source, ArraySource) and not self._pipeline.steps)
         return inline or self._reading.ahead == 0
 
     def _modes(self) -> ReadModes:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -18,11 +19,12 @@ from headrace.data.loading.reader import ExampleReader
 from headrace.data.pipeline.order import ExampleOrder
 from headrace.data.pipeline.pipeline import InputPipeline
 from headrace.data.pipeline.source import Epoch, Source, require_whole
-from headrace.data.pipeline.steps import Reading
+from headrace.data.pipeline.steps import Batching, Filter, Reading
 from headrace.errors import DataError, UsageError
 from headrace.trees import map_leaves, map_tensors
 
 _LONGEST_PATTERN = 10_000
+_DEFAULT = Reading()
 
 
 def mix(*pipelines: InputPipeline, weights: Sequence[float] | None = None) -> InputPipeline:
@@ -30,7 +32,7 @@ def mix(*pipelines: InputPipeline, weights: Sequence[float] | None = None) -> In
 
     An epoch is as long as all of them together. A pipeline that ends before begins a new epoch of its own, in a new
     order if it is shuffled; the examples of one that does not end come in the next epoch. Each keeps its transforms;
-    steps chained to the result apply to all.
+    steps chained to the result apply to all. What makes a batch and what leaves out examples is said of the result.
 
         a b a a b a a b a a        weights=(2, 1)
 
@@ -40,7 +42,8 @@ def mix(*pipelines: InputPipeline, weights: Sequence[float] | None = None) -> In
             mixes them evenly.
 
     Raises:
-        UsageError: there are more or fewer weights than pipelines, or one is not above 0.
+        UsageError: there are more or fewer weights than pipelines, or one is not above 0; or a part has a filter,
+            `batch` or `on_error("skip")`, or is to be read in another way than another.
 
     Examples:
         >>> news, books = (hr.data.from_arrays(torch.zeros(count)) for count in (10, 30))
@@ -49,14 +52,15 @@ def mix(*pipelines: InputPipeline, weights: Sequence[float] | None = None) -> In
     """
     if not pipelines:
         raise UsageError("mix takes at least one pipeline")
+    reading = _reading_of(pipelines)
     if weights is None:
-        return InputPipeline(_Chained(pipelines))
+        return InputPipeline(_Chained(pipelines), reading=reading)
     chosen = list(weights)
     if len(chosen) != len(pipelines):
         raise UsageError(f"{len(pipelines)} pipelines need as many weights, got {len(chosen)}")
     if not all(isinstance(weight, int | float) and math.isfinite(weight) and weight > 0 for weight in chosen):
         raise UsageError(f"weights are finite numbers above 0, got {chosen}")
-    return InputPipeline(_Mixed(pipelines, _pattern(chosen)))
+    return InputPipeline(_Mixed(pipelines, _pattern(chosen)), reading=reading)
 
 
 def interleave(*pipelines: InputPipeline, block: int = 1) -> InputPipeline:
@@ -69,7 +73,7 @@ def interleave(*pipelines: InputPipeline, block: int = 1) -> InputPipeline:
         block: examples that are taken from each at a time.
 
     Raises:
-        UsageError: there is no pipeline, or `block` is below 1.
+        UsageError: there is no pipeline, or `block` is below 1; or as of `mix`.
 
     Examples:
         >>> one, other = (hr.data.from_arrays(torch.arange(3) + start) for start in (0, 10))
@@ -80,7 +84,47 @@ def interleave(*pipelines: InputPipeline, block: int = 1) -> InputPipeline:
     if not pipelines:
         raise UsageError("interleave takes at least one pipeline")
     require_whole("block must be", block)
-    return InputPipeline(_Interleaved(pipelines, block))
+    return InputPipeline(_Interleaved(pipelines, block), reading=_reading_of(pipelines))
+
+
+def _reading_of(pipelines: Sequence[InputPipeline]) -> Reading:
+    """Returns how several are read as one: what the parts say, which must not contradict each other.
+
+    A UsageError for what parts say of batches and of examples that are left out, which concerns the whole.
+    """
+    chosen: dict[str, Any] = {}
+    for number, pipeline in enumerate(pipelines, 1):
+        for what, behind in _of_the_whole(pipeline):
+            raise UsageError(
+                f"part {number} of {len(pipelines)} has {what}, and examples of all parts are read and batched together; "
+                f"say it of the whole: {behind}"
+            )
+        for name in ("parallel", "count", "ahead", "memory_limit"):
+            value = getattr(pipeline.reading, name)
+            if value == getattr(_DEFAULT, name):
+                continue
+            if chosen.setdefault(name, value) != value:
+                raise UsageError(
+                    f"the parts are read as one, and say {name}={chosen[name]!r} and {name}={value!r} (of map and "
+                    "prefetch); give them the same"
+                )
+    return dataclasses.replace(_DEFAULT, **chosen)
+
+
+def _of_the_whole(pipeline: InputPipeline) -> Iterator[tuple[str, str]]:
+    """Yields what a part of several says that concerns the whole, and how to say it there."""
+    if pipeline.reading.on_error == "skip":
+        yield 'on_error("skip")', 'hr.data.mix(...).on_error("skip")'
+    if any(isinstance(step, Filter) for step in pipeline.steps):
+        yield "a filter", "hr.data.mix(...).filter(fn)"
+    given, default = (vars(batching) for batching in (pipeline.batching, Batching()))
+    if names := [name for name in given if given[name] is not default[name]]:
+        yield f"batch({', '.join(f'{name}=...' for name in names)})", "hr.data.mix(...).batch(...)"
+    if pipeline.processes is not None:
+        yield (
+            f"a DataLoader's num_workers={pipeline.processes.count}",
+            'hr.data.mix(...).map(fn, parallel="processes") of parts hr.data.from_torch(loader.dataset)',
+        )
 
 
 class _Several(Source):
@@ -99,9 +143,22 @@ class _Several(Source):
     def __len__(self) -> int:
         return self._length
 
+    def collate(self, examples: Sequence[Any]) -> Any:
+        for number, pipeline in enumerate(self._pipelines, 1):
+            if not pipeline.source.stacks:
+                raise DataError(
+                    f"part {number} of {len(self._pipelines)} has a collate function of its own, and a batch has "
+                    "examples of all parts; say of the whole what makes a batch: hr.data.mix(...).batch(collate=fn)"
+                )
+        return super().collate(examples)
+
     @property
     def lasting(self) -> bool:
         return False
+
+    @property
+    def one_reader(self) -> bool:
+        return any(pipeline.source.one_reader for pipeline in self._pipelines)
 
     def _take(self, which: int, place: int, seed: int, number: int) -> Any:
         pipeline = self._pipelines[which]

@@ -116,6 +116,12 @@ class Source(ABC):
         return True
 
 
+    @property
+    def one_reader(self) -> bool:
+        """Whether it is read by one reader at a time, unless the user says otherwise."""
+        return False
+
+
 class ArraySource(Source):
     """Tensors `(examples, ...)` in host memory, in a tuple or by name."""
 
@@ -202,6 +208,11 @@ class DatasetSource(Source):
     @property
     def stacks(self) -> bool:
         return self._collate is collate
+
+    @property
+    def one_reader(self) -> bool:
+        # It may hold an open file, whose position threads or processes would share.
+        return True
 
 
 def import_package(name: str, need: str, install: str = '"headrace[data]"') -> Any:
