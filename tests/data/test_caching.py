@@ -300,6 +300,26 @@ def test_where_a_cache_cannot_stand(pipeline: InputPipeline, arguments: Any, sai
         pipeline.cache(**arguments)
 
 
+def test_two_pipelines_of_a_job_or_a_mixture_have_no_folder_in_common(tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    kept, other = numbers().cache(folder), numbers().take(4).map(lambda e: e).cache(folder)
+    said = rf"two pipelines keep their cache in {folder}, of .* folder of its own: .cache\('{folder}-2'\)"
+    with pytest.raises(UsageError, match=said):
+        mix(kept, other)
+    job = hr.Job(
+        model=lambda: nn.Linear(1, 1),
+        task=hr.tasks.regression(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        data=mix(kept, kept.take(2)),
+        eval_data=other,
+        global_batch_size=4,
+        epochs=1,
+    )
+    with pytest.raises(UsageError, match=said):
+        hr.fit(job)
+    assert not folder.exists(), "nothing was read"
+
+
 def test_what_draws_may_stand_behind() -> None:
     assert [step.name for step in numbers().cache("memory").map(augment).steps] == ["cache(memory)", "map(augment)"]
 

@@ -86,7 +86,10 @@ def test_a_part_keeps_its_own_order_and_transforms() -> None:
         (lambda: interleave(marked(0, 1), block=0), "block must be"),
         (lambda: mix(local(marked(0, 1)), local(marked(1, 1))), r"mark the whole: hr.data.local\(hr.data.mix"),
         (lambda: interleave(marked(0, 1), local(marked(1, 1))), "each host has other examples"),
-        (lambda: mix(marked(0, 1), marked(1, 1).on_error("skip")), r'part 2 of 2 has on_error\("skip"\), .*of the whole'),
+        (
+            lambda: mix(marked(0, 1), marked(1, 1).on_error("skip")),
+            r'part 2 of 2 has on_error\("skip"\), .*of the whole',
+        ),
         (lambda: mix(marked(0, 1).filter(bool), marked(1, 1)), r"part 1 of 2 has a filter, .*mix\(...\).filter\(fn\)"),
         (lambda: interleave(marked(0, 1).batch(pad=0)), r"part 1 of 1 has batch\(pad=...\), .*mix\(...\).batch"),
         (

@@ -16,7 +16,8 @@ from headrace.api.probes.layers import modes_text
 from headrace.api.probes.sets import Sets, find_sets, try_loss
 from headrace.api.probes.special_layers import NoSparseGradients, lazy_tensors, refuse_sparse_layers
 from headrace.batches import arguments, call, form, select_target
-from headrace.data import Loader, as_pipeline
+from headrace.data import InputPipeline, Loader, as_pipeline
+from headrace.data.pipeline.combined import check_cache_folders
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, JobError, UnknownName, UsageError
 from headrace.metrics import Mean, weigh
 from headrace.modules import copy_module, describe, evaluating, frozen_until, parts_of, set_train_modes
@@ -84,6 +85,7 @@ def inspect_job(job: Job, closures: bool = False) -> JobInfo:
         raise UsageError(f"the job's task must be one of hr.tasks, hr.tasks.multiclass(10), got {job.task!r:.60}")
     _check_early_stopping(job)
     pipeline, notices = as_pipeline(job.data)
+    check_cache_folders(*(data for data in (pipeline, job.eval_data) if isinstance(data, InputPipeline)))
     with torch.random.fork_rng(devices=[]):
         job, module, said = _made(job)
         sets = find_sets(job, module)

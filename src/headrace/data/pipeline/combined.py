@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from headrace.data.loading.reader import ExampleReader
 from headrace.data.pipeline.order import ExampleOrder
 from headrace.data.pipeline.pipeline import InputPipeline
 from headrace.data.pipeline.source import Epoch, Source, require_whole
-from headrace.data.pipeline.steps import Batching, Filter, Reading
+from headrace.data.pipeline.steps import Batching, Cache, Filter, Reading
 from headrace.errors import DataError, UsageError
 from headrace.trees import map_leaves, map_tensors
 
@@ -43,7 +44,8 @@ def mix(*pipelines: InputPipeline, weights: Sequence[float] | None = None) -> In
 
     Raises:
         UsageError: there are more or fewer weights than pipelines, or one is not above 0; or a part has a filter,
-            `batch` or `on_error("skip")`, or is to be read in another way than another.
+            `batch` or `on_error("skip")`, or is to be read in another way than another;
+            or two caches have one folder.
 
     Examples:
         >>> news, books = (hr.data.from_arrays(torch.zeros(count)) for count in (10, 30))
@@ -96,8 +98,8 @@ def _reading_of(pipelines: Sequence[InputPipeline]) -> Reading:
     for number, pipeline in enumerate(pipelines, 1):
         for what, behind in _of_the_whole(pipeline):
             raise UsageError(
-                f"part {number} of {len(pipelines)} has {what}, and examples of all parts are read and batched together; "
-                f"say it of the whole: {behind}"
+                f"part {number} of {len(pipelines)} has {what}, and examples of all parts are read and batched "
+                f"together; say it of the whole: {behind}"
             )
         for name in ("parallel", "count", "ahead", "memory_limit"):
             value = getattr(pipeline.reading, name)
@@ -127,6 +129,26 @@ def _of_the_whole(pipeline: InputPipeline) -> Iterator[tuple[str, str]]:
         )
 
 
+def check_cache_folders(*pipelines: InputPipeline) -> None:
+    """Raises a UsageError if two caches of other examples or other steps have the same folder."""
+    found: dict[str, Cache] = {}
+    for cache in chain.from_iterable(map(_caches_of, pipelines)):
+        if cache.folder is None:
+            continue
+        other = found.setdefault(cache.folder, cache)
+        if other.key != cache.key:
+            raise UsageError(
+                f"two pipelines keep their cache in {cache.folder}, of {other.about} and of {cache.about}, and each "
+                f"would delete the other's; give each a folder of its own: .cache({cache.folder + '-2'!r})"
+            )
+
+
+def _caches_of(pipeline: InputPipeline) -> Iterator[Cache]:
+    if isinstance(pipeline.source, _Several):
+        yield from chain.from_iterable(map(_caches_of, pipeline.source.pipelines))
+    yield from (step for step in pipeline.steps if isinstance(step, Cache))
+
+
 class _Several(Source):
     """Examples of several pipelines, found by the pipeline and the place in it."""
 
@@ -136,7 +158,8 @@ class _Several(Source):
                 "hr.data.local says that each host has other examples, and mix and interleave have no order of theirs; "
                 "combine what this host has, and mark the whole: hr.data.local(hr.data.mix(first, second))"
             )
-        self._pipelines = tuple(pipelines)
+        check_cache_folders(*pipelines)
+        self.pipelines = tuple(pipelines)
         self._length = sum(map(len, pipelines))
         self._orders: dict[tuple[int, int, int], ExampleOrder] = {}
 
@@ -144,10 +167,10 @@ class _Several(Source):
         return self._length
 
     def collate(self, examples: Sequence[Any]) -> Any:
-        for number, pipeline in enumerate(self._pipelines, 1):
+        for number, pipeline in enumerate(self.pipelines, 1):
             if not pipeline.source.stacks:
                 raise DataError(
-                    f"part {number} of {len(self._pipelines)} has a collate function of its own, and a batch has "
+                    f"part {number} of {len(self.pipelines)} has a collate function of its own, and a batch has "
                     "examples of all parts; say of the whole what makes a batch: hr.data.mix(...).batch(collate=fn)"
                 )
         return super().collate(examples)
@@ -158,10 +181,10 @@ class _Several(Source):
 
     @property
     def one_reader(self) -> bool:
-        return any(pipeline.source.one_reader for pipeline in self._pipelines)
+        return any(pipeline.source.one_reader for pipeline in self.pipelines)
 
     def _take(self, which: int, place: int, seed: int, number: int) -> Any:
-        pipeline = self._pipelines[which]
+        pipeline = self.pipelines[which]
         own = seed if pipeline.seed is None else pipeline.seed
         key = (which, own, number)
         order = self._orders.get(key)
@@ -175,7 +198,7 @@ class _Several(Source):
 
 class _Chained(_Several):
     def example(self, index: int, epoch: Epoch) -> Any:
-        for which, pipeline in enumerate(self._pipelines):
+        for which, pipeline in enumerate(self.pipelines):
             if index < len(pipeline):
                 return self._take(which, index, epoch.seed, epoch.number)
             index -= len(pipeline)
@@ -199,7 +222,7 @@ class _Mixed(_Several):
         whole = epoch.number * self._length + index
         repeats, at = divmod(whole, len(self._pattern))
         which = self._pattern[at]
-        number, place = divmod(repeats * self._counts[which] + self._before[at], len(self._pipelines[which]))
+        number, place = divmod(repeats * self._counts[which] + self._before[at], len(self.pipelines[which]))
         return self._take(which, place, epoch.seed, number)
 
 
@@ -227,7 +250,7 @@ class _Interleaved(_Several):
     def example(self, index: int, epoch: Epoch) -> Any:
         first, turns, left = self._stretches[bisect_right(self._stretches, index, key=lambda each: each[0]) - 1]
         offset = index - first
-        sizes = [min(self._block, len(self._pipelines[which]) - turns * self._block) for which in left]
+        sizes = [min(self._block, len(self.pipelines[which]) - turns * self._block) for which in left]
         more, offset = divmod(offset, sum(sizes))
         for which, size in zip(left, sizes, strict=True):
             if offset < size:

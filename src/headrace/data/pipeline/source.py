@@ -115,7 +115,6 @@ class Source(ABC):
         """Whether an example is the same in every epoch."""
         return True
 
-
     @property
     def one_reader(self) -> bool:
         """Whether it is read by one reader at a time, unless the user says otherwise."""
