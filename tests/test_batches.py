@@ -85,6 +85,15 @@ def test_what_the_batch_does_not_have_is_refused_with_its_form(wrong: Any) -> No
             select_target(TRIPLE, wrong)
 
 
+@pytest.mark.parametrize("inputs", ["x", ("x", "y"), None])
+def test_what_the_model_raises_is_its_own(inputs: Any) -> None:
+    def model(*places: Any, **keywords: Any) -> Any:
+        raise KeyError("its own")
+
+    with pytest.raises(KeyError, match="its own"):
+        call(model, DICT, inputs)
+
+
 TEXTS = ["a", "bc", "d", ""]
 
 

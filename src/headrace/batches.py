@@ -21,14 +21,15 @@ def call(module: Callable[..., Any], batch: Any, inputs: Any) -> Any:
         if isinstance(batch, Mapping):
             return module(**batch)
         return module(batch[0] if isinstance(batch, tuple | list) else batch)
+    keys = inputs if isinstance(inputs, tuple | list) else (inputs,)
     try:
-        if isinstance(inputs, tuple | list):
-            places = [batch[key] for key in inputs if isinstance(key, int)]
-            return module(*places, **{key: batch[key] for key in inputs if not isinstance(key, int)})
-        chosen = batch[inputs]
+        chosen = [(key, batch[key]) for key in keys]
     except (KeyError, IndexError, TypeError) as error:
         raise JobError(f"inputs={inputs!r} does not fit a batch that is {form(batch)}") from error
-    return module(chosen)
+    if keys is not inputs:
+        return module(chosen[0][1])
+    places = [value for key, value in chosen if isinstance(key, int)]
+    return module(*places, **{key: value for key, value in chosen if not isinstance(key, int)})
 
 
 def arguments(batch: Any, inputs: Any) -> str:

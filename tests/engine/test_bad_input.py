@@ -175,6 +175,10 @@ DEFINITIONS: dict[str, tuple[Callable[[], Any], str]] = {
     "seed": (lambda: make_job(seed=-1), "seed must be a whole number from 0 to 2\\*\\*32 - 1, got -1"),
     "seed is text": (lambda: make_job(seed="7"), "seed must be a whole number .* got '7'"),
     "metrics": (lambda: make_job(metrics=[nn.MSELoss()]), "metrics must be a dict of names to functions, got list"),
+    "a metric called loss": (
+        lambda: make_job(metrics={"loss": nn.L1Loss()}),
+        "evaluations have the job's loss as 'loss'; give the metric another name",
+    ),
     "options": (lambda: make_job(options={"clip_norm": 1}), r"options must be hr.Options\(...\), got dict"),
     "optimizer made already": (
         lambda: make_job(optimizer=torch.optim.SGD(nn.Linear(1, 1).parameters())),
@@ -207,6 +211,17 @@ def test_workers_that_are_no_number(kind: Callable[..., hr.Strategy], workers: A
 def test_a_timeout_that_no_process_can_keep(timeout_s: Any) -> None:
     with pytest.raises(UsageError, match="timeout_s must be a number of at least 1, got"):
         fit(make_job(), timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("engine", [hr.ThreadEngine, "threads"])
+def test_an_engine_that_is_none(engine: Any) -> None:
+    with pytest.raises(UsageError, match=r"engine must be hr.ThreadEngine\(\), another engine or None, got"):
+        hr.fit(make_job(), engine=engine)
+
+
+def test_a_run_directory_that_is_no_path() -> None:
+    with pytest.raises(UsageError, match="run_dir must be the path of a directory, or None, got 3"):
+        fit(make_job(), run_dir=3)  # type: ignore[arg-type]
 
 
 def test_a_strategy_that_does_not_exist() -> None:

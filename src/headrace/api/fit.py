@@ -198,18 +198,10 @@ def run_job(job: Job, train: Callable[[Worker], None] | None, strategy: str | St
 
 
 def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strategy, arguments: FitArguments) -> Run:
+    _check_arguments(train, arguments)
     timeout_s = arguments.timeout_s
-    if not (isinstance(timeout_s, int | float) and timeout_s >= _LEAST_TIMEOUT_S):
-        raise UsageError(f"timeout_s must be a number of at least {_LEAST_TIMEOUT_S:.0f}, got {timeout_s!r}")
-    if train is not None and not callable(train):
-        raise UsageError(f"train must be a function that takes a worker, got {type(train).__name__}")
     listeners = Listeners(arguments.on_event)
-    for each in arguments.callbacks:
-        if not isinstance(each, Callback):
-            raise UsageError(f"callbacks are objects of subclasses of hr.Callback, got {each!r:.60}")
     require_working_directory()
-    if arguments.run_dir == "":
-        raise UsageError("run_dir is empty, as an unset shell variable is; name a directory, or leave it out")
     # Now, because building the user's model may change the working directory.
     wanted = None if arguments.run_dir is None else Path(arguments.run_dir).absolute()
     request = _resume_request(arguments)
@@ -257,6 +249,25 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
             signal.raise_signal(signal.SIGTERM)
         raise Terminated
     return Run(job, plan, directory, status, info.module, keeper)
+
+
+def _check_arguments(train: Callable[[Worker], None] | None, arguments: FitArguments) -> None:
+    timeout_s, engine, run_dir = arguments.timeout_s, arguments.engine, arguments.run_dir
+    if not (isinstance(timeout_s, int | float) and timeout_s >= _LEAST_TIMEOUT_S):
+        raise UsageError(f"timeout_s must be a number of at least {_LEAST_TIMEOUT_S:.0f}, got {timeout_s!r}")
+    if train is not None and not callable(train):
+        raise UsageError(f"train must be a function that takes a worker, got {type(train).__name__}")
+    if engine is not None and not isinstance(engine, Engine):
+        raise UsageError(f"engine must be hr.ThreadEngine(), another engine or None, got {engine!r:.60}")
+    if not isinstance(arguments.callbacks, Sequence):
+        raise UsageError(f"callbacks must be a list of hr.Callback objects, got {arguments.callbacks!r:.60}")
+    for each in arguments.callbacks:
+        if not isinstance(each, Callback):
+            raise UsageError(f"callbacks are objects of subclasses of hr.Callback, got {each!r:.60}")
+    if run_dir is not None and not isinstance(run_dir, str | Path):
+        raise UsageError(f"run_dir must be the path of a directory, or None, got {run_dir!r:.60}")
+    if run_dir == "":
+        raise UsageError("run_dir is empty, as an unset shell variable is; name a directory, or leave it out")
 
 
 @contextmanager

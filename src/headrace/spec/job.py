@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.errors import UsageError
 from headrace.spec.options import Options, require_count
-from headrace.spec.parameter_sets import ParameterSet, TurnOrder, as_sets, check_sets
+from headrace.spec.parameter_sets import ParameterSet, TurnOrder, as_sets, check_sets, loss_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -100,6 +100,8 @@ class Job:
         self._check_callables()
         if self.metrics is not None and not isinstance(self.metrics, Mapping):
             raise UsageError(f"metrics must be a dict of names to functions, got {type(self.metrics).__name__}")
+        if taken := [name for name in self.metrics or () if name in ("loss", *map(loss_name, self.sets))]:
+            raise UsageError(f"evaluations have the job's loss as {taken[0]!r}; give the metric another name")
         if not isinstance(self.options, Options):
             raise UsageError(f"options must be hr.Options(...), got {type(self.options).__name__}")
 

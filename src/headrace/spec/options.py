@@ -117,8 +117,7 @@ class Options:
         _check_choice("schedule_every", self.schedule_every, ("step", "epoch"))
         _check_choice("on_nonfinite", self.on_nonfinite, ("raise", "skip", "rollback"))
         require_count("accumulate", self.accumulate)
-        if self.warmup != 0 or isinstance(self.warmup, bool):
-            require_count("warmup", self.warmup)
+        require_count("warmup", self.warmup, 0)
         for name in ("eval_every", "eval_batch_size"):
             if getattr(self, name) is not None:
                 require_count(name, getattr(self, name))

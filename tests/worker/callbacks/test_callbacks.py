@@ -203,6 +203,8 @@ def test_what_cannot_be_done_is_refused_by_name(strategy: Strategy, deed: Any, s
 def test_what_is_no_callback_is_refused() -> None:
     with pytest.raises(UsageError, match=r"callbacks are objects of subclasses of hr.Callback, got <class"):
         hr.fit(make_job(), callbacks=[Stopper])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match=r"callbacks must be a list of hr.Callback objects, got <"):
+        hr.fit(make_job(), callbacks=hr.Callback())  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
