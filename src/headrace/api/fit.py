@@ -14,7 +14,7 @@ from time import monotonic
 from headrace.api.agreement import facts_of
 from headrace.api.checks import JobInfo, check_options, check_split, inspect_job
 from headrace.api.probes.memory_format import settle_memory_format
-from headrace.api.probes.probing import needs_probes, probe, said_by
+from headrace.api.probes.probing import needs_probes, probe, probe_metrics, said_by
 from headrace.api.probes.sets import plan_of, require_turns
 from headrace.api.resume import IF_SAVED, ResumeRequest, describe_run
 from headrace.api.run import Run, TemporaryRunDir
@@ -324,10 +324,18 @@ def _planned(
     check_split(job, info, plan)
     info, plan = settle_memory_format(info, chosen, plan, cluster, shares_measure=(ranks or 1) > 1)
     job = info.job
-    if arguments.check and needs_probes(plan, job.options.accumulate):
-        findings = probe(job, info.module, *objectives_of(job, info.module, info.weighed))
-        info = replace(info, notices=(*info.notices, *said_by(findings, plan, job.options.accumulate)))
+    if arguments.check:
+        info = replace(info, notices=(*info.notices, *_probed(info, plan)))
     return info, plan
+
+
+def _probed(info: JobInfo, plan: Plan) -> tuple[str, ...]:
+    """Returns what the run says of what probes find."""
+    job, accumulate = info.job, info.job.options.accumulate
+    findings = probe_metrics(job, info.module)
+    if needs_probes(plan, accumulate):
+        findings += probe(job, info.module, *objectives_of(job, info.module, info.weighed))
+    return said_by(findings, plan, accumulate)
 
 
 def _engine(arguments: FitArguments, ranks: int | None) -> AbstractContextManager[Engine]:

@@ -83,6 +83,33 @@ def test_a_loss_that_is_no_mean_over_examples_is_found(loss: Callable[..., Any])
     assert "hr.Mean" in finding.remedy
 
 
+def test_a_metric_that_is_no_mean_over_examples_is_said_under_every_strategy() -> None:
+    job = hr.Job(
+        model=linear,
+        task=hr.tasks.multiclass(CLASSES),
+        metrics={
+            "perplexity": lambda output, target: F.cross_entropy(output, target).exp(),
+            "count": lambda output, target: (target == 1).sum(),
+            "nats": F.cross_entropy,
+            "of_ones": lambda output, target: hr.Mean(
+                ((output.argmax(1) == 1) & (target == 1)).sum(), (target == 1).sum()
+            ),
+        },
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        data=rows(8),
+        eval_data=rows(8),
+        global_batch_size=8,
+        steps=1,
+    )
+    for strategy in (hr.OneDevice(), hr.Mirrored(workers=2)):
+        run = hr.fit(job, strategy, engine=hr.ThreadEngine())
+        lines = [event.text for event in run.events if event.kind == "notice" and event.text.startswith("the metric")]
+        assert [line.partition(":")[0] for line in lines] == ["the metric 'perplexity'", "the metric 'count'"]
+        assert "of a batch of 8 examples is" in lines[0]
+    run = hr.fit(job, check=False, engine=hr.ThreadEngine())
+    assert not [event for event in run.events if event.kind == "notice" and event.text.startswith("the metric")]
+
+
 @pytest.mark.parametrize(
     ("model", "scope", "where"),
     [
@@ -325,6 +352,7 @@ def test_what_a_run_says() -> None:
     model = ModelSpec(())
     cluster = detect("cpu", None)
     one, two = (strategy.plan(model, cluster) for strategy in (hr.OneDevice(), hr.Mirrored(2)))
-    assert said_by(findings, one, 1) == ()
-    assert said_by(findings, two, 1) == ("x: SHARES; y",)
-    assert said_by(findings, one, 2) == ("x: SHARES; y", "x: PIECES; y")
+    always = "x: EVALUATION; y"
+    assert said_by(findings, one, 1) == (always,)
+    assert said_by(findings, two, 1) == ("x: SHARES; y", always)
+    assert said_by(findings, one, 2) == ("x: SHARES; y", "x: PIECES; y", always)

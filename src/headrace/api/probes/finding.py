@@ -29,6 +29,7 @@ class Scope(StrEnum):
     SHARES = "several shares of a batch"
     PIECES = "several micro-batches in one process"
     EQUALITY = "a comparison with one device"
+    EVALUATION = "evaluations, whatever the strategy"
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from torch import nn
 from headrace.api.probes.changing_buffers import probe_changing_buffers
 from headrace.api.probes.finding import Finding, Scope
 from headrace.api.probes.layers import probe_random_layers
-from headrace.api.probes.split_loss import probe_split_loss
+from headrace.api.probes.split_loss import probe_split_loss, probe_split_metrics
+from headrace.batches import call, select_target
 from headrace.data import Loader, as_pipeline
 from headrace.errors import DataError
-from headrace.spec.job import Job
+from headrace.spec.job import Job, Share
 from headrace.spec.plan import Plan, cuts_shares
 from headrace.training.whole_model import Objective, cut
 
@@ -28,11 +29,8 @@ _LEAST, _MOST = 4, 8
 
 def probe(job: Job, module: nn.Module, *objectives: Objective, probes: Iterable[Probe] = PROBES) -> tuple[Finding, ...]:
     """Runs the probes with each objective on the first examples of the job's data."""
-    pipeline, _ = as_pipeline(job.data)
-    count = min(_MOST, max(_LEAST, job.global_batch_size), len(pipeline))
-    loader = Loader(pipeline, job.seed, count, (1,), 0, ordered=True)
-    share = next((share for share in loader.sweep(alone=True) if share.examples), None)
-    if share is None or share.examples < _LEAST:
+    share = _first_share(job, job.data)
+    if share is None:
         return ()
     try:
         cut(share.batch, 0, 1, share.examples, "a probe")
@@ -48,6 +46,30 @@ def probe(job: Job, module: nn.Module, *objectives: Objective, probes: Iterable[
     return tuple(dict.fromkeys(findings))
 
 
+def probe_metrics(job: Job, module: nn.Module) -> tuple[Finding, ...]:
+    """Runs the job's own metrics on the first examples of its evaluation data, whole and in parts."""
+    share = _first_share(job, job.eval_data) if job.metrics and job.eval_data is not None else None
+    if share is None or not job.metrics:
+        return ()
+
+    def taken(batch: Any) -> tuple[Any, Any]:
+        return call(module, batch, job.inputs), select_target(batch, job.target)
+
+    try:
+        return tuple(probe_split_metrics(module, share.batch, taken, job.metrics))
+    except Exception as error:  # whatever a user's metric raises
+        return (_left_out(f"a metric failed on part of a batch of {share.examples} examples", error),)
+
+
+def _first_share(job: Job, data: Any) -> Share | None:
+    """Returns a small batch of the first examples; None where there are too few."""
+    pipeline, _ = as_pipeline(data)
+    count = min(_MOST, max(_LEAST, job.global_batch_size), len(pipeline))
+    loader = Loader(pipeline, job.seed, count, (1,), 0, ordered=True)
+    share = next((share for share in loader.sweep(alone=True) if share.examples), None)
+    return share if share is not None and share.examples >= _LEAST else None
+
+
 def _left_out(reason: str, error: Exception) -> Finding:
     said = " ".join(str(error).split())
     return Finding(
@@ -60,7 +82,7 @@ def _left_out(reason: str, error: Exception) -> Finding:
 
 def said_by(findings: Iterable[Finding], plan: Plan, accumulate: int) -> tuple[str, ...]:
     """Returns the lines that a run under a plan says."""
-    scopes = _scopes(plan, accumulate)
+    scopes = {*_scopes(plan, accumulate), Scope.EVALUATION}
     return tuple(finding.line for finding in findings if finding.scope in scopes)
 
 

@@ -1,13 +1,14 @@
-"""Is the loss of a batch the weighted mean of the losses of its parts?
+"""Is the loss of a batch, or a metric, the weighted mean of those of its parts?
 
 If not, N workers do not train with the loss of one device: a mean over tokens is weighted by examples, a loss over the
-whole batch compares other examples. It is measured in eval mode, where dropout and BatchNorm do nothing of their own.
+whole batch compares other examples. And the evaluation of a metric, a weighted mean over batches, is not the metric of
+the whole set. It is measured in eval mode, where dropout and BatchNorm do nothing of their own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -39,17 +40,61 @@ def probe_split_loss(module: nn.Module, batch: Any, objective: Objective) -> Seq
             # Two runs on the same batch would differ.
             return (_undecided("the model draws random numbers in eval mode, too"),)
         whole = _value(loss, count)
-        parts = [
-            _value(loss_of(module, cut(batch, low, high, count, "a probe"), objective), high - low)
-            for low, high in pairwise(sorted({0, 1, count // 2, count}))
-        ]
+        parts = [_value(loss_of(module, part, objective), length) for part, length in _parts(batch, count)]
+    apart = _compare(whole, parts, _tolerance(module, loss))
+    return (_finding(isinstance(loss, Mean), count, *apart),) if apart else ()
+
+
+def probe_split_metrics(
+    module: nn.Module, batch: Any, taken: Callable[[Any], tuple[Any, Any]], metrics: Mapping[str, Callable[..., Any]]
+) -> Sequence[Finding]:
+    """Compares the metrics of a batch with the weighted means of those of its parts.
+
+    `taken` returns what the metrics get of a batch: the model's output, and the target.
+    """
+    count = examples_of(batch)
+    with trial(module):
+        module.eval()
+        _use_running_statistics(module)
+        before = drawn()
+        whole, *parts = [(*taken(part), length) for part, length in ((batch, count), *_parts(batch, count))]
+        if drawn() != before:
+            return ()
+        findings = []
+        for name, metric in metrics.items():
+            values = [_value(metric(output, target), length) for output, target, length in (whole, *parts)]
+            tolerance = _tolerance(module, metric(*whole[:2]))
+            if apart := _compare(values[0], values[1:], tolerance):
+                findings.append(_metric_finding(name, count, *apart))
+    return findings
+
+
+def _parts(batch: Any, count: int) -> list[tuple[Any, int]]:
+    """Returns parts of a batch, each with its number of examples."""
+    ends = pairwise(sorted({0, 1, count // 2, count}))
+    return [(cut(batch, low, high, count, "a probe"), high - low) for low, high in ends]
+
+
+def _compare(
+    whole: tuple[float, float], parts: Sequence[tuple[float, float]], tolerance: float
+) -> tuple[float, float] | None:
+    """Returns the value of a batch and the weighted mean of its parts', where they differ; of totals and weights."""
     total, weight = (sum(each[place] for each in parts) for place in (0, 1))
     mean = total / weight if weight else math.nan
     one = whole[0] / whole[1] if whole[1] else math.nan
     size = max(abs(one), *(abs(total / weight) if weight else 0.0 for total, weight in parts))
-    if not math.isfinite(one) or abs(one - mean) <= _tolerance(module, loss) * size:
-        return ()
-    return (_finding(isinstance(loss, Mean), count, one, mean),)
+    return None if not math.isfinite(one) or abs(one - mean) <= tolerance * size else (one, mean)
+
+
+def _metric_finding(name: str, count: int, one: float, mean: float) -> Finding:
+    return Finding(
+        f"that of a batch of {count} examples is {one:.6g}, the weighted mean of its parts' {mean:.6g}, so evaluations "
+        "(weighted means over batches) are not that of the whole set",
+        f"the metric {name!r}",
+        "return the mean of which it is the root or the exponential, or hr.Mean(total, weight) for a ratio of sums, or "
+        "compute it of run.predict",
+        Scope.EVALUATION,
+    )
 
 
 def _finding(weighed: bool, count: int, one: float, mean: float) -> Finding:

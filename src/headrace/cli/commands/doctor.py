@@ -222,11 +222,12 @@ def _job(path: Path, settings: Sequence[str]) -> Iterator[Check]:
         job = load_job(path, settings)
         # Lazily: they import torch.
         from headrace.api.checks import inspect_job
-        from headrace.api.probes.probing import probe
+        from headrace.api.probes.probing import probe, probe_metrics
         from headrace.worker.session import objectives_of
 
         info = inspect_job(job)
-        findings = probe(info.job, info.module, *objectives_of(info.job, info.module, info.weighed))
+        objectives = objectives_of(info.job, info.module, info.weighed)
+        findings = (*probe_metrics(info.job, info.module), *probe(info.job, info.module, *objectives))
     except HeadraceError as error:
         yield problem("job", str(error), f"correct {path}; nothing would have been trained")
         return
