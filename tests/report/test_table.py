@@ -99,6 +99,16 @@ def test_one_run_as_text(runs):
         assert words in text, words
 
 
+def test_one_epoch_is_not_several(runs):
+    point = dataclasses.replace(runs[0].curves.evaluations[-1], epochs=1.0)
+    curves = dataclasses.replace(runs[0].curves, evaluations=(point,))
+    training = dataclasses.replace(runs[0].training, epochs=1.0)
+    once = dataclasses.replace(runs[0], curves=curves, training=training)
+    text = " ".join(" ".join(_render(run_table(once))).split())
+    assert "of 16 examples, 1 epoch training time" in text
+    assert "accuracy 0.700 after 1 epoch mean step" in text
+
+
 def test_the_json_values_are_json_and_exact(runs):
     plain = comparison_plain(runs, References(100.0, {2: 150.0}))
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain

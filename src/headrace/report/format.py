@@ -102,9 +102,10 @@ def deviation(predicted: float, measured: float) -> str:
     return f"{part:+.1f} %" if abs(part) < 99.95 else f"{part:+.0f} %"
 
 
-def plural(count: int, noun: str, ending: str = "s") -> str:
-    """Returns "1 round", "2 rounds"."""
-    return f"{count} {noun}{ending * (count != 1)}"
+def plural(count: float, noun: str, ending: str = "s") -> str:
+    """Returns "1 round", "2 rounds", "2.5 rounds"."""
+    shown = f"{count:.4g}" if isinstance(count, float) else str(count)
+    return f"{shown} {noun}{ending * (count != 1)}"
 
 
 S = TypeVar("S")

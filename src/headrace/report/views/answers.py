@@ -239,18 +239,14 @@ def _course(run: Summary, name: str) -> str:
     points = [each for each in run.curves.evaluations if name in each.metrics]
     if not points:
         return ""
-    last = f"{short(points[-1].metrics[name])} after {_epochs(points[-1].epochs)}"
+    last = f"{short(points[-1].metrics[name])} after {plural(points[-1].epochs, 'epoch')}"
     if len(points) == 1:
         return f"{name} is {last}, in the only evaluation."
     known = [each.metrics[name] for each in points if math.isfinite(each.metrics[name])]
     first, end = points[0].metrics[name], points[-1].metrics[name]
-    told = f"{name} went from {short(first)} after {_epochs(points[0].epochs)} to {last}."
+    told = f"{name} went from {short(first)} after {plural(points[0].epochs, 'epoch')} to {last}."
     beyond = [f"{word} {short(value)}" for word, value in _extremes(known) if value not in (first, end)]
     return f"{told} Between: {' and '.join(beyond)}." if beyond else told
-
-
-def _epochs(count: float) -> str:
-    return f"{count:.4g} epoch{'s' * (count != 1)}"
 
 
 def _extremes(values: Sequence[float]) -> tuple[tuple[str, float], ...]:

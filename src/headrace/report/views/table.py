@@ -215,12 +215,12 @@ def _evaluation_text(summary: Summary) -> str | None:
     if not summary.curves.evaluations:
         return None
     metrics = ", ".join(f"{name} {short(value)}" for name, value in summary.metrics.items())
-    return f"{metrics} after {summary.curves.evaluations[-1].epochs:.4g} epochs"
+    return f"{metrics} after {plural(summary.curves.evaluations[-1].epochs, 'epoch')}"
 
 
 def _steps_text(summary: Summary) -> str:
     batch, epochs = summary.started.global_batch_size, summary.training.epochs
-    return f"{summary.steps} of {batch} examples, {epochs:.4g} epochs"
+    return f"{summary.steps} of {batch} examples, {plural(epochs, 'epoch')}"
 
 
 def _held_text(name: str, summary: Summary) -> str | None:
