@@ -14,7 +14,7 @@ from time import monotonic
 from headrace.api.agreement import facts_of
 from headrace.api.checks import JobInfo, check_options, check_split, inspect_job
 from headrace.api.probes.memory_format import settle_memory_format
-from headrace.api.probes.probing import needs_probes, probe, probe_metrics, said_by
+from headrace.api.probes.probing import run_probes
 from headrace.api.probes.sets import plan_of, require_turns
 from headrace.api.resume import IF_SAVED, ResumeRequest, describe_run
 from headrace.api.run import Run, TemporaryRunDir
@@ -199,7 +199,6 @@ def run_job(job: Job, train: Callable[[Worker], None] | None, strategy: str | St
 
 def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strategy, arguments: FitArguments) -> Run:
     _check_arguments(train, arguments)
-    timeout_s = arguments.timeout_s
     listeners = Listeners(arguments.on_event)
     require_working_directory()
     # Now, because building the user's model may change the working directory.
@@ -211,7 +210,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     if ranks:
         tell_uncaught()
         if wanted:
-            find_leader(wanted, timeout_s + _SUCCESSION_S)
+            find_leader(wanted, arguments.timeout_s + _SUCCESSION_S)
     known = Cluster.load(arguments.cluster) if isinstance(arguments.cluster, str | Path) else arguments.cluster
     with _machines(chosen, arguments, ranks) as cluster:
         info, plan = _planned(job, chosen, arguments, cluster, known, ranks)
@@ -230,7 +229,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
                 weighed=info.weighed,
                 run_dir=directory,
                 started=monotonic(),
-                timeout_s=timeout_s,
+                timeout_s=arguments.timeout_s,
                 seconds=arguments.seconds,
                 checkpoints=checkpoints,
                 description=description,
@@ -252,21 +251,19 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
 
 
 def _check_arguments(train: Callable[[Worker], None] | None, arguments: FitArguments) -> None:
-    timeout_s, engine, run_dir = arguments.timeout_s, arguments.engine, arguments.run_dir
-    if not (isinstance(timeout_s, int | float) and timeout_s >= _LEAST_TIMEOUT_S):
-        raise UsageError(f"timeout_s must be a number of at least {_LEAST_TIMEOUT_S:.0f}, got {timeout_s!r}")
+    if not (isinstance(arguments.timeout_s, int | float) and arguments.timeout_s >= _LEAST_TIMEOUT_S):
+        raise UsageError(f"timeout_s must be a number of at least {_LEAST_TIMEOUT_S:.0f}, got {arguments.timeout_s!r}")
     if train is not None and not callable(train):
         raise UsageError(f"train must be a function that takes a worker, got {type(train).__name__}")
-    if engine is not None and not isinstance(engine, Engine):
-        raise UsageError(f"engine must be hr.ThreadEngine(), another engine or None, got {engine!r:.60}")
+    if not isinstance(arguments.engine, Engine | None):
+        raise UsageError(f"engine must be hr.ThreadEngine(), another engine or None, got {arguments.engine!r:.60}")
     if not isinstance(arguments.callbacks, Sequence):
         raise UsageError(f"callbacks must be a list of hr.Callback objects, got {arguments.callbacks!r:.60}")
-    for each in arguments.callbacks:
-        if not isinstance(each, Callback):
-            raise UsageError(f"callbacks are objects of subclasses of hr.Callback, got {each!r:.60}")
-    if run_dir is not None and not isinstance(run_dir, str | Path):
-        raise UsageError(f"run_dir must be the path of a directory, or None, got {run_dir!r:.60}")
-    if run_dir == "":
+    if wrong := [each for each in arguments.callbacks if not isinstance(each, Callback)]:
+        raise UsageError(f"callbacks are objects of subclasses of hr.Callback, got {wrong[0]!r:.60}")
+    if not isinstance(arguments.run_dir, str | Path | None):
+        raise UsageError(f"run_dir must be the path of a directory, or None, got {arguments.run_dir!r:.60}")
+    if arguments.run_dir == "":
         raise UsageError("run_dir is empty, as an unset shell variable is; name a directory, or leave it out")
 
 
@@ -325,17 +322,8 @@ def _planned(
     info, plan = settle_memory_format(info, chosen, plan, cluster, shares_measure=(ranks or 1) > 1)
     job = info.job
     if arguments.check:
-        info = replace(info, notices=(*info.notices, *_probed(info, plan)))
+        info = replace(info, notices=(*info.notices, *run_probes(info, plan)))
     return info, plan
-
-
-def _probed(info: JobInfo, plan: Plan) -> tuple[str, ...]:
-    """Returns what the run says of what probes find."""
-    job, accumulate = info.job, info.job.options.accumulate
-    findings = probe_metrics(job, info.module)
-    if needs_probes(plan, accumulate):
-        findings += probe(job, info.module, *objectives_of(job, info.module, info.weighed))
-    return said_by(findings, plan, accumulate)
 
 
 def _engine(arguments: FitArguments, ranks: int | None) -> AbstractContextManager[Engine]:

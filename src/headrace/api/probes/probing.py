@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from headrace.api.checks import JobInfo
 from headrace.api.probes.changing_buffers import probe_changing_buffers
 from headrace.api.probes.finding import Finding, Scope
 from headrace.api.probes.layers import probe_random_layers
@@ -18,6 +19,7 @@ from headrace.errors import DataError
 from headrace.spec.job import Job, Share
 from headrace.spec.plan import Plan, cuts_shares
 from headrace.training.whole_model import Objective, cut
+from headrace.worker.session import objectives_of
 
 Probe = Callable[[nn.Module, Any, Objective], Sequence[Finding]]
 """Takes the model, a small batch and the objective; leaves the model as it was."""
@@ -80,15 +82,19 @@ def _left_out(reason: str, error: Exception) -> Finding:
     )
 
 
+def run_probes(info: JobInfo, plan: Plan) -> tuple[str, ...]:
+    """Runs the probes that find what a run under a plan says, and returns its lines."""
+    job, accumulate = info.job, info.job.options.accumulate
+    findings = probe_metrics(job, info.module)
+    if _scopes(plan, accumulate):
+        findings += probe(job, info.module, *objectives_of(job, info.module, info.weighed))
+    return said_by(findings, plan, accumulate)
+
+
 def said_by(findings: Iterable[Finding], plan: Plan, accumulate: int) -> tuple[str, ...]:
     """Returns the lines that a run under a plan says."""
     scopes = {*_scopes(plan, accumulate), Scope.EVALUATION}
     return tuple(finding.line for finding in findings if finding.scope in scopes)
-
-
-def needs_probes(plan: Plan, accumulate: int) -> bool:
-    """Tells whether a run under a plan says anything that probes find."""
-    return bool(_scopes(plan, accumulate))
 
 
 def _scopes(plan: Plan, accumulate: int) -> set[Scope]:
