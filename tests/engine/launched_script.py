@@ -90,7 +90,7 @@ def main() -> None:
         hr.fit(make_job(), hr.Mirrored(3))
     else:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        run = hr.launch(deeds(DEEDS[DEED]), long_job(), "mirrored", timeout_s=1, run_dir="run")
+        run = hr.launch(deeds(DEEDS[DEED]), long_job(), "mirrored", timeout_s=2, run_dir="run")
         say(status=run.status, total=total(run.model))
 
 
