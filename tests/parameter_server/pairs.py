@@ -40,14 +40,17 @@ class Scribe:
     Args:
         port: of its bytes.
         hold: is called before it loads what it is filled with.
+        copies: is called before it copies its state.
 
     Attributes:
         book: link, message, blob, and what was pushed.
     """
 
-    def __init__(self, port: ServerTransport, hold: Callable[[], object] = bool) -> None:
+    def __init__(
+        self, port: ServerTransport, hold: Callable[[], object] = bool, copies: Callable[[], object] = bool
+    ) -> None:
         self.port = port
-        self._hold = hold
+        self._hold, self._copies = hold, copies
         self.book: list[tuple[int, str, str, list[str]]] = []
 
     def turn(self, timeout_s: float) -> None:
@@ -63,6 +66,7 @@ class Scribe:
         self.port.send(mail.peer, str(len(self.book)).encode())
 
     def share(self) -> SharedSegment:
+        self._copies()
         content = json.dumps(self.book).encode()
         segment = SharedSegment.create(len(content), "book")
         segment.memory[:] = content

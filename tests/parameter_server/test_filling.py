@@ -20,7 +20,7 @@ from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.wire import Kind, Message, encode
 from headrace.shared_memory.segment import SharedSegment
 from headrace.transport.base import Slots
-from parameter_server.pairs import Group, Scribe, until
+from parameter_server.pairs import Group, Scribe, digest, until
 from parameter_server.twins import Recipe
 from transport.ways import DEADLINE_S, WAYS, filled, next_of, open_link
 
@@ -116,6 +116,29 @@ def test_pushes_go_on_when_a_backup_is_lost_while_it_is_filled(way: str, hold: H
         assert next_of(link)[0] == b"1"
         hold.may.set()
         link.close()
+
+
+def test_a_client_that_ends_while_the_state_is_copied_has_pushed(way: str, hold: Hold) -> None:
+    def scribe(replicated: ReplicatedTransport) -> Scribe:
+        return Scribe(replicated.transport, copies=hold)
+
+    with Group(way, (SLOTS, SLOTS, None), scribe).running() as group:
+        group.spawn()
+        group.see(1, 0)
+        link = open_link(way, group.runners[0].address, SLOTS, SLOTS)
+        push(link, 1)
+        assert next_of(link)[0] == b"1"
+        replicated = begin_to_fill(group, hold)
+        push(link, 2)
+        link.close()
+        for _ in range(2):
+            # The server answers after it has read what came before, and knows the end of that connection.
+            open_link(way, group.runners[0].address, SLOTS, SLOTS).close()
+        hold.may.set()
+        until(lambda: replicated.ready == 2, "the backup has the state")
+        until(lambda: len(group.runners[1].server.book) >= 3, "the backup has got the push and the end")
+        sent = [digest(filled(length, 2 + slot).numpy()) for slot, length in enumerate(SLOTS.lengths)]
+        assert [runner.server.book[1][3] for runner in group.runners] == [sent, sent]
 
 
 class Trainer:

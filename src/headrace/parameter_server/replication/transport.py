@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from time import monotonic, sleep
 
 from torch import Tensor
@@ -81,7 +82,7 @@ class ReplicatedTransport:
         self._outside: dict[int, int] = {}
         self._inside: dict[int, int] = {}
         self._ends: deque[tuple[float, int]] = deque()
-        self._inbox: deque[ReceivedMessage] = deque()
+        self._inbox: deque[LogEntry] = deque()
         self._entries: dict[int, LogEntry] = {}
         self._due: deque[LogEntry] = deque()
         self._callers: dict[int, tuple[int, ...]] = {}
@@ -132,7 +133,7 @@ class ReplicatedTransport:
     def inject(self, message: ReceivedMessage) -> None:
         """Adds a message to the log that came over no connection; only the primary's counts."""
         if self._machine.leads:
-            self._inbox.append(message)
+            self._inbox.append(LogEntry(message))
 
     def close(self) -> None:
         """Ends the connection to the primary, if there is one."""
@@ -150,7 +151,7 @@ class ReplicatedTransport:
                 return
             self._report_ends()
             if not self._inbox:
-                self._inbox.extend(self._own.receive(0.0 if self._due else timeout_s))
+                self._inbox.extend(map(self._capture, self._own.receive(0.0 if self._due else timeout_s)))
             while self._inbox and self._fill_at is None:
                 self._take(self._inbox.popleft())
         elif self._backup_link.follows:
@@ -167,15 +168,16 @@ class ReplicatedTransport:
     def _receive_while_filling(self) -> None:
         """Keeps what arrives, and answers new clients, which would try elsewhere."""
         for mail in self._own.receive(_POLL_S):
-            self._inbox.append(mail)
+            self._inbox.append(self._capture(mail))
             if mail.message[1:2] in _ASKS:
                 self._ask_for_patience(mail.peer)
 
-    def _take(self, mail: ReceivedMessage) -> None:
+    def _take(self, entry: LogEntry) -> None:
         """Takes a message of this process's own transport."""
+        mail = entry.mail
         peer, message = mail.peer, mail.message[:LONGEST]
         if peer == OWN:
-            self._append(LogEntry(mail))
+            self._append(entry)
         elif peer in self._callers or message[1:2] == bytes([Kind.FOLLOW]):
             self._take_from_backup(mail)
         elif message:
@@ -183,8 +185,7 @@ class ReplicatedTransport:
             if inside == self._links.next:
                 self._inside[inside] = peer
             if inside in self._inside:
-                pushed = self._capture(peer, message)
-                self._append(LogEntry(ReceivedMessage(inside, message, mail.blob, mail.memory), pushed))
+                self._append(LogEntry(ReceivedMessage(inside, message, mail.blob, mail.memory), entry.pushed))
                 if message[1:2] in _ASKS and self._machine.last > self._machine.dealt:
                     self._ask_for_patience(peer)
         elif peer in self._outside:
@@ -199,16 +200,15 @@ class ReplicatedTransport:
         if monotonic() - self._heard_at < _SILENT_S:
             self._own.send(peer, encode(Message(Kind.OPEN)))
 
-    def _capture(self, peer: int, message: bytes) -> dict[int, Tensor]:
-        """Returns what a client has pushed, which stays in memory even if the client ends."""
-        slots = pushed_by(message)
-        try:
-            pushed = {slot: self._own.pushed(peer, slot) for slot in slots}
-        except ValueError:
-            # The server refuses it, and so does the backup's.
-            return {}
-        self._own.release(peer, slots)
-        return pushed
+    def _capture(self, mail: ReceivedMessage) -> LogEntry:
+        """Returns a message with what its client has pushed, which stays in memory even if the client ends."""
+        slots = pushed_by(mail.message[:LONGEST])
+        pushed: dict[int, Tensor] = {}
+        # A push without its content is refused by the server, and by the backup's.
+        with suppress(ValueError):
+            pushed = {slot: self._own.pushed(mail.peer, slot) for slot in slots}
+            self._own.release(mail.peer, slots)
+        return LogEntry(mail, pushed)
 
     def _report_ends(self) -> None:
         """Reports ended connections a second time when their grace is over."""
@@ -308,7 +308,8 @@ class ReplicatedTransport:
         peer, memory = entry.mail.peer, entry.mail.memory
         payload = LogPayload.NONE
         blob: Blob = b""
-        if entry.pushed and memory is not None:
+        # What a client has shared is closed when its connection ends, and then what it has pushed is carried.
+        if entry.pushed and memory is not None and memory.descriptor >= 0:
             payload = LogPayload.SHARED
             if peer not in self._shared:
                 self._shared.add(peer)
