@@ -8,9 +8,17 @@ import pytest
 import torch
 
 from headrace.parameter_server.client.client import Client
-from headrace.parameter_server.connecting import connect
+from headrace.parameter_server.connecting import _open_client_transport, connect, open_server_transport
+from headrace.parameter_server.planning import layout_of
+from headrace.parameter_server.sparse.messages import encode_push
+from headrace.spec.cluster import Cluster, Host
+from headrace.spec.embedding import TableSpec
+from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.plan import Role
+from headrace.strategies.parameter_server import ParameterServer
+from headrace.transport import base
 from parameter_server.stands import WIDTH, Stand, standing
+from transport.ways import join, mail_of
 
 NOWHERE = "local:headrace-no-port-is-here"
 
@@ -51,3 +59,29 @@ def test_the_run_may_be_over_meanwhile() -> None:
     role = Role(1, "server", "here", "cpu", 1, -1)
     with standing("local") as stand, ExitStack() as closing, pytest.raises(InterruptedError, match="the run is over"):
         connect([NOWHERE], [stand.layout], [[torch.zeros(WIDTH)]], (0, 0), check, [role], closing, find=find)
+
+
+@pytest.mark.parametrize("way", ["shared_memory", "tcp"])
+def test_a_push_of_all_rows_comes_and_what_would_end_the_connection_is_not_sent(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "_LEAST_BLOB_BYTES", 0)
+    monkeypatch.setattr(base, "_BLOB_FACTOR", 0)
+    model = ModelSpec((ParameterSpec("weight", (4,)),), tables=(TableSpec("item", 5_000, 4), TableSpec("user", 7, 2)))
+    plan = ParameterServer(workers=1, transport=way).plan(model, Cluster((Host("a", 2, 1 << 30),)))
+    layout = layout_of(plan, model, plan.servers[0])
+    blob = encode_push(
+        model.tables, [(torch.arange(each.rows), torch.ones(each.rows, each.width)) for each in model.tables]
+    )
+    with ExitStack() as closing:
+        port = open_server_transport(layout, way)
+        closing.callback(port.close)
+        link = join(port, lambda: _open_client_transport(port.address, layout, layout.push_slots, 10.0))
+        closing.callback(link.close)
+        with pytest.raises(ValueError, match=f"a server takes at most 60,000 and {len(blob):,}"):
+            link.send(b"push", blob=blob + b"1")
+        with pytest.raises(ValueError, match="a message of 60,001 bytes"):
+            link.send(bytes(60_001))
+        link.send(b"push", blob=blob)
+        (mail,) = mail_of(port, 1)
+        assert (mail.message, bytes(mail.blob)) == (b"push", blob)

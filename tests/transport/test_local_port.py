@@ -89,7 +89,7 @@ def test_memory_that_may_shrink_is_refused(port: LocalServerTransport, link: Cli
 def test_who_asks_and_does_not_read_is_cut_off(
     port: LocalServerTransport, link: ClientTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.transport.local_server._UNREAD_BYTES", 100_000)
+    monkeypatch.setattr("headrace.transport.base._UNREAD_BYTES", 100_000)
     other = join(port, lambda: open_link("local", port.address, SLOTS, SLOTS))
     other.send(b"ask")
     (mail,) = mail_of(port, 1)

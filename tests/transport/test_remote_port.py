@@ -314,7 +314,7 @@ def test_an_update_does_not_change_what_is_on_its_way(port: RemoteServerTranspor
 def test_who_asks_and_does_not_read_is_cut_off(
     port: RemoteServerTransport, link: ClientTransport, raw: Raw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.transport.remote_server._UNREAD_BYTES", 1 << 20)
+    monkeypatch.setattr("headrace.transport.base._UNREAD_BYTES", 1 << 20)
     broken = raw()
     broken.rcvhwm = 1
     broken.send_multipart(hello())
@@ -327,6 +327,25 @@ def test_who_asks_and_does_not_read_is_cut_off(
         assert peer.owed <= 2 << 20
     assert mail_of(port, 1) == [ReceivedMessage(mail.peer, b"")]
     still_served(port, link)
+
+
+@pytest.mark.slow
+def test_rows_of_the_next_step_are_read_after_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.transport.base._UNREAD_BYTES", 1 << 20)
+    # Of each answer most waits in the server.
+    monkeypatch.setattr(zeromq, "_HIGH_WATER", 4)
+    rows = bytes(24 << 20)
+    port = RemoteServerTransport(SLOTS, SLOTS, secret=SECRET, rows_bytes=len(rows))
+    link = join(port, lambda: open_link("remote", port.address, SLOTS, SLOTS))
+    link.send(b"the rows of two tables, and again what this step has changed")
+    (mail,) = mail_of(port, 1)
+    for part in (rows[: len(rows) // 3], rows[len(rows) // 3 :], rows):
+        port.send(mail.peer, b"rows", blob=part)
+    assert port.receive(0.0) == []
+    lengths = join(port, lambda: [len(next_of(link)[1]) for _ in range(3)])
+    assert sum(lengths) == 2 * len(rows)
+    link.close()
+    port.close()
 
 
 def test_a_flood_does_not_drown_others(port: RemoteServerTransport, link: ClientTransport, raw: Raw) -> None:

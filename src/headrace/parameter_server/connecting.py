@@ -69,13 +69,14 @@ def open_server_transport(layout: ShardLayout, transport: str, address: str = ""
     """Opens a server's end: "shared_memory" for clients of this host, or "tcp"; at an address also for other hosts."""
     slots = layout.slots, layout.push_slots, layout.reply_slots
     if transport == "shared_memory" and not address:
-        return LocalServerTransport(*slots)
+        return LocalServerTransport(*slots, layout.rows_bytes)
     from headrace.transport.mixed_server import MixedServerTransport
     from headrace.transport.remote_server import RemoteServerTransport
 
     host = f"[{address}]" if ":" in address else address or "127.0.0.1"
-    local = LocalServerTransport(*slots) if transport == "shared_memory" else None
-    remote = RemoteServerTransport(*slots, f"tcp://{host}:0", secrets.token_bytes(32), local.region if local else None)
+    local = LocalServerTransport(*slots, layout.rows_bytes) if transport == "shared_memory" else None
+    region, secret = local.region if local else None, secrets.token_bytes(32)
+    remote = RemoteServerTransport(*slots, f"tcp://{host}:0", secret, region, layout.rows_bytes)
     # Only this run's processes read it, in the control page.
     remote.address += f"#{remote.secret.hex()}"
     return MixedServerTransport(local, remote) if local else remote
@@ -157,11 +158,11 @@ def _connect_once(
 
 
 def _open_client_transport(address: str, layout: ShardLayout, pushes: Slots, hello_s: float) -> ClientTransport:
+    slots = layout.slots, pushes, layout.reply_slots
     if address.startswith("local:"):
-        return LocalClientTransport(address, layout.slots, pushes, layout.reply_slots, hello_s=hello_s)
+        return LocalClientTransport(address, *slots, rows_bytes=layout.rows_bytes, hello_s=hello_s)
     from headrace.transport.remote_client import RemoteClientTransport
 
     where, _, secret = address.partition("#")
-    return RemoteClientTransport(
-        where, layout.slots, pushes, layout.reply_slots, secret=bytes.fromhex(secret), hello_s=hello_s
-    )
+    key = bytes.fromhex(secret)
+    return RemoteClientTransport(where, *slots, secret=key, rows_bytes=layout.rows_bytes, hello_s=hello_s)

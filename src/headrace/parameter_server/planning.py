@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
+from headrace.parameter_server.sparse.messages import longest_push
 from headrace.parameter_server.wire import ShardLayout, ShardSpec
 from headrace.policies.roles import require_memory, worker_and_server_roles
 from headrace.policies.sharding import PLACEMENTS, parse_sharding, place
@@ -158,7 +159,7 @@ def layout_of(plan: Plan, model: ModelSpec, rank: int, state: MeanState | None =
     # An option "codec" is of what is pushed.
     push = plan.options.get("push_codec", plan.options.get("codec", "plain"))
     pull = plan.options.get("pull_codec", "plain")
-    return ShardLayout(shards, str(push), str(pull))
+    return ShardLayout(shards, str(push), str(pull), longest_push(model.tables))
 
 
 def _shard_of(segment: Segment, parameter: ParameterSpec) -> ShardSpec:

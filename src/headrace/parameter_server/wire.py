@@ -57,11 +57,19 @@ class ShardSpec:
 class ShardLayout:
     """All shards of one server, in order, and how they are sent; raises UnknownName if there is no such codec.
 
-    `reply_slots` are of encoded parameters; None if they are sent as they are.
+    `reply_slots` are of encoded parameters; None if they are sent as they are. `rows_bytes` is the length of the
+    longest push of rows of sparse tables.
     """
 
-    def __init__(self, pieces: Sequence[ShardSpec], push_codec: str = "plain", pull_codec: str = "plain") -> None:
+    def __init__(
+        self,
+        pieces: Sequence[ShardSpec],
+        push_codec: str = "plain",
+        pull_codec: str = "plain",
+        rows_bytes: int = 0,
+    ) -> None:
         self.pieces = tuple(pieces)
+        self.rows_bytes = rows_bytes
         self._dtypes = [getattr(torch, piece.dtype) for piece in pieces]
         self._names = (push_codec, pull_codec)
         self._push, self._pull = (

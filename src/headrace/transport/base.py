@@ -30,7 +30,7 @@ LARGEST_MESSAGE = 60_000
 """Bytes; anything longer is sent as a blob."""
 
 _ALIGN = 64
-_BLOB_FACTOR, _LEAST_BLOB_BYTES = 16, 1 << 26
+_BLOB_FACTOR, _LEAST_BLOB_BYTES, _UNREAD_BYTES = 16, 1 << 26, 1 << 26
 
 LARGEST_ANSWER = 1 << 40
 """Bytes of the longest blob from a server: its whole state, which fills its backup, may be longer than 4 GiB."""
@@ -94,12 +94,14 @@ class TransportLayout:
     """The slots that both ends of a connection must have alike.
 
     `pushes` are those of a client's gradients, none for a client that only pulls; `replies` those of encoded
-    parameters, None if a client pulls the parameters as they are.
+    parameters, None if a client pulls the parameters as they are. `rows_bytes` is the length of the longest blob with
+    rows of sparse tables.
     """
 
     parameters: Slots
     pushes: Slots
     replies: Slots | None = None
+    rows_bytes: int = 0
 
     @property
     def pulled(self) -> Slots:
@@ -114,8 +116,21 @@ class TransportLayout:
 
     @property
     def blob_bytes(self) -> int:
-        """The longest blob that a client may send: a shard's state of any optimizer, or a few messages."""
-        return _BLOB_FACTOR * max(self.parameters.lengths, default=0) + _LEAST_BLOB_BYTES
+        """The longest blob that a client may send: a shard's state of any optimizer, rows, or a few messages."""
+        return _BLOB_FACTOR * max(self.parameters.lengths, default=0) + _LEAST_BLOB_BYTES + self.rows_bytes
+
+    @property
+    def unread_bytes(self) -> int:
+        """Messages and blobs that a client may leave unread, which is told those of its next step ahead, and again."""
+        return _UNREAD_BYTES + 2 * self.rows_bytes
+
+    def require_short(self, message: bytes, blob: bytes) -> None:
+        """Raises ValueError if a client sends what would end its connection, as often as it is sent."""
+        if len(message) > LARGEST_MESSAGE or len(blob) > self.blob_bytes:
+            raise ValueError(
+                f"a message of {len(message):,} bytes with a blob of {len(blob):,}; a server takes at most "
+                f"{LARGEST_MESSAGE:,} and {self.blob_bytes:,}"
+            )
 
     def match(self, hello: bytes) -> TransportLayout:
         """Returns the layout of a client's hello: this one, perhaps without pushes; raises ValueError for another."""

@@ -114,10 +114,11 @@ class LocalClientTransport(ClientTransport):
         pushes: Slots,
         replies: Slots | None = None,
         *,
+        rows_bytes: int = 0,
         hello_s: float = 30.0,
     ) -> None:
         self.moved_bytes = 0
-        self._layout = TransportLayout(parameters, pushes, replies)
+        self._layout = TransportLayout(parameters, pushes, replies, rows_bytes)
         self._own = [SharedSegment.create(nbytes, "push", lasting=True) for nbytes in segment_bytes(self._layout)]
         self._regions = [segment.tensor() for segment in self._own]
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -146,6 +147,7 @@ class LocalClientTransport(ClientTransport):
         return self._layout.pushes.joined(self._regions[0], slots)
 
     def send(self, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
+        self._layout.require_short(message, blob)
         self.moved_bytes += self._layout.pushes.sum(slots)
         deadline = monotonic() + _STALL_S
         while True:

@@ -34,9 +34,6 @@ from headrace.shared_memory.segment import SharedSegment
 from headrace.transport.base import Blob, ReceivedMessage, ServerTransport, Slots, TransportLayout
 from headrace.transport.local_client import NOTHING, SPIN_S, head_bytes, receive, segment_bytes, send, take, user_of
 
-_UNREAD_BYTES = 1 << 26
-"""Messages and blobs that a client may leave unread, besides those in the kernel's buffer."""
-
 _MOST_CLIENTS = 1024
 _HALF_OPEN = 64
 """Connections that have not said hello; of more, the oldest is ended."""
@@ -71,9 +68,9 @@ class LocalServerTransport(ServerTransport):
 
     trusts_clients = True
 
-    def __init__(self, parameters: Slots, pushes: Slots, replies: Slots | None = None) -> None:
+    def __init__(self, parameters: Slots, pushes: Slots, replies: Slots | None = None, rows_bytes: int = 0) -> None:
         self.moved_bytes = 0
-        self._layout = TransportLayout(parameters, pushes, replies)
+        self._layout = TransportLayout(parameters, pushes, replies, rows_bytes)
         head = head_bytes(parameters)
         self._shared = SharedSegment.create(head + parameters.nbytes, "parameters", lasting=True)
         self.region = self._shared.tensor(start=head)
@@ -151,7 +148,7 @@ class LocalServerTransport(ServerTransport):
         to.unread += _length(*to.unsent[-1])
         if len(to.unsent) == 1:
             self._flush(to)
-        elif limited and to.unread > _UNREAD_BYTES:
+        elif limited and to.unread > self._layout.unread_bytes:
             # The client sends requests and does not read the answers.
             self._break(to)
 

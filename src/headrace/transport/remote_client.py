@@ -48,11 +48,12 @@ class RemoteClientTransport(ClientTransport):
         replies: Slots | None = None,
         *,
         secret: bytes,
+        rows_bytes: int = 0,
         hello_s: float = 30.0,
     ) -> None:
         self.moved_bytes = 0
         self._address = address
-        self._layout = TransportLayout(parameters, pushes, replies)
+        self._layout = TransportLayout(parameters, pushes, replies, rows_bytes)
         self._region = torch.zeros(pushes.nbytes, dtype=torch.uint8)
         self._content = self._region.numpy().data
         self._reassembler = Reassembler(self._layout.pulled.lengths, LARGEST_ANSWER)
@@ -81,6 +82,7 @@ class RemoteClientTransport(ClientTransport):
         return self._layout.pushes.of(self._region, slot)
 
     def send(self, message: bytes, slots: Sequence[int] = (), blob: bytes = b"") -> None:
+        self._layout.require_short(message, blob)
         pushes = self._layout.pushes
         lengths = [(slot, pushes.lengths[slot]) for slot in slots]
         for parts in frames.to_frames(message, lengths, lambda slot: (0, pushes.of(self._content, slot)), blob):

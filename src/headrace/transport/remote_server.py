@@ -32,9 +32,6 @@ _AGAIN_S = 0.005
 _FAREWELL_S = 2.0
 """How long the last messages may take."""
 
-_UNREAD_BYTES = 1 << 26
-"""Messages and blobs that a client may leave unread."""
-
 _MOST_CLIENTS = 1024
 _TURN_FRAMES = 32
 
@@ -58,6 +55,7 @@ class RemoteServerTransport(ServerTransport):
         address: str = "tcp://127.0.0.1:0",
         secret: bytes | None = None,
         region: Tensor | None = None,
+        rows_bytes: int = 0,
     ) -> None:
         if secret is None and not is_loopback(address):
             raise UsageError(
@@ -67,7 +65,7 @@ class RemoteServerTransport(ServerTransport):
         self.secret = secret if secret is not None else secrets.token_bytes(32)
         keys = Keys(self.secret)
         self.moved_bytes = 0
-        self._layout = TransportLayout(parameters, pushes, replies)
+        self._layout = TransportLayout(parameters, pushes, replies, rows_bytes)
         self._region = torch.zeros(parameters.nbytes, dtype=torch.uint8) if region is None else region
         self._content = self._region.numpy().data
         self._versions = [0] * len(parameters)
@@ -159,7 +157,7 @@ class RemoteServerTransport(ServerTransport):
         self.moved_bytes += self._layout.pulled.sum(slots)
         parts = frames.to_frames(message, [(slot, lengths[slot]) for slot in slots], take, blob)
         self._write(to, parts, len(message) + len(blob))
-        if limited and len(to.waiting) > 1 and to.owed > _UNREAD_BYTES:
+        if limited and len(to.waiting) > 1 and to.owed > self._layout.unread_bytes:
             # The client sends requests and does not read the answers.
             to.forget()
             self._guard.disconnect(to.connection)

@@ -70,6 +70,11 @@ def encode_push(tables: Sequence[TableSpec], rows: Sequence[Rows]) -> bytes:
     return b"".join(parts)
 
 
+def longest_push(tables: Sequence[TableSpec]) -> int:
+    """Returns the length of a push of all rows that tables may hold."""
+    return sum(_HEAD.size + table.most_rows * (_index(table).itemsize + table.row_bytes) for table in tables)
+
+
 def decode_push(tables: Sequence[TableSpec], blob: memoryview) -> dict[int, Rows]:
     """Returns the gradients by table; raises ValueError if this is no push."""
     return dict(_pushed(tables, blob))
