@@ -8,8 +8,10 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from torch import Tensor
 
 from headrace.shared_memory.segment import SharedSegment, memory_file, set_length
+from headrace.transport import local_client
 from headrace.transport.base import ClientTransport, ReceivedMessage, Slots, TransportLayout
 from headrace.transport.local_client import LocalClientTransport
 from headrace.transport.local_server import LocalServerTransport
@@ -84,6 +86,29 @@ def test_memory_that_may_shrink_is_refused(port: LocalServerTransport, link: Cli
         assert b"for good" in stranger.recv(1000)
     os.close(memory)
     still_served(port, link)
+
+
+class Restless:
+    """A place that parameters are copied to, while the server writes others, a million times."""
+
+    def __init__(self, port: LocalServerTransport) -> None:
+        self.copies = 0
+        self._port = port
+
+    def copy_(self, source: Tensor) -> None:
+        self.copies += 1
+        with self._port.writing([0]):
+            self._port.set_version(0, min(self.copies, 1_000_000))
+
+
+def test_a_copy_of_parameters_that_are_always_written_to_has_an_end(
+    port: LocalServerTransport, link: ClientTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_client, "_WRITTEN_S", 0.05)
+    place = Restless(port)
+    with pytest.raises(ConnectionAbortedError, match="shard 0 has been written to for 0 s"):
+        link.fetch(0, place)  # type: ignore[arg-type]
+    assert place.copies > 1
 
 
 def test_who_asks_and_does_not_read_is_cut_off(

@@ -183,13 +183,14 @@ class LocalClientTransport(ClientTransport):
                 if words[slot] == before:
                     self.moved_bytes += source.numel()
                     return before >> 1
-            elif monotonic() > deadline:
+            if monotonic() > deadline:
                 raise ConnectionAbortedError(f"shard {slot} has been written to for {_WRITTEN_S:.0f} s")
-            elif any(events & select.POLLHUP for _, events in self._poll.poll(0)):
+            if not before & 1:
+                continue
+            if any(events & select.POLLHUP for _, events in self._poll.poll(0)):
                 # The write will never be marked as done.
                 raise ConnectionResetError("the server has gone while it wrote")
-            else:
-                sleep(_NAP_S)
+            sleep(_NAP_S)
 
     def current_version(self, slot: int) -> int | None:
         return self._words[slot] >> 1
