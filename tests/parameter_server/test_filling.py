@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from headrace.errors import PeerLost
+from headrace.parameter_server.client import client
 from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.client.session import ServerConnection
 from headrace.parameter_server.replication import transport
@@ -191,6 +192,22 @@ def test_clients_outlast_a_backup_that_is_filled_for_longer_than_they_wait_for_a
     timer.start()
     trainer.push()
     assert (trainer.links, replicated.ready) == (1, 2)
+    timer.join()
+    trainer.client.close()
+
+
+@either
+@pytest.mark.slow
+def test_a_question_waits_for_a_backup_for_longer_than_a_server_may_take_to_answer(
+    way: str, group: Group, hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_ANSWER_S", 2 * PATIENCE_S)
+    trainer = Trainer(way, Recipe(), group, 0)
+    begin_to_fill(group, hold)
+    timer = threading.Timer(LONG_S, hold.may.set)
+    timer.start()
+    assert trainer.client.ask(0, Message(Kind.STATE))
+    assert (trainer.links, hold.may.is_set()) == (1, True)
     timer.join()
     trainer.client.close()
 

@@ -19,7 +19,7 @@ from headrace.training.clipping import all_finite
 _Gradients = Sequence[Sequence[Tensor | None]]
 
 _ANSWER_S = 60.0
-"""How long a server may take for an answer that depends on no other worker."""
+"""How long a server may take for an answer that depends on no other worker, and that it does not put off."""
 _BUCKET_BYTES, _BUCKET_SHARDS = 1 << 20, 4096
 """A server updates one bucket while the worker copies the next. One message has room for that many versions."""
 
@@ -282,7 +282,7 @@ class _Server:
         """Waits for the answer to what was told last, or early with this number, and returns its blob."""
         if number and (early := self._early.pop(number)) is not None:
             return early
-        answer, returned = self._next(number or self._told, monotonic() + _ANSWER_S)
+        answer, returned = self._next(number or self._told, _ANSWER_S)
         if answer.kind != Kind.DONE:
             raise ServerRefused(f"the server answered {answer.kind.name} to a question")
         return returned
@@ -300,7 +300,7 @@ class _Server:
             return number
         if self.session.waits_for(self._told):
             # The server recognizes only the last repeated message.
-            self._next(self._told, monotonic() + _ANSWER_S)
+            self._next(self._told, _ANSWER_S)
         self._told = self.session.ask(message, (), blob)
         return self._told
 
@@ -333,8 +333,9 @@ class _Server:
         return message.kind == Kind.DONE and message.number != awaited
 
     def _next(
-        self, awaited: int = 0, deadline: float = math.inf, until: float = math.inf
+        self, awaited: int = 0, within_s: float = math.inf, until: float = math.inf
     ) -> tuple[Message, memoryview]:
+        began = monotonic()
         while True:
             received = self.session.receive(max(0.0, until - monotonic()))
             if received is not None:
@@ -343,7 +344,7 @@ class _Server:
             elif monotonic() >= until:
                 until = math.inf
                 self.session.ask(Message(Kind.CLOSE))
-            elif monotonic() > deadline:
+            elif monotonic() - max(began, self.session.put_off_at) > within_s:
                 raise PeerLost(self._connection.rank, self._connection.host, f"has not answered for {_ANSWER_S:.0f} s")
 
     def _fetch(self, message: Message) -> None:

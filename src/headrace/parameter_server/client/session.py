@@ -60,7 +60,8 @@ class Session:
     """Sends requests to one server and receives the answers.
 
     `observes` is a client that never pushes. `push_views` are the push slots of the shards, which change with every
-    reconnection, in `receive` and `ask`. Every method raises PeerLost if the server has ended or does not answer,
+    reconnection, in `receive` and `ask`. `put_off_at` is when the server has last said that all answers wait for its
+    backup. Every method raises PeerLost if the server has ended or does not answer,
     Replaced if another process has replaced this worker, and ServerRefused if the server refuses it.
     """
 
@@ -76,6 +77,7 @@ class Session:
         self._number = 0
         self._unanswered: dict[int, tuple[bytes, Sequence[int], bytes]] = {}
         self._silent_since: float | None = None
+        self.put_off_at = 0.0
         self._probed_at = 0.0
         self._probe: tuple[int, tuple[int, ...]] = (0, ())
         self._moved_bytes = 0
@@ -244,7 +246,9 @@ class Session:
             if message.flag and len(message.numbers) == 2:
                 raise Replaced(*message.numbers)
             raise ServerRefused(bytes(blob).decode(errors="replace"))
-        if message.kind == Kind.OPEN and message.number == self._probe[0]:
+        if message.kind == Kind.OPEN and not message.number:
+            self.put_off_at = monotonic()
+        elif message.kind == Kind.OPEN and message.number == self._probe[0]:
             # All answers sent before this one have arrived before it.
             lost = [number for number in self._probe[1] if self.waits_for(number) and number not in message.numbers]
             if lost:
