@@ -15,7 +15,7 @@ from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.client.session import ServerConnection
 from headrace.parameter_server.core.leases import LeaseTable
 from headrace.parameter_server.core.shard import Shard
-from headrace.parameter_server.server.optimizer import ShardOptimizer
+from headrace.parameter_server.server.optimizer import Remedies, ShardOptimizer
 from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.wire import ShardLayout, ShardSpec
 from headrace.policies.staleness import Combination, EveryPush, Unbounded
@@ -46,6 +46,8 @@ class Stand:
         faults: of all links.
         patience_s: of all clients.
         layout: instead of that parameter, shards of others.
+        remedies: for stale gradients.
+        measures: whether it tells how far a push is from the mean of its round.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class Stand:
         faults: Faults | None = None,
         patience_s: float = PATIENCE_S,
         layout: ShardLayout | None = None,
+        remedies: Remedies | None = None,
+        measures: bool = False,
     ) -> None:
         self.layout = layout or ShardLayout([ShardSpec("weight", 0, (WIDTH,))], codec)
         slots = (self.layout.slots, self.layout.push_slots, self.layout.reply_slots)
@@ -67,11 +71,10 @@ class Stand:
         for piece in self.layout.pieces:
             sizes[piece.parameter] += piece.elements
         specs = [ParameterSpec(name, (elements,)) for name, elements in sizes.items()]
-        applier = ShardOptimizer(self.layout, partial(torch.optim.SGD, lr=1.0), specs)
+        applier = ShardOptimizer(self.layout, partial(torch.optim.SGD, lr=1.0), specs, remedies=remedies)
         machines = [Shard(range(workers), Unbounded(), combination or EveryPush()) for _ in self.layout.pieces]
-        self.server = Server(
-            self.port, self.layout, applier, machines, (LeaseTable(workers, 1000), 0, 1000, 1), grace_s=PATIENCE_S
-        )
+        leases = (LeaseTable(workers, 1000), 0, 1000, 1)
+        self.server = Server(self.port, self.layout, applier, machines, leases, grace_s=PATIENCE_S, measures=measures)
         self.machine = machines[0]
         self._way = way
         self._faults = faults

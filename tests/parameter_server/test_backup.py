@@ -27,10 +27,14 @@ def pushed(workers: list[Worker], count: int) -> None:
 
 
 def settled(group: Group, one: int, other: int) -> None:
-    """Waits until both have dealt with all that there is."""
+    """Waits until both have dealt with all that there is, and ends them."""
     first, second = (group.runners[number].replicated for number in (one, other))
     until(lambda: not first._links.ends and not second._links.ends, "all ends are told")
     until(lambda: first._machine.last == second._machine.last, "the backup has got all")
+    for number in (one, other):
+        members = group.runners[number].server._members
+        until(lambda members=members: not members._at, "the end of the last worker is handled")  # type: ignore[misc]
+        group.runners[number].end()
 
 
 def run(way: str, recipe: Recipe, count: int = 12) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
@@ -70,6 +74,7 @@ def test_a_backup_is_its_primary_bit_for_bit(regime: str, optimizer: str, codec:
     assert max(shard.version for shard in state.shards) >= 6
     assert any(map(any, (tensors[f"parameter/{shard}"] for shard in range(4))))
     assert any(name.startswith("residual/pull/1/") for name in tensors) == (codec == "int8")
+    assert not any(name.startswith("residual/pull/0/") for name in tensors), "it has said that it goes"
     assert any(name.startswith("state/") for name in tensors) == (optimizer != "sgd" or regime == "asynchronous")
 
 

@@ -140,4 +140,8 @@ class Worker:
                 client.ask(0, Message(Kind.STATE, 0, 1))
             if self._number == 0 and self.pushed == 7:
                 client.ask(0, Message(Kind.AVERAGE))
-        client.close()
+        if self._number == 0:
+            client.close()
+        else:
+            # As a process that ends without a word, and may come back: what servers keep of it is compared.
+            client.servers[0].session._abandon()

@@ -133,6 +133,10 @@ class ShardLayout:
                 raise ValueError(f"{name} of a codec that loses nothing")
             residual.copy_(like(named, name, residual))
 
+    def forget(self, worker: int) -> None:
+        """Drops the encoding errors of the replies to a worker."""
+        self._residuals = {key: lost for key, lost in self._residuals.items() if key[:2] != ("pull", worker)}
+
     def _residual(self, way: str, worker: int, shard: int) -> Tensor | None:
         if not (self._push if way == "push" else self._pull)[shard].feedback:
             return None

@@ -53,7 +53,7 @@ class VectorStore(ShardUpdater):
     def settle(self, done: int) -> None:
         """A round is done when the solver says so."""
 
-    def sent(self, worker: int, shards: Sequence[int]) -> None:
+    def sent(self, worker: int, shards: Sequence[int] | None) -> None:
         """No gradient is corrected by what a worker had."""
 
     def state(self, shard: int | None = None) -> bytes:

@@ -140,8 +140,10 @@ class ShardOptimizer(ShardUpdater):
         if self.tables is not None:
             self.tables.settle(done)
 
-    def sent(self, worker: int, shards: Sequence[int]) -> None:
-        if self._remedies.compensation:
+    def sent(self, worker: int, shards: Sequence[int] | None) -> None:
+        if shards is None:
+            self._sent = {key: tensor for key, tensor in self._sent.items() if key[0] != worker}
+        elif self._remedies.compensation:
             for shard in shards:
                 self._sent[worker, shard] = self._parameters[shard].detach().clone()
 

@@ -272,7 +272,10 @@ class Requests:
                 mean = gradient * part if mean is None else mean.add_(gradient, alpha=part)
         if self._measures and mean is not None and not self._layout.pieces[shard].exact:
             for request in requests:
-                request.apart += float(torch.linalg.vector_norm(request.gradients[shard] - mean)) ** 2
+                gradient = request.gradients.get(shard)
+                # One that is not there counts as zeros.
+                apart = mean if gradient is None else gradient - mean
+                request.apart += float(torch.linalg.vector_norm(apart)) ** 2
         steps = max(request.message.steps for request in requests)
         mean_push = Message(Kind.PUSH, steps=steps)
         self._step([shard], [] if mean is None else [(shard, mean)], -1, step.share, step.staleness, mean_push)

@@ -273,20 +273,24 @@ class Server:
             for each in self._members.clients(worker):
                 self._refuse(each.peer, Replaced(worker, incarnation))
             # Also of one that was lost before it had joined.
-            self._drop(worker)
+            self._drop(worker, for_good=True)
 
     def _forget(self, peer: int, for_good: bool = False) -> None:
         """Ends the membership of the client of a connection."""
         member = self._members.leave(peer, for_good)
         if member is not None and not member.observes:
-            self._drop(member.worker)
+            self._drop(member.worker, for_good)
 
-    def _drop(self, worker: int) -> None:
+    def _drop(self, worker: int, for_good: bool) -> None:
         """Releases what a worker holds, and lets no other wait for it."""
         self._requests.drop(worker)
         self._requests.broadcast(Leave(worker))
         if self._coordinator is not None:
             self._coordinator.lost(worker)
+        if for_good:
+            # Copies of the parameters.
+            self._optimizer.sent(worker, None)
+            self._layout.forget(worker)
 
     def _has_answered(self, member: Member) -> bool:
         """Returns whether a worker's request for data here is answered."""

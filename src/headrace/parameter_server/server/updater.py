@@ -61,8 +61,8 @@ class ShardUpdater(ABC):
         """Sets the number of rounds done, with those whose gradients were refused."""
 
     @abstractmethod
-    def sent(self, worker: int, shards: Sequence[int]) -> None:
-        """Records that a worker has received these shards' present parameters."""
+    def sent(self, worker: int, shards: Sequence[int] | None) -> None:
+        """Records that a worker has received these shards' present parameters; None for one that has gone for good."""
 
     @abstractmethod
     def state(self, shard: int | None = None) -> bytes:
