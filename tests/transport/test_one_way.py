@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -10,6 +11,7 @@ from contextlib import suppress
 import pytest
 import zmq
 
+from headrace.errors import UsageError
 from headrace.transport.one_way import Limits, PullEnd, PushEnd
 from headrace.transport.zeromq import connect, make_socket
 
@@ -41,6 +43,19 @@ def test_the_one_with_the_key_is_heard_and_a_stranger_is_not(encrypt: bool) -> N
         assert [bytes(frame) for frame in pull.receive()] == [b"second"]
         push.close()
         pull.close()
+
+
+def test_an_end_that_cannot_be_made_leaves_no_socket_behind() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    # The traceback of an error keeps what was being made.
+    with pytest.raises(UsageError, match=r"cannot listen on tcp://203.0.113.1:0") as _pull:
+        PullEnd(context, Limits(4), check, "203.0.113.1")
+    with pytest.raises(UsageError, match="'nowhere' is no address of a server") as _push:
+        PushEnd(context, Limits(4), check, "nowhere", b"token 1")
+    ending = threading.Thread(target=context.term, daemon=True)
+    ending.start()
+    ending.join(20.0)
+    assert not ending.is_alive()
 
 
 @pytest.mark.parametrize("encrypt", [True, False])

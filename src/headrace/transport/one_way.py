@@ -146,9 +146,14 @@ class PushEnd(_End):
         if not key.startswith(_TOKEN):
             self.socket.curve_publickey, self.socket.curve_secretkey = zmq.curve_keypair()
             self.socket.curve_serverkey = key
-        connect(self.socket, address)
-        # In the additional slot.
-        self.socket.send(key if key.startswith(_TOKEN) else _HELLO)
+        try:
+            connect(self.socket, address)
+            # In the additional slot.
+            self.socket.send(key if key.startswith(_TOKEN) else _HELLO)
+        except BaseException:
+            # While a socket is open, its context does not end.
+            self.close()
+            raise
 
     def meet(self) -> None:
         """Waits until the connection is established."""
@@ -190,7 +195,11 @@ class PullEnd(_End):
         else:
             self.key = _TOKEN + secrets.token_hex(32).encode()
         self._hello = _HELLO if encrypt else self.key
-        self.address = listen(self.socket, f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0")
+        try:
+            self.address = listen(self.socket, f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0")
+        except BaseException:
+            self.close()
+            raise
 
     def meet(self) -> None:
         """Waits for the other end's greeting, and accepts no other connection."""
