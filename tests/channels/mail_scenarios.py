@@ -45,9 +45,9 @@ def exchange_everything(host: SharedMemoryGroup, page: ControlPage) -> list[str]
         for length in lengths(dtype.itemsize):
             tensors = [made(length, dtype, seed) for seed in range(3)]
             note = f"{dtype} x {length}"
-            own.send(note.encode(), [tensors[0], tensors[1][::2], tensors[2].reshape(-1, 1).t()])
+            own.send(note.encode(), [tensors[0].conj(), tensors[1][::2], tensors[2].reshape(-1, 1).t()])
             got, data = inbox.receive(read)
-            sent = [tensors[0], torch.cat([tensors[1][::2]]), tensors[2]]
+            sent = [tensors[0].conj().resolve_conj(), torch.cat([tensors[1][::2]]), tensors[2]]
             begins, _ = places([each.nbytes for each in sent])
             wrong += [
                 note

@@ -79,7 +79,7 @@ class RemoteReceiver(Inbox):
 
 def _bytes(tensor: Tensor) -> memoryview:
     """Returns a tensor's bytes."""
-    dense = tensor.contiguous().cpu()
+    dense = tensor.contiguous().cpu().resolve_conj().resolve_neg()
     # One element may lie as if others lay between.
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
 
