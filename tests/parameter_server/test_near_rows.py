@@ -179,6 +179,9 @@ def test_wrong_options_of_rows_are_named() -> None:
         hr.ParameterServer(2, rows={"warm": 5})  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="hot of rows must be a whole number of at least 0, got -1"):
         hr.RowOptions(hot=-1)
+    for name in ("hot", "hot_age"):
+        with pytest.raises(UsageError, match=f"{name} of rows must be a whole number of at least ., got None"):
+            hr.RowOptions(**{name: None})
     with pytest.raises(UsageError, match="hot_age of rows must be a whole number of at least 1, got 0"):
         hr.RowOptions(hot=5, hot_age=0)
     with pytest.raises(UsageError, match="prefetch of rows must be True or False, got 3"):

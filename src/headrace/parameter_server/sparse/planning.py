@@ -42,7 +42,8 @@ class RowOptions:
             raise UsageError(f"prefetch of rows must be True or False, got {self.prefetch!r}")
         for name, least in (("expected", 1), ("hot", 0), ("hot_age", 1)):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            none = value is None and name == "expected"
+            if not none and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise UsageError(f"{name} of rows must be a whole number of at least {least}, got {value!r}")
 
     @staticmethod
