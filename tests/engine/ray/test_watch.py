@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.ray.stand_in import RayTaskError, Reference, StandIn, remote
+from engine.ray.stand_in import RayError, RayTaskError, Reference, StandIn, remote
 from headrace.engine.ray.nodes import own_versions
 from headrace.engine.ray.watch import RankWatch
 from headrace.errors import PeerLost, WorkerFailed
@@ -147,6 +147,35 @@ def test_a_node_with_another_version_is_named_and_gets_no_process(ranks: Ranks) 
     assert ranks.follow() == "ok"
     assert len(ranks.started) == 2
     assert "rank 1 is not started again: spare has torch 1.0, and this process " in ranks.notices()
+
+
+def test_no_worker_is_started_again_when_the_run_comes_to_its_end(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[int] = []
+    ended: list[int] = []
+    looks, asked = iter(range(10**6)), iter(range(10**6))
+
+    def node(_: Ranks) -> dict[str, Any]:
+        # That rank 0 has ended may be told after the first look.
+        if not ended or next(asked) < 2:
+            raise RayError("Ray has not restarted it yet")
+        return {"node": "spare-id", "versions": own_versions()}
+
+    def killed() -> Iterator[Told]:
+        yield TRAINS
+        lost.append(1)
+        yield KILLED
+
+    def ends() -> Iterator[Told]:
+        yield from trains(lambda: lost and next(looks) > 5, then=TRAINS)
+        ended.append(0)
+        yield DONE
+
+    monkeypatch.setattr(Ranks, "node", property(node), raising=False)
+    ranks.told = [[ends()], [killed(), iter([TRAINS, DONE])], [trains(lambda: ended and next(looks) > 20)]]
+    assert ranks.follow() == "ok"
+    assert [rank for rank, _, _ in ranks.started] == [0, 1, 2]
 
 
 def test_an_interrupt_that_a_lost_rank_was_told_is_told_to_another(ranks: Ranks) -> None:

@@ -86,7 +86,8 @@ class RankWatch:
                 self._agents[self._stopped].stop.remote(int(signal.SIGINT))
             if monotonic() - looked > _LOOK_EVERY_S:
                 looked = monotonic()
-                self._take_back()
+                if self._deadline is None:
+                    self._take_back()
                 if self._requests:
                     self._requests.look(self._change, self._states)
                 self._progress(self._told)
