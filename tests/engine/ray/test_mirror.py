@@ -44,6 +44,16 @@ def test_each_rank_of_a_node_and_each_process_of_a_rank_has_a_folder_of_its_own(
     assert (run_dir / "events" / "rank-1.jsonl").read_text() == "of 1\nof the second 1\n"
 
 
+def test_the_last_line_of_a_log_comes_at_the_end_though_no_newline_follows(ray: StandIn, tmp_path: Path) -> None:
+    run_dir, folder = tmp_path / "run", tmp_path / "there"
+    run_dir.mkdir()
+    write(folder / "logs" / "rank-0.log", "begins\nAborted (core dumped)")
+    mirror = FolderMirror(run_dir)
+    mirror.follow(0, agent_of(), str(folder))
+    mirror.finish(1.0)
+    assert (run_dir / "logs" / "rank-0.log").read_text() == "begins\nAborted (core dumped)"
+
+
 def test_the_runs_own_directory_is_not_copied_to_itself(ray: StandIn, tmp_path: Path) -> None:
     write(tmp_path / "events" / "rank-0.jsonl", "once\n")
     mirror = FolderMirror(tmp_path)

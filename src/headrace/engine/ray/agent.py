@@ -89,8 +89,11 @@ class RankAgent:
         """
         return self._process.wait(_WATCH_S)
 
-    def files(self, folder: str, known: Mapping[str, int]) -> dict[str, bytes]:
-        """Returns what is new in events and logs, whole lines alone, by name; `known` has the bytes that were read."""
+    def files(self, folder: str, known: Mapping[str, int], ended: bool = False) -> dict[str, bytes]:
+        """Returns what is new in events and logs, by name; `known` has the bytes that were read.
+
+        Whole lines alone, unless the run has `ended`: then nothing may follow the last words of a log.
+        """
         found = {}
         root = Path(folder)
         for path in (*root.glob("events/*.jsonl"), *root.glob("logs/*.log")):
@@ -98,8 +101,10 @@ class RankAgent:
             with path.open("rb") as stream:
                 stream.seek(known.get(name, 0))
                 content = stream.read()
-            if whole := content[: content.rfind(b"\n") + 1]:
-                found[name] = whole
+            if not (ended and path.suffix == ".log"):
+                content = content[: content.rfind(b"\n") + 1]
+            if content:
+                found[name] = content
         return found
 
     def file(self, path: str) -> bytes | None:

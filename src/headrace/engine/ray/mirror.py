@@ -55,7 +55,7 @@ class FolderMirror:
         models = []
         for source, agent in self._sources.items():
             self._take(source)
-            self._asked[source] = agent.files.remote(source[1], self._read[source])
+            self._asked[source] = agent.files.remote(source[1], self._read[source], True)
             models.append(agent.file.remote(str(model_path(Path(source[1])))))
         # Together, because an agent whose node is lost may not answer.
         asked = [*self._asked.values(), *models]
