@@ -7,16 +7,21 @@ from contextlib import ExitStack
 import pytest
 import torch
 
+from headrace.errors import InfeasiblePlan
 from headrace.parameter_server.client.client import Client
+from headrace.parameter_server.client.session import ServerConnection
 from headrace.parameter_server.connecting import _open_client_transport, connect, open_server_transport
 from headrace.parameter_server.planning import layout_of
+from headrace.parameter_server.replication.log import LogEntry, LogPayload, encode_entry
 from headrace.parameter_server.sparse.messages import encode_push
+from headrace.parameter_server.wire import Kind, Message, ShardLayout, ShardSpec, encode
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.embedding import TableSpec
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.plan import Role
 from headrace.strategies.parameter_server import ParameterServer
 from headrace.transport import base
+from headrace.transport.base import ReceivedMessage
 from parameter_server.stands import WIDTH, Stand, standing
 from transport.ways import join, mail_of
 
@@ -59,6 +64,17 @@ def test_the_run_may_be_over_meanwhile() -> None:
     role = Role(1, "server", "here", "cpu", 1, -1)
     with standing("local") as stand, ExitStack() as closing, pytest.raises(InterruptedError, match="the run is over"):
         connect([NOWHERE], [stand.layout], [[torch.zeros(WIDTH)]], (0, 0), check, [role], closing, find=find)
+
+
+@pytest.mark.parametrize(("together", "most"), [(True, 7_487), (False, 65_536)])
+def test_more_shards_than_a_message_has_room_for_are_refused(together: bool, most: int) -> None:
+    one = ShardSpec("weight", 0, (1,))
+    numbers = tuple(range(most if together else 4_096))
+    entry = LogEntry(ReceivedMessage(0, encode(Message(Kind.PUSH, numbers=numbers))))
+    assert len(encode_entry(1, 1, entry, LogPayload.NONE)) <= base.LARGEST_MESSAGE
+    connection = ServerConnection(None, ShardLayout([one] * (most + 1)), [], 5)  # type: ignore[arg-type]
+    with pytest.raises(InfeasiblePlan, match=f"of rank 5 has {most + 1:,} shards, and a message has room for {most:,}"):
+        Client([connection], 0, together=together)
 
 
 @pytest.mark.parametrize("way", ["shared_memory", "tcp"])

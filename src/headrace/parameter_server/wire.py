@@ -14,12 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.transport.base import Slots
+from headrace.transport.base import LARGEST_MESSAGE, Slots
 from headrace.transport.codec import Codec, Plain, codec_for
 
 _HEAD = struct.Struct("<BBHHHHqddQ")
 _VERSION = 3
 _MOST = (1 << 16) - 1
+MOST_SHARDS, MOST_TOGETHER = 1 << 16, (LARGEST_MESSAGE - 2 * _HEAD.size - 16) // 8
+"""Of one server, and of one push: its message has to fit into one of the log of a backup."""
+
 _LAST_LEASE = 1 << 48
 MOST_WEIGHT = 1e15
 """More than any batch weighs: a sum of them remains a number."""

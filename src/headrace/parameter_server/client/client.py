@@ -10,10 +10,10 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from headrace.errors import PeerLost, ServerRefused
+from headrace.errors import InfeasiblePlan, PeerLost, ServerRefused
 from headrace.parameter_server.client.session import ServerConnection, Session
 from headrace.parameter_server.core.events import Reason, RoundMembers
-from headrace.parameter_server.wire import Kind, Message, ShardLayout, decode
+from headrace.parameter_server.wire import MOST_SHARDS, MOST_TOGETHER, Kind, Message, ShardLayout, decode
 from headrace.training.clipping import all_finite
 
 _Gradients = Sequence[Sequence[Tensor | None]]
@@ -57,6 +57,7 @@ class Client:
         self.servers: list[_Server] = []
         try:
             for connection in connections:
+                _require_room(connection, together)
                 session = Session(connection, worker, incarnation, check, observes)
                 self.servers.append(_Server(connection, session, together))
         except BaseException:
@@ -361,6 +362,16 @@ class _Server:
                 self.session.reconnect(error)
                 self.versions[shard] = -1
                 self.request(range(shard, shard + 1))
+
+
+def _require_room(connection: ServerConnection, together: bool) -> None:
+    """Refuses more shards than messages have room for, with an InfeasiblePlan."""
+    count, most = len(connection.layout), MOST_TOGETHER if together else MOST_SHARDS
+    if count > most:
+        raise InfeasiblePlan(
+            f"the server of rank {connection.rank} has {count:,} shards, and a message has room for {most:,}; use more "
+            "servers, or a coarser sharding, as 'max_size:4MB' or 'whole'"
+        )
 
 
 def _graver(one: Reason | None, other: Reason | None) -> Reason | None:
