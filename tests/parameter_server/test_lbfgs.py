@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from headrace.parameter_server.lbfgs.solver import (
     SolverOptions,
     Stage,
     VectorServers,
+    _Tape,
     steer,
 )
 from headrace.parameter_server.lbfgs.store import VectorStore, carry_out
@@ -246,3 +248,12 @@ def test_a_gradient_of_another_evaluation_is_no_part_of_the_sum() -> None:
     for lease, number in ((0, 1.0), (PORTIONS + 1, 2.0), (1, 4.0)):
         store.apply([(0, torch.full_like(START, number))], [0], 0, 0.1, 0, 1, lease, 3.0)
     assert carry_out(store, (0, 0), 0, b'[["gather", "g", 1, 3.0], ["max", "g"]]') == [2.0]
+
+
+@pytest.mark.parametrize("place", range(len(START)))
+def test_a_nan_is_the_largest_wherever_it_is(place: int) -> None:
+    """As torch has it: a gradient that is not a number is not one that is small enough."""
+    servers = Servers(START, (4, 8))
+    servers.x.zero_()
+    servers.x[place] = math.nan
+    assert math.isnan(_Tape(servers, (0, 0), [()] * 3).ask("max", "x"))

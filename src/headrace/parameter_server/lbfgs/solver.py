@@ -15,6 +15,7 @@ runs the iteration from its beginning, with these numbers, and carries out only 
 
 from __future__ import annotations
 
+import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -105,6 +106,11 @@ class VectorServers(ABC):
         """Lets some servers carry out the `index`-th commands of a stage; returns the numbers of each."""
 
 
+def largest(numbers: Sequence[float]) -> float:
+    """Returns the largest number, NaN if one is; 0.0 without any. Python's `max` drops NaN, or not, by their order."""
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers, default=0.0)
+
+
 class NotEvaluated(Exception):
     """The solver needs loss and gradient at `x`, which are not there yet."""
 
@@ -155,7 +161,7 @@ class _Tape:
         """Returns the number of a command, over all servers."""
         self.run(*command)
         parts = [numbers[-1] for numbers in self.flush()]
-        return max(parts) if command[0] == "max" else sum(parts)
+        return largest(parts) if command[0] == "max" else sum(parts)
 
     def flush(self) -> list[Sequence[float]]:
         """Carries out what was asked for; returns the numbers of each server."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.parameter_server.lbfgs.solver import Command
+from headrace.parameter_server.lbfgs.solver import Command, largest
 
 X = "x"
 _NAME = re.compile(r"x0|[gpd]|[sye][0-9]{0,7}")
@@ -150,7 +150,7 @@ class Vectors:
         if command == "dot":
             return math.fsum(float(torch.dot(a, b)) for a, b in zip(pieces, others, strict=True))
         if command == "max":
-            return max((float(piece.abs().max()) for piece in pieces if piece.numel()), default=0.0)
+            return largest([float(piece.abs().max()) for piece in pieces if piece.numel()])
         return math.fsum(float(piece.abs().sum()) for piece in pieces)
 
     def pieces(self, shard: int) -> Mapping[str, Tensor]:
