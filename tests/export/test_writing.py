@@ -70,6 +70,18 @@ def test_each_file_computes_the_prediction_for_any_number_of_examples(
         assert torch.allclose(model(sample["input/input"]).softmax(1), sample["output/output"], atol=1e-6)
 
 
+def test_an_output_that_depends_on_the_other_examples_is_noted(tmp_path: Path) -> None:
+    class Similarities(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return x @ x.T, x - x.mean(0), x + 1
+
+    data = torch.rand(8, 5)
+    made = write_model(job_of(Similarities(), (data, data)), Similarities(), tmp_path / "m", FACTS, PT2)
+    assert [form.shape for form in made.outputs] == [(-1, -1), (-1, 5), (-1, 5)]
+    (note,) = made.notes
+    assert note.startswith("what an example gets as output_0, output_1 depends on the other examples of its call")
+
+
 @pytest.mark.slow
 def test_a_sequence_may_have_any_length(tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -27,7 +27,7 @@ from headrace.export.predictor import Predictor, answering_form, inputs_of, keep
 from headrace.export.programs import ProgramRunner
 from headrace.export.quantize.measuring import Program, metrics_of
 from headrace.export.quantize.onnx import quantize_onnx
-from headrace.export.signature import Artefact, Quantization, Signature, form_of, values_of
+from headrace.export.signature import Artefact, Quantization, Signature, TensorForm, form_of, values_of
 from headrace.machine.identity import versions
 from headrace.machine.temporary import temporary_folder
 from headrace.spec.job import Job
@@ -43,6 +43,8 @@ MOST_MISSING = 0.25
 """Of a quantized file: the share of the whole numbers of an output, such as the films of a ranking, that are others."""
 _UNMEASURED = "what quantizing costs was not measured: there is no evaluation set with metrics of what is exported"
 _SAMPLE, _CHECKED, _BATCH = 3, 100, 20
+_MIXED = 1e-3
+"""The least difference, as a share of the values, that other examples of a call make, and not rounding."""
 
 
 def write_model(
@@ -81,10 +83,10 @@ def write_model(
     traced = _trace(predictor, few, choice)
     inputs = tuple(form_of(name, tensor, traced.free) for name, tensor in few.items())
     inputs = values_of(inputs, [inputs_of(job, model, batch).tensors for batch in batches])
-    outputs = tuple(form_of(name, tensor, _free_of(tensor, few, traced.free)) for name, tensor in expected.items())
+    outputs, mixed = _outputs_of(predictor, few, expected, traced.free)
     made_by = {**versions(), **({} if web is None else {"onnxruntime-web": web.version})}
     facts = replace(facts, inputs=inputs, outputs=outputs, labels=choice.labels or facts.labels, versions=made_by)
-    facts = replace(facts, notes=_notes(traced, cached, choice))
+    facts = replace(facts, notes=_notes(traced, cached, choice, mixed))
     subject = _Subject(job, predictor, batches)
     try:
         with temporary_folder(".export-", folder.parent) as aside:
@@ -278,7 +280,34 @@ def _free_of(output: Tensor, inputs: Mapping[str, Tensor], free: Sequence[int]) 
     return tuple(dim for dim in free if dim < output.dim() and output.shape[dim] == lengths[dim])
 
 
-def _notes(traced: programs.Traced, cached: bool, choice: ExportChoice) -> tuple[str, ...]:
+def _outputs_of(
+    predictor: Predictor, few: Mapping[str, Tensor], expected: Mapping[str, Tensor], free: Sequence[int]
+) -> tuple[tuple[TensorForm, ...], list[str]]:
+    """Returns the forms of the outputs, and the names of those that mix the examples of a call."""
+    # Of one example less, if there are several: what differs then depends on the other examples.
+    fewer = run(predictor, {name: tensor[: max(1, len(tensor) - 1)] for name, tensor in few.items()})
+    forms = tuple(
+        form_of(name, tensor, (*_free_of(tensor, few, free), *_following(tensor, fewer[name])))
+        for name, tensor in expected.items()
+    )
+    return forms, [name for name, tensor in expected.items() if _mixes(tensor, fewer[name])]
+
+
+def _following(output: Tensor, fewer: Tensor) -> tuple[int, ...]:
+    """Returns the dimensions of an output that are shorter with one example less."""
+    return tuple(dim for dim, (one, other) in enumerate(zip(output.shape, fewer.shape, strict=True)) if one != other)
+
+
+def _mixes(output: Tensor, fewer: Tensor) -> bool:
+    """Whether what an example gets depends on the other examples of its call."""
+    if output.shape[1:] != fewer.shape[1:]:
+        return True
+    own = (output[: len(fewer)] if output.dim() else output).double()
+    scale = own[own.isfinite()].abs().sum().item() / max(1, own.numel())
+    return not torch.allclose(own, fewer.double(), rtol=_MIXED, atol=_MIXED * scale, equal_nan=True)
+
+
+def _notes(traced: programs.Traced, cached: bool, choice: ExportChoice, mixed: Sequence[str]) -> tuple[str, ...]:
     notes = [f"a call takes at most {MOST_EXAMPLES} examples"] if "pte" in choice.formats else []
     if "tflite" in choice.formats:
         notes.append("a call takes one example, and the shapes are fixed; in the file int32 stands for int64")
@@ -288,6 +317,11 @@ def _notes(traced: programs.Traced, cached: bool, choice: ExportChoice) -> tuple
         )
     if cached:
         notes.append("the cache of keys and values is left out: each call computes all tokens")
+    if mixed:
+        notes.append(
+            f"what an example gets as {', '.join(mixed)} depends on the other examples of its call, and headrace serve "
+            "computes those of several requests together: let a method exported() return what answers for each alone"
+        )
     return tuple(notes)
 
 
