@@ -20,6 +20,7 @@ from headrace.report.views.table import run_plain
 from headrace.spec.events import (
     LAUNCHER,
     Evaluated,
+    Lost,
     RunEnded,
     RunStarted,
     ServerEnded,
@@ -134,6 +135,24 @@ def test_attempts_add_up(tmp_path, make_served_run, write_events):
     assert servers.refused == {"late": 5, "not_finite": 2}
     assert servers.staleness[0].counts == {**before.servers.staleness[0].counts, 7: 10}
     assert servers.waiting[0].answers_s == {2: pytest.approx(0.5), 3: pytest.approx(0.6), 4: pytest.approx(0.1)}
+
+
+def test_what_a_server_did_before_it_was_replaced_counts_too(tmp_path, make_served_run):
+    shard = ShardStats("weight", 4000, 10, 10, 10, 0.1, 1000, 1000)
+    lost = (
+        Lost(LAUNCHER, 7.05, 2, 0, "killed", replaced=True),
+        ServerStarted(2, 7.06, "weir", 7, 1, 4040),
+        ServerStats(2, 7.09, 0.02, 3.0, 9, {"0": {"7": 5}}, {"0": 0.2}, {"late": 1}, (shard,)),
+    )
+    before = summarize(make_served_run(tmp_path / "whole", 2, 1)).servers
+    after = summarize(make_served_run(tmp_path / "lost", 2, 1, extra=lost)).servers
+    first, both = before.by_rank[2], after.by_rank[2]
+    assert (both.busy_s, both.seconds) == (pytest.approx(first.busy_s + 0.02), pytest.approx(first.seconds + 0.03))
+    assert both.moved_bytes == first.moved_bytes + 2000
+    assert (both.queue_mean, both.queue_longest) == (3.0, 9)
+    assert after.staleness[0].counts == {**before.staleness[0].counts, 7: 5}
+    assert after.refused["late"] == before.refused["late"] + 1
+    assert sum(point.staleness.updates for point in after.over_time) == after.staleness_of_all.updates
 
 
 def test_the_json_values_say_the_same(tmp_path, make_served_run, make_run):

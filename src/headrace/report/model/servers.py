@@ -86,7 +86,11 @@ def _pieces(attempt: Attempt, clock: TrainingClock) -> list[tuple[float, Mapping
     """Returns when each server wrote its counts, and what it had applied since the time before."""
     before: dict[int, Counter[str]] = defaultdict(Counter)
     pieces: list[tuple[float, Mapping[str, int]]] = []
-    for event in of_kind(ServerStats, attempt.events):
+    for event in attempt.events:
+        if isinstance(event, ServerStarted):
+            before.pop(event.rank, None)  # A replacement counts from 0.
+        if not isinstance(event, ServerStats):
+            continue
         now: Counter[str] = Counter()
         for counts in event.staleness.values():
             now.update(counts)
@@ -107,9 +111,9 @@ _LEAST_QUEUE = 2.0
 
 @dataclass(frozen=True)
 class ServerWork:
-    """What one server did, in all attempts together; `queue_mean` is that of the last attempt.
+    """What one server did, all its processes together; `queue_mean` is that of the last one.
 
-    `seconds` run from an attempt's first step to the server's last event.
+    A process's `seconds` run from its attempt's first step, or from its own start if that was later, to its last event.
     """
 
     busy_s: float
@@ -193,14 +197,13 @@ class ServerSummary:
 
 def servers_of(attempts: Sequence[Attempt], clock: TrainingClock) -> ServerSummary | None:
     """Returns what the servers of a run did; None without servers, or before the first has written an event."""
-    lasts = [_last(of_kind(ServerStats, attempt.events)) for attempt in attempts]
-    spoken = [served for last in lasts for served in last.values()]
-    if not spoken:
+    processes = [process for attempt in attempts for process in _processes(attempt)]
+    if not processes:
         return None
     by_rank: dict[int, ServerWork] = {}
-    for attempt, last in zip(attempts, lasts, strict=True):
-        for rank, served in last.items():
-            by_rank[rank] = _work(served, _began(attempt, rank), by_rank.get(rank))
+    for began_s, served in processes:
+        by_rank[served.rank] = _work(served, began_s, by_rank.get(served.rank))
+    spoken = [served for _, served in processes]
     counts: dict[int, list[Mapping[str, int]]] = defaultdict(list)
     refused: Counter[str] = Counter()
     for served in spoken:
@@ -290,16 +293,27 @@ def _last(served: Iterable[ServerStats]) -> dict[int, ServerStats]:
     return {event.rank: event for event in served}
 
 
-def _began(attempt: Attempt, rank: int) -> float:
-    """Returns when a server's training time began: with the first step, or with the server if it started later."""
-    started = max((e.time_s for e in of_kind(ServerStarted, attempt.events) if e.rank == rank), default=0.0)
-    steps = chain.from_iterable(attempt.steps.values())
-    first = min(map(step_began_s, steps), default=0.0)
-    return max(started, first)
+def _processes(attempt: Attempt) -> list[tuple[float, ServerStats]]:
+    """Returns of each server process when its training time began, and its last event.
+
+    It began with the first step, or with the process if that started later. A replacement counts from 0.
+    """
+    first = min(map(step_began_s, chain.from_iterable(attempt.steps.values())), default=0.0)
+    began: dict[int, float] = {}
+    lasts: dict[int, ServerStats] = {}
+    ended: list[tuple[float, ServerStats]] = []
+    for event in attempt.events:
+        if isinstance(event, ServerStarted):
+            if event.rank in lasts:
+                ended.append((began.get(event.rank, first), lasts.pop(event.rank)))
+            began[event.rank] = max(first, event.time_s)
+        elif isinstance(event, ServerStats):
+            lasts[event.rank] = event
+    return [*ended, *((began.get(rank, first), last) for rank, last in lasts.items())]
 
 
 def _work(served: ServerStats, began_s: float, before: ServerWork | None) -> ServerWork:
-    """Returns one server's work, added to what it did in attempts before."""
+    """Returns the work of one server process, added to that of the processes before it."""
     seconds = max(0.0, served.time_s - began_s)
     work = ServerWork(served.busy_s, seconds, served.queue_mean, served.queue_longest, served.shards)
     if before is None:
