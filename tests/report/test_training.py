@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -185,6 +186,28 @@ def test_what_was_done_again_counts_once(tmp_path, make_run, write_events):
     write_events(run_dir, [again, last, RunEnded(-1, 6.0, "ok")])
     meetings = summarize(run_dir).averaging.meetings
     assert [(meeting.step, meeting.time_s) for meeting in meetings] == [(2, 1.2), (6, 2.2), (9, 5.0)]
+
+
+def test_meetings_that_a_third_attempt_does_again_count_once(tmp_path, make_run, write_events):
+    run_dir = make_run(tmp_path / "run", "parameter_averaging", status="interrupted", extra=MEETINGS)
+    first = summarize(run_dir).started
+    for time_s, resumed in ((4.0, 10), (5.0, 4)):
+        write_events(run_dir, [dataclasses.replace(first, time_s=time_s, resumed_step=resumed)])
+    write_events(run_dir, [ParametersAveraged(0, 6.0, 8, 4, 4, "as asked for", 0.01, 0.004)])
+    assert [meeting.step for meeting in summarize(run_dir).averaging.meetings] == [2, 8]
+
+
+def test_shares_of_a_run_that_is_resumed_with_more_workers_have_a_picture(tmp_path, make_run, write_events):
+    change = SharesBalanced(0, 1.2, 4, (20, 12), (0.1, 0.2))
+    run_dir = make_run(tmp_path / "run", status="interrupted", extra=(change,))
+    first = summarize(run_dir).started
+    again = [_step(rank, 4.2 + 0.1 * step, step) for rank in range(4) for step in (8, 9)]
+    write_events(run_dir, [dataclasses.replace(first, time_s=4.0, resumed_step=8, workers=4), *again])
+    summary = summarize(run_dir)
+    assert summary.balance.splits == ((0, (8, 8)), (4, (20, 12)), (8, (4, 4, 4, 4)))
+    page = write_page(tmp_path / "page.html", [summary]).read_text()
+    for name, boxes in (("rank 0", 3), ("rank 3", 1)):
+        assert page.count(f"<title>{name}, ") == boxes
 
 
 def test_shares_over_time_in_words_and_a_picture(tmp_path, make_run, write_events):

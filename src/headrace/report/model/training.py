@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from statistics import fmean
 
 from headrace.policies.measurement import spread_of
@@ -337,10 +337,10 @@ def balance_of(attempts: Sequence[Attempt]) -> BalanceSummary | None:
 def averaging_of(attempts: Sequence[Attempt]) -> AveragingSummary | None:
     """Returns the meetings of a run; None where there were none."""
     meetings: list[ParametersAveraged] = []
-    for attempt, later in zip_longest(attempts, attempts[1:]):
-        until = later.started.resumed_step if later else None
-        events = [each for each in of_kind(ParametersAveraged, attempt.events) if until is None or each.step <= until]
-        meetings += _merged(events)
+    for attempt in attempts:
+        # Any later attempt may go back further than the one before it.
+        meetings = [each for each in meetings if each.step <= attempt.started.resumed_step]
+        meetings += _merged(list(of_kind(ParametersAveraged, attempt.events)))
     return AveragingSummary(tuple(meetings)) if meetings else None
 
 

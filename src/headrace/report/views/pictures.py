@@ -155,9 +155,11 @@ def _shares_picture(title: str, balance: BalanceSummary) -> Picture:
             [
                 (float(step), float(end - step), _SIZE_COLOURS[index % 2], str(sizes[worker]))
                 for index, ((step, sizes), end) in enumerate(zip(balance.splits, ends, strict=True))
+                if worker < len(sizes)
             ],
         )
-        for worker in range(len(balance.last))
+        # A resumed run may have more workers than before, or fewer.
+        for worker in range(max(len(sizes) for _, sizes in balance.splits))
     ]
     reading = (
         "Examples of a global batch that each worker computes, over the steps of the run: a worker that is slow gets "
