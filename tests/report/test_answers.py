@@ -90,6 +90,9 @@ def test_which_loss_fell_first_and_which_did_not_get_there(run):
     assert answers.loss_answer([run("a", (2.0, 2.0)), run("b", (2.0, 3.0))], NONE, True) == (
         "No loss fell below where it began, 2.00."
     )
+    assert answers.loss_answer([run("e", (-2.0, -1.99)), run("f", (-2.0, -1.98))], NONE, True) == (
+        "No loss fell below where it began, -2.00."
+    )
     assert answers.loss_answer([run("c", ()), run("d", ())], NONE, True) == ""
 
 

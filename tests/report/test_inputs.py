@@ -66,6 +66,14 @@ def test_the_last_event_of_a_worker_counts() -> None:
     assert inputs.busiest.busy_s == pytest.approx(0.07 * 18)
 
 
+def test_a_worker_that_alone_computes_is_named() -> None:
+    idle, busy = StepTimes(0.0, 0.0, 0.1, 0.0, 0.0), StepTimes(0.0, 0.1, 0.0, 0.0, 0.0)
+    found = bottleneck_of({0: idle, 1: busy}, of(fed(0, 1.0, 4)))
+    assert found is not None
+    assert (found.kind, found.rank) == ("STRAGGLER", 1)
+    assert found.because == "rank 1 computes for all others, who wait for it"
+
+
 def test_attempts_and_replacements_of_a_lost_worker_add_up() -> None:
     assert of(fed(0, 1.0, 4), attempts=2).by_rank[0].batches == 8
     assert of(fed(0, 1.0, 4), fed(0, 2.0, 6), fed(0, 3.0, 1), fed(0, 4.0, 3)).by_rank[0].batches == 9

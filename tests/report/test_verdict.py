@@ -48,6 +48,13 @@ def test_the_fastest_to_a_loss_is_recommended_and_not_the_fastest(run: Make) -> 
     assert "distribution pays here; mirrored is what to pick for speed to a loss of 0.500" in sentence
 
 
+def test_equal_losses_below_0_are_not_told_apart(run: Make) -> None:
+    single = run("one_device", 100.0, {1: -1.3, 2: -2.0}, workers=1)
+    sentence = verdict([single, run("mirrored", 180.0, {1: -1.3, 2: -2.0})], REFERENCES)
+    assert "mirrored is what to pick for speed to a loss of" in sentence
+    assert "though it ends at a loss" not in sentence
+
+
 def test_the_speed_to_a_loss_is_told_where_it_is_not_that_of_the_examples(run: Make) -> None:
     as_usual = verdict([one_device(run), run("mirrored", 150.0, {1: 1.3, 2: 0.3})], REFERENCES)
     assert "mirrored is what to pick for speed to a loss of 0.500." in as_usual

@@ -166,8 +166,11 @@ def bottleneck_of(times: Mapping[int, StepTimes], inputs: InputSummary) -> Bottl
     if waits[starved] >= WORTH and waits[starved] >= lag and starved in inputs.by_rank:
         return _input(starved, waits[starved], inputs)
     if lag >= WORTH:
-        own = times[slow].compute_s / median(each.compute_s for rank, each in times.items() if rank != slow)
-        because = f"rank {slow} computes {fixed(own)} × as long as the others, who wait for it"
+        others_s = median(each.compute_s for rank, each in times.items() if rank != slow)
+        longer = (
+            f"{fixed(times[slow].compute_s / others_s)} × as long as the others" if others_s > 0 else "for all others"
+        )
+        because = f"rank {slow} computes {longer}, who wait for it"
         remedy = "look at what else runs on its machine, or give it a smaller share of each batch"
         return Bottleneck("STRAGGLER", None, slow, lag, because, remedy)
     exchange, total = (sum(getattr(each, part) for each in times.values()) for part in ("exchange_s", "total_s"))

@@ -115,7 +115,7 @@ def _advice(ranked: Sequence[Standing], summaries: Sequence[Summary], best: Lear
     reached = winner.summary.metrics.get("loss")
     single = [each.metrics for each in summaries if each.workers == 1 and each.status == "ok"]
     others = [metrics["loss"] for metrics in single if "loss" in metrics]
-    if reached is None or not others or reached <= min(others) * (1 + _SAME):
+    if reached is None or not others or reached <= min(others) + _SAME * abs(min(others)):
         return advice
     return f"{advice}, though it ends at a loss of {short(reached)} against {short(min(others))} on one device"
 

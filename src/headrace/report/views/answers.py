@@ -68,7 +68,7 @@ def loss_answer(runs: Sequence[Summary], references: References, by_time: bool) 
         return ""
     begins = [runs[index].curves.first_loss or path[0][1] for index, path in compared.items()]
     begin, best = sum(begins) / len(begins), min(path[-1][1] for path in compared.values())
-    if best >= begin * (1 - SAME):
+    if best >= begin - SAME * abs(begin):
         return f"No loss fell below where it began, {short(begin)}.{_left_out(runs)}"
     target = begin - REACHED * (begin - best)
     reached = {
