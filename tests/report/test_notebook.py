@@ -66,13 +66,13 @@ def test_hostile_texts_of_runs_are_text(tmp_path: Path, count: int) -> None:
 
 
 def test_progress_is_one_line_with_a_bar_where_the_end_is_known() -> None:
-    known = progress_html("<b>mirrored", 25, 100, 0.5, 1234.0, 10.0)
+    known = progress_html("<b>mirrored", 25, 100, 0.5, 1234.0, 10.0, 30.0)
     element = parsed(known)
     assert texts(element).strip() == "<b>mirrored: 25/100, loss 0.500, 1234 examples/s, 10.0 s, 30.0 s left"
     bar = element.find("progress")
     assert bar is not None
     assert bar.attrib == {"value": "25", "max": "100"}
-    open_end = parsed(progress_html("a", 25, None, None, None, 10.0))
+    open_end = parsed(progress_html("a", 25, None, None, None, 10.0, None))
     assert (open_end.find("progress"), texts(open_end)) == (None, "a: step 25, loss –, – examples/s, 10.0 s")
 
 
@@ -86,6 +86,18 @@ def test_it_is_drawn_four_times_a_second_and_at_the_end_and_other_lines_stay_lin
         progress.line("saved step 50")
     assert [int(texts(parsed(text)).split()[1].partition("/")[0]) for text in shown] == [*range(3, 100, 3), 100]
     assert stream.getvalue() == "saved step 50\n"
+
+
+def test_what_is_left_of_a_resumed_run_is_told_from_its_own_rounds() -> None:
+    shown: list[str] = []
+    now = [0.0]
+    with ProgressBar(2000, "a", io.StringIO(), plain=True, clock=lambda: now[0], show_html=shown.append) as progress:
+        for step in range(1001, 1012):
+            now[0] += 1.0
+            progress.update(step, 1.0)
+    # 10 rounds took 10 s, and 989 are left.
+    assert shown[-1].count("16 min 29 s left") == 1
+    assert "left" not in shown[0]
 
 
 def test_outside_of_a_kernel_nothing_is_displayed() -> None:

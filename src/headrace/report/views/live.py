@@ -61,6 +61,7 @@ class ProgressBar:
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._began = self._drawn = clock()
+        self._first: tuple[float, int] | None = None
         self._bar: Bar | None = None
         self._task: TaskID | None = None
         self._closed = False
@@ -76,13 +77,18 @@ class ProgressBar:
     def update(self, step: int, loss: float | None = None, examples_per_s: float | None = None) -> None:
         """Shows where the run is, if it is time to draw: steps done, loss of the last step, rate of all workers."""
         now = self._clock()
+        # A resumed run begins with rounds that were done before.
+        self._first = self._first or (now, step)
         moves = self._bar is not None or self._show_html is not None
         period_s = _BAR_PERIOD_S if moves else _LINE_PERIOD_S
         if self._closed or (now - self._drawn < period_s and not (step == self._total and moves)):
             return
         self._drawn = now
         if self._show_html is not None:
-            self._show_html(progress_html(self._label, step, self._total, loss, examples_per_s, now - self._began))
+            passed = now - self._began
+            self._show_html(
+                progress_html(self._label, step, self._total, loss, examples_per_s, passed, self._left_s(step))
+            )
             return
         if self._bar is not None and self._task is not None:
             with unless(_is_unseen):
@@ -111,6 +117,12 @@ class ProgressBar:
                 self._bar.stop()
         if final_line:
             self._write(clean(final_line))
+
+    def _left_s(self, step: int) -> float | None:
+        """Returns how long the rest takes at the pace so far; None where that is not known."""
+        if self._first is None or self._total is None or not self._first[1] < step < self._total:
+            return None
+        return (self._clock() - self._first[0]) * (self._total - step) / (step - self._first[1])
 
     def _write(self, text: str) -> None:
         with unless(_is_unseen):

@@ -25,10 +25,18 @@ def notebook_display() -> ShowHtml | None:
     return lambda text: handle.update(HTML(text))
 
 
-def progress_html(label: str, step: int, total: int | None, loss: float | None, rate: float | None, s: float) -> str:
-    """Returns one line: a bar where the number of rounds is known, and numbers; `s` are the seconds so far."""
+def progress_html(
+    label: str,
+    step: int,
+    total: int | None,
+    loss: float | None,
+    rate: float | None,
+    passed_s: float,
+    left_s: float | None,
+) -> str:
+    """Returns one line: a bar where the number of rounds is known, and numbers."""
     bar = f'<progress value="{min(step, total)}" max="{total}"></progress> ' if total else ""
     count = f"{step}/{total}" if total else f"step {step}"
-    rest = f", {duration(s * (total - step) / step)} left" if total and 0 < step < total else ""
-    text = f"{clean(label)}: {count}, loss {short(loss)}, {short(rate)} examples/s, {duration(s)}{rest}"
+    rest = f", {duration(left_s)} left" if left_s is not None else ""
+    text = f"{clean(label)}: {count}, loss {short(loss)}, {short(rate)} examples/s, {duration(passed_s)}{rest}"
     return f'<div style="font-variant-numeric: tabular-nums">{bar}{escape(text)}</div>'
