@@ -7,8 +7,20 @@ from datetime import datetime
 import pytest
 
 from headrace.report.model.events import read_events
+from headrace.report.trackers.curves import EventCurves
 from headrace.report.trackers.tensorboard import TensorBoard
-from headrace.spec.events import LAUNCHER, Evaluated, NonFinite, ParametersAveraged, RunStarted, Saved, Stepped
+from headrace.spec.events import (
+    LAUNCHER,
+    Evaluated,
+    Lost,
+    NonFinite,
+    ParametersAveraged,
+    RunStarted,
+    Saved,
+    Stepped,
+    WorkerEnded,
+    WorkerStarted,
+)
 
 
 @pytest.mark.slow
@@ -80,6 +92,36 @@ def test_rounds_of_workers_that_do_not_go_in_step_are_written_while_the_run_goes
     step(1, 7.0, 1, 100.0)
     board.close()
     assert len(losses) == 4
+
+
+@pytest.mark.parametrize("leaving", [WorkerEnded(1, 5.5, 5, 0, 0, 0, 0), Lost(LAUNCHER, 5.5, 1, 0, "killed", False)])
+def test_where_a_worker_leaves_the_others_go_on_in_the_curve(leaving):
+    def step(rank, number, loss):
+        return Stepped(rank, float(number), number, 0, 4, loss, 4.0, 0.0, 0.1, 0.0, 0.0)
+
+    both = [step(rank, number, 1.0 + 2 * rank) for number in range(5) for rank in (0, 1)]
+    # The other one's last step is read after the end of the one that leaves.
+    events = [*both, step(1, 5, 3.0), leaving, *(step(0, number, 1.0) for number in range(5, 8))]
+    assert _losses(2, events) == [*((number, 2.0) for number in range(6)), (6, 1.0), (7, 1.0)]
+
+
+def test_where_a_worker_joins_its_losses_count_once():
+    def steps(number):
+        joined = [WorkerStarted(2, 4.9, "mill", 102, "cpu", 1)] if number == 5 else []
+        ranks = range(3 if number >= 5 else 2)
+        return [
+            *joined,
+            *(Stepped(rank, float(number), number, 0, 4, 3.0 * rank, 4.0, 0.0, 0.1, 0.0, 0.0) for rank in ranks),
+        ]
+
+    events = [event for number in range(10) for event in steps(number)]
+    assert _losses(2, events) == [(number, 1.5 if number < 5 else 3.0) for number in range(10)]
+
+
+def _losses(workers, events):
+    started = RunStarted(LAUNCHER, 0.0, "mirrored", workers, "cpu", 1, 8, 80, "1970-01-01T00:00:00+00:00", {}, {})
+    curves = EventCurves(started)
+    return [(each.step, each.value) for event in events for each in curves.take(event) if each.tag == "loss"]
 
 
 def _started(time_s, started_at, resumed_step=0):

@@ -24,6 +24,8 @@ from headrace.spec.events import (
     SharesBalanced,
     Stepped,
     ValuesLogged,
+    WorkerEnded,
+    WorkerStarted,
 )
 from headrace.spec.parameter_sets import loss_name
 
@@ -66,11 +68,11 @@ class EventCurves:
 
     `loss` by step (`loss/<set>` where sets of parameters take turns) is the weighted mean over the workers, known when
     as many of them have reported the step as there are, or, where workers do not go in step, when each of them is
-    beyond it; `seconds/<part>/rank-<n>` is where each worker's step went.
+    beyond it; `seconds/<part>/rank-<n>` is where each worker's step went. Workers may join and leave.
     """
 
     def __init__(self, started: RunStarted) -> None:
-        self._workers = started.workers
+        self._workers = set(range(started.workers))
         self._began = 0.0
         # A text that is no time leaves a relative axis right.
         with suppress(ValueError):
@@ -107,7 +109,13 @@ class EventCurves:
                 yield TrackedPicture(event.name, event.path, event.step, time_s)
             case NonFinite():
                 yield TrackedText("not finite", f"{event.action}, {non_finite_text(event)}", event.step, time_s)
+            case WorkerStarted():
+                self._workers.add(event.rank)
+            case WorkerEnded():
+                self._leave(event.rank)
             case Lost():
+                if not event.replaced:
+                    self._leave(event.lost)
                 yield TrackedText("lost", event.line, 0, time_s)
             case Notice():
                 yield TrackedText("notice", event.text, 0, time_s)
@@ -125,11 +133,17 @@ class EventCurves:
             return  # A repeated lease: the curve has this round already.
         self._open_rounds[event.step].append(event)
         self._latest[event.rank] = max(event.step, self._latest.get(event.rank, 0))
-        if len(self._latest) == self._workers:
-            self._first_open = min(self._latest.values())
+        if self._workers <= self._latest.keys():
+            self._first_open = max(self._first_open, min(self._latest.values()))
         for step in sorted(self._open_rounds):
-            if step < self._first_open or len(self._open_rounds[step]) == self._workers:
+            reports = self._open_rounds[step]
+            # One that has left since counts where it has taken part.
+            if step < self._first_open or len(reports) == len(self._workers | {each.rank for each in reports}):
                 yield from self._loss(step)
+
+    def _leave(self, rank: int) -> None:
+        self._workers.discard(rank)
+        self._latest.pop(rank, None)
 
     def _loss(self, step: int) -> Iterator[TrackedValue]:
         parts = [event for event in self._open_rounds.pop(step) if event.loss is not None]
