@@ -104,6 +104,15 @@ def test_runs_are_found_below_directories(runs: Path, tmp_path: Path) -> None:
     assert RunWatcher([tmp_path / "gone"], expected=True).found == {"gone": tmp_path / "gone"}
 
 
+def test_of_too_many_runs_the_newest_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.watch.runs._MOST_RUNS", 3)
+    for number in range(5):
+        write(tmp_path / f"run-{number}", started())
+        os.utime(tmp_path / f"run-{number}" / "events", (number, number))
+    found = RunWatcher([tmp_path]).found
+    assert [path.name for path in found.values()] == ["run-4", "run-3", "run-2"]
+
+
 def test_each_run_is_found_once_however_many_links_lead_round(runs: Path) -> None:
     """Two levels of a hundred links that lead back would be ten thousand directories every two seconds."""
     for number in range(100):

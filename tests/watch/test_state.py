@@ -104,6 +104,21 @@ def test_rounds_that_a_resumed_run_repeats_count_once(tmp_path: Path) -> None:
     assert Page(read(live)).update()["run"]["status"] == "interrupted"
 
 
+def test_all_evaluations_are_left_out_of_the_time_though_not_all_are_shown(tmp_path: Path) -> None:
+    events = [started(workers=1), *steps(0, range(1500), seconds=1.0)]
+    # A step is 1 s from the end of the one before: 0.1 s of training after 0.9 s of evaluation.
+    events = [replace(each, compute_s=0.07, exchange_s=0.01, update_s=0.01, wait_s=0.01) if isinstance(each, Stepped)
+              else each for each in events]  # fmt: skip
+    events += [Evaluated(0, 1.9 + number, number, 0, 9, {"loss": 1.0}, 0.9) for number in range(1500)]
+    write(tmp_path, *events, RunEnded(LAUNCHER, 1501.0, "ok"))
+    run = read(WatchedRun(tmp_path))
+    known = Page(run).update()
+    summary = summarize(tmp_path)
+    assert len(known["evaluations"]) <= 1000
+    assert known["loss"]["seconds"][-1] == pytest.approx(summary.training.seconds, rel=1e-4)
+    assert known["run"]["rate"] == pytest.approx(80.0, rel=0.01)
+
+
 def test_a_lane_says_where_the_time_went(tmp_path: Path) -> None:
     lanes = RunLanes()
     # A second of steps, half a second of nothing, half a second of steps.

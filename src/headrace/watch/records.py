@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.report.format import byte_count, clean
@@ -136,11 +136,20 @@ class SaveLog:
 
 
 class Evaluations:
-    """Evaluations by time; every other one goes where there are too many."""
+    """Evaluations by time; every other one goes where there are too many.
+
+    Attributes:
+        pauses: when training stood still for an evaluation, by time: for all of them, also those that are not shown.
+    """
 
     def __init__(self) -> None:
         self.revision = -1
         self.events: list[Evaluated] = []
+        self.pauses: list[Evaluated] = []
+
+    def pause(self, event: Evaluated) -> None:
+        """Notes how long an evaluation took."""
+        insort(self.pauses, replace(event, metrics={}), key=lambda each: each.time_s)
 
     def add(self, event: Evaluated, revision: int) -> None:
         """Takes an evaluation."""

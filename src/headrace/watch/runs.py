@@ -158,7 +158,7 @@ def _runs_below(path: Path) -> list[Path]:
             elif depth < _DEPTH:
                 below += _folders(each, seen)
         level = below
-    return sorted(found)[:_MOST_RUNS]
+    return sorted(found)
 
 
 def _folders(path: Path, seen: set[tuple[int, int]]) -> list[Path]:

@@ -100,6 +100,7 @@ class WatchedRun:
                 if self._ended is None or event.time_s >= self._ended.time_s:
                     self._ended = event
             case Evaluated():
+                self._evaluations.pause(event)
                 later = [each.resumed_step for each in self._starts if each.time_s > event.time_s]
                 if event.step <= min(later, default=event.step):
                     self._evaluations.add(event, self.revision)
@@ -136,7 +137,7 @@ class WatchedRun:
 
     def _training_s(self, time_s: Floats) -> Floats:
         """Returns the seconds of training until each time, without evaluations and between attempts."""
-        pieces = [span for window in self._windows.values() for span in without(self._evaluations.events, *window)]
+        pieces = [span for window in self._windows.values() for span in without(self._evaluations.pauses, *window)]
         spans = [(begin, end) for begin, end in pieces if end > begin]
         edges = sorted(edge for span in spans for edge in span)
         inside = {begin for begin, _ in spans}
