@@ -264,7 +264,7 @@ def test_a_full_disk_is_told_and_serving_goes_on(tmp_path: Path, monkeypatch: py
     server = written(tmp_path, 1)
     files = Snapshots(tmp_path, 0, 0.0)
     with monkeypatch.context() as patch:
-        patch.setattr("headrace.checkpoint.storage.File.sync", partial(_raise, Full("full")))
+        patch.setattr("headrace.checkpoint.storage.File.sync", lambda _: _raise(Full("full")))
         files.look(server.snapshot)
         files._thread.wait()
         assert isinstance(files.error, Full)

@@ -20,6 +20,7 @@ import gc
 import importlib
 import io
 import json
+import linecache
 import os
 import select
 import signal
@@ -276,6 +277,9 @@ def _execute(how: str, what: str) -> None:
     name = "<string>" if how == "-c" else what
     if how == "file":
         page.__file__ = what
+    elif sys.version_info >= (3, 13):
+        # Python shows lines of -c in tracebacks since then.
+        linecache.cache[name] = (len(what), None, what.splitlines(keepends=True), name)
     exec(compile(what if how == "-c" else Path(what).read_bytes(), name, "exec"), page.__dict__)
 
 
