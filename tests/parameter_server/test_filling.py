@@ -18,7 +18,7 @@ from headrace.parameter_server.replication import transport
 from headrace.parameter_server.replication.machine import View
 from headrace.parameter_server.replication.transport import ReplicatedTransport
 from headrace.parameter_server.server.server import Server
-from headrace.parameter_server.wire import Kind, Message, encode
+from headrace.parameter_server.wire import Kind, Message, decode, encode
 from headrace.shared_memory.segment import SharedSegment
 from headrace.transport.base import Slots
 from parameter_server.pairs import Group, Scribe, digest, until
@@ -137,9 +137,27 @@ def test_a_client_that_ends_while_the_state_is_copied_has_pushed(way: str, hold:
             open_link(way, group.runners[0].address, SLOTS, SLOTS).close()
         hold.may.set()
         until(lambda: replicated.ready == 2, "the backup has the state")
-        until(lambda: len(group.runners[1].server.book) >= 3, "the backup has got the push and the end")
+        until(lambda: all(len(each.server.book) >= 3 for each in group.runners), "both have the push and the end")
         sent = [digest(filled(length, 2 + slot).numpy()) for slot, length in enumerate(SLOTS.lengths)]
         assert [runner.server.book[1][3] for runner in group.runners] == [sent, sent]
+
+
+@pytest.mark.parametrize("hold", ["copied"], indirect=True)
+def test_what_a_client_asks_again_and_again_while_the_state_is_copied_is_not_kept(way: str, hold: Hold) -> None:
+    with Group(
+        way, (SLOTS, SLOTS, None), lambda replicated: Scribe(replicated.transport, copies=hold)
+    ).running() as group:
+        group.spawn()
+        group.see(1, 0)
+        link = open_link(way, group.runners[0].address, SLOTS, SLOTS)
+        replicated = begin_to_fill(group, hold)
+        for _ in range(20):
+            link.send(encode(Message(Kind.ALIVE, number=7)))
+            assert decode(next_of(link)[0]).kind == Kind.OPEN
+        assert len(replicated._inbox) <= 1, "that the backup has come"
+        hold.may.set()
+        until(lambda: replicated.ready == 2, "the backup has the state")
+        link.close()
 
 
 class Trainer:

@@ -168,7 +168,9 @@ class ReplicatedTransport:
     def _receive_while_filling(self) -> None:
         """Keeps what arrives, and answers new clients, which would try elsewhere."""
         for mail in self._own.receive(_POLL_S):
-            self._inbox.append(self._capture(mail))
+            # Signs of life would grow without end, and are asked for again.
+            if mail.message[1:2] != _ASKS[0]:
+                self._inbox.append(self._capture(mail))
             if mail.message[1:2] in _ASKS:
                 self._ask_for_patience(mail.peer)
 
