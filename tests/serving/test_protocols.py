@@ -133,6 +133,7 @@ WRONG = [
     ("/v2/models/m/infer", {"inputs": [TENSOR | {"shape": [2, 3]}]}, 400, "has 6 elements, data has 3"),
     ("/v2/models/m/infer", {"inputs": [TENSOR | {"shape": [-1, 3]}]}, 400, "expected a shape of whole numbers"),
     ("/v2/models/m/infer", {"inputs": [TENSOR | {"shape": [0, 3], "data": []}]}, 400, "there is no example"),
+    ("/v2/models/m/infer", {"inputs": [TENSOR | {"shape": [0, 2**62], "data": []}]}, 400, "the shape is too large"),
     ("/v2/models/m/infer", {"inputs": [TENSOR | {"data": [1, 2, "a"]}]}, 400, "got numbers, text"),
     ("/v2/models/m/infer", {"inputs": [TENSOR | {"data": [1, 2, None]}]}, 400, "got null, numbers"),
     ("/v2/models/m/infer", {"inputs": [TENSOR | {"data": [True, True, False]}]}, 400, "got true and false"),

@@ -5,6 +5,7 @@ https://github.com/kserve/open-inference-protocol, and Triton's extension_binary
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from headrace.serving.catalog import LoadedVersion, ServedModel
 from headrace.serving.protocols.http import HttpAnswer, expect, is_number, parse_json, require
 from headrace.serving.settings import RequestError
 
+_MOST_ELEMENTS = 1 << 40
+"""No body holds so many, and numpy makes no array of more than 2**63 bytes, even of one without an element."""
 JSON_LENGTH = b"inference-header-content-length"
 _DATATYPES = {
     "bool": "BOOL",
@@ -154,9 +157,9 @@ def _read_input(given: Mapping[str, Any], form: TensorForm, binary: memoryview) 
     if any(type(length) is not int or length < 0 for length in shape) or len(shape) > 32:
         raise RequestError(400, f"{where}: expected a shape of whole numbers from 0 on, for {form_text(form)}")
     size = expect(expect(given, "parameters", dict, where, {}), "binary_data_size", int, where)
-    count = 1
-    for length in shape:
-        count *= length
+    if math.prod(length or 1 for length in shape) > _MOST_ELEMENTS:
+        raise RequestError(400, f"{where}: the shape is too large, even where it has no element")
+    count = math.prod(shape)
     try:
         if size is not None:
             array, used = _from_binary(form, binary, size, count), size
