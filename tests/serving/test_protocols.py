@@ -56,6 +56,8 @@ def test_metadata_and_health(folders: tuple[Path, ...]) -> None:
 
 def test_values_nested_or_flat_and_the_id_comes_back(folders: tuple[Path, ...]) -> None:
     async def talk(client: Client) -> None:
+        large = await client.infer([[2**63, 2**64 - 1, 1]])
+        assert large.document["outputs"][0]["data"] == pytest.approx([2.0**64, 2.0**65, 2.0])
         nested = await client.infer([[1, 2, 3], [4, 5, 6]], id="seven")
         assert nested.document == {
             "model_name": "m",

@@ -99,7 +99,8 @@ def _from_lists(form: TensorForm, values: Any) -> Array:
             raise DataError(f"expected {form_text(form)}, got lists of different lengths")
         told = ", ".join(sorted(_TYPE_TEXT.get(kind, kind.__name__) for kind in kinds))
         raise DataError(f"expected {form_text(form)}, got {told}")
-    kind: type = np.uint64 if form.dtype == "uint64" else np.int64
+    # A float takes any whole number that it can, not only those of 64 bits.
+    kind = np.float64 if form.dtype.startswith("float") else np.uint64 if form.dtype == "uint64" else np.int64
     try:
         array: Array = np.array(level, dtype=bool if kinds == {bool} else kind if kinds == {int} else np.float64)
     except OverflowError:
