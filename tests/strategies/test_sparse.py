@@ -97,6 +97,24 @@ def test_synchronous_strategies_give_what_one_device_gives(strategy: str, optimi
 
 
 @pytest.mark.slow
+def test_unconnected_workers_update_rows_of_their_own() -> None:
+    one = job(OPTIMIZERS["adagrad"])
+    # Of examples that are all alike, the mean of a share is that of the batch.
+    x, y = (part[:1].expand(EXAMPLES, *part.shape[1:]) for part in one.data)
+    one = dataclasses.replace(one, data=(x, y), eval_data=None)
+    alone = hr.fit(one, hr.OneDevice(), device="cpu", engine=THREADS())
+    run = hr.fit(one, hr.Unconnected(3), device="cpu", engine=THREADS())
+    torch.testing.assert_close(weights(run), weights(alone), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_strategies_are_compared_beside_a_ceiling(tmp_path: Path) -> None:
+    one = dataclasses.replace(job(OPTIMIZERS["sgd"]), eval_data=None)
+    found = hr.compare(one, [hr.Mirrored(2)], device="cpu", engine=THREADS(), retries=0, run_dir=tmp_path)
+    assert found.references.ceiling_examples_per_s[2] > 0
+
+
+@pytest.mark.slow
 def test_one_device_gives_what_torch_gives_with_the_same_rows() -> None:
     one = job(OPTIMIZERS["adagrad"], epochs=1)
     run = hr.fit(one, hr.OneDevice(), device="cpu", engine=THREADS())

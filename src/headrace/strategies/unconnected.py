@@ -9,16 +9,17 @@ together is the most that N synchronised ones could.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.averaging.local_steps import check_local_steps
+from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.policies.roles import data_parallel_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.checks import check_count
-from headrace.strategies.context import WorkerContext
+from headrace.strategies.context import WorkerContext, with_tables
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
@@ -46,6 +47,7 @@ class Unconnected(Strategy):
     lock_step = False
     one_model = False
     one_host = True
+    sparse_tables = True
     turns = True
 
     def __post_init__(self) -> None:
@@ -61,4 +63,5 @@ class Unconnected(Strategy):
         return data_parallel_plan(self.name, describe_options(self), self.workers, model, cluster, copies=(2, 0))
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
-        return Replica(context.whole_model(local_shares=len(plan.shares)), LocalExchange(plan.segments, context, rank))
+        replica = Replica(context.whole_model(local_shares=len(plan.shares)), LocalExchange(plan.segments, context, rank))
+        return with_tables(replica, replace(context, group=ThreadCollective(ThreadGroup(1), 0)))
