@@ -63,5 +63,7 @@ class Unconnected(Strategy):
         return data_parallel_plan(self.name, describe_options(self), self.workers, model, cluster, copies=(2, 0))
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
-        replica = Replica(context.whole_model(local_shares=len(plan.shares)), LocalExchange(plan.segments, context, rank))
+        replica = Replica(
+            context.whole_model(local_shares=len(plan.shares)), LocalExchange(plan.segments, context, rank)
+        )
         return with_tables(replica, replace(context, group=ThreadCollective(ThreadGroup(1), 0)))
