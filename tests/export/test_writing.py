@@ -82,6 +82,24 @@ def test_an_output_that_depends_on_the_other_examples_is_noted(tmp_path: Path) -
     assert note.startswith("what an example gets as output_0, output_1 depends on the other examples of its call")
 
 
+def test_equal_lengths_are_not_taken_for_free_ones(tmp_path: Path) -> None:
+    class Words(nn.Module):
+        """Sequences of 7 words to 7 classes, and a table of 3 rows, as many as the examples of the sample."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(11, 7)
+            self.register_buffer("table", torch.rand(3, 4))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return self.words(x).mean(1), self.table + 1, self.words(x)
+
+    data = torch.randint(0, 11, (8, 7))
+    made = write_model(job_of(Words(), (data, data)), Words(), tmp_path / "m", FACTS, PT2)
+    assert made.inputs[0].shape == (-1, -1)
+    assert [form.shape for form in made.outputs] == [(-1, 7), (3, 4), (-1, -1, 7)]
+
+
 @pytest.mark.slow
 def test_a_sequence_may_have_any_length(tmp_path: Path) -> None:
     torch.manual_seed(0)

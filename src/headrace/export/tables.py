@@ -57,7 +57,12 @@ def _replaceable(module: nn.Module) -> bool:
 
 def _whole(module: nn.Module) -> nn.Module:
     if isinstance(module, nn.EmbeddingBag):
-        return WholeBag(module.weight.detach(), module.mode, module.padding_idx)
+        rows = module.weight.detach()
+        if module.max_norm is not None:
+            # The layer does it to the rows of a call, in place and before it reads them.
+            places = torch.arange(len(rows), device=rows.device)
+            rows = torch.embedding_renorm_(rows.clone(), places, module.max_norm, module.norm_type)
+        return WholeBag(rows, module.mode, module.padding_idx)
     # `_replaceable` lets no other through.
     assert isinstance(module, SparseEmbedding)
     rows = module.source.pull(torch.arange(module.num_embeddings))

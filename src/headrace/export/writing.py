@@ -43,6 +43,8 @@ MOST_MISSING = 0.25
 """Of a quantized file: the share of the whole numbers of an output, such as the films of a ranking, that are others."""
 _UNMEASURED = "what quantizing costs was not measured: there is no evaluation set with metrics of what is exported"
 _SAMPLE, _CHECKED, _BATCH = 3, 100, 20
+_SHORTEST = 2
+"""The least length of a sequence in a program whose sequences may have any length."""
 _MIXED = 1e-3
 """The least difference, as a share of the values, that other examples of a call make, and not rounding."""
 
@@ -274,28 +276,33 @@ def examples_of(job: Job) -> list[Any]:
     return found
 
 
-def _free_of(output: Tensor, inputs: Mapping[str, Tensor], free: Sequence[int]) -> tuple[int, ...]:
-    """Returns the dimensions of an output that follow free ones of the inputs."""
-    lengths = next(iter(inputs.values())).shape
-    return tuple(dim for dim in free if dim < output.dim() and output.shape[dim] == lengths[dim])
-
-
 def _outputs_of(
     predictor: Predictor, few: Mapping[str, Tensor], expected: Mapping[str, Tensor], free: Sequence[int]
 ) -> tuple[tuple[TensorForm, ...], list[str]]:
-    """Returns the forms of the outputs, and the names of those that mix the examples of a call."""
-    # Of one example less, if there are several: what differs then depends on the other examples.
-    fewer = run(predictor, {name: tensor[: max(1, len(tensor) - 1)] for name, tensor in few.items()})
+    """Returns the forms of the outputs, and the names of those that mix the examples of a call.
+
+    The model runs once more for each free length of the inputs: equal lengths alone may be a coincidence.
+    """
+    others = {dim: run(predictor, _of_another_length(few, dim)) for dim in free}
     forms = tuple(
-        form_of(name, tensor, (*_free_of(tensor, few, free), *_following(tensor, fewer[name])))
+        form_of(name, tensor, tuple(dim for found in others.values() for dim in _following(tensor, found[name])))
         for name, tensor in expected.items()
     )
-    return forms, [name for name, tensor in expected.items() if _mixes(tensor, fewer[name])]
+    mixed = [name for name, tensor in expected.items() if 0 in others and _mixes(tensor, others[0][name])]
+    return forms, mixed
 
 
-def _following(output: Tensor, fewer: Tensor) -> tuple[int, ...]:
-    """Returns the dimensions of an output that are shorter with one example less."""
-    return tuple(dim for dim, (one, other) in enumerate(zip(output.shape, fewer.shape, strict=True)) if one != other)
+def _of_another_length(inputs: Mapping[str, Tensor], dim: int) -> dict[str, Tensor]:
+    """Returns the inputs with an example less, or sequences that are shorter by one; those of two are longer."""
+    length = next(iter(inputs.values())).shape[dim]
+    if dim == 0 or length > _SHORTEST:
+        return {name: tensor.narrow(dim, 0, length - 1) for name, tensor in inputs.items()}
+    return {name: torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim) for name, tensor in inputs.items()}
+
+
+def _following(output: Tensor, other: Tensor) -> tuple[int, ...]:
+    """Returns the dimensions of an output that have another length where the inputs have."""
+    return tuple(dim for dim, (one, two) in enumerate(zip(output.shape, other.shape, strict=True)) if one != two)
 
 
 def _mixes(output: Tensor, fewer: Tensor) -> bool:
