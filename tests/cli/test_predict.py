@@ -56,6 +56,56 @@ def test_predictions_of_a_run_and_of_its_export(tmp_path: Path, capsys: Capture)
     assert "expected input float32 (any, 2, 3), got the shape (150, 2, 2)" in capsys.readouterr().err
 
 
+OUTPUTS = """
+import functools, torch, headrace as hr
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+        self.also = "none"
+
+    def forward(self, x):
+        y = self.layer(x)
+        more = {"none": {}, "mean": {"mean": y.mean()}, "pairs": {"pairs": y @ y.T}}
+        return {"y": y.bfloat16(), **more[self.also]}
+
+def make(also="none"):
+    made = Model()
+    made.also = also
+    return made
+
+def job(also: str = "none"):
+    return hr.Job(
+        model=functools.partial(make, also),
+        loss=lambda output, y: ((output["y"].float().sum(1) - y) ** 2).mean(),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        data=(torch.rand(16, 4), torch.rand(16)),
+        global_batch_size=8,
+        steps=2,
+    )
+"""
+
+
+@pytest.mark.slow
+def test_outputs_that_are_not_one_for_each_example_are_named(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "job.py").write_text(OUTPUTS)
+    assert run(["train", str(tmp_path / "job.py"), "--run-dir", str(tmp_path / "r")]) == 0
+    np.save(tmp_path / "x.npy", np.ones((40, 4)))
+    capsys.readouterr()
+    assert run(["predict", str(tmp_path / "r"), str(tmp_path / "x.npy")]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [len(row["y"]) for row in rows] == [2] * 40
+    for also, told in (
+        ("mean", "the output 'mean' has the shape () for 32 examples, and not one entry for each"),
+        ("pairs", "the output 'pairs' has the shapes (32, 32) and (8, 8) for 32 and 8 examples"),
+    ):
+        assert run(["predict", str(tmp_path / "r"), str(tmp_path / "x.npy"), "--set", f"also={also}"]) == 5
+        error = capsys.readouterr().err
+        assert told in error
+        assert "a method exported()" in error
+
+
 def test_what_an_exported_model_does_not_compute_is_said(tmp_path: Path, capsys: Capture) -> None:
     values = np.zeros((40, 3), np.float32)
     values[33, 1] = np.nan

@@ -147,7 +147,8 @@ def _predict(
             for name, array in arrays.items()
         }
         for name, output in _outputs(run, tensors, start).items():
-            found.setdefault(name, []).append(output)
+            parts = found.setdefault(name, [])
+            parts.append(_by_example(name, output, len(next(iter(tensors.values()))), parts))
     if not count:
         raise DataError("there is no example; give one at least")
     whole = {name: torch.cat(parts).numpy() for name, parts in found.items()}
@@ -155,6 +156,23 @@ def _predict(
         if told := not_finite(name, array, len(array) == count):
             raise DataError(told)
     return whole
+
+
+def _by_example(name: str, output: Tensor, count: int, before: Sequence[Tensor]) -> Tensor:
+    """Returns an output that has one entry for each of `count` examples, of the same shape as those before.
+
+    Raises:
+        DataError: it has not.
+    """
+    shape = tuple(output.shape)
+    if shape[:1] != (count,):
+        told = f"has the shape {shape} for {count} examples, and not one entry for each"
+    elif before and shape[1:] != tuple(before[0].shape[1:]):
+        told = f"has the shapes {tuple(before[0].shape)} and {shape} for {len(before[0])} and {count} examples"
+    else:
+        # numpy has no bfloat16.
+        return output.float() if output.dtype == torch.bfloat16 else output
+    raise DataError(f"the output {name!r} {told}; give the model a method exported() that returns a module without it")
 
 
 def _outputs(
