@@ -167,6 +167,20 @@ def test_hosts_that_are_refused(over_ssh, arguments: list[str], said: str, capsy
     assert over_ssh == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [(["--port", "3000", "--keep-going"], "--port, --keep-going"), (["--distribution", "cyclic"], "--distribution"),
+     (["--ssh", "rsh"], "--ssh"), (["--python", "python3"], "--python")],
+)  # fmt: skip
+def test_options_of_hosts_without_hosts_are_refused(
+    launched, arguments: list[str], names: str, capsys: Capture
+) -> None:
+    assert run(["launch", *arguments, "train.py"]) == 2
+    assert f"{names}: for workers on several hosts" in capsys.readouterr().err
+    assert launched == []
+    assert run(["launch", "--", "train.py", *arguments]) == 0
+
+
 def test_fewer_workers_than_hosts(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")

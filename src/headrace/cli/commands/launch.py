@@ -99,6 +99,7 @@ def launch(
                     destinations, what, script, workers, port, ssh, python, distribution or usual, keep_going
                 )
             else:
+                _refuse_for_hosts(port=port, distribution=distribution, ssh=ssh, python=python, keep_going=keep_going)
                 # Lazily: --help need not wait for the engine.
                 from headrace.engine.local.engine import launch_script
 
@@ -109,6 +110,19 @@ def launch(
         if answer.as_json:
             answer.document({"script": str(script), "workers": workers, "exit_code": code})
     raise typer.Exit(code)
+
+
+_ON_HOSTS = {"port": 0, "distribution": None, "ssh": "ssh", "python": sys.executable, "keep_going": False}
+"""Options that only workers on several hosts have, with their defaults."""
+
+
+def _refuse_for_hosts(**given: object) -> None:
+    names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value != _ON_HOSTS[name]]
+    if names:
+        raise UsageError(
+            f"{', '.join(names)}: for workers on several hosts; name these by --hosts or --cluster; "
+            "what the script is to get stands behind --"
+        )
 
 
 @contextlib.contextmanager
