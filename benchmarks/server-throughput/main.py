@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("workload", choices=("mlp", "cnn"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each run")
-    parser.add_argument("--tensorflow", default=str(PYTHON), help="a Python that has TensorFlow")
+    parser.add_argument("--tensorflow", default=str(PYTHON), help="a Python that has TensorFlow; else left out")
     arguments = parser.parse_args()
     workload, seconds = arguments.workload, arguments.seconds
     with LocalEngine() as engine:
@@ -38,12 +38,15 @@ def main() -> None:
         ceiling = partial(rival, "ddp", "1", workload, str(seconds), copies=2, tuned=True)
         contestants = {CEILING: ceiling}
         contestants |= {name: partial(ours, strategy=strategy) for name, strategy in STRATEGIES.items()}
-        contestants[TENSORFLOW] = partial(
-            rival, "tf_parameter_server", "2", workload, str(seconds), python=arguments.tensorflow
-        )
+        others = (CEILING, TENSORFLOW) if Path(arguments.tensorflow).exists() else (CEILING,)
+        if TENSORFLOW in others:
+            contestants[TENSORFLOW] = partial(
+                rival, "tf_parameter_server", "2", workload, str(seconds), python=arguments.tensorflow
+            )
+        else:
+            print(f"without TensorFlow: there is no {arguments.tensorflow}; README.md says how to make it")
         figures = alternate(contestants, arguments.rounds)
-    ratios = {f"{name} / ceiling": ratio(figures, name, CEILING) for name in STRATEGIES}
-    ratios |= {f"{name} / {TENSORFLOW}": ratio(figures, name, TENSORFLOW) for name in STRATEGIES}
+    ratios = {f"{name} / {other}": ratio(figures, name, other) for other in others for name in STRATEGIES}
     report(Path(__file__).parent, workload, "examples/s", figures, ratios)
 
 
