@@ -145,9 +145,13 @@ def test_a_run_whose_processes_were_refused_leaves_nothing_to_the_next() -> None
 
 def open_in_a_child(worker: hr.Worker) -> None:
     """Starts a program as user code may, without closing descriptors, and writes down which it has."""
-    with subprocess.Popen(["sleep", "60"], close_fds=False) as child:
-        while Path(f"/proc/{child.pid}/comm").read_text() != "sleep\n":
-            pass
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=False) as child:
+        # Once it answers, it has closed the libraries that it was loaded from.
+        assert child.stdin
+        assert child.stdout
+        child.stdin.write(b"begun\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == b"begun\n"
         folder = f"/proc/{child.pid}/fd"
         Path("found").write_text(json.dumps({name: os.readlink(f"{folder}/{name}") for name in os.listdir(folder)}))
         child.kill()

@@ -112,7 +112,7 @@ def outcome_of(run: hr.Run) -> Outcome:
         if isinstance(event, Stepped):
             parts = rounds.setdefault(event.step, [])
             parts += [] if event.loss is None else [(event.loss, event.weight)]
-    totals = [(sum(loss * w for loss, w in parts), sum(w for _, w in parts)) for parts in rounds.values()]
+    totals = [(sum(loss * w for loss, w in rounds[step]), sum(w for _, w in rounds[step])) for step in sorted(rounds)]
     losses = [total / weight if weight else 0.0 for total, weight in totals]
     return Outcome(run.model.state_dict(), losses, run.metrics)
 

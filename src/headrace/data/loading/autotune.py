@@ -25,7 +25,7 @@ _GAIN = 0.05
 _OTHERS_GAIN = 0.15
 """Least gain for which the kind of readers changes: processes take memory."""
 _HOPELESS = 0.8
-"""A mode that was once slower than this share of the current rate is not tried again."""
+"""A mode that was once slower than this share of the current rate is tried again only after the longest window."""
 _NEARLY_TWICE = 1.6
 """If twice the threads gain this factor, they do not block each other, and processes can gain little more."""
 
@@ -167,6 +167,9 @@ class Autotuner:
             else:
                 self._rests_until, self._untried = now + self._rest_s, None
                 self._rest_s *= 2
+                if self._window_s == _LONGEST_WINDOW_S:
+                    # Other programs may have slowed those trials.
+                    self._known.clear()
                 self._window_s = min(_LONGEST_WINDOW_S, 2 * self._window_s)
 
     def _judge(self, rate: float) -> None:
