@@ -68,6 +68,10 @@ def sparse() -> nn.Module:
     return nn.Sequential(Derived(8, 1, sparse=True), nn.Flatten(), nn.Linear(4, 1))
 
 
+def only_sparse() -> nn.Module:
+    return nn.Sequential(nn.Embedding(8, 1, sparse=True), nn.Flatten(), nn.AvgPool1d(4))
+
+
 CLASSES = hr.tasks.multiclass(3)
 three = functools.partial(nn.Linear, 4, 3)
 
@@ -84,6 +88,11 @@ JOBS: dict[str, tuple[dict[str, Any], type[HeadraceError], str]] = {
     ),
     "model has another type": ({"model": lambda: nn.Linear(4, 1).double()}, JobError, "cannot be run on data: "),
     "all frozen": ({"model": frozen}, JobError, "no parameter to train: all are frozen, or there is none"),
+    "only sparse": (
+        {"model": only_sparse, "data": (torch.zeros(8, 4).long(), TARGETS[:8])},
+        JobError,
+        r"nothing but sparse embeddings \(.*0.*\), and the workers exchange .*; give it a dense layer",
+    ),
     "sparse": (
         {"model": sparse, "data": (torch.zeros(8, 4).long(), TARGETS[:8])},
         JobError,

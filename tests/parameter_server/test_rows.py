@@ -60,6 +60,13 @@ def test_every_row_has_one_server_and_the_servers_about_as_many(name: str, serve
     assert owners == [server for row in range(3) for server, place in enumerate(alone) if row in place]
 
 
+def test_a_range_of_more_rows_than_a_product_has_bits_for() -> None:
+    rows = (1 << 62) + 5
+    many = (TableSpec("user", rows, 1, "float64", RowInit("constant", 0.0)),)
+    places = RowPlaces(ROW_PLACEMENTS["range"], many, 3)
+    assert places.owners(0, torch.tensor([0, rows // 3 - 1, rows // 3, rows - 1])).tolist() == [0, 0, 1, 2]
+
+
 def test_moved_rows_are_where_the_map_says() -> None:
     places = RowPlaces(ROW_PLACEMENTS["range"], TABLES, 4)
     ids = torch.arange(40)

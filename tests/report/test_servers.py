@@ -174,10 +174,10 @@ def test_the_json_values_say_the_same(tmp_path, make_served_run, make_run):
     assert run_plain(summarize(make_run(tmp_path / "mirrored")))["servers"] is None
 
 
-def _shards(*sizes, apply_s=0.2):
+def _shards(*sizes, apply_s=0.2, times=1000):
     names = ("weight", "bias", "gain")
     return tuple(
-        ShardStats(name, size, 10, 10, 10, apply_s * size / sum(sizes), 10 * size, 10 * size)
+        ShardStats(name, size, 10, 10, 10, apply_s * size / sum(sizes), times * size, times * size)
         for name, size in zip(names, sizes, strict=False)
     )
 
@@ -189,8 +189,8 @@ def _says(rank, shards, queue_mean=1.0, time_s=2.0):
 def test_a_server_with_more_than_its_share_is_named_with_its_shard():
     said = imbalance([_says(4, _shards(1000, 10)), _says(5, _shards(5000, 10))])
     assert said == (
-        "uneven servers: server 5 moves 1.66 × the mean of the bytes (100 kB), its shard weight 3.32 × the shards' "
-        "mean; remedy: smaller shards (max_size), or placement by bytes (greedy)"
+        "uneven servers: server 5 moves 1.66 × the mean of the bytes (10.0 MB), its shard weight 3.32 × the shards' "
+        "mean; remedy: smaller shards (sharding='max_size:...'), with placement='greedy'"
     )
 
 
@@ -199,6 +199,12 @@ def test_even_servers_are_not_worth_a_line_however_large_a_shard():
     assert imbalance([_says(4, _shards(5000, 10))]) is None
     assert imbalance([]) is None
     assert imbalance([_says(4, ()), _says(5, ())]) is None
+
+
+def test_what_moves_little_is_not_worth_a_line():
+    few = [_says(4, _shards(1000, 10, times=90)), _says(5, _shards(5000, 10, times=90))]
+    assert imbalance(few) is None
+    assert imbalance([few[0], _says(5, _shards(5000, 10, times=100))]) is not None
 
 
 def test_a_shard_that_tilts_its_server_is_named_below_the_servers_bound():

@@ -118,6 +118,15 @@ def test_a_segment_that_is_not_there_is_refused_with_its_process() -> None:
         SharedSegment.open(os.getpid(), gone, 4_096)
 
 
+def test_a_segment_that_cannot_be_mapped_leaves_no_descriptor() -> None:
+    own = SharedSegment.create(4_096, "test")
+    before = descriptors()
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        SharedSegment.open(os.getpid(), own.descriptor, 1 << 62)
+    assert descriptors() == before
+    own.close()
+
+
 def pages(ranks: int) -> tuple[ControlPage, ControlPage]:
     """Returns two processes' views of one page."""
     segment = SharedSegment.create(ControlPage.nbytes(ranks), "control")

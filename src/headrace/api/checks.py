@@ -29,6 +29,7 @@ from headrace.spec.patterns import GroupedOptimizer
 from headrace.spec.plan import Plan
 from headrace.tasks import Task
 from headrace.training.embeddings.building import tables_of
+from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.embeddings.updater import RowUpdater, check_tables
 from headrace.training.optimizer import build, is_elementwise, require_lbfgs, state_copies
 from headrace.training.update import make, plain
@@ -94,8 +95,7 @@ def inspect_job(job: Job, closures: bool = False) -> JobInfo:
         if job.eval_data is not None:
             notices += _eval_notices(job)
             notices += _try(job, module, job.eval_data, "eval_data", sets)[1]
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise JobError("the model has no parameter to train: all are frozen, or there is none")
+        _check_trained(module)
         _check_frozen(module)
         _check_precision(job.options, module)
         sliceable, kept = _try_update(job, module, sets, closures)
@@ -253,6 +253,17 @@ def check_options(options: Options, device: str) -> None:
             "precision='fp16' is for GPUs, and the device is the CPU; use precision='bf16', which needs no loss scale, "
             "or 'fp32'"
         )
+
+
+def _check_trained(module: nn.Module) -> None:
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        return
+    if tables := [layer.spec.name for layer in sparse_layers(module)]:
+        raise JobError(
+            f"the model trains nothing but sparse embeddings ({names_of(tables)}), and the workers exchange the "
+            "gradient of at least one dense parameter; give it a dense layer, or one of the embeddings sparse=False"
+        )
+    raise JobError("the model has no parameter to train: all are frozen, or there is none")
 
 
 def _check_frozen(module: nn.Module) -> None:

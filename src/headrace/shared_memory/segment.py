@@ -105,7 +105,7 @@ class SharedSegment:
         """Maps a segment that a process of the same user holds; an UnfitMachine if it cannot be seen from here."""
         path = f"/proc/{pid}/fd/{descriptor}"
         try:
-            return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), nbytes)
+            own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
@@ -113,6 +113,11 @@ class SharedSegment:
                 f"cannot open the shared memory of process {pid} ({path}: {error.strerror}); the workers of a host "
                 "must run as one user and see each other's processes (one PID namespace)"
             ) from error
+        try:
+            return cls(own, nbytes)
+        except BaseException:
+            os.close(own)
+            raise
 
     @classmethod
     def received(cls, descriptor: int, nbytes: int, writable: bool = True) -> SharedSegment:

@@ -28,10 +28,15 @@ class RangePlacement(RowPlacement):
     """Gives each server one range of rows, all of about the same length."""
 
     def owners(self, table: TableSpec, ids: Tensor, servers: int) -> Tensor:
-        return ids * servers // table.rows
+        starts = [_start(table, server, servers) for server in range(1, servers)]
+        return torch.bucketize(ids, torch.tensor(starts, dtype=torch.int64), right=True)
 
     def range_of(self, table: TableSpec, server: int, servers: int) -> tuple[int, int] | None:
-        return -(-server * table.rows // servers), -(-(server + 1) * table.rows // servers)
+        return _start(table, server, servers), _start(table, server + 1, servers)
+
+
+def _start(table: TableSpec, server: int, servers: int) -> int:
+    return -(-server * table.rows // servers)
 
 
 class HashPlacement(RowPlacement):

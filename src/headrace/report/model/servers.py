@@ -105,6 +105,7 @@ UNEVEN = 1.5
 _TILTED = 1.1
 """A large shard is worth a line where its server is above so many times the servers' mean; else it costs no time."""
 
+_LEAST_BYTES = 1e6
 _LEAST_APPLY_S = 0.1
 _LEAST_QUEUE = 2.0
 
@@ -248,7 +249,7 @@ def imbalance(served: Iterable[ServerStats]) -> str | None:
     if len(works) < 2:
         return None
     parts = [
-        *_uneven(works, "moves", "of the bytes", moved_bytes, byte_count, 1.0),
+        *_uneven(works, "moves", "of the bytes", moved_bytes, byte_count, _LEAST_BYTES),
         *_uneven(works, "needs", "of the time to apply", lambda shard: shard.apply_s, duration, _LEAST_APPLY_S),
     ]
     factor, which = to_mean([work.queue_mean for work in works.values()])
@@ -257,7 +258,9 @@ def imbalance(served: Iterable[ServerStats]) -> str | None:
         parts.append(f"server {rank} has {fixed(factor)} × the mean queue ({works[rank].queue_mean:.1f} messages)")
     if not parts:
         return None
-    return f"uneven servers: {'; '.join(parts)}; remedy: smaller shards (max_size), or placement by bytes (greedy)"
+    return (
+        f"uneven servers: {'; '.join(parts)}; remedy: smaller shards (sharding='max_size:...'), with placement='greedy'"
+    )
 
 
 def _uneven(
