@@ -71,6 +71,12 @@ def test_what_is_written_is_read(load, text: str) -> None:
     assert load(cluster.toml()) == cluster
 
 
+@pytest.mark.parametrize("name", ["\N{ROCKET}", "Zürich", 'a "b" \\ c', "\x7f\t"])
+def test_any_name_is_written_and_read(load, name: str) -> None:
+    cluster = Cluster((Host(name, 1, 10**9, (f"cuda:{name}",)), Host("b", 1, 10**9)), links=(Link(name, "b", 1e6),))
+    assert load(cluster.toml()) == cluster
+
+
 def test_the_slower_direction_counts_and_shared_links_are_divided(load) -> None:
     cluster = load(HOSTS + LINKS)
     assert cluster.bandwidths([("a", "a"), ("a", "c"), ("b", "c")]) == (math.inf, 10e6, 125e6)
@@ -93,6 +99,7 @@ def test_the_slower_direction_counts_and_shared_links_are_divided(load) -> None:
         (HOSTS.replace('["cuda:0"]', "true"), r"hosts\[0\].accelerators must be a number, or a list"),
         (HOSTS.replace('name = "b"', ""), r"hosts\[1\].name is missing; it must be a text"),
         ("network = 5" + HOSTS, "network must be a table"),
+        (HOSTS + "hours_between_failures = 1e-310", "hours_between_failures is 1e-310, and no machine has less"),
         (HOSTS + "[network]\nlatency_ms = 1", "network.mbit_per_s is missing; it must be a number of at least 0"),
         (HOSTS + LINKS.replace("200", "0"), r"links\[0\].mbit_per_s must be above 0"),
         (HOSTS + LINKS.replace("0.5", "-1"), r"links\[0\].latency_ms must be a number of at least 0, got -1"),

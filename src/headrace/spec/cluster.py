@@ -158,20 +158,20 @@ class Cluster:
 
     def toml(self) -> str:
         """Returns the text that `load` reads."""
-        lines = [f"device = {json.dumps(self.device)}"]
+        lines = [f"device = {_text(self.device)}"]
         if (self.link_bytes_per_s, self.link_latency_s) != (Cluster.link_bytes_per_s, Cluster.link_latency_s):
             lines += ["", "[network]", *_rates(self.link_bytes_per_s, self.link_latency_s)]
         for host in self.hosts:
-            lines += ["", "[[hosts]]", f"name = {json.dumps(host.name)}"]
-            lines += [f"address = {json.dumps(host.address)}"] * bool(host.address)
+            lines += ["", "[[hosts]]", f"name = {_text(host.name)}"]
+            lines += [f"address = {_text(host.address)}"] * bool(host.address)
             lines += [f"cores = {host.cores}", f"memory_gb = {_number(host.memory_bytes / 1e9)}"]
-            lines += [f"accelerators = {json.dumps(host.accelerators)}"] * bool(host.accelerators)
+            lines += [f"accelerators = {_text(host.accelerators)}"] * bool(host.accelerators)
             lines += [f"price_per_hour = {_number(host.price_per_hour)}"] * bool(host.price_per_hour)
             lines += _device(host)
         for link in self.links:
-            lines += ["", "[[links]]", f"from = {json.dumps(link.source)}", f"to = {json.dumps(link.target)}"]
+            lines += ["", "[[links]]", f"from = {_text(link.source)}", f"to = {_text(link.target)}"]
             lines += _rates(link.bytes_per_s, link.latency_s)
-            lines += [f"shared = {json.dumps(link.shared)}"] * bool(link.shared)
+            lines += [f"shared = {_text(link.shared)}"] * bool(link.shared)
         return "\n".join(lines) + "\n"
 
 
@@ -191,6 +191,11 @@ def _rates(bytes_per_s: float, latency_s: float) -> list[str]:
     return [f"mbit_per_s = {_number(bytes_per_s * 8 / 1e6)}", f"latency_ms = {_number(latency_s * 1e3)}"]
 
 
+def _text(value: str | Sequence[str]) -> str:
+    """Returns a text, or a list of texts, in quotes. TOML has no surrogates, and no DEL that is not escaped."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def _number(value: float) -> str:
     return f"{value:.6g}" if value < 1e6 else f"{value:.0f}"
 
@@ -206,8 +211,8 @@ _LINK = ("between", "from", "to", *_RATES, "shared")
 _MOST_MBIT, _MOST_MS, _MOST_GB, _MOST_TFLOPS, _MOST_BUS_GB = 1e8, 1e4, 1e5, 1e6, 1e5
 # More would be a slip of the hand, and fill the memory.
 _MOST_HOSTS, _MOST_ACCELERATORS = 100_000, 1024
-# Far below: 10 kbit/s of a network, 10 MB of memory, 100 MFLOP/s and 10 MB/s in a host.
-_LEAST_MBIT, _LEAST_GB, _LEAST_TFLOPS, _LEAST_BUS_GB = 0.01, 0.01, 1e-4, 0.01
+# Far below: 10 kbit/s of a network, 10 MB of memory, 100 MFLOP/s, 10 MB/s and a failure every 4 s in a host.
+_LEAST_MBIT, _LEAST_GB, _LEAST_TFLOPS, _LEAST_BUS_GB, _LEAST_HOURS = 0.01, 0.01, 1e-4, 0.01, 1e-3
 
 
 def _cluster(document: Mapping[str, Any]) -> Cluster:
@@ -251,7 +256,7 @@ def _hosts(item: Mapping[str, Any], where: str, device: str) -> list[Host]:
         )
         * 1e9,
         speed=number(item, "speed", where, 1.0),
-        hours_between_failures=number(item, "hours_between_failures", where, 0.0),
+        hours_between_failures=number(item, "hours_between_failures", where, 0.0, least=_LEAST_HOURS),
     )
     for key, value in (("bus_gb_per_s", host.bus_bytes_per_s), ("speed", host.speed)):
         if value == 0:
