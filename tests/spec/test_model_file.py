@@ -83,6 +83,22 @@ def test_a_profile_of_several_batches_is_read_between_and_beyond_them(load, tmp_
     assert ModelSpec.load(tmp_path / "model.json") == model
 
 
+def test_another_batch_has_the_layers_in_proportion(load) -> None:
+    more = "[[measured]]\nbatch_size = {}\nforward_ms = 6\nbackward_ms = 20\n"
+    for size in (4, 16):
+        model = load(LAYERS + more.format(size))
+        assert model.compute is not None
+        other = model.compute.at(size)
+        assert [layer.forward_s for layer in other.layers] == pytest.approx([0.004, 0.002])
+        assert [layer.backward_s for layer in other.layers] == pytest.approx([0.016, 0.004])
+        assert [layer.crossing_bytes for layer in other.layers] == [size * 125_000, 0]
+        assert other.saved_bytes == sum(layer.saved_bytes for layer in other.layers) == size * 375_000
+        assert len(model.layers) == len(model.compute.at(8).layers) == len(model.compute.at(12).layers) == 2
+    said = load(LAYERS + more.format(16) + "activation_mb = 4").compute
+    assert said is not None
+    assert said.at(16).saved_bytes == said.at(16).layers[0].saved_bytes == 4_000_000
+
+
 def test_a_line_never_goes_below_what_is_in_proportion() -> None:
     profile = ComputeProfile((BatchProfile(10, 1.0, 2.0), BatchProfile(20, 9.0, 4.0)))
     assert profile.at(5).forward_s == pytest.approx(0.5)
@@ -103,6 +119,7 @@ def test_a_line_never_goes_below_what_is_in_proportion() -> None:
         ("parameters = 1e15\nflops_per_example = 1", "is it in another unit"),
         ("parameter_mb = 1e-6\nflops_per_example = 1", "parameter_mb is in millions of bytes"),
         (RATE + 'dtype = "fp32"', "dtype"),
+        (LAYERS.replace("head", "stem"), r"layers\[0\] and layers\[1\] have one name, 'stem'"),
     ],
 )
 def test_what_is_refused(load, text: str, says: str) -> None:

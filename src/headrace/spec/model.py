@@ -180,6 +180,10 @@ def _written(document: Mapping[str, Any]) -> ModelSpec:
         ParameterSpec(text(item, "name", f"layers[{place}]"), (_elements(item, f"layers[{place}]", dtype),), dtype)
         for place, item in enumerate(items)
     ]
+    first: dict[str, int] = {}
+    for place, each in enumerate(named):
+        if first.setdefault(each.name, place) != place:
+            raise UsageError(f"layers[{first[each.name]}] and layers[{place}] have one name, {each.name!r}")
     parameters = tuple(each for each in named if each.elements) or (
         ParameterSpec("parameters", (_elements(document, "", dtype),), dtype),
     )
@@ -214,32 +218,56 @@ def _compute(document: Mapping[str, Any], named: list[ParameterSpec]) -> Compute
     optimizer_s, fixed_s, accumulate_s = (
         number(document, key, "", 0.0) / 1e3 for key in ("optimizer_ms", "fixed_ms", "accumulate_ms")
     )
-    measured: list[tuple[Mapping[str, Any], str]] = [
-        (item, f"measured[{place}]") for place, item in enumerate(tables(document, "measured"))
-    ]
-    for item, where in measured:
-        check_keys(item, _STEP, where)
-    items = tables(document, "layers")
-    if "batch_size" in document or items:
-        measured.insert(0, (document, ""))
-    batches = []
-    for item, where in measured:
-        size = whole(item, "batch_size", where)
-        if item is document and items:
-            layers = tuple(
-                _layer(each, place, spec) for place, (each, spec) in enumerate(zip(items, named, strict=True))
-            )
-            times = sum(each.forward_s for each in layers), sum(each.backward_s for each in layers)
-            saved = sum(each.saved_bytes for each in layers)
-            batches.append(BatchProfile(size, *times, saved, layers))
-            continue
-        saved = round(number(item, "activation_mb", where, 0.0) * 1e6)
-        batches.append(BatchProfile(size, *_times(item, where, size, optimizer_s + fixed_s), saved))
+    besides_s = optimizer_s + fixed_s
+    own = _own_batch(document, named, besides_s)
+    batches = [] if own is None else [own]
+    for place, item in enumerate(tables(document, "measured")):
+        batches.append(_another_batch(item, f"measured[{place}]", besides_s, own))
     if not batches:
         return None
     batches.sort(key=lambda batch: batch.examples)
     spread, device = number(document, "spread", "", 0.0, most=10.0), text(document, "device", "", "")
     return ComputeProfile(tuple(batches), optimizer_s, fixed_s, spread, device, accumulate_s=accumulate_s)
+
+
+def _own_batch(document: Mapping[str, Any], named: list[ParameterSpec], besides_s: float) -> BatchProfile | None:
+    """Returns the batch that the file says by itself, by its layers where it has some; None if it says none."""
+    items = tables(document, "layers")
+    if "batch_size" not in document and not items:
+        return None
+    size = whole(document, "batch_size", "")
+    if not items:
+        saved = round(number(document, "activation_mb", "", 0.0) * 1e6)
+        return BatchProfile(size, *_times(document, "", size, besides_s), saved)
+    layers = tuple(_layer(each, place, spec) for place, (each, spec) in enumerate(zip(items, named, strict=True)))
+    times = sum(each.forward_s for each in layers), sum(each.backward_s for each in layers)
+    return BatchProfile(size, *times, sum(each.saved_bytes for each in layers), layers)
+
+
+def _another_batch(item: Mapping[str, Any], where: str, besides_s: float, own: BatchProfile | None) -> BatchProfile:
+    """Returns a batch of [[measured]]; what it does not say of bytes and layers is in proportion to the file's own."""
+    check_keys(item, _STEP, where)
+    size = whole(item, "batch_size", where)
+    forward_s, backward_s = _times(item, where, size, besides_s)
+    if own is None:
+        return BatchProfile(size, forward_s, backward_s, round(number(item, "activation_mb", where, 0.0) * 1e6))
+    larger = size / own.examples
+    saved = round(number(item, "activation_mb", where, own.saved_bytes * larger / 1e6) * 1e6)
+
+    def part(whole_s: float, layer_s: float, own_s: float) -> float:
+        return whole_s * layer_s / own_s if own_s else 0.0
+
+    layers = tuple(
+        replace(
+            each,
+            forward_s=part(forward_s, each.forward_s, own.forward_s),
+            backward_s=part(backward_s, each.backward_s, own.backward_s),
+            saved_bytes=round(part(saved, each.saved_bytes, own.saved_bytes)),
+            crossing_bytes=round(each.crossing_bytes * larger),
+        )
+        for each in own.layers
+    )
+    return BatchProfile(size, forward_s, backward_s, saved, layers)
 
 
 def _times(item: Mapping[str, Any], where: str, size: int, besides_s: float) -> tuple[float, float]:
