@@ -60,6 +60,12 @@ def test_a_run_does_not_predict_itself(tmp_path: Path) -> None:
     assert alone.calibrated is None
 
 
+def test_a_run_that_is_given_twice_counts_once(tmp_path: Path) -> None:
+    (place,) = ran(tmp_path, ("one_device", 64))
+    found = calibrate([place, f"{place}/", place.parent / "." / place.name], MODEL, CLUSTER)
+    assert [each.calibrated for each in found.runs] == [None]
+
+
 @pytest.mark.slow
 def test_runs_without_a_network_say_nothing_of_it(tmp_path: Path) -> None:
     found = calibrate(ran(tmp_path, ("one_device", 64)), MODEL, CLUSTER)

@@ -133,7 +133,7 @@ def calibrate(
     require_usable(model, cluster, force)
     found: list[_Measured] = []
     left_out: dict[str, str] = {}
-    for run in runs:
+    for run in {Path(run).resolve(): run for run in runs}.values():
         try:
             measured = _measured(summarize(Path(run)))
             prediction = _predict(measured, model, cluster, Constants(), force)
