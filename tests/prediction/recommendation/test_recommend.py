@@ -111,6 +111,27 @@ def test_what_is_only_bounded_is_not_the_best_of_anything(cluster: Cluster, assu
         assert min(each[1] for each in ahead) <= money
 
 
+def test_pipelines_make_no_micro_batches_besides_their_own() -> None:
+    known = model(10, layers=True)
+    assert known.compute is not None
+    (batch,) = known.compute.batches
+    large = tuple(replace(layer, saved_bytes=10**9) for layer in batch.layers)
+    compute = ComputeProfile((replace(batch, saved_bytes=4 * 10**9, layers=large),))
+    scarce = recommend(replace(known, layers=large, compute=compute), gpus(1, 4, memory=2 * 10**9), global_batch_size=8)
+    staged = [each for each in scarce.offers if "pipeline" in each.text]
+    assert staged
+    assert {each.accumulate for each in staged} == {1}
+    assert any(each.accumulate > 1 for each in scarce.offers)
+
+
+def test_hosts_that_fail_all_the_time_are_named() -> None:
+    failing = tuple(replace(host, hours_between_failures=1e-3) for host in hosts(500).hosts)
+    with pytest.raises(InfeasiblePlan, match="is hours_between_failures in hours"):
+        recommend(
+            model(10), replace(hosts(1), hosts=failing), global_batch_size=64, assumptions=Assumptions(restart_s=1e4)
+        )
+
+
 def test_other_updates_win_only_where_they_are_asked_for() -> None:
     slow = hosts(8, megabits=200)
     best, any_updates = found(slow), found(slow, any_updates=True)
@@ -265,15 +286,15 @@ def test_the_command_of_rented_machines_names_them_and_that_of_some_hosts_too(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    # A batch of 3 leaves one host idle.
+    # A batch of 2 leaves one host idle.
     model(1, layers=True).save(tmp_path / "model.json")
-    Path("cluster.toml").write_text(hosts(4).toml())
-    asked = ["recommend", "model.json", "--cluster", "cluster.toml", "--global-batch-size", "3", "--json"]
+    Path("cluster.toml").write_text(hosts(3).toml())
+    asked = ["recommend", "model.json", "--cluster", "cluster.toml", "--global-batch-size", "2", "--json"]
     assert run([*asked, "--examples", "3000"]) == 0
     document = json.loads(capsys.readouterr().out)
     names = document["winner"]["hosts"]
     words = shlex.split(document["command"])
-    assert 1 < len(names) < 4
+    assert len(names) == 2
     assert words[: words.index("job.py")] == [
         *("headrace", "launch", "--cluster", "cluster.toml", "--hosts", ",".join(names)),
         *("--workers", str(len(names))),

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from headrace.errors import UsageError
 from headrace.pipeline.schedules import SCHEDULES
 from headrace.pipeline.schedules.schedule import Action, timed
 from headrace.prediction.simulation.failures import interval, reliability, sampled_share, useful_share
@@ -93,6 +94,12 @@ def test_the_interval_is_youngs_where_checkpoints_are_short() -> None:
     assert found is not None
     assert found.hours_between == pytest.approx(2.0)
     assert reliability([Host("a", 1, 1)], 10, 60) is None
+
+
+def test_hosts_that_fail_before_a_restart_is_over_are_refused() -> None:
+    hosts = [Host(f"h{index}", 1, 1, hours_between_failures=0.01) for index in range(500)]
+    with pytest.raises(UsageError, match=r"500 hosts of which one fails every 0\.072 s .* get no further: .* 60 s; is"):
+        reliability(hosts, 10, 60)
 
 
 def test_no_other_interval_leaves_more_of_the_time() -> None:

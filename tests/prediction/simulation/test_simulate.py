@@ -11,10 +11,11 @@ import pytest
 
 import headrace as hr
 from headrace.errors import InfeasiblePlan, UsageError
+from headrace.prediction.simulation.behaviour import tensor_parallel_steps
 from headrace.prediction.simulation.scene import Assumptions, Scene
 from headrace.prediction.simulation.simulate import Prediction, simulate
 from headrace.report.model.summary import summarize
-from headrace.spec.cluster import Cluster, Host
+from headrace.spec.cluster import Cluster, Host, Link
 from headrace.spec.model import ModelSpec
 from headrace.strategies import STRATEGIES
 from prediction.simulation.scenes import QUICK, gpus, model
@@ -29,6 +30,15 @@ def run(strategy: hr.Strategy, cluster: Cluster | None = None, *, examples: int 
         assumptions=changes.pop("assumptions", QUICK),
         **changes,
     )
+
+
+def _of_memory(*device: int, host: tuple[int, int] = (64_000_000_000, 64_000_000_000)) -> Cluster:
+    """Two hosts with so many bytes, and devices with so many."""
+    hosts = [
+        replace(each, device_memory_bytes=of_device, memory_bytes=own)
+        for each, of_device, own in zip(gpus(2).hosts, device, host, strict=True)
+    ]
+    return Cluster(tuple(hosts), device="cuda")
 
 
 def test_one_device_takes_what_the_profile_says() -> None:
@@ -71,6 +81,44 @@ def test_gradients_of_all_micro_batches_but_the_first_are_added() -> None:
     assert longer_s[1] - longer_s[0] == pytest.approx((4 + 3) * 0.008 / 4 * 3 / 4)
     scene = Scene(adding, gpus(1), gpus(1).hosts, (), 8, Assumptions(), accumulate=4)
     assert scene.step(scene.hosts[0], 8).backward_s == pytest.approx(0.020 + 3 * 0.008)
+
+
+@pytest.mark.parametrize("examples", [5, 7, 31])
+def test_micro_batches_that_are_not_equal_take_what_all_examples_take(examples: int) -> None:
+    # As long as a step of one device, but for the pipeline's own waiting: 4 micro-batches in 2 stages of equal layers.
+    known = model(layers=True)
+    prediction = run(hr.Pipeline(stages=2, micro_batches=4), gpus(1, 2), examples=examples, model=known)
+    alone_s = run(hr.OneDevice(), gpus(1), examples=examples, model=known).step_s - 0.002
+    crossing_s = 2 * 4e6 * examples / 8 / 4 / 10e9
+    assert prediction.step_s == pytest.approx(alone_s / 2 * 5 / 4 + crossing_s + 0.001, rel=1e-6)
+    # What is held is that of the largest.
+    largest = run(hr.Pipeline(stages=2, micro_batches=4), gpus(1, 2), examples=4 * -(-examples // 4), model=known)
+    assert prediction.memory_bytes == largest.memory_bytes
+
+
+def test_efficiency_is_over_the_share_of_the_worker_with_the_most_examples() -> None:
+    # Three workers have 2 examples and one has 1; all wait for the three.
+    cluster = Cluster(tuple(replace(host, bus_bytes_per_s=1e18) for host in gpus(1, 4).hosts), device="cuda")
+    assert run(hr.Mirrored(workers=4), cluster, examples=7).efficiency == pytest.approx(7 / 8)
+
+
+def test_micro_batches_of_a_share_exchange_as_many_bytes_as_the_share() -> None:
+    known, cluster = model(layers=True), gpus(1, 4)
+    pieces = [Scene(known, cluster, cluster.hosts * 4, (), 8, Assumptions(), accumulate=count) for count in (1, 2, 8)]
+    whole_s, *others_s = [tensor_parallel_steps(scene, 1)[0].forward_s for scene in pieces]
+    assert others_s == pytest.approx([whole_s, whole_s])
+
+
+def test_a_slow_link_to_one_host_does_not_slow_a_servers_others() -> None:
+    def rate(*links: Link) -> float:
+        cluster = replace(gpus(4), links=links)
+        return run(hr.ParameterServer(workers=2, servers=1), cluster, examples=16).examples_per_s
+
+    # Two workers on h0 and h1, the server on h2, and h3 has nothing to do.
+    assert rate(Link("h2", "h3", 1e6), Link("h3", "h2", 1e6)) == rate()
+    assert rate(Link("h2", "h0", 1e8), Link("h0", "h2", 1e8)) > 2 * rate(*(
+        Link(*pair, 1e8) for one in ("h0", "h1", "h3") for pair in ((one, "h2"), ("h2", one))
+    ))  # fmt: skip
 
 
 def test_a_ranks_update_takes_its_part_of_the_parameters() -> None:
@@ -241,6 +289,14 @@ def test_a_real_runs_report_draws_a_simulated_run(tmp_path: Path) -> None:
             r"mirrored needs 4\d\d,000,000 bytes on each device, and a device of host h0 has 250,000,000: "
             r"\d+,000,000 too few; a pipeline of 2 stages or more",
         ),
+        # The memory of the other host's device is not known.
+        (hr.Mirrored(2), _of_memory(1_000, 0), "a device of host h0 has 1,000"),
+        # Two workers share the memory of the first host.
+        (
+            hr.Mirrored(3),
+            replace(_of_memory(0, 0, host=(1_000, 900)), device="cpu"),
+            "a worker of host h0 has 500",
+        ),
     ],
 )
 def test_what_fits_nowhere_is_refused_with_numbers(strategy: hr.Strategy, cluster: Cluster, says: str) -> None:
@@ -252,6 +308,10 @@ def test_what_fits_nowhere_is_refused_with_numbers(strategy: hr.Strategy, cluste
     ("values", "says"),
     [
         ({"spread": math.nan}, "spread must be a number of at least 0, got nan"),
+        ({"steps": 2.5}, "steps must be a whole number of at least 0, got 2.5"),
+        ({"steps": None}, "steps must be a whole number of at least 0, got None"),
+        ({"network_share": "0.5"}, "network_share must be a number of at least 0, got '0.5'"),
+        ({"spread": 1e300}, r"spread is a part of the mean, at most 10, got 1e\+300"),
         ({"slow_share": 2.0}, "slow_share is a part of the whole, at most 1, got 2.0"),
         ({"network_share": 0.0}, "network_share must be above 0"),
         ({"algorithm": "star"}, "all-reduce algorithm 'star'"),

@@ -184,10 +184,10 @@ def _prepare(
         )
         scene, needed = _accumulating(candidate, replace(scene, drawn=False))
         step_s = least_step_s(candidate.strategy, scene)
+        hosts = _used(scene)
+        failing = reliability(hosts, assumptions.checkpoint_s, assumptions.restart_s)
     except UsageError as error:
         return Misfit(candidate, str(error), isinstance(error, InfeasiblePlan))
-    hosts = _used(scene)
-    failing = reliability(hosts, assumptions.checkpoint_s, assumptions.restart_s)
     seconds = goal.examples / scene.examples * step_s / (failing.useful if failing else 1.0)
     return _Prepared(candidate, scene, replicas, needed, seconds, _money(hosts, seconds))
 
@@ -224,7 +224,12 @@ def with_band(offer: Offer, model: ModelSpec, cluster: Cluster, goal: Goal, assu
 
 
 def _accumulating(candidate: Candidate, scene: Scene) -> tuple[Scene, int]:
-    """Returns the scene with as few micro-batches a worker as fit, and the bytes; raises InfeasiblePlan if none do."""
+    """Returns the scene with as few micro-batches a worker as fit, and the bytes; raises InfeasiblePlan if none do.
+
+    A pipeline has micro-batches of its own, and takes no others.
+    """
+    strategy = candidate.strategy
+    staged = isinstance(strategy.inner if isinstance(strategy, Hybrid) else strategy, Pipeline)
     count = 1
     while True:
         tried = replace(scene, accumulate=count)
@@ -233,7 +238,7 @@ def _accumulating(candidate: Candidate, scene: Scene) -> tuple[Scene, int]:
             require_fit(candidate.strategy, tried, needed)
             return tried, needed
         except UsageError:
-            enough = count * scene.workers >= min(scene.examples, _MOST_MICRO_BATCHES)
+            enough = staged or count * scene.workers >= min(scene.examples, _MOST_MICRO_BATCHES)
             if enough or needed == device_bytes(candidate.strategy, replace(scene, accumulate=2 * count)):
                 raise
         count *= 2

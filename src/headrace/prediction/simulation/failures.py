@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.errors import UsageError
 from headrace.spec.cluster import Host
 
 
@@ -35,13 +36,23 @@ class Reliability:
 
 
 def reliability(hosts: Sequence[Host], checkpoint_s: float, restart_s: float) -> Reliability | None:
-    """Returns what failures of these hosts do; None if they never fail."""
+    """Returns what failures of these hosts do; None if they never fail.
+
+    Raises:
+        UsageError: they fail so often that a run does not end.
+    """
     rate = sum(1 / host.hours_between_failures for host in hosts if host.hours_between_failures)
     if not rate:
         return None
     mean_s = 3600 / rate
     every_s = interval(mean_s, checkpoint_s)
-    return Reliability(1 / rate, every_s, useful_share(mean_s, every_s, checkpoint_s, restart_s))
+    useful = useful_share(mean_s, every_s, checkpoint_s, restart_s)
+    if not useful:
+        raise UsageError(
+            f"{len(hosts)} hosts of which one fails every {mean_s:.3g} s on average get no further: a checkpoint takes "
+            f"{checkpoint_s:g} s, and a restart {restart_s:g} s; is hours_between_failures in hours?"
+        )
+    return Reliability(1 / rate, every_s, useful)
 
 
 def interval(mean_s: float, checkpoint_s: float) -> float:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from headrace.errors import InfeasiblePlan
 from headrace.prediction.simulation.behaviour import pipeline_stages
 from headrace.prediction.simulation.scene import Scene
+from headrace.prediction.simulation.staged import micro_batch
+from headrace.spec.cluster import Host
 from headrace.strategies import (
     CentralStorage,
     Downpour,
@@ -35,9 +37,8 @@ def device_bytes(strategy: Strategy, scene: Scene) -> int:
             ranks[terms.schedule.rank_of(stage)] += cost.bytes
         if not any(cost.parameter_bytes for cost in needed):
             ranks = [each + model.copies * trained // len(ranks) for each in ranks]
-        return max(ranks) + _workspace(
-            scene, scene.examples // (scene.workers // devices) // terms.schedule.micro_batches
-        )
+        micro = micro_batch(scene, scene.workers // devices, terms.schedule.micro_batches)
+        return max(ranks) + _workspace(scene, micro)
     devices = inner.processes().workers if inner is not strategy else scene.workers
     if isinstance(inner, TensorParallel):
         replicas = scene.workers // devices
@@ -90,23 +91,17 @@ def _saved(scene: Scene, examples: int) -> int:
     return scene.model.compute.at(examples).saved_bytes + _workspace(scene, examples)
 
 
-def limit_bytes(scene: Scene) -> int:
-    """Returns what the fullest worker may hold: the device's memory, or its part of the host's; 0 where not known."""
-    limits = [
-        host.device_memory_bytes if scene.cluster.device != "cpu" else host.memory_bytes // scene.crowds[host.name]
-        for host in scene.hosts
-    ]
-    return min(limits)
+def limit_bytes(host: Host, scene: Scene) -> int:
+    """Returns what a worker of a host may hold: the device's memory, or its part of the host's; 0 where not known."""
+    return host.device_memory_bytes if scene.cluster.device != "cpu" else host.memory_bytes // scene.crowds[host.name]
 
 
 def require_fit(strategy: Strategy, scene: Scene, needed: int) -> None:
     """Raises InfeasiblePlan where a worker does not fit: what is short, by how much, where, and what would do."""
-    limit = limit_bytes(scene)
-    if not limit or needed <= limit:
+    known = [host for host in scene.hosts if limit_bytes(host, scene)]
+    host = min(known, key=lambda each: limit_bytes(each, scene), default=None)
+    if host is None or needed <= (limit := limit_bytes(host, scene)):
         return
-    host = min(
-        scene.hosts, key=lambda each: each.device_memory_bytes if scene.cluster.device != "cpu" else each.memory_bytes
-    )
     kind = "device" if scene.cluster.device != "cpu" else "worker"
     state = scene.model.copies * scene.model.trainable_bytes
     stages = -(-state // limit)

@@ -84,9 +84,12 @@ class Network:
         return Way(link.latency_s, 1 / (link.bytes_per_s * self._share), 1.0)
 
     def card(self, host: Host) -> float:
-        """Returns the bytes/s of a host's network card: of its fastest link."""
-        own = [link.bytes_per_s for link in self._cluster.links if host.name in (link.source, link.target)]
-        return max(own, default=self._cluster.link_bytes_per_s) * self._share
+        """Returns the bytes/s of a host's network card: of its fastest link, also of those that no link names."""
+        own = [link for link in self._cluster.links if host.name in (link.source, link.target)]
+        rates = [link.bytes_per_s for link in own]
+        if len({link.target for link in own if link.source == host.name}) < len(self._cluster.hosts) - 1:
+            rates.append(self._cluster.link_bytes_per_s)
+        return max(rates, default=self._cluster.link_bytes_per_s) * self._share
 
     def all_reduce(self, hosts: Sequence[Host], algorithm: str = "auto", side_by_side: int = 1) -> Way:
         """Returns an all-reduce among processes on these hosts, one each.

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from headrace.spec.model import ModelSpec
 
 Seconds = NDArray[np.float64]
 
+_WHOLE = ("steps", "seed", "bucket_bytes")
+_MOST_SPREAD = 10.0
 _PAYLOAD = 1448 / 1514
 """The part of a full packet of 1500 bytes that is not a header of Ethernet, IP, or TCP with timestamps."""
 
@@ -73,8 +76,14 @@ class Assumptions:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
-                raise UsageError(f"{each.name} must be a number of at least 0, got {value!r}")
+            if each.name == "algorithm" or (value is None and each.default is None):
+                continue
+            kind, what = (Integral, "a whole number") if each.name in _WHOLE else (Real, "a number")
+            is_number = isinstance(value, kind) and not isinstance(value, bool)
+            if not is_number or not 0 <= value < math.inf:
+                raise UsageError(f"{each.name} must be {what} of at least 0, got {value!r}")
+        if (self.spread or 0) > _MOST_SPREAD:
+            raise UsageError(f"spread is a part of the mean, at most {_MOST_SPREAD:g}, got {self.spread!r}")
         for name in ("slow_share", "network_share", "input_gradient_share"):
             if (getattr(self, name) or 0) > 1:
                 raise UsageError(f"{name} is a part of the whole, at most 1, got {getattr(self, name)!r}")
@@ -185,7 +194,13 @@ class Scene:
         batch = profile.at(-(-examples // pieces))
         computing = slower * examples / batch.examples
         layers = tuple(
-            replace(each, forward_s=each.forward_s * computing, backward_s=each.backward_s * computing)
+            replace(
+                each,
+                forward_s=each.forward_s * computing,
+                backward_s=each.backward_s * computing,
+                # Of all micro-batches: each has its own exchange.
+                crossing_bytes=round(each.crossing_bytes * examples / batch.examples),
+            )
             for each in batch.layers
         )
         forward_s, backward_s = batch.forward_s * computing, batch.backward_s * computing

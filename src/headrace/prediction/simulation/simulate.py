@@ -210,9 +210,9 @@ def predicted(strategy: Strategy, scene: Scene, timeline: Timeline, replicas: in
     rounds = len(timeline.step) / scene.workers if timeline.rounds is None else timeline.rounds
     examples = scene.examples * rounds
     rate = examples / timeline.seconds
-    alone = scene.step(scene.hosts[0], max(1, scene.examples // replicas))
-    alone_s = alone.forward_s + alone.backward_s + alone.optimizer_s + alone.fixed_s
-    single = scene.examples / replicas / alone_s
+    share = max(scene.shares(replicas))
+    alone = scene.step(scene.hosts[0], share)
+    single = share / (alone.forward_s + alone.backward_s + alone.optimizer_s + alone.fixed_s)
     shares = where_time_goes(timeline)
     assumed = scene.assumptions
     used = {host.name: host for host in (*scene.hosts, *scene.servers)}

@@ -47,23 +47,36 @@ class PipelineTerms:
 def stages_of(scene: Scene, terms: PipelineTerms, replicas: int) -> tuple[list[StageTimes], tuple[StageCost, ...], str]:
     """Returns what the stages take for a micro-batch, what they need, and a note where layers were not known."""
     schedule = terms.schedule
-    micro = max(1, scene.examples // replicas // schedule.micro_batches)
+    micro = micro_batch(scene, replicas, schedule.micro_batches)
+    part = max(scene.shares(replicas)) / schedule.micro_batches / micro
     ranks = [scene.hosts[rank] for rank in range(schedule.ranks)]
     placed = [ranks[rank] for rank in schedule.placement()]
     ways = tuple(scene.network.between(one, other) for one, other in pairwise(placed))
     rates = scene.cluster.bandwidths([(one.name, other.name) for one, other in pairwise(placed)])
     partition = terms.partition if isinstance(terms.partition, str) else tuple(map(str, terms.partition))
     of_terms = (schedule, terms.recompute, partition, terms.cost, terms.limit_bytes)
-    key = (*of_terms, ways, rates, scene.assumptions.input_gradient_share, scene.step_key(ranks[0], micro))
+    key = (*of_terms, ways, rates, scene.assumptions.input_gradient_share, scene.step_key(ranks[0], micro), part)
     if key not in scene.memo:
-        scene.memo[key] = _stages(scene, terms, ranks[0], micro, ways, rates)
+        scene.memo[key] = _stages(scene, terms, ranks[0], micro, part, ways, rates)
     known: tuple[list[StageTimes], tuple[StageCost, ...], str] = scene.memo[key]
     return known
 
 
+def micro_batch(scene: Scene, replicas: int, micro_batches: int) -> int:
+    """Returns the examples of the largest micro-batch of the replica with the most examples."""
+    return -(-max(scene.shares(replicas)) // micro_batches)
+
+
 def _stages(
-    scene: Scene, terms: PipelineTerms, host: Host, micro: int, ways: Sequence[Way], rates: Sequence[float]
+    scene: Scene,
+    terms: PipelineTerms,
+    host: Host,
+    micro: int,
+    part: float,
+    ways: Sequence[Way],
+    rates: Sequence[float],
 ) -> tuple[list[StageTimes], tuple[StageCost, ...], str]:
+    """Takes stages for the largest micro-batch; a mean one is `part` of it, and takes as much of its time."""
     schedule, step = terms.schedule, scene.step(host, micro)
     layers, note = step.layers, ""
     if not layers:
@@ -87,8 +100,9 @@ def _stages(
     times = []
     for stage, names in enumerate(partition):
         own = [named[name] for name in names]
-        forward = sum(layer.forward_s for layer in own)
-        backward = sum(layer.backward_s for layer in own)
+        forward = part * sum(layer.forward_s for layer in own)
+        backward = part * sum(layer.backward_s for layer in own)
+        crossing = round(part * own[-1].crossing_bytes)
         after = stage + 1 < len(partition)
         way = ways[stage] if after else Way()
         shares = scene.assumptions.input_gradient_share
@@ -97,8 +111,8 @@ def _stages(
                 forward,
                 backward * shares + forward * terms.recompute,
                 backward * (1 - shares) + adding_s * sum(layer.parameter_bytes for layer in own),
-                way.seconds(own[-1].crossing_bytes) if after else 0.0,
-                own[-1].crossing_bytes if way.moved else 0,
+                way.seconds(crossing) if after else 0.0,
+                crossing if way.moved else 0,
             )
         )
     return times, costs(model, partition, partition_terms), note
