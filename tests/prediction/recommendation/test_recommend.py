@@ -36,6 +36,13 @@ def hosts(count: int, *, megabits: float = 10_000, price: float = 0.1) -> Cluste
     return Cluster(each, link_bytes_per_s=megabits * 1e6 / 8)
 
 
+def of_speeds(*speeds: float) -> Cluster:
+    """Hosts with two devices each, whose devices have these speeds."""
+    cluster = gpus(len(speeds), 2)
+    unequal = (replace(host, speed=speed) for host, speed in zip(cluster.hosts, speeds, strict=True))
+    return replace(cluster, hosts=tuple(unequal))
+
+
 def found(cluster: Cluster, megabytes: int = 10, **changes) -> Recommendation:
     return recommend(model(megabytes, layers=True), cluster, global_batch_size=64, **changes)
 
@@ -85,7 +92,10 @@ def best_of(found: list[object]) -> dict[tuple[str, int, bool, bool], tuple[floa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cluster", [hosts(8), hosts(8, megabits=100), gpus(2, 4), gpus(4, 2, gigabytes_per_s=0.1)])
+@pytest.mark.parametrize(
+    "cluster",
+    [hosts(8), hosts(8, megabits=100), gpus(2, 4), gpus(4, 2, gigabytes_per_s=0.1), of_speeds(1.0, 0.5, 2.0, 0.25)],
+)
 @pytest.mark.parametrize("assumed", [Assumptions(), VARIED])
 def test_what_is_only_bounded_is_not_the_best_of_anything(cluster: Cluster, assumed: Assumptions) -> None:
     known, goal = model(20, layers=True), Goal(1_000_000, 64)

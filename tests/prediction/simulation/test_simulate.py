@@ -159,6 +159,39 @@ def test_a_round_waits_for_its_slowest_worker() -> None:
     assert prediction.shares["waiting for others"] == pytest.approx(0.5 * 0.030 / 0.164)
 
 
+IN_PARTS = (
+    hr.Pipeline(stages=4, micro_batches=4),
+    hr.TensorParallel(4),
+    hr.Hybrid(hr.Mirrored(2), hr.Pipeline(stages=2, micro_batches=4)),
+    hr.Hybrid(hr.ParameterAveraging(2, 2), hr.Pipeline(stages=2, micro_batches=4)),
+    hr.Hybrid(hr.Mirrored(2), hr.TensorParallel(2)),
+)
+
+
+@pytest.mark.parametrize("strategy", IN_PARTS)
+def test_a_slow_device_slows_those_that_hold_the_other_parts(strategy: hr.Strategy) -> None:
+    def step_s(*speeds: float) -> float:
+        quick = gpus(4, gigabytes_per_s=1e6)
+        hosts = tuple(replace(host, speed=speed) for host, speed in zip(quick.hosts, speeds, strict=True))
+        return run(strategy, replace(quick, hosts=hosts), model=model(layers=True)).step_s
+
+    all_slow_s = step_s(0.1, 0.1, 0.1, 0.1)
+    assert step_s(1, 1, 1, 1) == pytest.approx(all_slow_s / 10, rel=0.01)
+    for place in range(4):
+        assert all_slow_s / 2 < step_s(*(0.1 if rank == place else 1.0 for rank in range(4))) <= all_slow_s
+
+
+@pytest.mark.parametrize("inner", [hr.Pipeline(stages=2, micro_batches=4), hr.TensorParallel(2)])
+def test_a_slow_link_inside_any_replica_slows_all(inner: hr.Strategy) -> None:
+    def step_s(*ends: str) -> float:
+        links = (Link(*ends, 1e7), Link(*ends[::-1], 1e7)) if ends else ()
+        strategy = hr.Hybrid(hr.Mirrored(2), inner)
+        return run(strategy, replace(gpus(4), links=links), model=model(1, layers=True)).step_s
+
+    assert step_s("h0", "h1") > 10 * step_s()
+    assert step_s("h2", "h3") > 10 * step_s()
+
+
 def test_a_server_carries_the_bytes_of_all_workers() -> None:
     many = replace(QUICK, steps=50)
     prediction = run(hr.ParameterServer(workers=4, servers=1), gpus(5), assumptions=many)

@@ -20,6 +20,7 @@ from headrace.prediction.simulation.staged import (
     PipelineTerms,
     between_replicas,
     gradient_bytes,
+    pass_factors,
     stages_of,
     update_seconds,
 )
@@ -50,7 +51,7 @@ def _least_staged_s(scene: Scene, terms: PipelineTerms, replicas: int, every_rou
     ranks, count = schedule.ranks, schedule.micro_batches
     stages, needed, _ = stages_of(scene, terms, replicas)
     rounds = scene.assumptions.steps
-    factors = scene.variation(rounds, replicas * ranks).reshape(rounds, replicas, ranks)
+    factors = pass_factors(scene, schedule, replicas)
     passes = np.zeros(ranks)
     for stage, each in enumerate(stages):
         passes[schedule.rank_of(stage)] += count * (each.forward_s + each.input_s + each.weight_s)
@@ -58,13 +59,12 @@ def _least_staged_s(scene: Scene, terms: PipelineTerms, replicas: int, every_rou
     busy = factors * passes
     if schedule.stages() == ranks:
         busy[:, :, 0] = np.maximum(busy[:, :, 0], _through_s(terms, stages, factors))
-    steps = [scene.step(scene.hosts[rank], max(1, scene.examples // replicas)) for rank in range(ranks)]
     sizes = gradient_bytes(scene.model, schedule, needed)
-    update_s = np.array(update_seconds(steps, sizes))
+    update_s = update_seconds(scene, replicas, sizes)
     if not every_round or replicas == 1:
         return float((busy.sum(axis=0) + rounds * update_s).max())
     synced_s = [between_replicas(scene, rank, ranks, replicas).seconds(sizes[rank]) for rank in range(ranks)]
-    return float((busy.max(axis=1) + synced_s + update_s).sum(axis=0).max())
+    return float((busy.max(axis=1) + synced_s + update_s.min(axis=0)).sum(axis=0).max())
 
 
 def _through_s(terms: PipelineTerms, stages: Sequence[StageTimes], factors: Seconds) -> Seconds:

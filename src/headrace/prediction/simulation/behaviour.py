@@ -20,6 +20,7 @@ from headrace.prediction.simulation.staged import (
     gradient_bytes,
     one_step,
     require_enough,
+    slowness,
     staged,
     stages_of,
 )
@@ -55,17 +56,18 @@ def behave(strategy: Strategy, scene: Scene) -> Timeline:
 
 
 def device_steps(scene: Scene, replicas: int | None = None, by_speed: bool = False) -> list[DeviceStep]:
-    """Returns what a step of each worker takes, or of each replica's first."""
+    """Returns what a step of each worker takes, or of each replica's slowest."""
     count = replicas or scene.workers
     ranks = scene.workers // count
     shares = scene.shares(count, by_speed)
     known: dict[tuple[str, int], DeviceStep] = {}
     found = []
     for replica, share in enumerate(shares):
-        host = scene.hosts[replica * ranks]
-        if (host.name, share) not in known:
-            known[host.name, share] = scene.step(host, share)
-        found.append(known[host.name, share])
+        own = scene.hosts[replica * ranks : (replica + 1) * ranks]
+        for host in own:
+            if (host.name, share) not in known:
+                known[host.name, share] = scene.step(host, share)
+        found.append(max((known[host.name, share] for host in own), key=lambda step: step.forward_s + step.backward_s))
     return found
 
 
@@ -239,18 +241,19 @@ def _served_replicas(outer: ParameterServer | Downpour, inner: Strategy, scene: 
     devices = inner.processes().workers
     replicas = scene.workers // devices
     notes: tuple[str, ...] = ()
-    busy, largest = np.ones(devices), 1.0
+    busy, largest = np.ones((replicas, devices)), 1.0
     if isinstance(inner, Pipeline):
         of_pipeline = pipeline_terms(inner, scene, replicas)
         stages, needed, note = stages_of(scene, of_pipeline, replicas)
         notes = (note,) if note else ()
-        pipelined_s, busy_s = one_step(of_pipeline, stages)
+        pipelined_s, busy_s = one_step(of_pipeline, stages, slowness(scene, of_pipeline.schedule, replicas))
         sizes = gradient_bytes(scene.model, of_pipeline.schedule, needed)
         # All wait for the stage with the most parameters.
-        busy, largest = busy_s / pipelined_s, max(sizes) * devices / sum(sizes)
+        busy, largest = busy_s / pipelined_s[:, None], max(sizes) * devices / sum(sizes)
         plain = device_steps(scene, replicas)
         steps: Sequence[DeviceStep] = [
-            DeviceStep(pipelined_s, 0.0, each.optimizer_s / devices, each.fixed_s) for each in plain
+            DeviceStep(float(own_s), 0.0, each.optimizer_s / devices, each.fixed_s)
+            for own_s, each in zip(pipelined_s, plain, strict=True)
         ]
     else:
         steps = tensor_parallel_steps(scene, replicas)
@@ -264,7 +267,7 @@ def _served_replicas(outer: ParameterServer | Downpour, inner: Strategy, scene: 
     found = on_devices(replace(timeline, moved_bytes=moved, notes=(*timeline.notes, *notes)), devices)
     # Of the time that a replica computes, each rank is busy for its own part, and waits for the others meanwhile.
     updates = np.bincount(found.worker, found.update_s, scene.workers)
-    return replace(found, busy_s=updates + (found.busy_s - updates) * np.tile(busy, replicas))
+    return replace(found, busy_s=updates + (found.busy_s - updates) * busy.reshape(-1))
 
 
 def pipeline_stages(strategy: Pipeline, scene: Scene, replicas: int) -> tuple[tuple[StageCost, ...], PipelineTerms]:

@@ -83,6 +83,15 @@ class Network:
         link = self._cluster.link(source.name, target.name)
         return Way(link.latency_s, 1 / (link.bytes_per_s * self._share), 1.0)
 
+    def slowest(self, pairs: Sequence[tuple[Host, Host]]) -> Way:
+        """Returns the slowest of the ways between the hosts of each pair."""
+        inside = [1 / one.bus_bytes_per_s for one, other in pairs if one.name == other.name]
+        across = [pair for pair in pairs if pair[0].name != pair[1].name]
+        # Without links all ways from host to host are the same.
+        ways = [self.between(*pair) for pair in (across if self._cluster.links else across[:1])]
+        latency_s = max((way.latency_s for way in ways), default=0.0)
+        return Way(latency_s, max(inside + [way.s_per_byte for way in ways]), 1.0)
+
     def card(self, host: Host) -> float:
         """Returns the bytes/s of a host's network card: of its fastest link, also of those that no link names."""
         own = [link for link in self._cluster.links if host.name in (link.source, link.target)]

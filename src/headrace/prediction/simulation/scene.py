@@ -177,6 +177,12 @@ class Scene:
         known: DeviceStep = self.memo[key]
         return known
 
+    def steps(self, examples: int) -> list[DeviceStep]:
+        """Returns what a step of so many examples takes on the device of each worker."""
+        unlike = {id(host): host for host in self.hosts}
+        known = {place: self.step(host, examples) for place, host in unlike.items()}
+        return [known[id(host)] for host in self.hosts]
+
     def step_key(self, host: Host, examples: int) -> tuple[object, ...]:
         """Returns what a step depends on, of one model and one cluster."""
         crowd = self.crowds.get(host.name)

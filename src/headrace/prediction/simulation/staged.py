@@ -16,7 +16,7 @@ from headrace.errors import UsageError
 from headrace.pipeline.partition import Terms, costs, read, split
 from headrace.pipeline.schedules.schedule import PipelineSchedule, held_by_stage, in_flight
 from headrace.prediction.simulation.network import Way
-from headrace.prediction.simulation.scene import DeviceStep, Scene, Seconds
+from headrace.prediction.simulation.scene import Scene, Seconds
 from headrace.prediction.simulation.sweep import StageTimes, Swept, busy_seconds, program, sweep
 from headrace.prediction.simulation.timeline import Passes, Timeline, of_rounds
 from headrace.spec.cluster import Host
@@ -51,7 +51,12 @@ def stages_of(scene: Scene, terms: PipelineTerms, replicas: int) -> tuple[list[S
     part = max(scene.shares(replicas)) / schedule.micro_batches / micro
     ranks = [scene.hosts[rank] for rank in range(schedule.ranks)]
     placed = [ranks[rank] for rank in schedule.placement()]
-    ways = tuple(scene.network.between(one, other) for one, other in pairwise(placed))
+    firsts = range(0, replicas * schedule.ranks, schedule.ranks)
+    # Replicas wait for the one with the slowest way.
+    ways = tuple(
+        scene.network.slowest([(scene.hosts[first + one], scene.hosts[first + other]) for first in firsts])
+        for one, other in pairwise(schedule.placement())
+    )
     rates = scene.cluster.bandwidths([(one.name, other.name) for one, other in pairwise(placed)])
     partition = terms.partition if isinstance(terms.partition, str) else tuple(map(str, terms.partition))
     of_terms = (schedule, terms.recompute, partition, terms.cost, terms.limit_bytes)
@@ -140,10 +145,9 @@ def staged(
     """Simulates replicas that are pipelines, and that all-reduce each stage's gradients every so many rounds."""
     schedule, ranks = terms.schedule, terms.schedule.ranks
     rounds = scene.assumptions.steps
-    factors = scene.variation(rounds, replicas * ranks).reshape(rounds, replicas, ranks)
-    steps = [scene.step(scene.hosts[rank], max(1, scene.examples // replicas)) for rank in range(ranks)]
+    factors = pass_factors(scene, schedule, replicas)
     sizes = gradient_bytes(scene.model, schedule, needed)
-    update_s = update_seconds(steps, sizes)
+    update_s = update_seconds(scene, replicas, sizes)
     ways = [between_replicas(scene, rank, ranks, replicas) for rank in range(ranks)]
     free = np.zeros((ranks, replicas))
     shape = (rounds, replicas, ranks)
@@ -159,13 +163,13 @@ def staged(
                 after = np.full(replicas, done.max() + ways[rank].seconds(sizes[rank]))
             compute[step, :, rank] = done - free[rank]
             exchange[step, :, rank] = after - done
-            synced[rank] = after + update_s[rank]
+            synced[rank] = after + update_s[:, rank]
             ended[step, :, rank] = synced[rank]
         if step < _DRAWN and scene.drawn:
             passes += [_passes(step, rank, schedule, swept) for rank in range(ranks)]
         free = synced
     flat = (rounds, replicas * ranks)
-    updating = np.broadcast_to(np.array(update_s), shape)
+    updating = np.broadcast_to(update_s, shape)
     busy = (factors * busy_seconds(schedule, stages) + updating).sum(axis=0).reshape(-1)
     timeline = of_rounds(
         ended.reshape(flat), compute.reshape(flat), exchange.reshape(flat), updating.reshape(flat), busy
@@ -176,11 +180,28 @@ def staged(
     return replace(timeline, passes=tuple(passes), moved_bytes=moved + crossed)
 
 
-def one_step(terms: PipelineTerms, stages: Sequence[StageTimes]) -> tuple[float, Seconds]:
-    """Returns how long a replica's step takes without variation, and how long each of its ranks computes in it."""
-    ranks = terms.schedule.ranks
-    swept = sweep(terms.schedule, stages, np.zeros((ranks, 1)), np.ones((ranks, 1)))
-    return float(np.max(swept.rank_ended)), np.asarray(busy_seconds(terms.schedule, stages))
+def pass_factors(scene: Scene, schedule: PipelineSchedule, replicas: int) -> Seconds:
+    """Returns how many times as long as its stage says each rank's passes take, (rounds, replicas, ranks)."""
+    shape = (scene.assumptions.steps, replicas, schedule.ranks)
+    return scene.variation(shape[0], replicas * schedule.ranks).reshape(shape) * slowness(scene, schedule, replicas)
+
+
+def slowness(scene: Scene, schedule: PipelineSchedule, replicas: int) -> Seconds:
+    """Returns how many times as long as on the first rank's host a pass takes on each rank's, (replicas, ranks)."""
+    micro = micro_batch(scene, replicas, schedule.micro_batches)
+    seconds = np.array([step.forward_s + step.backward_s for step in scene.steps(micro)])
+    seconds = seconds.reshape(replicas, schedule.ranks)
+    return np.asarray(seconds / seconds[0, 0])
+
+
+def one_step(terms: PipelineTerms, stages: Sequence[StageTimes], slower: Seconds) -> tuple[Seconds, Seconds]:
+    """Returns how long each replica's step takes without variation, and how long each of its ranks computes in it.
+
+    Args:
+        slower: as of `slowness`, (replicas, ranks).
+    """
+    swept = sweep(terms.schedule, stages, np.zeros(slower.T.shape), slower.T)
+    return np.asarray(swept.rank_ended.max(axis=0)), slower * busy_seconds(terms.schedule, stages)
 
 
 def gradient_bytes(model: ModelSpec, schedule: PipelineSchedule, needed: Sequence[StageCost]) -> list[float]:
@@ -192,11 +213,13 @@ def gradient_bytes(model: ModelSpec, schedule: PipelineSchedule, needed: Sequenc
     return [model.trainable_bytes * (size / whole if whole else 1 / schedule.ranks) for size in own]
 
 
-def update_seconds(steps: Sequence[DeviceStep], sizes: Sequence[float]) -> list[float]:
-    """Returns what each rank's update takes: the optimizer goes through the parameters that the rank holds."""
+def update_seconds(scene: Scene, replicas: int, sizes: Sequence[float]) -> Seconds:
+    """Returns what each rank's update takes, (replicas, ranks): the optimizer goes through what the rank holds."""
+    steps = scene.steps(max(1, scene.examples // replicas))
+    optimizer_s = np.array([step.optimizer_s for step in steps]).reshape(replicas, -1)
+    fixed_s = np.array([step.fixed_s for step in steps]).reshape(replicas, -1)
     whole = sum(sizes)
-    shares = [size / whole if whole else 1 / len(sizes) for size in sizes]
-    return [step.optimizer_s * share + step.fixed_s for step, share in zip(steps, shares, strict=True)]
+    return np.asarray(optimizer_s * [size / whole if whole else 1 / len(sizes) for size in sizes] + fixed_s)
 
 
 def between_replicas(scene: Scene, rank: int, ranks: int, replicas: int) -> Way:
