@@ -130,6 +130,24 @@ def test_a_file_that_computes_something_else_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+class NoColumns(nn.Linear):
+    """Returns its values, and none of their columns, as numbers of two types."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        y = super().forward(x)
+        return y, y[:, :0], y[:, :0].long()
+
+
+def test_an_output_without_elements_is_written(tmp_path: Path) -> None:
+    model = NoColumns(4, 3)
+    job = job_of(model, (torch.rand(8, 4), torch.zeros(8)), loss=lambda output, target: output[0].sum())
+    made = write_model(job, model, tmp_path / "m", FACTS)
+    assert [form.shape for form in made.outputs] == [(-1, 3), (-1, 0), (-1, 0)]
+    for name in ("model.pt2", "model.onnx"):
+        found = open_runner(tmp_path / "m" / name, made.inputs, made.outputs).run({"x": torch.rand(5, 4)})
+        assert [tuple(found[form.name].shape) for form in made.outputs] == [(5, 3), (5, 0), (5, 0)]
+
+
 def test_a_model_that_returns_nan_is_refused(classifier: tuple[hr.Job, nn.Module], tmp_path: Path) -> None:
     job, model = classifier
     with torch.no_grad():

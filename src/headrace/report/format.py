@@ -17,7 +17,7 @@ _LARGE = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def short(value: float | None) -> str:
-    """Returns a number in at most 6 characters where its size is below 1e15: 0.0312, 4.57, 4312, 431k."""
+    """Returns a number in at most 6 characters where its size is below 1e15, else in 9: 0.0312, 4.57, 4312, 431k."""
     if value is None:
         return MISSING
     if not math.isfinite(value):
@@ -25,6 +25,8 @@ def short(value: float | None) -> str:
     size = abs(value)
     if size == 0:
         return "0"
+    if size >= 999.5e12:
+        return f"{value:.2e}"
     if size >= 99_995:
         factor, letter = next(row for row in _LARGE if size >= row[0] * 0.9995)
         return _digits(value / factor) + letter

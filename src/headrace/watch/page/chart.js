@@ -8,9 +8,10 @@ export function short(value) {
   if (!Number.isFinite(value)) return String(value);
   if (value === 0) return "0";
   const size = Math.abs(value);
+  if (size >= 999.5e12) return value.toExponential(2);
   if (size >= 99995) {
     const [factor, letter] = LARGE.find((row) => size >= row[0] * 0.9995);
-    return (value / factor).toPrecision(3).replace(/e.*/, "") + letter;
+    return (value / factor).toPrecision(3) + letter;
   }
   if (size >= 999.5) return value.toFixed(0);
   return size < 1e-4 ? value.toExponential(2) : String(Number(value.toPrecision(3)));
@@ -37,7 +38,8 @@ const CLOCK_S = [15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800,
 // Round numbers from low to high, about as many as wanted; of times, whole minutes and hours.
 export function ticks(low, high, wanted, ofTime = false) {
   const raw = (high - low) / wanted;
-  if (!(raw > 0) || !Number.isFinite(raw)) return [low];
+  // Steps that are lost in rounding lead nowhere.
+  if (!(raw > 1e-12 * Math.max(Math.abs(low), Math.abs(high))) || !Number.isFinite(raw)) return [low];
   const power = 10 ** Math.floor(Math.log10(raw));
   const round = [1, 2, 5, 10].find((each) => each * power >= raw) * power;
   const step = (ofTime && raw > 10 && CLOCK_S.find((each) => each >= raw)) || round;

@@ -19,7 +19,8 @@ export function arrayOf(dtype, values) {
 export function kindOf(form, labels) {
   const shape = form.shape;
   if (form.dtype.startsWith("float") && shape.length === 4 && (shape[1] === 1 || shape[1] === 3) && shape[2] > 0 && shape[3] > 0) return "image";
-  if (form.dtype.startsWith("int") && shape.length === 2 && labels.length > 0) return "text";
+  // Labels that are fewer than the tokens name something else: the classes of a text.
+  if (form.dtype.startsWith("int") && shape.length === 2 && labels.length > (form.high?.[0] ?? 0)) return "text";
   return "numbers";
 }
 
@@ -77,7 +78,7 @@ export function imagePixels(tensor, form) {
 
 // The indices of a text: at each place the longest label that fits.
 export function encode(text, labels) {
-  const longest = Math.max(...labels.map((label) => label.length));
+  const longest = labels.reduce((most, label) => Math.max(most, label.length), 0);
   const index = new Map(labels.map((label, place) => [label, place]));
   const found = [];
   for (let place = 0; place < text.length; ) {
@@ -106,7 +107,8 @@ export function textTensor(text, form, labels) {
 
 // Numbers to a tensor, with any separators; the free dimensions after the first take what is given.
 export function numbersTensor(text, form) {
-  const values = text.split(/[\s,;[\]]+/).filter(Boolean).map(Number);
+  const words = text.split(/[\s,;[\]]+/).filter(Boolean);
+  const values = words.map(Number);
   const wrong = values.findIndex(Number.isNaN);
   if (wrong >= 0) throw new Error(`number ${wrong + 1} of ${form.name} is not a number`);
   const rest = form.shape.slice(1);
@@ -115,7 +117,25 @@ export function numbersTensor(text, form) {
   const fits = free === 0 ? values.length === known : free === 1 && values.length > 0 && values.length % known === 0;
   if (!fits) throw new Error(`${form.name} takes ${free ? "a multiple of " : ""}${known} numbers, got ${values.length}`);
   const shape = [1, ...rest.map((length) => (length < 0 ? values.length / known : length))];
-  return { dtype: form.dtype, shape, data: arrayOf(form.dtype, values) };
+  return { dtype: form.dtype, shape, data: exact(words, form) };
+}
+
+// Numbers of a type that holds them: digits beyond 2^53 are kept, and nothing wraps around or is cut.
+function exact(words, form) {
+  const values = words.map((word) => (/^[+-]?\d+$/.test(word) ? BigInt(word) : Number(word)));
+  const isWhole = !form.dtype.startsWith("float");
+  const fails = (place) => {
+    throw new Error(`number ${place + 1} of ${form.name} is ${words[place]}, which ${form.dtype} does not hold`);
+  };
+  if (isWhole) values.forEach((value, place) => typeof value === "bigint" || Number.isInteger(value) || fails(place));
+  const data = arrayOf(form.dtype, values);
+  const most = form.dtype === "bool" ? 1 : Infinity;
+  values.forEach((value, place) => {
+    // A float is rounded, and does not become infinite.
+    const held = isWhole ? data[place] == value && data[place] <= most : Number.isFinite(data[place]);
+    if (!held) fails(place);
+  });
+  return data;
 }
 
 // The largest values of a row, with their indices, largest first.
@@ -130,7 +150,8 @@ export function difference(found, wanted) {
   let most = 0, scale = Number.MIN_VALUE;
   for (let place = 0; place < wanted.length; place++) {
     const distance = Math.abs(Number(found[place]) - Number(wanted[place]));
-    if (!(distance <= most)) most = distance;
+    if (Number.isNaN(distance)) return NaN;
+    most = Math.max(most, distance);
     scale = Math.max(scale, Math.abs(Number(wanted[place])));
   }
   return most / scale;
