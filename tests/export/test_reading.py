@@ -114,6 +114,13 @@ def test_numbers_that_the_type_does_not_hold_are_refused(tmp_path: Path) -> None
         read_inputs(written(tmp_path / "a.json", json.dumps({"user": [1, 2], "item": [1]})), TWO)
 
 
+def test_whole_numbers_beside_floats_are_not_rounded(tmp_path: Path) -> None:
+    content = '{"user": [1, 2.0], "item": [9007199254740993, 2.0]}'
+    assert read_inputs(written(tmp_path / "a.json", content), TWO)["item"].tolist() == [2**53 + 1, 2]
+    with pytest.raises(DataError, match="int64 does not hold"):
+        read_inputs(written(tmp_path / "a.json", content.replace("2.0]}", "2.5]}")), TWO)
+
+
 def test_pickled_objects_are_not_read(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.asarray([{"a": 1}], dtype=object), allow_pickle=True)
     with pytest.raises(DataError, match="not an array of numbers"):

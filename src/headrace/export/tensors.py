@@ -99,6 +99,10 @@ def _from_lists(form: TensorForm, values: Any) -> Array:
             raise DataError(f"expected {form_text(form)}, got lists of different lengths")
         told = ", ".join(sorted(_TYPE_TEXT.get(kind, kind.__name__) for kind in kinds))
         raise DataError(f"expected {form_text(form)}, got {told}")
+    if kinds == {int, float} and not form.dtype.startswith("float"):
+        # As floats, large whole numbers would be rounded because of one float beside them.
+        level = [int(each) if isinstance(each, float) and each.is_integer() else each for each in level]
+        kinds = set(map(type, level))
     # A float takes any whole number that it can, not only those of 64 bits.
     kind = np.float64 if form.dtype.startswith("float") else np.uint64 if form.dtype == "uint64" else np.int64
     try:
