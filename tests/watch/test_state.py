@@ -246,6 +246,21 @@ def test_servers_averaging_checkpoints_and_memory(tmp_path: Path) -> None:
     assert known["run"]["peak"] == "300 B"
 
 
+def test_a_server_that_was_replaced_counts_with_its_replacement(tmp_path: Path) -> None:
+    first, second = (ServerStarted(2, time_s, "weir", 9, 1, 40) for time_s in (0.5, 3.5))
+    write(tmp_path, started(strategy="parameter_server"), first)
+    write(tmp_path, *(served(float(n), 1000 * n, {"0": 10 * n}, 0.1 * n) for n in (1, 2, 3)), second)
+    # The replacement has been busier than the first one ever was before it says so.
+    write(tmp_path, *(served(3.0 + n, 500 * n, {"2": 10 * n}, 0.5 * n) for n in (1, 2)))
+    known = Page(read(WatchedRun(tmp_path))).update()["servers"]
+    (server,) = known["servers"]
+    assert server["moved"] == 2 * (3000 + 1000)
+    assert server["traffic"] == [[2.0, 2000.0], [3.0, 2000.0], [5.0, 1000.0]]
+    assert server["busy"] == 0.5
+    assert known["histogram"] == [[0, 30], [2, 20]]
+    assert known["refused"] == {"late": 6}
+
+
 def test_what_was_lost_or_failed_is_told_with_its_words_made_harmless(tmp_path: Path) -> None:
     write(tmp_path, started(strategy=EVIL), begun(0, host=EVIL), Notice(0, 1.0, EVIL))
     write(tmp_path, Failed(0, 2.0, 7, EVIL, f"Traceback {EVIL}"), Lost(LAUNCHER, 3.0, 1, 0, EVIL, False))

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import Counter
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.report.format import clean
 from headrace.report.model.servers import Staleness, moved_bytes
-from headrace.spec.events import RowsHeld, ServerStats
+from headrace.spec.events import RowsHeld, ServerStarted, ServerStats
 
 _POINTS = 256
 
 
 @dataclass(frozen=True, order=True)
 class _Sample:
-    """A server's counts since it started, at a time."""
+    """A server's counts since its process started, at a time."""
 
     time_s: float
+    process_s: float
     moved: int
     busy_s: float
     staleness: int
@@ -27,29 +30,40 @@ class _Sample:
 
 @dataclass
 class _Server:
-    """One server: its counts over time, and what it said last."""
+    """One server: its counts over time, and what each of its processes said last, by the time when that started.
 
+    `starts` are those of its processes, ascending; more may be added to it.
+    """
+
+    starts: Sequence[float]
     samples: list[_Sample] = field(default_factory=list)
-    last: ServerStats | None = None
+    lasts: dict[float, ServerStats] = field(default_factory=dict)
     tables: RowsHeld | None = None
+
+    @property
+    def last(self) -> ServerStats | None:
+        """What the newest process said last."""
+        return self.lasts[max(self.lasts)] if self.lasts else None
 
     def add(self, event: ServerStats) -> None:
         counts: Counter[int] = Counter()
         for each in event.staleness.values():
             counts.update({int(staleness): count for staleness, count in each.items()})
         total = sum(staleness * count for staleness, count in counts.items())
-        sample = _Sample(event.time_s, sum(map(moved_bytes, event.shards)), event.busy_s, total, counts.total())
-        insort(self.samples, sample)
+        process_s = [-math.inf, *self.starts][bisect_right(self.starts, event.time_s)]
+        moved = sum(map(moved_bytes, event.shards))
+        insort(self.samples, _Sample(event.time_s, process_s, moved, event.busy_s, total, counts.total()))
         if len(self.samples) > _POINTS:
             # They count from the start: what lies between two of them is not lost without one.
             del self.samples[1:-1:2]
-        if self.last is None or event.time_s >= self.last.time_s:
-            self.last = event
+        before = self.lasts.get(process_s)
+        if before is None or event.time_s >= before.time_s:
+            self.lasts[process_s] = event
 
     def pieces(self) -> list[tuple[_Sample, _Sample]]:
         """Returns consecutive samples of one process: counts of the next one begin at 0."""
         pairs = zip(self.samples, self.samples[1:], strict=False)
-        return [(old, new) for old, new in pairs if new.time_s > old.time_s and new.busy_s >= old.busy_s]
+        return [(old, new) for old, new in pairs if new.time_s > old.time_s and new.process_s == old.process_s]
 
 
 class ServersSeen:
@@ -58,19 +72,24 @@ class ServersSeen:
     def __init__(self) -> None:
         self.revision = -1
         self._servers: dict[int, _Server] = {}
+        self._starts: defaultdict[int, list[float]] = defaultdict(list)
 
-    def add(self, event: ServerStats | RowsHeld, revision: int) -> None:
+    def add(self, event: ServerStarted | ServerStats | RowsHeld, revision: int) -> None:
         """Takes what a server says."""
+        if isinstance(event, ServerStarted):
+            # It has nothing to show yet.
+            insort(self._starts[event.rank], event.time_s)
+            return
         self.revision = revision
         if isinstance(event, RowsHeld):
-            self._servers.setdefault(event.server, _Server()).tables = event
+            self._server(event.server).tables = event
         else:
-            self._servers.setdefault(event.rank, _Server()).add(event)
+            self._server(event.rank).add(event)
 
     def message(self) -> dict[str, Any]:
         """Returns what the page shows of the servers."""
-        servers = [self._server(rank, each) for rank, each in sorted(self._servers.items())]
-        lasts = [each.last for each in self._servers.values() if each.last is not None]
+        servers = [self._shown(rank, each) for rank, each in sorted(self._servers.items())]
+        lasts = [last for each in self._servers.values() for last in each.lasts.values()]
         total = Staleness.of(counts for last in lasts for counts in last.staleness.values())
         refused: Counter[str] = Counter()
         for last in lasts:
@@ -86,7 +105,10 @@ class ServersSeen:
             "refused": {clean(why): count for why, count in refused.items()},
         }
 
-    def _server(self, rank: int, server: _Server) -> dict[str, Any]:
+    def _server(self, rank: int) -> _Server:
+        return self._servers.setdefault(rank, _Server(self._starts[rank]))
+
+    def _shown(self, rank: int, server: _Server) -> dict[str, Any]:
         pieces = server.pieces()
         rates = [(new.time_s, (new.moved - old.moved) / (new.time_s - old.time_s)) for old, new in pieces]
         busy = None
@@ -98,9 +120,9 @@ class ServersSeen:
             "rank": rank,
             "traffic": rates,
             "busy": busy,
-            "moved": sum(map(moved_bytes, last.shards)) if last else None,
+            "moved": _moved(server.lasts.values()) if last else None,
             "queue_mean": last.queue_mean if last else None,
-            "queue_longest": last.queue_longest if last else None,
+            "queue_longest": max((each.queue_longest for each in server.lasts.values()), default=None),
             "shards": len(last.shards) if last else None,
             "rows": [[clean(each.name), each.held, each.evicted] for each in tables],
         }
@@ -119,3 +141,7 @@ class ServersSeen:
             slot[0] += new.staleness - old.staleness
             slot[1] += new.updates - old.updates
         return [(edge, total / count) for edge, (total, count) in zip(edges, sums, strict=True) if count > 0]
+
+
+def _moved(processes: Iterable[ServerStats]) -> int:
+    return sum(moved_bytes(shard) for each in processes for shard in each.shards)

@@ -21,6 +21,7 @@ from headrace.spec.events import (
     RunEnded,
     RunStarted,
     Saved,
+    ServerStarted,
     ServerStats,
     SnapshotTaken,
 )
@@ -108,7 +109,7 @@ class WatchedRun:
                 self._saves.add(event, self.revision)
             case ParametersAveraged():
                 self._meetings.add(event, self.revision)
-            case ServerStats() | RowsHeld():
+            case ServerStarted() | ServerStats() | RowsHeld():
                 self._servers.add(event, self.revision)
 
     def _take_steps(self, steps: Steps) -> None:
