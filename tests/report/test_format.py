@@ -22,6 +22,8 @@ from headrace.report.format import byte_count, clean, duration, fixed, percent, 
         (99_996, "100k"),
         (999_600, "1.00M"),
         (-1234.5, "-1234"),
+        (9.99e14, "999T"),
+        (-3.2e38, "-3.20e+38"),
         (float("nan"), "nan"),
     ],
 )
