@@ -147,6 +147,10 @@ def test_labels_are_lines_or_json(tmp_path: Path) -> None:
     assert read_labels(path) == ("ankle boot", "bag")
     path.write_text(json.dumps(["a", "\n"]))
     assert read_labels(path) == ("a", "\n")
+    path.write_text("[PAD]\n[UNK]\n\x85\n")
+    assert read_labels(path) == ("[PAD]", "[UNK]", "\x85")
+    path.write_text("\ufeffbag\nboot")
+    assert read_labels(path) == ("bag", "boot")
     for wrong in ("", "[1, 2]", "[", "[]"):
         path.write_text(wrong)
         with pytest.raises(UsageError, match="one a line, or a JSON list"):
@@ -184,8 +188,11 @@ assert.equal(t.kindOf(image, []), "image");
 const text = { name: "t", dtype: "int64", shape: [-1, -1] };
 assert.equal(t.kindOf(text, []), "numbers");
 assert.equal(t.kindOf(text, ["a"]), "text");
+assert.equal(t.kindOf({ ...text, high: [1] }, ["a", "b"]), "text");
+assert.equal(t.kindOf({ ...text, high: [2] }, ["a", "b"]), "numbers");
 assert.deepEqual(t.encode("abba", ["a", "b", "bb"]), [0, 2, 0]);
 assert.deepEqual(t.encode("axb", ["a", "b", "\\ufffd"]), [0, 2, 1]);
+assert.deepEqual(t.encode("b", [...Array(200000).keys()].map(String).concat("b")), [200000]);
 assert.throws(() => t.encode("ax", ["a", "b"]), /does not know "x", character 2/);
 assert.deepEqual([...t.textTensor("abab", { ...text, shape: [-1, 3] }, ["a", "b"]).data], [1n, 0n, 1n]);
 assert.throws(() => t.textTensor("ab", { ...text, shape: [-1, 3] }, ["a", "b"]), /takes 3 tokens, and the text has 2/);
@@ -193,11 +200,19 @@ const pair = { name: "p", dtype: "int64", shape: [-1, 2] };
 assert.deepEqual([...t.numbersTensor("[7, 8]", pair).data], [7n, 8n]);
 assert.throws(() => t.numbersTensor("7 8 9", pair), /p takes 2 numbers, got 3/);
 assert.throws(() => t.numbersTensor("7 x", pair), /number 2 of p is not a number/);
+const one = (dtype, words) => t.numbersTensor(words, { name: "p", dtype, shape: [-1] }).data[0];
+assert.equal(one("int64", "9007199254740993"), 9007199254740993n);
+assert.deepEqual([one("int64", "1e3"), one("int32", "-7"), one("float32", "+3"), one("bool", "1")], [1000n, -7, 3, 1]);
+for (const [dtype, words] of [["int64", "1.5"], ["int32", "1.5"], ["int8", "300"], ["uint8", "-1"], ["bool", "2"],
+  ["int64", "9223372036854775808"], ["int32", "3000000000"], ["float32", "1e39"], ["int32", "Infinity"]]) {
+  assert.throws(() => one(dtype, words), { message: `number 1 of p is ${words}, which ${dtype} does not hold` });
+}
 assert.deepEqual(t.numbersTensor("1 2 3", { name: "p", dtype: "float32", shape: [-1, -1] }).shape, [1, 3]);
 assert.equal(t.numbersTensor("5", { name: "p", dtype: "int64", shape: [-1] }).shape.length, 1);
 assert.deepEqual(t.largest([1, 3, 2], 2), [{ value: 3, index: 1 }, { value: 2, index: 2 }]);
 assert.equal(t.difference([1, 2], [1, 4]), 0.5);
 assert.ok(Number.isNaN(t.difference([1, NaN], [1, 4])));
+assert.ok(Number.isNaN(t.difference([NaN, 4], [1, 4])));
 """
 
 

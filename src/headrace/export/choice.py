@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ TARGETS = {"server": ("pt2", "onnx"), "browser": ("onnx",), "mobile": ("pte",)}
 """The formats of each target, if none is named."""
 _ALONE = {"browser": ("onnx",), "mobile": ("pte", "tflite")}
 """Of these targets one format is written, and these may be named."""
+_LIST = re.compile(r"""\s*\[\s*(["\]\[{\d-]|$)""")
+"""How a JSON list begins; a label may be "[PAD]"."""
 _WHOLE = ("pt2", "tflite")
 """Formats that are not quantized."""
 
@@ -81,8 +84,10 @@ def read_labels(path: Path) -> tuple[str, ...]:
     import json
 
     try:
-        text = path.read_text(encoding="utf-8")
-        found = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
+        # Spreadsheets put a mark before the first line.
+        text = path.read_text(encoding="utf-8-sig")
+        lines = text.removesuffix("\n").split("\n") if text else []
+        found = json.loads(text) if _LIST.match(text) else lines
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read as labels: {error}; write one a line, or a JSON list") from error
     if not found or not all(isinstance(label, str) for label in found):
