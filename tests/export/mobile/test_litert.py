@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.api.exporting import predict_with_folder
-from headrace.errors import UnfitMachine, UsageError
+from headrace.errors import DataError, UnfitMachine, UsageError
 from headrace.export import signature
 from headrace.export.choice import choose
 from headrace.export.mobile import litert
@@ -86,6 +86,15 @@ def test_without_it_what_to_install_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnfitMachine, match=told):
         litert.TfliteRunner(tmp_path / "model.tflite", (), ())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_whole_numbers_that_the_file_does_not_hold_are_refused() -> None:
+    runner = litert.TfliteRunner.__new__(litert.TfliteRunner)
+    runner._inputs, runner._outputs, runner._types = ["user"], ["twice"], {"user": np.int32}
+    runner._call = lambda user: {"twice": 2 * user}
+    assert runner.run({"user": torch.tensor([1, -(2**30)])})["twice"].tolist() == [2, -(2**31)]
+    with pytest.raises(DataError, match=r"user has 4294967297, and a \.tflite file takes int32: from -2147483648 to 2"):
+        runner.run({"user": torch.tensor([1, 2**32 + 1])})
 
 
 def test_it_is_for_phones_and_not_quantized() -> None:

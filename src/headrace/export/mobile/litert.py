@@ -8,10 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headrace.errors import JobError, UnfitMachine
+from headrace.errors import DataError, JobError, UnfitMachine
 from headrace.export.programs import ProgramRunner, Traced, first_line, quiet, writing
 from headrace.export.signature import TensorForm
 
@@ -75,12 +76,22 @@ class TfliteRunner(ProgramRunner):
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found: dict[str, list[Tensor]] = {name: [] for name in self._outputs}
+        given = {name: self._of_file(name, inputs[name].numpy()) for name in self._inputs}
         for index in range(len(next(iter(inputs.values())))):
-            given = {name: inputs[name][index : index + 1].numpy().astype(self._types[name]) for name in self._inputs}
-            answer = self._call(**given)
+            answer = self._call(**{name: values[index : index + 1] for name, values in given.items()})
             for name in self._outputs:
                 found[name].append(torch.from_numpy(answer[name]))
         return {name: torch.cat(parts) for name, parts in found.items()}
+
+    def _of_file(self, name: str, values: np.ndarray) -> np.ndarray:
+        """Returns an input in the file's type; raises DataError for a whole number that this does not hold."""
+        given = values.astype(self._types[name])
+        if values.dtype.kind in "iu" and (wrong := values[given != values]).size:
+            raise DataError(
+                f"{name} has {wrong[0]}, and a .tflite file takes {given.dtype.name}: from {np.iinfo(given.dtype).min} "
+                f"to {np.iinfo(given.dtype).max}; export the model in another format for larger numbers"
+            )
+        return given
 
 
 class _Named(nn.Module):
