@@ -60,6 +60,8 @@ def test_an_image_is_resized_and_scaled(tmp_path: Path) -> None:
     assert np.allclose(found, 0.2)
     ranged = (TensorForm("image", "float32", (-1, 1, 2, 3), (-1.0,), (1.0,)),)
     assert np.allclose(read_inputs(tmp_path / "a.png", ranged)["image"], -0.6)
+    unknown = (TensorForm("image", "float32", (-1, 1, 2, 3), (None,), (2.0,)),)
+    assert np.allclose(read_inputs(tmp_path / "a.png", unknown)["image"], 0.4)
     whole = (TensorForm("image", "uint8", (-1, 3, 4, 4)),)
     assert (read_inputs(tmp_path / "a.png", whole)["image"] == 51).all()
     with pytest.raises(DataError, match=r"an image is for an input .* the model takes image float32 \(any, 6\)"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from headrace.errors import DataError, JobError, UsageError
 from headrace.export import programs, signature
 from headrace.export.choice import choose
 from headrace.export.opening import open_runner
-from headrace.export.signature import Signature
+from headrace.export.signature import Signature, TensorForm
 from headrace.export.writing import write_model
 from headrace.models import char_lstm
 
@@ -181,6 +182,21 @@ def test_a_folder_is_not_written_over_and_formats_are_named(
         write_model(*classifier, tmp_path, FACTS)
     with pytest.raises(UsageError, match="--formats takes pt2, onnx, pte, tflite, got mlmodel"):
         choose(formats=("mlmodel",))
+
+
+def test_a_signature_is_json_whatever_was_measured(tmp_path: Path) -> None:
+    forms = (TensorForm("x", "float32", (-1,), (-math.inf,), (2.0,)),)
+    file = signature.Artefact(1, "0", math.nan, {"loss": math.nan})
+    made = Signature("a", forms, (), metrics={"worst": math.inf, "loss": 1.0}, files={"a": file})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    json.loads(signature.write(tmp_path, made).read_text(), parse_constant=refuse)
+    read = signature.read(tmp_path)
+    assert read.metrics == {"worst": None, "loss": 1.0}
+    assert (read.inputs[0].low, read.inputs[0].high) == ((None,), (2.0,))
+    assert read.files["a"] == signature.Artefact(1, "0", None, {"loss": None})
 
 
 class TestForgedFolders:

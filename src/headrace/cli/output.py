@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from headrace.machine.identity import require_working_directory
 from headrace.report.model.summary import Summary, summarize
 from headrace.report.model.verdict import References, verdict
 from headrace.report.views.table import comparison_plain, comparison_table, run_plain, run_table
+from headrace.spec.plain import finite
 from headrace.tracebacks import user_traceback
 from headrace.worker.run_spec import model_path
 
@@ -148,17 +148,7 @@ class Answer:
 
 def write_document(stream: TextIO, document: Mapping[str, Any]) -> None:
     """Writes one JSON document. NaN and infinities, which JSON lacks, become null."""
-    print(json.dumps(_finite(document), indent=2, allow_nan=False), file=stream, flush=True)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+    print(json.dumps(finite(document), indent=2, allow_nan=False), file=stream, flush=True)
 
 
 @contextlib.contextmanager

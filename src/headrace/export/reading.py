@@ -153,7 +153,7 @@ def _image(path: Path, forms: Forms) -> dict[str, Any]:
     if numpy_type(form).kind != "f":
         return {name: example.round()}
     low, high = (
-        np.asarray(values or [otherwise], np.float32).reshape(-1, 1, 1)
+        np.asarray([otherwise if each is None else each for each in values or [None]], np.float32).reshape(-1, 1, 1)
         for values, otherwise in ((form.low, 0), (form.high, 1))
     )
     return {name: low + example / 255 * (high - low)}

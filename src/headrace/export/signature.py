@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import DataError, UnfitMachine
-from headrace.spec.plain import from_plain, to_plain
+from headrace.spec.plain import finite, from_plain, to_plain
 
 if TYPE_CHECKING:
     # A server reads signatures, and does without torch, which takes seconds to import.
@@ -33,14 +33,15 @@ class TensorForm:
 
     Attributes:
         low, high: of an input, the smallest and the largest value in the examples that the files were checked with;
-            for each channel of an image `(batch, channels, height, width)`, for the whole of others.
+            for each channel of an image `(batch, channels, height, width)`, for the whole of others. None where it was
+            not finite, which JSON cannot say.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    low: tuple[float, ...] = ()
-    high: tuple[float, ...] = ()
+    low: tuple[float | None, ...] = ()
+    high: tuple[float | None, ...] = ()
 
     def fits(self, tensor: Tensor) -> bool:
         """Whether a tensor has this type and shape."""
@@ -60,13 +61,13 @@ class Artefact:
         sha256: of its content, in hexadecimal.
         difference: the largest from the trained model, relative to the largest value of that output; None for a file
             that does not compute.
-        metrics: on the evaluation set, where they were computed with this file.
+        metrics: on the evaluation set, where they were computed with this file; None for one that was not finite.
     """
 
     bytes: int
     sha256: str
     difference: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Quantization:
 
     kind: str
     how: str
-    before: Mapping[str, float] = field(default_factory=dict)
+    before: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Signature:
         labels: names of the classes, by index; () where they are not known.
         preprocessing: what the job's data went through before the model, one line each.
         strategy, step: of the training.
-        metrics: the last evaluation of the run.
+        metrics: the last evaluation of the run; None for one that was not finite.
         versions: of what exported it.
         files: by name, relative to the folder.
         notes: what a user should know of this export.
@@ -110,7 +111,7 @@ class Signature:
     preprocessing: tuple[str, ...] = ()
     strategy: str = ""
     step: int | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, Artefact] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -120,8 +121,8 @@ class Signature:
 def write(folder: Path, signature: Signature) -> Path:
     """Writes `signature.json`; returns its path."""
     path = folder / NAME
-    document = {"format": FORMAT, "version": VERSION, **to_plain(signature)}
-    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    document = {"format": FORMAT, "version": VERSION, **finite(to_plain(signature))}
+    path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     return path
 
 

@@ -31,6 +31,17 @@ def to_plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no JSON form: {value!r}")
 
 
+def finite(value: Any) -> Any:
+    """Returns JSON values with None for NaN and infinities, which JSON lacks."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
 def from_plain(kind: type[T], value: Any) -> T:
     """Builds a `kind` (a dataclass, or a type made of them) from what `to_plain` returned; raises TypeError.
 

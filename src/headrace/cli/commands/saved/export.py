@@ -161,5 +161,9 @@ def _cost(signature: Signature) -> list[str]:
     lines = [f"{made.kind}: {made.how}"]
     for name, file in signature.files.items():
         for metric, after in file.metrics.items():
-            lines.append(f"  {name:28}{metric} {made.before[metric]:.4f} before, {after:.4f} after")
+            lines.append(f"  {name:28}{metric} {_figure(made.before[metric])} before, {_figure(after)} after")
     return lines
+
+
+def _figure(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"

@@ -124,7 +124,7 @@ function lastRow({ shape, data }, count) {
   return tensors.largest(data.slice(data.length - shape[shape.length - 1]), count);
 }
 
-const shown = (value) => (Number.isInteger(value) ? String(value) : value.toPrecision(4));
+const shown = (value) => (value === null ? "not finite" : Number.isInteger(value) ? String(value) : value.toPrecision(4));
 const named = (label) => (/^\s*$/.test(label) ? JSON.stringify(label) : label);
 
 function bars(output) {
