@@ -1,7 +1,12 @@
+from typing import Annotated, get_args, get_origin, get_type_hints
+
 import pytest
 
+from headrace.cli import COMMANDS, run
+from headrace.cli.commands.recommend import seconds_of
 from headrace.cli.options import (
     check_strategies,
+    checkpoints_of,
     complete_strategies,
     complete_strategy,
     split_names,
@@ -41,3 +46,28 @@ def test_lists_of_names() -> None:
         split_names("one_device,,mirrored")
     with pytest.raises(UsageError, match="names 'mirrored' 2 times"):
         split_names("mirrored,mirrored")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_no_option_takes_a_number_that_is_not_finite(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for name, command in COMMANDS.items():
+        for hint in get_type_hints(command, include_extras=True).values():
+            kind, *settings = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+            if kind in (float, float | None):
+                found += [(name, option) for setting in settings for option in (setting.default, *setting.param_decls)]
+    assert {("train", "--timeout-s"), ("serve", "--drain-s"), ("launch-files", "--memory-gb")} <= set(found)
+    for name, option in found:
+        assert run([name, option, value]) == 2
+        assert f"Invalid value for '{option}'" in capsys.readouterr().err
+
+
+def test_times_are_finite() -> None:
+    for text in ("nans", "infs", "-infs"):
+        with pytest.raises(UsageError, match="--checkpoint-every takes steps"):
+            checkpoints_of(text, 3)
+        with pytest.raises(UsageError, match="--snapshots-every takes seconds"):
+            checkpoints_of(None, 3, text)
+    for text in ("nanh", "infd", "1e400min"):
+        with pytest.raises(UsageError, match="--deadline takes a time"):
+            seconds_of(text)

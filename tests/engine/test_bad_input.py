@@ -216,7 +216,7 @@ def test_workers_that_are_no_number(kind: Callable[..., hr.Strategy], workers: A
         kind(workers)
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1, 0.5, float("nan"), "3", None])
+@pytest.mark.parametrize("timeout_s", [0, -1, 0.5, float("nan"), float("inf"), "3", None])
 def test_a_timeout_that_no_process_can_keep(timeout_s: Any) -> None:
     with pytest.raises(UsageError, match="timeout_s must be a number of at least 1, got"):
         fit(make_job(), timeout_s=timeout_s)

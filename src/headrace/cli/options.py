@@ -6,6 +6,7 @@ import ast
 import contextlib
 import importlib.util
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -23,6 +24,10 @@ from headrace.spec.options import Checkpoints
 
 if TYPE_CHECKING:
     from headrace.report.trackers.tensorboard import TensorBoard
+
+
+MOST_SECONDS = 1e6
+"""The largest value of an option in seconds, over 11 days: an infinite time is none that a clock can wait for."""
 
 
 class Distribution(StrEnum):
@@ -102,7 +107,8 @@ TimeoutOption = Annotated[
     typer.Option(
         "--timeout-s",
         metavar="SECONDS",
-        min=0.1,
+        min=1,
+        max=MOST_SECONDS,
         help="Seconds without a sign of life after which a process counts as lost.",
     ),
 ]
@@ -252,7 +258,7 @@ def checkpoints_of(
     if every is not None:
         in_seconds = every.endswith("s")
         try:
-            number = float(every.removesuffix("s")) if in_seconds else int(every)
+            number = _seconds(every.removesuffix("s")) if in_seconds else int(every)
         except ValueError:
             raise UsageError(f"--checkpoint-every takes steps (100) or seconds (30s), got {every!r}") from None
         if number == 0:
@@ -265,12 +271,20 @@ def checkpoints_of(
     if snapshots is None:
         return chosen
     try:
-        seconds = float(snapshots.removesuffix("s"))
+        seconds = _seconds(snapshots.removesuffix("s"))
     except ValueError:
         seconds = -1.0
     if seconds < 0 or (seconds and not snapshots.endswith("s")):
         raise UsageError(f"--snapshots-every takes seconds (5s), or 0 for none; got {snapshots!r}")
     return replace(chosen, snapshots_every_s=seconds or None)
+
+
+def _seconds(text: str) -> float:
+    """Returns a number of seconds; raises ValueError for another text, and for "nan" and "inf"."""
+    seconds = float(text)
+    if not math.isfinite(seconds):
+        raise ValueError(text)
+    return seconds
 
 
 def split_names(text: str) -> tuple[str, ...]:

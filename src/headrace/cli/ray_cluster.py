@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -69,7 +70,7 @@ def ray_engine(
 
     wanted = _mapping("resources", resources)
     for name, amount in wanted.items():
-        if not isinstance(amount, int | float) or amount <= 0:
+        if not isinstance(amount, int | float) or not 0 < amount < math.inf:
             raise UsageError(f"--resources gives each name a number above 0, got {name!r}: {amount!r}")
     env = runtime_env
     if env is not None and not env.lstrip().startswith("{"):

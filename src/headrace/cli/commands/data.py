@@ -12,6 +12,7 @@ import typer
 from headrace.cli.engines import own_engine, refuse_launcher
 from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.options import (
+    MOST_SECONDS,
     DeviceOption,
     JobFile,
     JsonOption,
@@ -63,7 +64,9 @@ def data(
     device: DeviceOption = AUTO,
     seconds: Annotated[
         float,
-        typer.Option("--seconds", metavar="SECONDS", min=0.1, help="How long each of three measurements takes."),
+        typer.Option(
+            "--seconds", metavar="SECONDS", min=0.1, max=MOST_SECONDS, help="How long each of three measurements takes."
+        ),
     ] = 5.0,
     check: Annotated[
         bool,

@@ -50,7 +50,7 @@ _Workers = Annotated[int, _option("--workers", "How many processes, also those t
 _Hosts = Annotated[int | None, _option("--hosts", "On how many. Default: 1; Kubernetes decides itself.", min=1)]
 _RunDir = Annotated[str, _option("--run-dir", "Seen by all hosts. Default: a folder in runs.", metavar="DIR")]
 _Cores = Annotated[int, _option("--cores", "Of each process.", min=1, show_default=True)]
-_Memory = Annotated[float | None, _option("--memory-gb", "Of each process.", min=0.1)]
+_Memory = Annotated[float | None, _option("--memory-gb", "Of each process.", min=0.1, max=1e6)]
 _Save = Annotated[int, _option("--save-s", "Seconds that a round and a checkpoint may take.", min=1, show_default=True)]
 _Limit = Annotated[str, _option("--time", "SLURM: the limit of each attempt.", show_default=True)]
 _Form = Annotated[Form, _option("--form", "Kubernetes: what the cluster starts.", show_default=True)]

@@ -11,7 +11,7 @@ import typer
 
 from headrace.cli.engines import own_engine, refuse_launcher
 from headrace.cli.jobfile import find_job, load_job
-from headrace.cli.options import DeviceOption, JobFile, JsonOption, SettingsOption, help_option, job_name
+from headrace.cli.options import MOST_SECONDS, DeviceOption, JobFile, JsonOption, SettingsOption, help_option, job_name
 from headrace.cli.output import answering
 from headrace.devices import AUTO
 from headrace.errors import UnfitMachine, UsageError
@@ -57,7 +57,10 @@ def profile(
         typer.Option("--batch-sizes", metavar="N,N", help="Measured beside the job's own, if they are below it."),
     ] = "1,4,16",
     seconds: Annotated[
-        float, typer.Option("--seconds", metavar="SECONDS", min=0.01, help="How long each measurement takes.")
+        float,
+        typer.Option(
+            "--seconds", metavar="SECONDS", min=0.01, max=MOST_SECONDS, help="How long each measurement takes."
+        ),
     ] = 1.0,
     settings: SettingsOption = None,
     as_json: JsonOption = False,

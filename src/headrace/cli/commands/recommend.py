@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -145,7 +146,7 @@ def seconds_of(text: str) -> float:
                 seconds = float(number) * factor
             except ValueError:
                 break
-            if seconds > 0:
+            if 0 < seconds < math.inf:
                 return seconds
     raise UsageError(f"--deadline takes a time above 0 such as 90min, 2h or 3d, got {text!r}")
 

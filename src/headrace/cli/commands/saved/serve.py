@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.options import JsonOption, help_option, option
+from headrace.cli.options import MOST_SECONDS, JsonOption, help_option, option
 from headrace.cli.output import Answer, answering
 from headrace.errors import UsageError
 from headrace.web.access import check_access, is_loopback, read_token
@@ -72,7 +72,10 @@ _TrustPt2 = Annotated[
 ]
 _Public = Annotated[bool, typer.Option("--public", help="Other machines may ask without a token.")]
 _Drain = Annotated[
-    float, typer.Option("--drain-s", metavar="SECONDS", min=1, help="How long answers may take after SIGTERM.")
+    float,
+    typer.Option(
+        "--drain-s", metavar="SECONDS", min=1, max=MOST_SECONDS, help="How long answers may take after SIGTERM."
+    ),
 ]
 _Cluster = Annotated[
     str | None, option("--cluster", metavar="ray://auto", help="Have Ray Serve run it on a Ray cluster.")
