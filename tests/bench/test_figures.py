@@ -74,6 +74,16 @@ def test_tables_fit_and_say_what_is_missing() -> None:
     assert text.endswith("The answer.")
 
 
+def test_no_text_of_a_file_commands_the_terminal() -> None:
+    bad = "\x1b[2J"
+    cells = (Figure("matrix", f"row{bad}", f"CPU{bad}", 90.6, f"GB/s{bad}"),)
+    gaps = (Gap("matrix", f"gap{bad}", "CPU", f"why{bad}"),)
+    other = MachineFigures(f"there{bad}", cells, gaps, source=f"a page{bad}", facts={f"a{bad}": f"b{bad}"})
+    shown = "\n".join(lines(other, f"The answer{bad}.", other))
+    assert "\x1b" not in shown
+    assert shown.count("row\ufffd[2J GB/s\ufffd[2J") == 2
+
+
 @pytest.mark.slow
 def test_the_page_has_tables_bars_and_the_reasons(tmp_path: Path) -> None:
     write_page(tmp_path / "a" / "bench.html", HERE, "It <helps>.", MachineFigures.load(PUBLISHED))

@@ -75,6 +75,11 @@ def test_unknown_parts_and_full_disks_are_refused(tmp_path: Path, monkeypatch: p
         tiny(tmp_path, "storage")
 
 
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UnfitMachine, match=r"missing: .*No such file or directory.*; use another --folder"):
+        measure(TINY, tmp_path / "missing", ("storage",))
+
+
 def test_files_that_stay_cached_are_not_taken_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "_is_cached", lambda file: True)
     monkeypatch.setattr(storage, "_LETS_GO_S", 0.0)

@@ -1,3 +1,4 @@
+import errno
 import io
 import json
 import os
@@ -48,6 +49,30 @@ def test_an_error_goes_to_stderr_and_as_a_document_to_stdout(as_json: bool, caps
         assert json.loads(out) == {"error": {"type": "DataError", "message": "no examples", "exit_code": 5}}
     else:
         assert out == ""
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENAMETOOLONG, errno.EMFILE])
+def test_what_the_machine_refuses_is_an_error_of_the_environment(
+    number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as ended, answering(as_json=True):
+        raise OSError(number, os.strerror(number), "there/job.py")
+    out, err = capsys.readouterr()
+    assert ended.value.exit_code == 3
+    assert json.loads(out)["error"]["exit_code"] == 3
+    assert err.startswith("error: ")
+    assert "there/job.py" in err.splitlines()[0]
+
+
+def test_an_error_that_is_a_defect_keeps_its_traceback() -> None:
+    with pytest.raises(FileNotFoundError), answering(as_json=False):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "there/job.py")
+
+
+def test_a_name_cannot_command_the_terminal() -> None:
+    stream = io.StringIO()
+    write_error(stream, DataError("\x1b[2Jdata.csv is empty"))
+    assert stream.getvalue() == "error: \ufffd[2Jdata.csv is empty\n"
 
 
 def test_a_working_directory_that_was_deleted(

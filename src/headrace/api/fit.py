@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -252,7 +251,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
 
 
 def _check_arguments(train: Callable[[Worker], None] | None, arguments: FitArguments) -> None:
-    if not (isinstance(arguments.timeout_s, int | float) and _LEAST_TIMEOUT_S <= arguments.timeout_s < math.inf):
+    if not (isinstance(arguments.timeout_s, int | float) and _LEAST_TIMEOUT_S <= arguments.timeout_s < float("inf")):
         raise UsageError(f"timeout_s must be a number of at least {_LEAST_TIMEOUT_S:.0f}, got {arguments.timeout_s!r}")
     if train is not None and not callable(train):
         raise UsageError(f"train must be a function that takes a worker, got {type(train).__name__}")

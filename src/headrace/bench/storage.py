@@ -33,13 +33,13 @@ def storage(effort: Effort, folder: Path, kept: MachineFigures) -> Iterator[Figu
         yield from done
         return
     needed = effort.file_bytes + effort.files * _SMALL_FILE
-    free = shutil.disk_usage(folder).free
-    if free < 2 * needed:
-        raise UnfitMachine(
-            f"{folder} has {byte_count(free)} free, and the files to read are {byte_count(needed)}; name another "
-            "folder with --folder, or leave storage out with --only"
-        )
     try:
+        free = shutil.disk_usage(folder).free
+        if free < 2 * needed:
+            raise UnfitMachine(
+                f"{folder} has {byte_count(free)} free, and the files to read are {byte_count(needed)}; name another "
+                "folder with --folder, or leave storage out with --only"
+            )
         with temporary_folder("headrace-bench-", folder) as own:
             yield from _reads(effort, own, kept)
     except OSError as error:

@@ -15,18 +15,23 @@ _UNSTEADY = 0.2
 
 def lines(here: MachineFigures, answer: str, beside: MachineFigures | None = None) -> Iterator[str]:
     """Yields the tables of the parts, those of `beside` below, why cells are empty, and the answer."""
+    # Each is cleaned: a file of another machine may hold any text.
+    return map(clean, _lines(here, answer, beside))
+
+
+def _lines(here: MachineFigures, answer: str, beside: MachineFigures | None) -> Iterator[str]:
     yield from textwrap.wrap("; ".join(f"{name} {value}" for name, value in shown_facts(here)), _WIDTH)
     yield from textwrap.wrap(disturbance(here), _WIDTH)
     for part in here.parts():
         yield from ("", PARTS[part], *_part(here, part))
         if beside and beside.rows(part):
-            yield from ("", f"Beside: {clean(beside.name)}", *_part(beside, part))
+            yield from ("", f"Beside: {beside.name}", *_part(beside, part))
     yield ""
     if any(each.spread > _UNSTEADY for each in here.figures):
         yield f"~ varies by more than {_UNSTEADY:.0%} between repetitions"
     if beside and beside.source:
-        yield from textwrap.wrap(f"{clean(beside.name)}: {clean(beside.source)}", _WIDTH)
-    yield from textwrap.wrap(clean(answer), _WIDTH)
+        yield from textwrap.wrap(f"{beside.name}: {beside.source}", _WIDTH)
+    yield from textwrap.wrap(answer, _WIDTH)
 
 
 def _part(machine: MachineFigures, part: str) -> Iterator[str]:

@@ -17,6 +17,8 @@ import typer
 from headrace.engine.base import Terminated
 from headrace.errors import HeadraceError, PeerLost, UnfitMachine, WorkerFailed
 from headrace.machine.identity import require_working_directory
+from headrace.machine.limits import explained
+from headrace.report.format import clean
 from headrace.report.model.summary import Summary, summarize
 from headrace.report.model.verdict import References, verdict
 from headrace.report.views.table import comparison_plain, comparison_table, run_plain, run_table
@@ -26,6 +28,10 @@ from headrace.worker.run_spec import model_path
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG)
+"""What a path leads to that a user names, and headrace cannot help."""
 
 
 class ExitCode(IntEnum):
@@ -66,7 +72,8 @@ def write_error(stream: TextIO, error: BaseException) -> None:
     frames = _traceback(error)
     if frames:
         lines += ["", frames]
-    print("\n".join(lines), file=stream, flush=True)
+    # A name in it may be of a file from elsewhere.
+    print(clean("\n".join(lines)), file=stream, flush=True)
 
 
 def _traceback(error: BaseException) -> str:
@@ -170,11 +177,24 @@ def answering(as_json: bool) -> Iterator[Answer]:
         _fail(answer, error, ExitCode.TERMINATED)
     except Exception as error:
         # typer ends a command with exceptions of its own; anything else is a defect of headrace, whose
-        # traceback is wanted.
-        if not isinstance(error, typer.Exit | typer.Abort):
-            _told(error, ExitCode.RUN_FAILED)
-            answer.failure(error, ExitCode.RUN_FAILED)
+        # traceback is wanted, unless the machine refuses something.
+        if isinstance(error, typer.Exit | typer.Abort):
+            raise
+        if isinstance(refused := _explained(error), HeadraceError):
+            _fail(answer, _told(refused, exit_code(refused)), exit_code(refused))
+        _told(error, ExitCode.RUN_FAILED)
+        answer.failure(error, ExitCode.RUN_FAILED)
         raise
+
+
+def _explained(error: Exception) -> BaseException:
+    """Returns an error for what the machine refuses, as a file that this user may not read; else the same."""
+    if not (isinstance(error, OSError) and error.filename is not None and error.errno in _REFUSED):
+        return explained(error)
+    refused = UnfitMachine(f"{error.filename}: {error.strerror}; ask as a user who may, or name another place")
+    # For the user's own frames, if it comes from those.
+    refused.__cause__ = error
+    return refused
 
 
 def _told(error: BaseException, code: int) -> BaseException:

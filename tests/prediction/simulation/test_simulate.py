@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import headrace as hr
-from headrace.errors import InfeasiblePlan, UsageError
+from headrace.errors import InfeasiblePlan, UnfitMachine, UsageError
 from headrace.prediction.simulation.behaviour import tensor_parallel_steps
 from headrace.prediction.simulation.scene import Assumptions, Scene
 from headrace.prediction.simulation.simulate import Prediction, simulate
@@ -335,6 +335,12 @@ def test_a_real_runs_report_draws_a_simulated_run(tmp_path: Path) -> None:
 def test_what_fits_nowhere_is_refused_with_numbers(strategy: hr.Strategy, cluster: Cluster, says: str) -> None:
     with pytest.raises(InfeasiblePlan, match=says):
         run(strategy, cluster)
+
+
+def test_a_run_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UnfitMachine, match=r"cannot write to the run directory .*file: Not a directory; name another"):
+        run(hr.Mirrored(2), run_dir=tmp_path / "file")
 
 
 @pytest.mark.parametrize(

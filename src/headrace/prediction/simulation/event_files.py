@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 
-from headrace.errors import UsageError
+from headrace.errors import UnfitMachine, UsageError
 from headrace.machine.identity import versions
 from headrace.prediction.simulation.scene import Scene
 from headrace.prediction.simulation.timeline import Passes, Timeline
@@ -38,11 +38,15 @@ def write(directory: Path, strategy: Strategy, scene: Scene, timeline: Timeline,
 
     Raises:
         UsageError: it holds events already.
+        UnfitMachine: it cannot be written.
     """
     folder = directory / "events"
-    if folder.is_dir() and any(folder.iterdir()):
-        raise UsageError(f"{directory} holds the events of another run; name a new directory")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UsageError(f"{directory} holds the events of another run; name a new directory")
+    except OSError as error:
+        raise UnfitMachine(f"cannot write to the run directory {directory}: {error.strerror}; name another") from error
     by_rank: dict[int, list[Event]] = defaultdict(list)
     by_rank[LAUNCHER] = _launcher(strategy, scene, timeline, replicas)
     for rank, events in _workers(scene, timeline, replicas, memory).items():
