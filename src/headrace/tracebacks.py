@@ -36,7 +36,8 @@ def user_place(error: BaseException) -> str:
 
 def _user_frames(shown: traceback.TracebackException) -> list[traceback.FrameSummary]:
     frames = [frame for frame in shown.stack if not _is_ours(frame)]
-    while frames and frames[0].filename.startswith(_LIBRARIES):
+    # A library's compiled frame has a relative name: "uvloop/loop.pyx".
+    while frames and (frames[0].filename.startswith(_LIBRARIES) or frames[0].filename.endswith(".pyx")):
         del frames[0]
     return frames
 
