@@ -104,6 +104,13 @@ def test_a_directory_that_holds_a_comparison(tmp_path: Path) -> None:
         compare(["one_device"], tmp_path)
 
 
+def test_a_directory_that_holds_a_run(tmp_path: Path) -> None:
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "launcher.jsonl").touch()
+    with pytest.raises(UsageError, match="holds a run already; name another run_dir, or delete it"):
+        compare(["one_device"], tmp_path)
+
+
 def test_nothing_to_compare() -> None:
     with pytest.raises(UsageError, match="nothing to compare: name at least one strategy"):
         compare([])

@@ -24,9 +24,11 @@ from headrace.report.model.verdict import References, compared, verdict
 from headrace.report.trackers.listeners import OnEvent
 from headrace.report.views.page import page_fragment, write_page
 from headrace.report.views.table import comparison_plain, comparison_table
+from headrace.spec.events import LAUNCHER
 from headrace.spec.job import Job
 from headrace.spec.options import require_count
 from headrace.strategies import OneDevice, Strategy, Unconnected, resolve
+from headrace.worker.run_spec import events_path
 
 _MEASURE_S = 8.0
 _ONE_DEVICE = "reference-one-device"
@@ -150,6 +152,8 @@ def _directory(run_dir: Path | str | None) -> tuple[Path, TemporaryRunDir | None
     directory = Path(keeper.path if keeper else run_dir or ".").absolute()
     if (directory / "comparison.json").exists():
         raise UsageError(f"{directory} holds a comparison already; name another run_dir, or delete it")
+    if events_path(directory, LAUNCHER).exists():
+        raise UsageError(f"{directory} holds a run already; name another run_dir, or delete it")
     return directory, keeper
 
 
