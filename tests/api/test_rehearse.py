@@ -219,6 +219,10 @@ def test_a_run_without_a_record_is_refused(tmp_path: Path) -> None:
         hr.rehearse(job(epochs=1), from_run=tmp_path / "a")
     with pytest.raises(UsageError, match="no run directory"):
         hr.rehearse(job(epochs=1), from_run=tmp_path / "nothing")
+    idle = {"cluster": CLUSTER, "model": MODEL, "assumptions": hr.Assumptions(seed=7), "force": True}
+    for name, value in idle.items():
+        with pytest.raises(UsageError, match=rf"^{name}.*: for a simulated order of events, and from_run"):
+            hr.rehearse(job(epochs=1), from_run=tmp_path / "a", **{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -71,13 +71,13 @@ def test_what_to_go_on_from(
         (["--resume"], "--resume goes on with a run: name it by --run-dir, or another one by --resume-from"),
         (["--run-dir", "a", "--resume", "--resume-from", "b"], "--resume-from with another run; give one of them"),
         (["--copy-to", "bucket/a"], "copy_to must be a URL, for example 's3://bucket/runs/a', got 'bucket/a'"),
-        (["--copy-to", "s3://b/a", "--checkpoint-every", "0"], "--copy-to copies checkpoints, and --checkpoint-every"),
+        (["--copy-to", "s3://b/a", "--checkpoint-every", "0"], "--copy-to: --checkpoint-every 0 saves nothing"),
         (["--checkpoint-every", "soon"], "--checkpoint-every takes steps (100) or seconds (30s), got 'soon'"),
         (["--checkpoint-every", "1.5"], "--checkpoint-every takes steps (100) or seconds (30s), got '1.5'"),
         (["--checkpoint-every", "s"], "--checkpoint-every takes steps (100) or seconds (30s), got 's'"),
         (["--checkpoint-every", "-3"], "every_steps must be a whole number of at least 1, got -3"),
         (["--checkpoint-every", "-3s"], "every_s must be a number of seconds above 0, got -3.0"),
-        (["--checkpoint-every", "nans"], "every_s must be a number of seconds above 0, got nan"),
+        (["--checkpoint-every", "nans"], "--checkpoint-every takes steps (100) or seconds (30s), got 'nans'"),
     ],
 )
 def test_what_cannot_be_meant(stage, job_file: Path, arguments: list[str], message: str, capsys: Capture) -> None:

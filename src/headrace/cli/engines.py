@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.cli.combinations import refuse_idle
 from headrace.engine.schedulers.environment import adopt
 from headrace.errors import UsageError
 
@@ -49,6 +50,10 @@ def own_engine(
             require_same({**versions(), "the job file's digest": digest})
         yield None
         return
+    refuse_idle(
+        {"--secret-file": secret_file is not None},
+        "for processes that a launcher starts on several hosts; those of one host make their own secret; leave it out",
+    )
     if ray:
         with contextlib.closing(ray):
             yield ray

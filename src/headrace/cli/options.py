@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.cli.combinations import refuse_idle
 from headrace.devices import AUTO, DEVICES, EXAMPLE, one_each
 from headrace.engine.base import Terminated
 from headrace.errors import RunFailed, UnfitMachine, UnknownName, UsageError
@@ -141,7 +142,10 @@ SnapshotsEveryOption = Annotated[
         help="Snapshots of servers that have no backup: every so many seconds (5s); 0 for none. Default: 30s.",
     ),
 ]
-KeepOption = Annotated[int, typer.Option("--keep", metavar="N", min=1, help="How many of the last checkpoints stay.")]
+KeepOption = Annotated[
+    int | None,
+    option("--keep", metavar="N", min=1, help="How many of the last checkpoints stay. Default: 3."),
+]
 ResumeOption = Annotated[
     bool, typer.Option("--resume", help="Go on from the last checkpoint of --run-dir, under any strategy.")
 ]
@@ -245,7 +249,7 @@ def check_strategies(names: Sequence[str]) -> None:
 
 
 def checkpoints_of(
-    every: str | None, keep: int, snapshots: str | None = None, copy_to: str | None = None
+    every: str | None, keep: int | None = None, snapshots: str | None = None, copy_to: str | None = None
 ) -> Checkpoints | None:
     """Returns the meaning of "100" (steps), "30s" (seconds), "0" (never) or None (the default) between checkpoints.
 
@@ -254,7 +258,7 @@ def checkpoints_of(
     Raises:
         UsageError: a value has another form.
     """
-    chosen = Checkpoints(keep=keep, copy_to=copy_to)
+    chosen = Checkpoints(keep=Checkpoints.keep if keep is None else keep, copy_to=copy_to)
     if every is not None:
         in_seconds = every.endswith("s")
         try:
@@ -262,8 +266,11 @@ def checkpoints_of(
         except ValueError:
             raise UsageError(f"--checkpoint-every takes steps (100) or seconds (30s), got {every!r}") from None
         if number == 0:
-            if copy_to:
-                raise UsageError("--copy-to copies checkpoints, and --checkpoint-every 0 saves none; give one of them")
+            idle = {"--copy-to": copy_to, "--keep": keep, "--snapshots-every": snapshots}
+            refuse_idle(
+                {name: value is not None for name, value in idle.items()},
+                "--checkpoint-every 0 saves nothing; leave one of them out",
+            )
             return None
         chosen = replace(
             chosen, every_s=number if in_seconds else None, every_steps=None if in_seconds else int(number)

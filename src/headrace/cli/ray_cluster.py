@@ -45,6 +45,11 @@ PlacementOption = Annotated[
 ]
 
 
+def is_ray(cluster: str | None) -> bool:
+    """Tells whether `--cluster` names a Ray cluster and no file."""
+    return cluster is not None and cluster.startswith(_RAY)
+
+
 def ray_engine(
     cluster: str | None,
     secret_file: Path | None = None,
@@ -57,7 +62,7 @@ def ray_engine(
     Raises:
         UsageError: an option does not fit the other ones, or cannot be read.
     """
-    if not (cluster and cluster.startswith(_RAY)):
+    if cluster is None or not is_ray(cluster):
         for name, value in (("runtime-env", runtime_env), ("resources", resources), ("placement", placement)):
             if value is not None:
                 raise UsageError(f"--{name} is for a Ray cluster; say which by --cluster ray://auto, or leave it out")

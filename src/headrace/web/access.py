@@ -41,7 +41,12 @@ def has_token(authorization: str, token: str) -> bool:
 
 
 def check_access(host: str, token: str, public: bool) -> None:
-    """Raises UsageError where a server would answer other machines without a token, and without --public."""
+    """Raises UsageError where a server would answer other machines without a token, and without --public.
+
+    So for both: a request without the token would be refused, whatever --public says.
+    """
+    if token and public:
+        raise UsageError("--public lets every machine ask without a token, and there is one; leave one of them out")
     if not is_loopback(host) and not token and not public:
         raise UsageError(
             f"--host {host} lets other machines ask; give a token by --token-file FILE, or say --public where "

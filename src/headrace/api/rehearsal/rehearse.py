@@ -80,8 +80,8 @@ def rehearse(
             server, 1 Gbit/s between them.
         model: a profile of the job's model (`hr.profile`) or its file; None to measure it here first.
         assumptions: as of `simulate`: seed, variation of computing times, stragglers.
-        from_run: the directory of a real run, whose order of events is taken instead of a simulated one. The result is
-            the run's, bit for bit, on the same machine with the same versions.
+        from_run: the directory of a real run, whose order of events is taken; then without cluster, model, assumptions
+            and force. The result is the run's, bit for bit, on the same machine with the same versions.
         run_dir: where events and the model go; None for a directory that goes with the result.
         alone: also trains the job in one process, in `run_dir`/one_device, to compare with.
         force: uses a profile of another model or of other versions.
@@ -99,7 +99,7 @@ def rehearse(
     try:
         info = inspect_job(job)
         check_options(info.job.options, "cpu")
-        record = read_record(from_run) if from_run is not None else None
+        record = _recorded(from_run, cluster, model, assumptions, force)
         chosen = _chosen(strategy, record)
         require_rehearsable(chosen)
         chosen.check(info.job.options)
@@ -134,6 +134,30 @@ def _chosen(strategy: Strategy | str | None, record: Record | None) -> Strategy:
     if chosen.name != record.started.strategy:
         raise UsageError(f"the run was trained by {record.started.strategy}, not by {chosen.name}; leave it out")
     return chosen
+
+
+def _recorded(
+    from_run: Path | str | None,
+    cluster: Cluster | Path | str | None,
+    model: ModelSpec | Path | str | None,
+    assumptions: Assumptions | None,
+    force: bool,
+) -> Record | None:
+    """Returns the order of a real run; raises UsageError for what would change nothing beside it."""
+    if from_run is None:
+        return None
+    given = {
+        "cluster": cluster is not None,
+        "model": model is not None,
+        "assumptions (--assume, --seed)": assumptions is not None,
+        "force": force,
+    }
+    if names := [name for name, is_given in given.items() if is_given]:
+        raise UsageError(
+            f"{', '.join(names)}: for a simulated order of events, and from_run (--from) takes that of a real run, "
+            "with its times; leave one of them out"
+        )
+    return read_record(from_run)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.cli.combinations import refuse_idle, refuse_settings
 from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.options import JsonOption, SettingsOption, help_option, job_name
 from headrace.cli.output import answering
@@ -87,6 +88,8 @@ def bench(
 
         compared = MachineFigures.load(beside) if beside else None
         chosen = tuple(only.split(",")) if only else GROUPS
+        refuse_settings(path, settings)
+        refuse_idle({"--folder": folder != Path() and "storage" not in chosen}, "for storage, which --only leaves out")
         job = _facts(path, settings or ()) if path else None
         found = measure(QUICK if quick else FULL, folder, chosen, _say, save)
         said = advice(found, compared, job)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.cli.combinations import refuse_idle, resolved
 from headrace.cli.engines import own_engine, refuse_launcher
 from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.options import (
@@ -25,7 +26,6 @@ from headrace.cli.options import (
 )
 from headrace.cli.output import Answer, answering
 from headrace.devices import AUTO
-from headrace.errors import UsageError
 from headrace.report.format import MISSING, clean, percent, short, to_cells, to_json
 from headrace.report.model.training import STEP_PARTS
 from headrace.report.views.subjects import BOTTLENECK, INPUT, INPUT_STAGE, readers_text
@@ -40,6 +40,7 @@ _EXAMPLES = """
   headrace data profile job.py --check-deterministic
 """
 
+_SECONDS = 5.0
 _WIDTH = 80
 _NAME_WIDTH = 36
 
@@ -67,7 +68,7 @@ def data(
         typer.Option(
             "--seconds", metavar="SECONDS", min=0.1, max=MOST_SECONDS, help="How long each of three measurements takes."
         ),
-    ] = 5.0,
+    ] = _SECONDS,
     check: Annotated[
         bool,
         typer.Option(
@@ -89,15 +90,12 @@ def data(
         check_strategies([strategy])
         find_job(path)
         if check:
+            _refuse_for_measurements(strategy, workers, device, seconds)
             _check(answer, load_job(path, settings or ()))
             return
         with own_engine() as engine:
             job = load_job(path, settings or ())
-            from headrace.strategies import resolve
-
-            chosen = resolve(strategy, workers)
-            if workers is not None and workers != getattr(chosen, "workers", 1):
-                raise UsageError(f"--workers {workers}: {strategy} runs on 1; try --strategy mirrored")
+            chosen = resolved(strategy, workers)
             from headrace.api.profiling import profile
 
             found = profile(
@@ -109,6 +107,18 @@ def data(
                 say=lambda line: typer.echo(f"measuring {line}", err=True),
             )
         answer.give(_plain(job_name(path), found), "\n".join(_lines(job_name(path), found)))
+
+
+def _refuse_for_measurements(strategy: str, workers: int | None, device: str, seconds: float) -> None:
+    refuse_idle(
+        {
+            "--strategy": strategy != "one_device",
+            "--workers": workers is not None,
+            "--device": device != AUTO,
+            "--seconds": seconds != _SECONDS,
+        },
+        "for measurements, and --check-deterministic measures nothing; leave one of them out",
+    )
 
 
 def _check(answer: Answer, job: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.combinations import refuse_idle, refuse_settings
 from headrace.cli.commands.launch import COMMAND_LINE, hosts_of, over_ssh
 from headrace.cli.engines import launched_rank, launched_world
 from headrace.cli.jobfile import find_job, load_job
@@ -263,6 +264,11 @@ def doctor(
     With --cluster and without a launcher it starts one process on each host of the file, by ssh.
     """
     with answering(as_json) as answer:
+        refuse_settings(path, settings)
+        refuse_idle(
+            {"--ssh": ssh != "ssh" and (cluster is None or launched_rank() is not None)},
+            "for the hosts of --cluster, without a launcher; leave it out",
+        )
         if cluster and launched_rank() is None:
             raise typer.Exit(_over_ssh(path, settings or (), cluster, ssh, as_json))
         if cluster or launched_world() > 1:

@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.combinations import refuse_idle
 from headrace.cli.engines import refuse_launcher
 from headrace.cli.jobfile import check_file
 from headrace.cli.options import (
@@ -99,7 +100,7 @@ def launch(
                     destinations, what, script, workers, port, ssh, python, distribution or usual, keep_going
                 )
             else:
-                _refuse_for_hosts(port=port, distribution=distribution, ssh=ssh, python=python, keep_going=keep_going)
+                _refuse_for_hosts(port, distribution, ssh, python, keep_going)
                 # Lazily: --help need not wait for the engine.
                 from headrace.engine.local.engine import launch_script
 
@@ -112,17 +113,17 @@ def launch(
     raise typer.Exit(code)
 
 
-_ON_HOSTS = {"port": 0, "distribution": None, "ssh": "ssh", "python": sys.executable, "keep_going": False}
-"""Options that only workers on several hosts have, with their defaults."""
-
-
-def _refuse_for_hosts(**given: object) -> None:
-    names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value != _ON_HOSTS[name]]
-    if names:
-        raise UsageError(
-            f"{', '.join(names)}: for workers on several hosts; name these by --hosts or --cluster; "
-            "what the script is to get stands behind --"
-        )
+def _refuse_for_hosts(port: int, distribution: Distribution | None, ssh: str, python: str, keep_going: bool) -> None:
+    refuse_idle(
+        {
+            "--port": port != 0,
+            "--distribution": distribution is not None,
+            "--ssh": ssh != "ssh",
+            "--python": python != sys.executable,
+            "--keep-going": keep_going,
+        },
+        "for workers on several hosts; name these by --hosts or --cluster; what the script is to get stands behind --",
+    )
 
 
 @contextlib.contextmanager

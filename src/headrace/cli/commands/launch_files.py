@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from headrace.cli.combinations import refuse_idle
 from headrace.cli.commands.launch import has_backups
 from headrace.cli.jobfile import check_file
 from headrace.cli.launch_files.kubernetes import Form, PodSettings, manifests
@@ -28,6 +29,7 @@ _EXAMPLES = """
 """
 _NEXT = {"slurm": "sbatch", "kubernetes": "kubectl apply -f", "torchrun": "sh"}
 _ENDINGS = {"slurm": "slurm.sh", "kubernetes": "kubernetes.yaml", "torchrun": "torchrun.sh"}
+_SAVE_S, _TIME = 90, "24:00:00"
 _OWN = ("--run-dir", "--resume", "--resume-if-saved", "--resume-from", "--workers")
 """Options of `train` that the file has already."""
 
@@ -69,8 +71,8 @@ def launch_files(
     run_dir: _RunDir = "",
     cores: _Cores = 1,
     memory_gb: _Memory = None,
-    save_s: _Save = 90,
-    time_limit: _Limit = "24:00:00",
+    save_s: _Save = _SAVE_S,
+    time_limit: _Limit = _TIME,
     form: _Form = Form.JOB,
     image: _Image = "",
     claim: _Claim = "",
@@ -89,6 +91,18 @@ def launch_files(
         check_file(job, "job file")
         given = tuple(arguments or ())
         _check(given, workers, hosts)
+        refuse_idle(
+            {
+                "--cores": scheduler == "torchrun" and cores != 1,
+                "--memory-gb": scheduler == "torchrun" and memory_gb is not None,
+                "--save-s": scheduler == "torchrun" and save_s != _SAVE_S,
+                "--time": scheduler != "slurm" and time_limit != _TIME,
+                "--form": scheduler != "kubernetes" and form != Form.JOB,
+                "--image": scheduler != "kubernetes" and image != "",
+                "--claim": scheduler != "kubernetes" and claim != "",
+            },
+            f"a file for {scheduler} has no place for it; leave it out",
+        )
         name = scheduler_name(job_name(job))
         path = output or Path(f"{name}.{_ENDINGS[scheduler]}")
         strategy = () if _has(given, "--strategy") else ("--strategy", "mirrored")

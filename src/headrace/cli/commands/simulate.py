@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.cli.combinations import refuse_idle, resolved
 from headrace.cli.engines import refuse_launcher
 from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.options import (
@@ -116,12 +117,11 @@ def simulate(
         check_strategies([strategy])
         # Lazily: they import torch.
         from headrace.prediction.simulation.simulate import simulate as run
-        from headrace.strategies import resolve
 
         prediction = run(
             model,
             cluster,
-            resolve(strategy, workers),
+            resolved(strategy, workers),
             global_batch_size=global_batch_size,
             assumptions=assumptions_of(assume or ()),
             run_dir=run_dir,
@@ -150,7 +150,9 @@ def rehearse(
     record: Annotated[
         Path | None, option("--from", metavar="RUN", help="A real run, whose order of events is taken.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the variation of computing times.")] = 0,
+    seed: Annotated[
+        int | None, option("--seed", min=0, help="Of the variation of computing times. Default: 0.")
+    ] = None,
     assume: AssumeOption = None,
     alone: Annotated[
         bool, typer.Option("--alone/--no-alone", help="Also train in one process, to compare with.")
@@ -168,18 +170,19 @@ def rehearse(
     with answering(as_json) as answer:
         refuse_launcher("rehearse")
         find_job(path)
-        check_strategies([strategy] if strategy else [])
+        refuse_idle({"--workers": workers is not None and not strategy}, "the run of --from has its own; leave it out")
+        assumed = assumptions_of([*(assume or ()), *([] if seed is None else [f"seed={seed}"])])
+        chosen = resolved(strategy, workers) if strategy else None
         job = load_job(path, settings or ())
-        # Lazily: they import torch.
+        # Lazily: it imports torch.
         from headrace.api.rehearsal.rehearse import rehearse as run
-        from headrace.strategies import resolve
 
         found = run(
             job,
-            resolve(strategy, workers) if strategy else None,
+            chosen,
             cluster,
             model=model,
-            assumptions=replace(assumptions_of(assume or ()), seed=seed),
+            assumptions=assumed,
             from_run=record,
             run_dir=run_dir or default_run_dir(f"rehearsal-{job_name(path)}"),
             alone=alone,
@@ -189,8 +192,8 @@ def rehearse(
         answer.give(_rehearsal_plain(found), "\n".join(_rehearsal_lines(found)))
 
 
-def assumptions_of(settings: Sequence[str]) -> Assumptions:
-    """Returns the assumptions of texts like "network_share=0.6".
+def assumptions_of(settings: Sequence[str]) -> Assumptions | None:
+    """Returns the assumptions of texts like "network_share=0.6"; None without any.
 
     Raises:
         UsageError: there is no such assumption, or its value is not a Python literal.
@@ -206,11 +209,13 @@ def assumptions_of(settings: Sequence[str]) -> Assumptions:
             raise UsageError(f"--assume takes KEY=VALUE, got {setting!r}")
         if key not in known:
             raise UnknownName("assumption", key, known)
+        if key in values:
+            raise UsageError(f"the assumption {key} is given twice; say it once")
         try:
             values[key] = text if key == "algorithm" else ast.literal_eval(text)
         except (ValueError, SyntaxError):
             raise UsageError(f"--assume {key} takes a number, got {text!r}") from None
-    return Assumptions(**values)
+    return Assumptions(**values) if values else None
 
 
 def prediction_plain(prediction: Prediction) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.cli.combinations import count_of, refuse_idle, resolved
 from headrace.cli.engines import launched_rank, own_engine, refuse_launcher
 from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.options import (
@@ -46,7 +47,7 @@ from headrace.cli.options import (
     tensorboards,
 )
 from headrace.cli.output import Answer, ExitCode, answering, show_comparison, show_run
-from headrace.cli.ray_cluster import PlacementOption, ResourcesOption, RuntimeEnvOption, ray_engine
+from headrace.cli.ray_cluster import PlacementOption, ResourcesOption, RuntimeEnvOption, is_ray, ray_engine
 from headrace.cli.watching import watching
 from headrace.devices import AUTO
 from headrace.errors import UsageError
@@ -55,6 +56,7 @@ from headrace.spec.options import is_url
 
 if TYPE_CHECKING:
     from headrace.spec.job import Job
+    from headrace.spec.options import Checkpoints
     from headrace.strategies import Strategy
 
 _EXAMPLES = """
@@ -99,7 +101,7 @@ def train(
     timeout_s: TimeoutOption = 10.0,
     checkpoint_every: CheckpointEveryOption = None,
     snapshots_every: SnapshotsEveryOption = None,
-    keep: KeepOption = 3,
+    keep: KeepOption = None,
     copy_to: CopyToOption = None,
     resume: ResumeOption = False,
     resume_if_saved: ResumeIfSavedOption = False,
@@ -127,10 +129,10 @@ def train(
         where = run_dir or default_run_dir(f"{job_name(path)}-{parse_call(strategy).name}")
         # In this order: the engine forks this process, which must not have run the job file before.
         with own_engine(secret_file, path, ray) as engine, saying_where(where):
-            job, chosen = load_job(path, settings or ()), _resolved(strategy, workers, servers)
+            job, chosen = load_job(path, settings or ()), resolved(strategy, workers, servers)
             from headrace.api.fit import fit
 
-            _keep_prediction(predict, None if ray else cluster, job, chosen, device, where)
+            _keep_prediction(predict, cluster, job, chosen, device, where)
             with tensorboards(tensorboard) as on_event, watching(where, watch):
                 run = fit(
                     job,
@@ -140,7 +142,7 @@ def train(
                     on_event=on_event,
                     timeout_s=timeout_s,
                     engine=engine,
-                    checkpoints=(checkpoints or False) if chosen.one_model or copy_to else None,
+                    checkpoints=_saving(chosen, checkpoints, snapshots_every, (checkpoint_every, keep, copy_to)),
                     resume=going,
                     reset_optimizer=reset_optimizer,
                     check=check,
@@ -151,11 +153,15 @@ def train(
 
 
 def _keep_prediction(
-    profile: Path | None, cluster: Path | str | None, job: Job, strategy: Strategy, device: str, run_dir: Path
+    profile: Path | None, cluster: str | None, job: Job, strategy: Strategy, device: str, run_dir: Path
 ) -> None:
     """Predicts what a run on the machines of a file takes, or on this one, and keeps it in the run's directory."""
     if profile is None or launched_rank() not in (None, 0):
         return
+    refuse_idle(
+        {"--predict": is_ray(cluster)},
+        "it simulates the machines of a file, or this one, and --cluster names a Ray cluster; leave one of them out",
+    )
     from headrace.machine.identity import detect
     from headrace.prediction.simulation.simulate import simulate
 
@@ -165,6 +171,19 @@ def _keep_prediction(
     if not isinstance(machines, Path | str) and len(machines.kinds) > 1:
         raise UsageError(f"--predict simulates devices of one kind, got --device {device}; leave one of them out")
     simulate(profile, machines, strategy, global_batch_size=job.global_batch_size).save(run_dir)
+
+
+def _saving(
+    strategy: Strategy, wanted: Checkpoints | None, snapshots_every: str | None, others: Sequence[object]
+) -> Checkpoints | bool | None:
+    """Returns what `fit` takes; what is asked for is not left out where the strategy has no single model to save."""
+    servers = getattr(getattr(strategy, "outer", strategy), "servers", None)
+    refuse_idle(
+        {"--snapshots-every": snapshots_every is not None and not servers},
+        f"for parameter servers without backups, and {strategy.name} has none; leave it out",
+    )
+    asked = any(each is not None for each in (snapshots_every, *others))
+    return (wanted or False) if strategy.one_model or asked else None
 
 
 def _checked(path: Path, tensorboard: Path | None, strategy: str, servers: int | None) -> str:
@@ -196,23 +215,6 @@ def _named(strategy: str, servers: int | None) -> str:
     named = "parameter_server" if servers and strategy == "one_device" else strategy
     check_strategies([named])
     return named
-
-
-def _resolved(strategy: str, workers: int | None, servers: int | None = None) -> Strategy:
-    from headrace.strategies import COUNTS, resolve
-
-    chosen = resolve(strategy, workers)
-    count = next((n for each in COUNTS if (n := getattr(chosen, each, None)) is not None), 1)
-    if workers is not None and workers != count:
-        other = "try --strategy mirrored" if count == 1 else "say it once"
-        raise UsageError(f"--workers {workers}: {strategy} runs on {count}; {other}")
-    has = getattr(chosen, "servers", None)
-    if servers is None or servers == has:
-        return chosen
-    if has != 1:
-        other = "try --strategy parameter_server" if has is None else "say it once"
-        raise UsageError(f"--servers {servers}: {strategy} has {has or 'none'}; {other}")
-    return replace(chosen, servers=servers)  # type: ignore[type-var]
 
 
 def _going(resume: bool, if_saved: bool, resume_from: str | None, run_dir: Path | None) -> bool | str | Path:
@@ -267,6 +269,9 @@ def compare(
             from headrace.strategies import resolve
 
             chosen = [resolve(name, workers) for name in names]
+            for name, count in zip(names, map(count_of, chosen), strict=True):
+                if workers is not None and count not in (None, workers):
+                    raise UsageError(f"--workers {workers}: {name} runs on {count}; say it once")
             with tensorboards(tensorboard) as on_event:
                 comparison = compare_strategies(
                     job,

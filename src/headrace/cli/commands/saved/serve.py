@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.cli.combinations import refuse_idle
 from headrace.cli.options import MOST_SECONDS, JsonOption, help_option, option
 from headrace.cli.output import Answer, answering
 from headrace.errors import UsageError
@@ -24,6 +25,7 @@ _EXAMPLES = """
   headrace serve model --cluster ray://auto --replicas 4
 """
 _RAY = "ray://"
+_DRAIN_S = 30.0
 _TOKEN = "HEADRACE_SERVE_TOKEN"
 
 _Models = Annotated[
@@ -97,7 +99,7 @@ def serve(
     token_file: _TokenFile = None,
     public: _Public = False,
     trust_pt2: _TrustPt2 = False,
-    drain_s: _Drain = 30.0,
+    drain_s: _Drain = _DRAIN_S,
     cluster: _Cluster = None,
     replicas: _Replicas = 1,
     as_json: JsonOption = False,
@@ -130,12 +132,7 @@ def serve(
             any_host=not is_loopback(host),
             trust_pt2=trust_pt2,
         )
-        if cluster is None and replicas > 1:
-            raise UsageError("--replicas is for a Ray cluster; say which by --cluster ray://auto")
-        if cluster is not None and health_port is not None:
-            raise UsageError("--health-port is for this machine alone; Ray Serve probes its replicas itself")
-        if cluster is not None and not cluster.startswith(_RAY):
-            raise UsageError(f"--cluster {cluster}: expected ray://auto, or the address of a Ray cluster")
+        _check_place(cluster, replicas, health_port, drain_s)
         logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
         if cluster is None:
             run_server(models, settings, host, port, drain_s, lambda where: _tell(answer, where), health_port)
@@ -143,6 +140,18 @@ def serve(
             from headrace.serving.ray_cluster import run_on_ray
 
             run_on_ray(models, settings, cluster, (host, port), replicas, lambda where: _tell(answer, where))
+
+
+def _check_place(cluster: str | None, replicas: int, health_port: int | None, drain_s: float) -> None:
+    if cluster is None:
+        refuse_idle({"--replicas": replicas > 1}, "for a Ray cluster; say which by --cluster ray://auto")
+        return
+    refuse_idle(
+        {"--health-port": health_port is not None, "--drain-s": drain_s != _DRAIN_S},
+        "for this machine alone; Ray Serve probes and ends its replicas itself; leave it out",
+    )
+    if not cluster.startswith(_RAY):
+        raise UsageError(f"--cluster {cluster}: expected ray://auto, or the address of a Ray cluster")
 
 
 def _tell(answer: Answer, where: Listening) -> None:
