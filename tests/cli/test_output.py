@@ -277,3 +277,13 @@ def test_an_error_as_json() -> None:
 def test_signals_have_a_message() -> None:
     assert written(KeyboardInterrupt()) == "error: interrupted (SIGINT)\n"
     assert written(Terminated()) == "error: terminated (SIGTERM)\n"
+
+
+def test_compiled_frames_of_a_library_are_no_user_code() -> None:
+    program = compile("import json; json.loads('')", "uvloop/loop.pyx", "exec")
+    with pytest.raises(json.JSONDecodeError) as caught:
+        exec(program)
+    error, frames = caught.value, caught.value.__traceback__
+    assert frames is not None
+    # Without the frame of this test, which is user code.
+    assert user_traceback(error.with_traceback(frames.tb_next)) == ""
