@@ -62,6 +62,14 @@ def test_it_is_a_file_that_can_be_edited(tmp_path: Path, monkeypatch: pytest.Mon
         cluster_of("gcp-a2:3")
 
 
+def test_hosts_of_one_name_and_none_at_all_are_refused() -> None:
+    host = Host("a", 4, 10**9)
+    with pytest.raises(UsageError, match="two hosts of one name, 'a'"):
+        cluster_of(Cluster((host, Host("b", 4, 10**9), host)))
+    with pytest.raises(UsageError, match="the cluster has no host"):
+        simulate(MODEL, Cluster(()), "mirrored")
+
+
 def test_a_profile_stands_for_its_versions_and_its_kind_of_device() -> None:
     assert require_usable(MODEL, CPUS) == ()
     with pytest.raises(UsageError, match=r"device: cpu, and here cuda \(each host may say the speed"):

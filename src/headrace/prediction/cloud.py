@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -11,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 from headrace.devices import GPU, HOST
-from headrace.errors import UnknownName
+from headrace.errors import UnknownName, UsageError
 from headrace.spec.cluster import Cluster, Host
 
 _NAME = re.compile(r"(?P<cloud>aws)-(?P<machine>[\w.-]+?)(?::(?P<count>[1-9]\d*))?")
@@ -77,9 +78,15 @@ def cluster_of(given: Cluster | Path | str) -> Cluster:
 
     Raises:
         UnknownName: there is no such machine, nor a file of that name.
-        UsageError: the file cannot be read.
+        UsageError: the file cannot be read; or the cluster has no host, or two of one name, which count as one.
     """
     if isinstance(given, Cluster):
+        names = Counter(host.name for host in given.hosts)
+        twice = [name for name, count in names.items() if count > 1]
+        if twice or not names:
+            raise UsageError(
+                f"the cluster has two hosts of one name, {twice[0]!r}" if twice else "the cluster has no host"
+            )
         return given
     named = _NAME.fullmatch(str(given))
     if named is None or Path(given).exists():
