@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import headrace as hr
 from headrace.prediction.simulation.scene import Assumptions
+from headrace.prediction.simulation.simulate import Prediction, simulate
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.compute import BatchProfile, ComputeProfile, LayerSpec
 from headrace.spec.model import ModelSpec, ParameterSpec
@@ -31,3 +33,14 @@ def gpus(hosts: int, devices: int = 1, *, gigabytes_per_s: float = 1.0, memory: 
 
 
 QUICK = Assumptions(steps=10)
+
+
+def run(strategy: hr.Strategy, cluster: Cluster | None = None, *, examples: int = 32, **changes) -> Prediction:
+    return simulate(
+        changes.pop("model", model()),
+        cluster or gpus(4),
+        strategy,
+        global_batch_size=examples,
+        assumptions=changes.pop("assumptions", QUICK),
+        **changes,
+    )

@@ -11,25 +11,12 @@ import pytest
 
 import headrace as hr
 from headrace.errors import InfeasiblePlan, UnfitMachine, UsageError
-from headrace.prediction.simulation.behaviour import tensor_parallel_steps
-from headrace.prediction.simulation.scene import Assumptions, Scene
-from headrace.prediction.simulation.simulate import Prediction, simulate
+from headrace.prediction.simulation.scene import Assumptions
 from headrace.report.model.summary import summarize
 from headrace.spec.cluster import Cluster, Host, Link
 from headrace.spec.model import ModelSpec
 from headrace.strategies import STRATEGIES
-from prediction.simulation.scenes import QUICK, gpus, model
-
-
-def run(strategy: hr.Strategy, cluster: Cluster | None = None, *, examples: int = 32, **changes) -> Prediction:
-    return simulate(
-        changes.pop("model", model()),
-        cluster or gpus(4),
-        strategy,
-        global_batch_size=examples,
-        assumptions=changes.pop("assumptions", QUICK),
-        **changes,
-    )
+from prediction.simulation.scenes import QUICK, gpus, model, run
 
 
 def _of_memory(*device: int, host: tuple[int, int] = (64_000_000_000, 64_000_000_000)) -> Cluster:
@@ -66,47 +53,10 @@ def test_buckets_leave_while_backward_runs() -> None:
     )
 
 
-def test_a_pipelines_crossings_move_there_and_back() -> None:
-    # 3 cuts of 4 stages, 4 micro-batches, 4 MB each; each is sent and received, in both directions.
-    prediction = run(hr.Pipeline(stages=4, micro_batches=4), model=model(layers=True))
-    assert prediction.moved_bytes == pytest.approx(2 * 2 * 3 * 4 * 4e6 / 4)
-
-
-def test_gradients_of_all_micro_batches_but_the_first_are_added() -> None:
-    found = model(layers=True)
-    assert found.compute
-    adding = replace(found, compute=replace(found.compute, accumulate_s=0.008))
-    # Equal stages add a quarter each, for 3 of 4 micro-batches.
-    longer_s = [run(hr.Pipeline(stages=4, micro_batches=4), model=each).step_s for each in (found, adding)]
-    assert longer_s[1] - longer_s[0] == pytest.approx((4 + 3) * 0.008 / 4 * 3 / 4)
-    scene = Scene(adding, gpus(1), gpus(1).hosts, (), 8, Assumptions(), accumulate=4)
-    assert scene.step(scene.hosts[0], 8).backward_s == pytest.approx(0.020 + 3 * 0.008)
-
-
-@pytest.mark.parametrize("examples", [5, 7, 31])
-def test_micro_batches_that_are_not_equal_take_what_all_examples_take(examples: int) -> None:
-    # As long as a step of one device, but for the pipeline's own waiting: 4 micro-batches in 2 stages of equal layers.
-    known = model(layers=True)
-    prediction = run(hr.Pipeline(stages=2, micro_batches=4), gpus(1, 2), examples=examples, model=known)
-    alone_s = run(hr.OneDevice(), gpus(1), examples=examples, model=known).step_s - 0.002
-    crossing_s = 2 * 4e6 * examples / 8 / 4 / 10e9
-    assert prediction.step_s == pytest.approx(alone_s / 2 * 5 / 4 + crossing_s + 0.001, rel=1e-6)
-    # What is held is that of the largest.
-    largest = run(hr.Pipeline(stages=2, micro_batches=4), gpus(1, 2), examples=4 * -(-examples // 4), model=known)
-    assert prediction.memory_bytes == largest.memory_bytes
-
-
 def test_efficiency_is_over_the_share_of_the_worker_with_the_most_examples() -> None:
     # Three workers have 2 examples and one has 1; all wait for the three.
     cluster = Cluster(tuple(replace(host, bus_bytes_per_s=1e18) for host in gpus(1, 4).hosts), device="cuda")
     assert run(hr.Mirrored(workers=4), cluster, examples=7).efficiency == pytest.approx(7 / 8)
-
-
-def test_micro_batches_of_a_share_exchange_as_many_bytes_as_the_share() -> None:
-    known, cluster = model(layers=True), gpus(1, 4)
-    pieces = [Scene(known, cluster, cluster.hosts * 4, (), 8, Assumptions(), accumulate=count) for count in (1, 2, 8)]
-    whole_s, *others_s = [tensor_parallel_steps(scene, 1)[0].forward_s for scene in pieces]
-    assert others_s == pytest.approx([whole_s, whole_s])
 
 
 def test_a_slow_link_to_one_host_does_not_slow_a_servers_others() -> None:
@@ -119,16 +69,6 @@ def test_a_slow_link_to_one_host_does_not_slow_a_servers_others() -> None:
     assert rate(Link("h2", "h0", 1e8), Link("h0", "h2", 1e8)) > 2 * rate(*(
         Link(*pair, 1e8) for one in ("h0", "h1", "h3") for pair in ((one, "h2"), ("h2", one))
     ))  # fmt: skip
-
-
-def test_a_ranks_update_takes_its_part_of_the_parameters() -> None:
-    found = model(layers=True)
-    assert found.compute
-    slow = replace(found, compute=replace(found.compute, optimizer_s=found.compute.optimizer_s + 0.008))
-    # The first of two stages has 3 of 4 equal layers, and ends last.
-    uneven = hr.Pipeline(stages=2, micro_batches=4, partition=(3, 1))
-    quick_s, slow_s = (run(uneven, model=each).step_s for each in (found, slow))
-    assert slow_s - quick_s == pytest.approx(0.008 * 3 / 4)
 
 
 def test_hosts_of_processors_have_the_runtimes_buckets_and_packets_with_headers() -> None:
@@ -157,39 +97,6 @@ def test_a_round_waits_for_its_slowest_worker() -> None:
     prediction = run(hr.Mirrored(workers=2, overlap=False), cluster, examples=16)
     assert prediction.step_s == pytest.approx(0.060 + 0.1 + 0.004)
     assert prediction.shares["waiting for others"] == pytest.approx(0.5 * 0.030 / 0.164)
-
-
-IN_PARTS = (
-    hr.Pipeline(stages=4, micro_batches=4),
-    hr.TensorParallel(4),
-    hr.Hybrid(hr.Mirrored(2), hr.Pipeline(stages=2, micro_batches=4)),
-    hr.Hybrid(hr.ParameterAveraging(2, 2), hr.Pipeline(stages=2, micro_batches=4)),
-    hr.Hybrid(hr.Mirrored(2), hr.TensorParallel(2)),
-)
-
-
-@pytest.mark.parametrize("strategy", IN_PARTS)
-def test_a_slow_device_slows_those_that_hold_the_other_parts(strategy: hr.Strategy) -> None:
-    def step_s(*speeds: float) -> float:
-        quick = gpus(4, gigabytes_per_s=1e6)
-        hosts = tuple(replace(host, speed=speed) for host, speed in zip(quick.hosts, speeds, strict=True))
-        return run(strategy, replace(quick, hosts=hosts), model=model(layers=True)).step_s
-
-    all_slow_s = step_s(0.1, 0.1, 0.1, 0.1)
-    assert step_s(1, 1, 1, 1) == pytest.approx(all_slow_s / 10, rel=0.01)
-    for place in range(4):
-        assert all_slow_s / 2 < step_s(*(0.1 if rank == place else 1.0 for rank in range(4))) <= all_slow_s
-
-
-@pytest.mark.parametrize("inner", [hr.Pipeline(stages=2, micro_batches=4), hr.TensorParallel(2)])
-def test_a_slow_link_inside_any_replica_slows_all(inner: hr.Strategy) -> None:
-    def step_s(*ends: str) -> float:
-        links = (Link(*ends, 1e7), Link(*ends[::-1], 1e7)) if ends else ()
-        strategy = hr.Hybrid(hr.Mirrored(2), inner)
-        return run(strategy, replace(gpus(4), links=links), model=model(1, layers=True)).step_s
-
-    assert step_s("h0", "h1") > 10 * step_s()
-    assert step_s("h2", "h3") > 10 * step_s()
 
 
 def test_a_server_carries_the_bytes_of_all_workers() -> None:
@@ -299,6 +206,19 @@ def test_operations_and_a_devices_speed_are_enough() -> None:
         run(hr.OneDevice(), gpus(1), model=known, examples=10)
 
 
+def test_a_simulated_run_says_when_parameters_were_averaged_and_why() -> None:
+    def averages(strategy: hr.Strategy) -> list[tuple[int, int, int, str]]:
+        found = run(strategy, gpus(1, 4), assumptions=Assumptions(steps=10)).timeline.averaged
+        return [(each.step, each.rounds, each.period, each.why) for each in found]
+
+    fixed = "as asked for"
+    periodic = hr.ParameterAveraging(4, 4, via="all_reduce")
+    assert averages(periodic) == [(4, 4, 4, fixed), (8, 4, 4, fixed), (10, 2, 4, fixed)]
+    assert averages(replace(periodic, post_local=2))[:2] == [(1, 1, 1, "post_local=2"), (2, 1, 4, fixed)]
+    # Workers that never communicate average nothing.
+    assert averages(hr.Unconnected(4)) == []
+
+
 def test_a_real_runs_report_draws_a_simulated_run(tmp_path: Path) -> None:
     for strategy in (hr.Mirrored(4), hr.ParameterServer(3), hr.LocalSGD(4), hr.Pipeline(4, schedule="zb_h1")):
         prediction = run(strategy, run_dir=tmp_path / strategy.name, model=model(1), assumptions=Assumptions(steps=30))
@@ -359,22 +279,6 @@ def test_a_run_directory_that_cannot_be_made(tmp_path: Path) -> None:
 def test_assumptions_that_are_refused(values: dict[str, object], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         Assumptions(**values)  # type: ignore[arg-type]
-
-
-def test_devices_that_divide_each_layer_all_count_towards_one_replica() -> None:
-    known = model(100, layers=True)
-
-    def step_s(strategy: hr.Strategy) -> float:
-        return simulate(known, gpus(1, 4), strategy, global_batch_size=8, assumptions=QUICK).step_s
-
-    def crossing_s(devices: int) -> float:
-        # Two all-reduces of 4 MB forward, two backward, over a bus of 10 GB/s.
-        return 4 * 2 * (devices - 1) / devices * 4e6 / 10e9
-
-    assert step_s(hr.TensorParallel(4)) == pytest.approx(0.030 / 4 + crossing_s(4) + 0.002 / 4)
-    # Of 8 examples 4 on each replica, and half of 100 MB to exchange for each device.
-    halves = 0.015 / 2 + crossing_s(2) / 2 + 0.002 / 2 + 100e6 / 2 / 10e9
-    assert step_s(hr.Hybrid(hr.Mirrored(2), hr.TensorParallel(2))) == pytest.approx(halves)
 
 
 def test_too_few_examples_and_unknown_layers_are_refused() -> None:

@@ -15,7 +15,6 @@ from headrace.spec.events import (
     LAUNCHER,
     Event,
     Notice,
-    ParametersAveraged,
     PipelineStepTimed,
     RunEnded,
     RunStarted,
@@ -115,8 +114,7 @@ def _workers(scene: Scene, timeline: Timeline, replicas: int, memory: int) -> Ma
         found[worker].append(Stepped(worker, ended, step, 0, own, None, float(own), 0.0, compute, exchange, update))
     for each in timeline.passes:
         found[each.rank].append(_timed(each))
-    for step, exchange, time_s in timeline.averaged:
-        found[0].append(ParametersAveraged(0, time_s, step, 0, 0, "simulated", 0.0, exchange))
+    found[0] += timeline.averaged
     for rank, events in found.items():
         steps = sum(isinstance(event, Stepped) for event in events)
         moved = round(timeline.moved_bytes * steps)

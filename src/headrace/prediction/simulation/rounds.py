@@ -18,6 +18,7 @@ from headrace.averaging.period import AutoPeriod, Measured, first_period, next_p
 from headrace.prediction.simulation.network import Way
 from headrace.prediction.simulation.scene import DeviceStep, Scene, Seconds
 from headrace.prediction.simulation.timeline import Timeline, of_rounds
+from headrace.spec.events import ParametersAveraged
 from headrace.spec.model import ModelSpec
 from headrace.training.reduction import buckets as runs_of
 
@@ -96,7 +97,7 @@ def averaging(
     size = scene.model.trainable_bytes
     ended, exchange_s = np.zeros((rounds, workers)), np.zeros((rounds, workers))
     period, now, since, spent, last_s = first_period(target), np.zeros(workers), 0, np.zeros(workers), 0.0
-    averaged: list[tuple[int, float, float]] = []
+    averaged: list[ParametersAveraged] = []
     for step in range(rounds):
         now = now + local_s[step]
         spent = spent + local_s[step]
@@ -105,9 +106,13 @@ def averaging(
             last_s = way.seconds(size)
             together = float(now.max()) + last_s
             exchange_s[step] = together - now
-            averaged.append((step + 1, float(exchange_s[step][0]), together))
             now = np.full(workers, together)
             period = next_period(period, Measured(since, float(spent.max()), last_s, 0.0), target)
+            span = 1 if step + 1 < post_local else period.rounds
+            why = period.why if span == period.rounds else f"post_local={post_local}"
+            if way.moved:
+                waited_s = float(exchange_s[step][0])
+                averaged.append(ParametersAveraged(0, together, step + 1, since, span, why, 0.0, waited_s))
             since, spent = 0, np.zeros(workers)
         ended[step] = now
     timeline = of_rounds(ended, times.forward_s + times.backward_s, exchange_s, times.update_s)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.prediction.simulation.scene import Seconds
+from headrace.spec.events import ParametersAveraged
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Timeline:
     server_busy: Mapping[str, float] = field(default_factory=dict)
     staleness: Mapping[int, int] = field(default_factory=dict)
     passes: tuple[Passes, ...] = ()
-    averaged: tuple[tuple[int, float, float], ...] = ()
+    averaged: tuple[ParametersAveraged, ...] = ()
     notes: tuple[str, ...] = ()
     rounds: float | None = None
 
