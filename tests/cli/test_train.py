@@ -1,4 +1,5 @@
 import json
+import types
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,22 @@ def test_each_worker_may_have_a_device_of_its_own(
     monkeypatch.setattr(headrace.machine.identity, "detect", lambda device: mixed)
     assert run(["train", "digits.py", "--device", "cuda:0,cpu", "--predict", "profile.toml"]) == 2
     assert "--predict simulates devices of one kind, got --device cuda:0,cpu" in capsys.readouterr().err
+
+
+def test_a_prediction_is_of_the_job_s_batch_and_micro_batches(
+    stage, job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def simulate(profile: Path, machines: Any, strategy: Any, **what: Any) -> Any:
+        asked.extend([profile, machines, strategy.name, what])
+        return types.SimpleNamespace(save=asked.append)
+
+    monkeypatch.setattr("headrace.prediction.simulation.simulate.simulate", simulate)
+    words = ["--cluster", "cluster.toml", "--predict", "model.json", "--set", "options.accumulate=4", "--run-dir", "a"]
+    assert run(["train", "digits.py", *words]) == 0
+    batch = {"global_batch_size": 8, "accumulate": 4}
+    assert asked == [Path("model.json"), "cluster.toml", "one_device", batch, Path("a")]
 
 
 def test_the_result_is_on_stdout_and_progress_on_stderr(stage, job_file: Path, capsys: Capture) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import headrace as hr
 from headrace.cli import run
-from headrace.cli.commands.recommend import _own_settings, _shell_lines, seconds_of
+from headrace.cli.commands.recommend import _needed, _own_settings, _shell_lines, seconds_of
 from headrace.cli.jobfile import load_job
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.prediction.recommendation.candidates import call_text, candidates, counts
@@ -279,6 +279,7 @@ def test_the_command_line(tmp_path: Path, capsys: Capture) -> None:
     assert document["distribute"] is True
     launched = f"headrace launch --cluster {tmp_path / 'cluster.toml'} --workers 4 job.py --strategy "
     assert document["command"].startswith(launched)
+    assert document["notes"][0] == "The command needs global_batch_size=64 in job.py."
     assert len(document["offers"]) + len(document["bounded"]) <= document["candidates"]
     assert all(each["least_seconds"] > 0 for each in document["bounded"])
     assert document["offers"][0]["seconds"] <= document["winner"]["seconds"]
@@ -287,6 +288,8 @@ def test_the_command_line(tmp_path: Path, capsys: Capture) -> None:
     assert out.startswith("recommended  ")
     assert "\nheadrace train job.py --strategy one_device\n" in out
     assert f"{len(document['bounded'])} were bounded, not simulated" in " ".join(out.split())
+    assert "for 1,000,000 examples in rounds of 64, and" in " ".join(out.split())
+    assert "\nThe command needs global_batch_size=64 in job.py.\n" in out
     assert max(map(len, out.splitlines())) <= 80
     assert run([*command, "--set", "a=1"]) == 2
     assert "--set is for a job's file" in capsys.readouterr().err
@@ -369,6 +372,13 @@ def test_micro_batches_that_the_winner_needs_are_in_the_command(
     assert load_job(Path(words[2]), [words[-1]]).options.accumulate == 2
     assert run([*words[1:], "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["status"] == "ok"
+
+
+def test_the_batch_that_the_job_must_say_is_named() -> None:
+    best = found(hosts(2))
+    assert best.winner.prediction.global_batch_size == 64
+    assert _needed(best, Path("job.py"), 64) == []
+    assert "needs global_batch_size=64 in place of 16 in" in _needed(best, Path("digits.py"), 16)[0]
 
 
 def test_micro_batches_of_the_job_give_way_to_those_of_the_winner() -> None:

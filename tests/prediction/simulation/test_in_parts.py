@@ -27,6 +27,11 @@ def test_gradients_of_all_micro_batches_but_the_first_are_added() -> None:
     # Equal stages add a quarter each, for 3 of 4 micro-batches.
     longer_s = [run(hr.Pipeline(stages=4, micro_batches=4), model=each).step_s for each in (found, adding)]
     assert longer_s[1] - longer_s[0] == pytest.approx((4 + 3) * 0.008 / 4 * 3 / 4)
+    whole, cut = (
+        simulate(adding, gpus(1), "one_device", global_batch_size=8, accumulate=count, assumptions=QUICK).step_s
+        for count in (1, 4)
+    )
+    assert cut - whole == pytest.approx(3 * 0.008)
     scene = Scene(adding, gpus(1), gpus(1).hosts, (), 8, Assumptions(), accumulate=4)
     assert scene.step(scene.hosts[0], 8).backward_s == pytest.approx(0.020 + 3 * 0.008)
 

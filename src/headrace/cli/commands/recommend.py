@@ -123,14 +123,15 @@ def recommend(
         own = _own_settings(found.winner.accumulate, pieces, settings or ())
         command = _command(found, job, machines, cluster, own)
         shell_lines = _shell_lines(command)
-        lines = list(_lines(found, shell_lines))
+        needed = _needed(found, job, batch)
+        lines = list(_lines(found, shell_lines, needed))
         if out is not None:
             try:
-                write_page(out, found, [line.strip() for line in _sentences(found)], shell_lines)
+                write_page(out, found, [*_sentences(found), *needed], shell_lines)
             except OSError as error:
                 raise UnfitMachine(f"the page {out} cannot be written: {error.strerror}") from error
             lines.append(f"page: {out}")
-        answer.give(_plain(found, _joined(command)), "\n".join(lines))
+        answer.give(_plain(found, _joined(command), needed), "\n".join(lines))
 
 
 def seconds_of(text: str) -> float:
@@ -176,12 +177,12 @@ def _sentences(found: Recommendation) -> Iterator[str]:
     from headrace.prediction.recommendation.offers import SLOWER_NETWORK
 
     winner = found.winner
-    prediction = winner.prediction
+    prediction, batch = winner.prediction, winner.prediction.global_batch_size
     fit = len(found.offers) + len(found.bounded)
     yield f"Of {found.tried} candidates {fit} fit; {len(found.offers)} of these were simulated."
     if found.bounded:
         yield f"{len(found.bounded)} were bounded, not simulated: their bound is no better than one of their family."
-    yield f"It takes {duration(winner.seconds)} for {found.goal.examples:,} examples,"
+    yield f"It takes {duration(winner.seconds)} for {found.goal.examples:,} examples in rounds of {batch:,},"
     yield f"and {duration(winner.slow_s)} where the network attains {SLOWER_NETWORK:g} of its rate."
     if not found.distribute:
         yield "Do not distribute: one device is the best, or as good."
@@ -204,6 +205,15 @@ def _own_settings(needed: int, given: int, settings: Sequence[str]) -> list[str]
         return list(settings)
     own = [each for each in settings if each.partition("=")[0].strip() != _ACCUMULATE]
     return [*own, f"{_ACCUMULATE}={needed}"]
+
+
+def _needed(found: Recommendation, job: Path, batch: int | None) -> list[str]:
+    """Returns what the job must say for the command to train what was recommended; no option of it says so."""
+    simulated = found.winner.prediction.global_batch_size
+    if simulated == batch:
+        return []
+    own = "" if batch is None else f" in place of {batch}"
+    return [f"The command needs global_batch_size={simulated}{own} in {job}."]
 
 
 def _command(found: Recommendation, job: Path, machines: Cluster, file: Path, settings: Sequence[str]) -> list[str]:
@@ -252,7 +262,7 @@ def _shell_lines(words: Sequence[str]) -> list[str]:
     return lines
 
 
-def _lines(found: Recommendation, command: Sequence[str]) -> Iterator[str]:
+def _lines(found: Recommendation, command: Sequence[str], needed: Sequence[str]) -> Iterator[str]:
     winner = found.winner
     hosts = f"{len(winner.hosts)} host{'s' * (len(winner.hosts) > 1)}"
     rows = [
@@ -266,6 +276,8 @@ def _lines(found: Recommendation, command: Sequence[str]) -> Iterator[str]:
     yield from _wrapped(" ".join(_sentences(found)), "", "")
     yield ""
     yield from command
+    for sentence in needed:
+        yield from _wrapped(sentence, "", "")
     if winner.accumulate > 1:
         yield from _wrapped(
             f"Each share is cut into {winner.accumulate} micro-batches, so that activations fit.", "", ""
@@ -285,7 +297,7 @@ def _wrapped(text: str, first: str, later: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
 
 
-def _plain(found: Recommendation, command: str) -> dict[str, Any]:
+def _plain(found: Recommendation, command: str, needed: Sequence[str]) -> dict[str, Any]:
     return {
         "winner": _offer_plain(found, found.winner),
         "command": command,
@@ -293,7 +305,7 @@ def _plain(found: Recommendation, command: str) -> dict[str, Any]:
         "speed_up": found.speed_up,
         "knee": found.knee,
         "candidates": found.tried,
-        "notes": list(found.notes),
+        "notes": [*needed, *found.notes],
         "examples": found.goal.examples,
         "offers": [_offer_plain(found, offer) for offer in found.offers],
         "bounded": [

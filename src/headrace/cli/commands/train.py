@@ -170,7 +170,8 @@ def _keep_prediction(
     machines = cluster or detect(device)
     if not isinstance(machines, Path | str) and len(machines.kinds) > 1:
         raise UsageError(f"--predict simulates devices of one kind, got --device {device}; leave one of them out")
-    simulate(profile, machines, strategy, global_batch_size=job.global_batch_size).save(run_dir)
+    batch, pieces = job.global_batch_size, job.options.accumulate
+    simulate(profile, machines, strategy, global_batch_size=batch, accumulate=pieces).save(run_dir)
 
 
 def _saving(

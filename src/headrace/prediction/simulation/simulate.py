@@ -23,6 +23,7 @@ from headrace.prediction.simulation.timeline import Timeline
 from headrace.report.model.predicted import PredictedRun
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
+from headrace.spec.options import require_count
 from headrace.strategies import Hybrid, Pipeline, Strategy, TensorParallel, resolve
 from headrace.strategies.checks import COUNTS
 from headrace.strategies.strategy import describe_options
@@ -111,6 +112,7 @@ def simulate(
     strategy: Strategy | str,
     *,
     global_batch_size: int | None = None,
+    accumulate: int = 1,
     assumptions: Assumptions | None = None,
     run_dir: Path | str | None = None,
     force: bool = False,
@@ -124,6 +126,7 @@ def simulate(
         cluster: the machines, their file, or so many of a cloud's: "aws-g5.xlarge:4".
         strategy: as for `fit`; without a number of workers it takes all devices of the cluster.
         global_batch_size: examples of a round; None for the profile's largest batch on every replica.
+        accumulate: micro-batches that a worker makes of its share, as `Options.accumulate`.
         run_dir: where the events of the run are to be written, as a real run writes them, for `headrace report`.
         force: uses a profile of other versions or of another kind of device, and notes it.
         assumptions: what neither file says; None for `Assumptions()`.
@@ -141,7 +144,9 @@ def simulate(
     cluster = cluster_of(cluster)
     differ = require_usable(model, cluster, force)
     chosen = counted(resolve(strategy), cluster)
+    require_count("accumulate", accumulate)
     scene, replicas = scene_of(model, cluster, chosen, global_batch_size, assumptions or Assumptions())
+    scene = replace(scene, accumulate=accumulate)
     needed = device_bytes(chosen, scene)
     require_fit(chosen, scene, needed)
     timeline = behave(chosen, scene)
