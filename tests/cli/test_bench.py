@@ -47,12 +47,15 @@ def test_what_is_asked_for(asked: list[object], capsys: Capture) -> None:
 def test_the_json_of_one_machine_is_compared_with_on_another(asked: list[object], capsys: Capture) -> None:
     assert run(["bench", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
+    assert document["advice"].startswith("Whether a GPU would help is not known")
     document["figures"][0] |= {"column": "GPU", "value": 4.0}
     Path("other.json").write_text(json.dumps(document))
     assert run(["bench", "--beside", "other.json", "--out", "pages/bench.html"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "The GPU of here (GPU) trains the networks above 100 times as fast" in said
     assert "trains the networks above 100 times" in Path("pages/bench.html").read_text()
+    assert run(["bench", "--beside", "other.json", "--json"]) == 0
+    assert "trains the networks above 100 times" in json.loads(capsys.readouterr().out)["advice"]
 
 
 def test_what_cannot_be_meant(asked: list[object], tmp_path: Path, capsys: Capture) -> None:

@@ -125,7 +125,11 @@ class MachineFigures:
     def load(path: Path | str) -> MachineFigures:
         """Reads what `headrace bench` prints with --json, or keeps with --save; raises UsageError for another file."""
         try:
-            found = from_plain(MachineFigures, json.loads(Path(path).read_text(encoding="utf-8")))
+            document = json.loads(Path(path).read_text(encoding="utf-8"))
+            if isinstance(document, dict):
+                # What was said of them beside others, in the result of --json.
+                document.pop("advice", None)
+            found = from_plain(MachineFigures, document)
             for each in found.figures:
                 if not 0 < each.value < math.inf:
                     raise ValueError(f"{each.part}, {each.row}, {each.column} is {each.value} {each.unit}")

@@ -96,7 +96,8 @@ def bench(
         if out:
             with _writable(out):
                 write_page(out, found, said, compared)
-        answer.give(found.plain(), "\n".join([*lines(found, said, compared), *([f"page: {out}"] if out else [])]))
+        shown = [*lines(found, said, compared), *([f"page: {out}"] if out else [])]
+        answer.give({**found.plain(), "advice": said}, "\n".join(shown))
 
 
 @contextmanager
