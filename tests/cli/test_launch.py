@@ -48,6 +48,21 @@ def test_the_script_gets_its_arguments(
     assert launched == [(Path("train.py"), script_gets, workers)]
 
 
+def test_a_job_file_that_would_train_nothing_is_refused(launched, capsys: Capture) -> None:
+    file = Path("job.py")
+    defines = '"""A job."""\nimport headrace as hr\n\ndef job(lr=0.1):\n    return hr.Job(lr)\n'
+    file.write_text(defines)
+    assert run(["launch", "job.py", "--workers", "2", "--strategy", "mirrored"]) == 2
+    err = " ".join(capsys.readouterr().err.split())
+    assert "job.py defines a job, and as a script it trains nothing" in err
+    assert "headrace train job.py --strategy mirrored, or name several hosts" in err
+    assert launched == []
+    for trains in ("run = hr.fit(job())\n", "if __name__ == '__main__':\n    begin(job())\n"):
+        file.write_text(defines + trains)
+        assert run(["launch", "job.py"]) == 0
+    assert len(launched) == 2
+
+
 @pytest.mark.parametrize(("code", "exit_code"), [("0", 0), ("3", 3), ("-9", 137)])
 def test_the_exit_code_is_the_scripts(launched, code: str, exit_code: int) -> None:
     assert run(["launch", "--", "train.py", code]) == exit_code

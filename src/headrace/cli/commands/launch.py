@@ -47,6 +47,10 @@ KeepGoingOption = Annotated[
     bool, typer.Option("--keep-going", help="With --hosts: the others go on when a host is lost.")
 ]
 
+_TRAINING = {"setup", "fit", "launch", "compare"}
+"""What a script calls that trains something."""
+_DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+
 COMMAND_LINE = ("-c", "from headrace.cli import main; main()")
 """Arguments of Python that are the command line."""
 
@@ -96,11 +100,11 @@ def launch(
                 trained = _is_job(script)
                 what = _training(script, given, cluster) if trained else (str(script), *given)
                 usual = Distribution.CYCLIC if trained and has_backups(given) else Distribution.BLOCK
-                code = over_ssh(
-                    destinations, what, script, workers, port, ssh, python, distribution or usual, keep_going
-                )
+                chosen = distribution or usual
+                code = over_ssh(destinations, what, script, workers, port, ssh, python, chosen, keep_going)
             else:
                 _refuse_for_hosts(port, distribution, ssh, python, keep_going)
+                _refuse_job(script, given)
                 # Lazily: --help need not wait for the engine.
                 from headrace.engine.local.engine import launch_script
 
@@ -124,6 +128,33 @@ def _refuse_for_hosts(port: int, distribution: Distribution | None, ssh: str, py
         },
         "for workers on several hosts; name these by --hosts or --cluster; what the script is to get stands behind --",
     )
+
+
+def _refuse_job(script: Path, arguments: Sequence[str]) -> None:
+    """Raises UsageError for a job file that as a script would end without having trained anything."""
+    if _is_job(script) and _only_defines(script):
+        words = shlex.join(["headrace", "train", str(script), *arguments])
+        raise UsageError(
+            f"{script} defines a job, and as a script it trains nothing; train it on this machine by {words}, or name "
+            "several hosts by --hosts or --cluster"
+        )
+
+
+def _only_defines(script: Path) -> bool:
+    """Whether a script has definitions alone, and its own lines call nothing that trains."""
+    body = ast.parse(script.read_text(encoding="utf-8")).body
+    called = {name.attr if isinstance(name, ast.Attribute) else name.id for name in _called(body)}
+    return all(map(_defines, body)) and not called & _TRAINING
+
+
+def _defines(node: ast.stmt) -> bool:
+    return isinstance(node, _DEFINITIONS) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+
+
+def _called(body: Sequence[ast.stmt]) -> Iterator[ast.Attribute | ast.Name]:
+    for node in itertools.chain.from_iterable(map(ast.walk, body)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+            yield node.func
 
 
 @contextlib.contextmanager
