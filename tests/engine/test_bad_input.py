@@ -136,7 +136,7 @@ JOBS: dict[str, tuple[dict[str, Any], type[HeadraceError], str]] = {
     "examples below the workers": (
         {"data": (INPUTS[:1], TARGETS[:1])},
         DataError,
-        "1 examples are fewer than 2 workers; use fewer workers",
+        "1 example for 2 workers; use fewer workers, or give more data",
     ),
     "inputs select nothing": (
         {"inputs": "image"},

@@ -57,6 +57,11 @@ def test_plans_that_do_not_fit_are_refused_with_the_numbers(strategy: hr.Pipelin
         train(job(MODELS["mlp"]), strategy)
 
 
+def test_a_model_of_one_layer_is_no_pipeline() -> None:
+    with pytest.raises(UsageError, match="a model of 1 layer cannot be cut into 2 stages; use stages=1 or fewer"):
+        train(replace(job(MODELS["mlp"]), model=nn.Sequential(nn.Linear(4, 3)).double()), hr.Pipeline(2))
+
+
 @pytest.mark.slow
 def test_what_an_optimizer_keeps_counts_against_the_limit() -> None:
     wide = replace(

@@ -55,7 +55,7 @@ def test_more_is_better_where_it_says_so() -> None:
     assert stopper.see({"accuracy": 0.5}, 1) is None
     assert stopper.see({"accuracy": 0.7}, 2) is None
     assert stopper.see({"accuracy": 0.79}, 3) == (
-        "ends early: accuracy has got no better for 1 evaluations; best 0.7 after 2 steps"
+        "ends early: accuracy has got no better for 1 evaluation; best 0.7 after 2 steps"
     )
 
 

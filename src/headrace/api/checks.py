@@ -21,6 +21,7 @@ from headrace.data.pipeline.combined import check_cache_folders
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, JobError, UnknownName, UsageError
 from headrace.metrics import Mean, weigh
 from headrace.modules import copy_module, describe, evaluating, frozen_until, parts_of, set_train_modes
+from headrace.report.format import plural
 from headrace.spec.job import Job, Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
@@ -339,4 +340,4 @@ def check_split(job: Job, info: JobInfo, plan: Plan) -> None:
             "its own; give every host all data, or use balance='equal'"
         )
     if info.examples < count:
-        raise DataError(f"{info.examples} examples are fewer than {count} workers; use fewer workers")
+        raise DataError(f"{plural(info.examples, 'example')} for {count} workers; use fewer workers, or give more data")

@@ -256,10 +256,11 @@ def _once(layers: Sequence[LayerSpec], size: Mapping[str, int], places: Sequence
 def _require_layers(layers: Sequence[LayerSpec], stages: int) -> None:
     most = 1 + sum(not layer.joined for layer in layers[:-1])
     if stages > most:
+        many = "s" * (len(layers) != 1)
         inseparable = f", of which {len(layers) - most} cannot be parted from the next" if most < len(layers) else ""
         raise InfeasiblePlan(
-            f"a model of {len(layers)} layers{inseparable} cannot be cut into {stages} stages; use stages={most} or "
-            "fewer"
+            f"a model of {len(layers)} layer{many}{inseparable} cannot be cut into {stages} stages; use "
+            f"stages={most} or fewer"
         )
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headrace.report.format import byte_count, clean
+from headrace.report.format import byte_count, clean, plural
 from headrace.report.views.live import non_finite_text
 from headrace.spec.events import (
     BackupReady,
@@ -81,7 +81,7 @@ class Journal:
                 kind, text = "rows", f"{event.rows} rows of {event.table} moved to server {event.to}"
             case RunStarted():
                 resumed = f", from step {event.resumed_step} on" if event.resumed_step else ""
-                kind, text = "started", f"{event.strategy} with {event.workers} workers{resumed}"
+                kind, text = "started", f"{event.strategy} with {plural(event.workers, 'worker')}{resumed}"
             case RunEnded():
                 kind, text = "ended", event.status
             case _:

@@ -148,8 +148,9 @@ class EarlyStopper:
         if not self.over:
             return None
         return (
-            f"ends early: {option.metric} has got no better for {option.patience} evaluations; "
-            f"best {sign * self._best:.4g} after {self._best_step} steps"
+            f"ends early: {option.metric} has got no better for {option.patience} "
+            f"evaluation{'s' * (option.patience != 1)}; "
+            f"best {sign * self._best:.4g} after {self._best_step} step{'s' * (self._best_step != 1)}"
         )
 
     def agree(self, group: ProcessGroup) -> None:

@@ -27,7 +27,7 @@ from headrace.prediction.simulation.behaviour import FETCHES, behave, device_ste
 from headrace.prediction.simulation.event_files import plan_of
 from headrace.prediction.simulation.scene import Assumptions, Scene
 from headrace.prediction.simulation.simulate import counted, scene_of
-from headrace.report.format import byte_count
+from headrace.report.format import byte_count, plural
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import LAUNCHER
 from headrace.spec.model import ModelSpec
@@ -176,7 +176,7 @@ class RehearsalSetup:
         rehearsed = Rehearsed(run, alone, strategy.policies(run.plan.replicas), local, evaluation_s, rate)
         rounds = run.rounds_of(self._info.examples)
         events = VirtualEvents(run, self.plan, self._info.examples, round_s * rounds, moved)
-        self._say(f"rehearsing {run.plan.workers} workers, {rounds} rounds")
+        self._say(f"rehearsing {plural(run.plan.workers, 'worker')}, {plural(rounds, 'round')}")
         for note in self.notes:
             events.note(LAUNCHER, 0.0, note)
         ended_s = ServedRehearsal(rehearsed, events).train(source)
@@ -192,7 +192,7 @@ class RehearsalSetup:
             # Each worker has parameters, gradients and optimizer state, and there is the sum or the mean of all.
             self._require_memory(run, (run.model.copies + 1) * run.plan.workers + 1)
         rounds = run.rounds_of(self._info.examples)
-        self._say(f"rehearsing {run.plan.workers} workers, {rounds} rounds")
+        self._say(f"rehearsing {plural(run.plan.workers, 'worker')}, {plural(rounds, 'round')}")
         train_in_turns(run)
         events = VirtualEvents(run, self.plan, self._info.examples, 1.0, moved)
         for note in self.notes:

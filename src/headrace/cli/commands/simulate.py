@@ -29,7 +29,7 @@ from headrace.cli.options import (
 )
 from headrace.cli.output import answering
 from headrace.errors import UnknownName, UsageError
-from headrace.report.format import byte_count, clean, duration, percent, short
+from headrace.report.format import byte_count, clean, duration, percent, plural, short
 
 if TYPE_CHECKING:
     from headrace.api.rehearsal.rehearse import Rehearsal
@@ -245,8 +245,8 @@ def prediction_plain(prediction: Prediction) -> dict[str, Any]:
 
 
 def _text(prediction: Prediction, run_dir: Path | None) -> str:
-    devices = f"{prediction.workers} worker{'s' * (prediction.workers > 1)}"
-    servers = f", {prediction.servers} server{'s' * (prediction.servers > 1)}" * bool(prediction.servers)
+    devices = plural(prediction.workers, "worker")
+    servers = f", {plural(prediction.servers, 'server')}" * bool(prediction.servers)
     rows = [
         ("simulated", f"{prediction.strategy.name}, {devices}{servers}"),
         ("step", f"{prediction.global_batch_size} examples in {duration(prediction.step_s)}"),
@@ -302,8 +302,8 @@ def _staleness(run: Run) -> float | None:
 def _rehearsal_lines(found: Rehearsal) -> Iterator[str]:
     """Yields the result beside that of one process, at most 80 columns wide."""
     run, alone = found.run, found.alone
-    count = run.plan.workers
-    yield f"{'':<14}{f'{run.plan.strategy}, {count} workers':>28}{'one process' * (alone is not None):>18}"
+    here = f"{run.plan.strategy}, {plural(run.plan.workers, 'worker')}"
+    yield f"{'':<14}{here:>28}{'one process' * (alone is not None):>18}"
     for name in run.metrics:
         single = "" if alone is None or name not in alone.metrics else f"{alone.metrics[name]:.4g}"
         yield f"{clean(name)[:13]:<14}{run.metrics[name]:>28.4g}{single:>18}"

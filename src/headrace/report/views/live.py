@@ -171,7 +171,7 @@ def _left_out_text(event: ParametersAveraged) -> str:
     alone = len(event.left_out) == 1
     ranks = f"rank {event.left_out[0]}" if alone else f"{len(event.left_out)} ranks"
     then = f"left out of the mean, from which {'it goes' if alone else 'they go'} on"
-    return f"the parameters of {ranks} are not finite after {event.step} steps: {then}"
+    return f"the parameters of {ranks} are not finite after {plural(event.step, 'step')}: {then}"
 
 
 class Console:

@@ -101,7 +101,7 @@ def ending(summary: Summary) -> str:
         return ""
     failure = summary.outcome.failure
     if failure is None:
-        return f"{summary.name}: {summary.status} after {summary.steps} steps"
+        return f"{summary.name}: {summary.status} after {plural(summary.steps, 'step')}"
     who = f"rank {failure.rank}" if failure.rank >= 0 else "the launcher"
     return f"{summary.name}: {summary.status} at step {failure.step}, says {who}: {failure.cause}"
 

@@ -181,7 +181,7 @@ class SharesBalanced(Event, kind="balanced"):
         """What changes, as a sentence for the user."""
         sizes = " + ".join(map(str, self.sizes))
         times = f"{1e3 * min(self.seconds):.3g} to {1e3 * max(self.seconds):.3g} ms"
-        return f"after {self.step} steps the batch is split {sizes}: its shares took {times}"
+        return f"after {self.step} step{'s' * (self.step != 1)} the batch is split {sizes}: its shares took {times}"
 
 
 @dataclass(frozen=True)
