@@ -104,6 +104,15 @@ def test_runs_are_found_below_directories(runs: Path, tmp_path: Path) -> None:
     assert RunWatcher([tmp_path / "gone"], expected=True).found == {"gone": tmp_path / "gone"}
 
 
+def test_names_that_are_not_utf_8_are_told_apart(tmp_path: Path) -> None:
+    for name in (b"\xfe", b"\xff"):
+        write(tmp_path / "runs" / os.fsdecode(name), started())
+    found = list(RunWatcher([tmp_path / "runs"]).found)
+    assert sorted(found) == ["runs/\\udcfe", "runs/\\udcff"]
+    # A page is told of them in JSON.
+    orjson.dumps(found)
+
+
 def test_of_too_many_runs_the_newest_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.watch.runs._MOST_RUNS", 3)
     for number in range(5):

@@ -146,7 +146,7 @@ def _small(tab: Any, url: str) -> None:
 
 CHECKS = """
 import assert from "node:assert/strict";
-import { EventParser } from "./stream.js";
+import { EventParser, follow } from "./stream.js";
 import { bytes, duration, short, ticks } from "./chart.js";
 import { LaneStore } from "./lanes.js";
 const parser = new EventParser();
@@ -160,6 +160,16 @@ assert.deepEqual([0.0123, 8.31, 245, 11520].map(duration), ["12.3 ms", "8.3 s", 
 assert.deepEqual(ticks(0, 10, 4), [0, 5, 10]);
 assert.deepEqual(ticks(3, 3, 4), [3]);
 assert.deepEqual(ticks(0.6931471805599452, 0.6931471805599453, 4), [0.6931471805599452]);
+let selected = [], asked = [];
+globalThis.fetch = async (url) => (asked.push(url), new Response('data: {"name": "first"}\\n\\n'));
+await new Promise((done) => {
+  const message = ({ name }) => {
+    selected = [name];
+    if (asked.length > 1) done(stop());
+  };
+  const stop = follow(() => selected, "", { open() {}, lost() {}, refused: done, message });
+});
+assert.deepEqual(asked, ["/stream?", "/stream?run=first"]);
 const store = new LaneStore();
 store.take({ width_s: 0.5, ranks: [0], bins: [1, 2, 3], parts: [[1], [2], [3]] }, true, 2);
 assert.deepEqual([...store.bins.keys()], [2, 3]);

@@ -117,8 +117,8 @@ class RunWatcher:
         found: dict[str, Path] = {}
         for path in self._paths:
             for run_dir in _runs_below(path) or ([path] if self._expected else []):
-                name = clean(str(run_dir.relative_to(path.parent)))
-                found[str(run_dir) if name in found else name] = run_dir
+                name = _text(run_dir.relative_to(path.parent))
+                found[_text(run_dir) if name in found else name] = run_dir
         order = sorted(found, key=lambda name: -_modified(found[name] / "events"))[:_MOST_RUNS]
         rows = {}
         for name in order:
@@ -143,6 +143,11 @@ async def wait_for(changed: asyncio.Event, timeout_s: float) -> None:
             await changed.wait()
     except TimeoutError:
         return
+
+
+def _text(path: Path) -> str:
+    """Returns a path as text; bytes that are not UTF-8 stand as escapes, so that paths stay different."""
+    return clean(str(path).encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
 def _runs_below(path: Path) -> list[Path]:

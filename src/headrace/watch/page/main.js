@@ -77,7 +77,7 @@ function forget() {
 function connect() {
   stop();
   forget();
-  stop = follow(selected, token, {
+  stop = follow(() => selected, token, {
     open: () => {
       forget();
       panels.complaints([]);

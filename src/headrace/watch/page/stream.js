@@ -51,11 +51,11 @@ async function read(url, token, signal, alive, take) {
 }
 
 // Follows the runs until it is closed. `on` has: open(), message(m), lost(text), refused(error).
-// A new connection begins with everything, so that nothing that was missed is missing.
+// A new connection begins with everything, so that nothing that was missed is missing. It asks for what `names` returns
+// then: without a name the server takes the newest run, which may be another one by that time.
 export function follow(names, token, on) {
   let closed = false;
   let controller = null;
-  const query = new URLSearchParams(names.map((name) => ["run", name]));
   (async () => {
     let pause = 250;
     while (!closed) {
@@ -69,6 +69,7 @@ export function follow(names, token, on) {
       };
       try {
         alive();
+        const query = new URLSearchParams(names().map((name) => ["run", name]));
         await read("/stream?" + query, token, own.signal, alive, (message) => {
           if (closed) return;
           if (!begun) on.open();
