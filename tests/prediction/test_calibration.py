@@ -13,6 +13,7 @@ from headrace.prediction.simulation.simulate import simulate
 from headrace.report.model.predicted import PredictedRun
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.compute import BatchProfile, ComputeProfile
+from headrace.spec.events import LAUNCHER, Lost, RunStarted, Stepped, decode, encode
 from headrace.spec.model import ModelSpec, ParameterSpec
 
 COMPUTE = ComputeProfile(
@@ -72,6 +73,39 @@ def test_runs_without_a_network_say_nothing_of_it(tmp_path: Path) -> None:
     assert found.constants.network is None
     assert found.constants.compute == pytest.approx(1.3, rel=0.02)
     assert found.constants.cluster(CLUSTER) == CLUSTER
+
+
+def resumed(first: Path, second: Path) -> Path:
+    """Appends the events of a run to those of another one, as its second attempt."""
+    for path in (second / "events").iterdir():
+        lines = []
+        for line in path.read_text().splitlines():
+            event = decode(line)
+            event = replace(event, time_s=event.time_s + 1000)
+            if isinstance(event, RunStarted):
+                event = replace(event, resumed_step=100)
+            if isinstance(event, Stepped):
+                event = replace(event, step=event.step + 100)
+            lines.append(f"{encode(event)}\n")
+        with (first / "events" / path.name).open("a") as file:
+            file.writelines(lines)
+    return first
+
+
+def test_runs_whose_workers_changed_are_left_out(tmp_path: Path) -> None:
+    fewer, more = (ran(tmp_path / name, ("mirrored(workers=2)", 64)) for name in ("a", "b"))
+    same = resumed(fewer[0], more[0])
+    (grown,) = ran(tmp_path / "c", ("mirrored(workers=2)", 64))
+    resumed(grown, ran(tmp_path / "d", ("mirrored(workers=4)", 64))[0])
+    (broken,) = ran(tmp_path / "e", ("mirrored(workers=2)", 64))
+    with (broken / "events" / "launcher.jsonl").open("a") as file:
+        file.write(f"{encode(Lost(LAUNCHER, 1.0, 1, 0, 'killed', True))}\n")
+    found = calibrate([same, grown, broken], MODEL, CLUSTER)
+    assert len(found.runs) == 1
+    assert found.left_out == {
+        str(grown): "it had 2 to 4 workers, and no one number of them has its rate",
+        str(broken): "it lost rank 1, and its rate is that of all workers for a part of the time alone",
+    }
 
 
 @pytest.mark.slow

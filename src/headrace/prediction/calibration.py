@@ -13,9 +13,11 @@ from headrace.prediction.cloud import cluster_of
 from headrace.prediction.profiling.origin import require_usable
 from headrace.prediction.simulation.scene import Assumptions
 from headrace.prediction.simulation.simulate import Prediction, simulate
+from headrace.report.model.events import attempts, of_kind, read_log
 from headrace.report.model.predicted import PredictedRun
 from headrace.report.model.summary import Summary, summarize
 from headrace.spec.cluster import Cluster
+from headrace.spec.events import Event, Lost
 from headrace.spec.model import ModelSpec
 from headrace.strategies import Strategy, made_again
 
@@ -135,7 +137,7 @@ def calibrate(
     left_out: dict[str, str] = {}
     for run in {Path(run).resolve(): run for run in runs}.values():
         try:
-            measured = _measured(summarize(Path(run)))
+            measured = _measured(Path(run))
             prediction = _predict(measured, model, cluster, Constants(), force)
             # One that was made before the run says more.
             if PredictedRun.of_run(Path(run)) is None:
@@ -197,13 +199,27 @@ def _predict(run: _Measured, model: ModelSpec, cluster: Cluster, constants: Cons
     )
 
 
-def _measured(summary: Summary) -> _Measured:
+def _measured(run: Path) -> _Measured:
+    log = read_log(run)
+    summary = summarize(run, log)
+    _require_steady(log.events)
     rate = summary.training.examples_per_s
     if rate is None or summary.status != "ok":
         raise UsageError(f"its status is {summary.status!r}, and no rate of a steady state was measured")
     # The compute of a stage has waiting in it.
     compute_s = summary.times.compute_s if summary.times and not summary.started.plan.get("partition") else None
     return _Measured(summary.label, _strategy(summary), summary.started.global_batch_size, rate, compute_s)
+
+
+def _require_steady(events: Sequence[Event]) -> None:
+    """Raises UsageError where a run's rate is not that of the workers that it began with."""
+    every = attempts(events)
+    counts = {count for each in every for count in (each.started.workers, max(each.started.workers, len(each.steps)))}
+    if len(counts) > 1:
+        raise UsageError(f"it had {min(counts)} to {max(counts)} workers, and no one number of them has its rate")
+    lost = next(of_kind(Lost, events), None)
+    if lost is not None:
+        raise UsageError(f"it lost rank {lost.lost}, and its rate is that of all workers for a part of the time alone")
 
 
 def _strategy(summary: Summary) -> Strategy:
