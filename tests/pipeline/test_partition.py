@@ -185,6 +185,13 @@ def test_a_cut_between_hosts_is_where_little_crosses_it() -> None:
     assert [stage.seconds for stage in costs(model, (("a", "b"), ("c", "d")), far)] == [160.0, 160.0]
 
 
+def test_stages_that_wait_for_a_link_have_as_many_layers() -> None:
+    model = model_of(*(layer(index, 1, index + 1, crossing=100) for index in range(8)))
+    for stages in (2, 4):
+        slow = Terms(link_bytes_per_s=(math.inf, *[0.5] * (stages - 1)))
+        assert [len(stage) for stage in split(model, stages, slow)] == [8 // stages] * stages
+
+
 def test_a_link_that_is_faster_than_the_stages_costs_nothing() -> None:
     model = model_of(*(layer(index, 10, crossing=10) for index in range(4)))
     parts = (("a", "b"), ("c", "d"))

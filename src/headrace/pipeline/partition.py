@@ -34,6 +34,9 @@ Partition = tuple[tuple[str, ...], ...]
 
 _Figures = NDArray[Any]
 
+_LITTLE = 1e-9
+"""By this part the time of its layers makes a stage cost more, so that it decides between splits of one cost."""
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -163,6 +166,8 @@ def _best(model: ModelSpec, stages: int, terms: Terms) -> tuple[list[int], float
         """Returns what the layers between any two places cost as a stage; infinite where they cannot be one."""
         seconds, taken = pieces.taken(terms, held, before_per_s, behind_per_s)
         price = np.asarray(COSTS[terms.cost](seconds, taken, whole), dtype=float)
+        # Where all wait for a link, or for one large stage, the others are balanced.
+        price *= 1 + _LITTLE * (pieces.forward_s + pieces.backward_s) / (whole.seconds or 1.0)
         if terms.limit_bytes is not None:
             price = np.where(taken > terms.limit_bytes, math.inf, price)
         return np.where(np.triu(np.ones(price.shape, dtype=bool), 1), price, math.inf)
