@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 
+from headrace.prediction import plausibility
 from headrace.prediction.cloud import cloud_cluster, cloud_machines
 from headrace.prediction.plausibility import doubtful_units
 from headrace.prediction.recommendation.recommend import recommend
 from headrace.prediction.simulation.simulate import simulate
-from headrace.spec.cluster import Cluster, Host
+from headrace.spec.cluster import Cluster, Host, Link
 from headrace.spec.model import ModelSpec
 
 SIMPLE = "parameter_mb = 10\nbatch_size = 8\nforward_ms = 10\nbackward_ms = 20\n"
@@ -39,6 +41,27 @@ def linked(tmp_path: Path, *links: tuple[float, float]) -> Cluster:
     file = tmp_path / "cluster.toml"
     file.write_text(text)
     return Cluster.load(file)
+
+
+def test_of_many_links_few_are_compared_with_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    other_unit = plausibility._other_unit
+
+    def counted(own: float, others: list[float], units: Mapping[float, str]) -> str | None:
+        compared.append(own)
+        return other_unit(own, others, units)
+
+    monkeypatch.setattr(plausibility, "_other_unit", counted)
+    hosts = tuple(Host(f"h{number}", 4, (64 + number) * 10**9) for number in range(20))
+    links = [Link(a.name, b.name, 1e8 + number, 1e-4) for number, (a, b) in enumerate(combinations(hosts, 2))]
+    known = written(tmp_path, SIMPLE)
+    assert doubtful_units(known, Cluster(hosts, links=tuple(links))) == ()
+    assert len(compared) < 10
+    links[7] = replace(links[7], bytes_per_s=1e5, latency_s=1e-4)
+    links[9] = replace(links[9], latency_s=1e-7)
+    slow, late = doubtful_units(known, Cluster(hosts, links=tuple(links)))
+    assert "h0 and h8 has 0.8 Mbit/s, and the 189 others have 800.001 Mbit/s; mbit_per_s" in slow
+    assert "h0 and h10 has a latency of 0.0001 ms, and the 188 others of its rate 0.1 ms" in late
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from statistics import median
 
+import numpy as np
+
 from headrace.spec.cluster import Cluster, Host, Link
 from headrace.spec.compute import BatchProfile, ComputeProfile, LayerSpec
 from headrace.spec.model import ModelSpec
@@ -44,8 +46,9 @@ def _links(cluster: Cluster) -> Iterator[str]:
     for link in cluster.links:
         if not link.shared:
             ways.setdefault(frozenset((link.source, link.target)), link)
-    for ends, link in ways.items():
-        others = [each for other, each in ways.items() if other != ends]
+    links = list(ways.values())
+    for place in _extremes([link.bytes_per_s for link in links]):
+        link, others = links[place], links[:place] + links[place + 1 :]
         rates = [each.bytes_per_s for each in others]
         far = link.latency_s > _LONG_WAY * median([each.latency_s for each in others] or [0.0]) > 0
         given_in = None if far else _other_unit(link.bytes_per_s, rates, _RATES)
@@ -55,19 +58,27 @@ def _links(cluster: Cluster) -> Iterator[str]:
                 f"{len(others)} others have {_mbit(median(rates))}; mbit_per_s is in megabits a second: was it given "
                 f"in {given_in}?"
             )
-        yield from _latency(link, others)
+    yield from _latencies(links)
 
 
-def _latency(link: Link, others: Sequence[Link]) -> Iterator[str]:
-    """Of links of one rate: a slow line may have a long latency."""
-    alike = [each.latency_s for each in others if _agree([each.bytes_per_s, link.bytes_per_s])]
-    given_in = _other_unit(link.latency_s, alike, {1 / 1000: "seconds", 1000.0: "microseconds"})
-    if given_in:
-        yield (
-            f"the link between {link.source} and {link.target} has a latency of {1e3 * link.latency_s:g} ms, and the "
-            f"{len(alike)} others of its rate {1e3 * median(alike):g} ms; latency_ms is in milliseconds: was it given "
-            f"in {given_in}?"
-        )
+def _latencies(links: Sequence[Link]) -> Iterator[str]:
+    """Compares links of one rate: a slow line may have a long latency."""
+    rates, every = (np.array([getattr(link, name) for link in links]) for name in ("bytes_per_s", "latency_s"))
+    for place, link in enumerate(links):
+        alike = (rates <= _AGREE * rates[place]) & (rates[place] <= _AGREE * rates)
+        alike[place] = False
+        # In another unit it would be far from each, for they agree.
+        one = every[alike][:1]
+        if ((one < _FAR * link.latency_s) & (link.latency_s < _FAR * one)).any():
+            continue
+        others = every[alike].tolist()
+        given_in = _other_unit(link.latency_s, others, {1 / 1000: "seconds", 1000.0: "microseconds"})
+        if given_in:
+            yield (
+                f"the link between {link.source} and {link.target} has a latency of {1e3 * link.latency_s:g} ms, and "
+                f"the {len(others)} others of its rate {1e3 * median(others):g} ms; latency_ms is in milliseconds: was "
+                f"it given in {given_in}?"
+            )
 
 
 _FIGURES: tuple[tuple[str, str, Callable[[Host], float], Mapping[float, str]], ...] = (
@@ -91,8 +102,8 @@ def _hosts(cluster: Cluster) -> Iterator[str]:
             # Most clusters have thousands of hosts that are the same.
             if min(values) == max(values):
                 continue
-            for place, host in enumerate(hosts):
-                others = values[:place] + values[place + 1 :]
+            for place in _extremes(values):
+                host, others = hosts[place], values[:place] + values[place + 1 :]
                 given_in = _other_unit(values[place], others, units)
                 if given_in:
                     yield (
@@ -152,6 +163,11 @@ def _other_unit(own: float, others: Sequence[float], units: Mapping[float, str])
         return None
     ratio = own / median(others)
     return next((unit for factor, unit in units.items() if abs(ratio / factor - 1) < _NEAR), None)
+
+
+def _extremes(values: Sequence[float]) -> list[int]:
+    """Returns the places of the least and the largest: where all others agree, none between them has another unit."""
+    return sorted({values.index(min(values)), values.index(max(values))}) if values else []
 
 
 def _agree(values: Sequence[float]) -> bool:
