@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -26,6 +27,27 @@ def test_help_begins_with_examples_and_fits_80_columns(command: list[str]) -> No
     assert shown.stdout == CliRunner().invoke(app, [*command, "-h"], prog_name="headrace").stdout
     if command:
         assert "--json" in shown.stdout
+
+
+def test_the_list_of_commands_has_whole_sentences(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["--help"]) == 0
+    commands = capsys.readouterr().out.partition("Commands:\n")[2].splitlines()
+    assert len(commands) == len(COMMANDS)
+    assert [line for line in commands if line.endswith("...") or not line.endswith(".")] == []
+
+
+def test_defaults_that_help_shows_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    said = {
+        "simulate": "How many. Default: as many as the cluster has devices.",
+        "recommend": "Default: the job's, or the largest batch of the model's file.",
+        "launch-files": "How many processes, also those that are servers. [default: 2; x>=1]",
+        "bench": "Usage: headrace bench [OPTIONS] [JOB.py]",
+        "calibrate": "Usage: headrace calibrate [OPTIONS] {RUN_DIR}...",
+    }
+    for command, words in said.items():
+        assert run([command, "--help"]) == 0
+        assert words in " ".join(capsys.readouterr().out.split())
 
 
 def test_every_example_is_understood() -> None:

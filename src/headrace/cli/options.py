@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headrace.report.trackers.tensorboard import TensorBoard
 
 
-MOST_SECONDS = 1e6
+MOST_SECONDS = 1_000_000
 """The largest value of an option in seconds, over 11 days: an infinite time is none that a clock can wait for."""
 
 

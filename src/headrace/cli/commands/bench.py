@@ -41,7 +41,7 @@ _EXAMPLES = """
 def bench(
     path: Annotated[
         Path | None,
-        typer.Argument(metavar="[JOB.py]", show_default=False, help="A job, to say whether a GPU would help it."),
+        typer.Argument(metavar="JOB.py", show_default=False, help="A job, to say whether a GPU would help it."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and networks: about a minute.")] = False,
     only: Annotated[

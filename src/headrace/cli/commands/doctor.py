@@ -245,7 +245,7 @@ def doctor(
     path: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[JOB.py]",
+            metavar="JOB.py",
             show_default=False,
             help="A job file to look at, too: what would differ between one device and several.",
         ),

@@ -48,11 +48,13 @@ _Arguments = Annotated[
     list[str] | None,
     typer.Argument(metavar="-- OPTIONS", show_default=False, help="Further options of `headrace train`."),
 ]
-_Workers = Annotated[int, _option("--workers", "How many processes, also those that are servers.", min=1)]
+_Workers = Annotated[
+    int, _option("--workers", "How many processes, also those that are servers.", min=1, show_default=True)
+]
 _Hosts = Annotated[int | None, _option("--hosts", "On how many. Default: 1; Kubernetes decides itself.", min=1)]
 _RunDir = Annotated[str, _option("--run-dir", "Seen by all hosts. Default: a folder in runs.", metavar="DIR")]
 _Cores = Annotated[int, _option("--cores", "Of each process.", min=1, show_default=True)]
-_Memory = Annotated[float | None, _option("--memory-gb", "Of each process.", min=0.1, max=1e6)]
+_Memory = Annotated[float | None, _option("--memory-gb", "Of each process.", min=0.1, max=1_000_000)]
 _Save = Annotated[int, _option("--save-s", "Seconds that a round and a checkpoint may take.", min=1, show_default=True)]
 _Limit = Annotated[str, _option("--time", "SLURM: the limit of each attempt.", show_default=True)]
 _Form = Annotated[Form, _option("--form", "Kubernetes: what the cluster starts.", show_default=True)]
@@ -81,7 +83,7 @@ def launch_files(
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
-    """Write a file that starts a job under SLURM, Kubernetes or torchrun.
+    """Write what SLURM, Kubernetes or torchrun starts a job from.
 
     The job saves and ends when the scheduler asks it to, and the next attempt goes on from there.
     """

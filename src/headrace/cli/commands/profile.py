@@ -193,7 +193,7 @@ _CALIBRATE_EXAMPLES = """
 
 def calibrate(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN_DIR...", show_default=False, help="Runs of the profile's job.")
+        list[Path], typer.Argument(metavar="RUN_DIR", show_default=False, help="Runs of the profile's job.")
     ],
     model: Annotated[
         Path, typer.Option("--model", metavar="FILE", show_default=False, help="The profile, or a model's file.")

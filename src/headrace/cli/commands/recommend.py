@@ -13,7 +13,6 @@ import typer
 
 from headrace.cli.commands.simulate import (
     AssumeOption,
-    BatchSizeOption,
     ClusterFile,
     ForceOption,
     assumptions_of,
@@ -21,7 +20,7 @@ from headrace.cli.commands.simulate import (
 )
 from headrace.cli.engines import own_engine, refuse_launcher
 from headrace.cli.jobfile import find_job, load_job
-from headrace.cli.options import JsonOption, SettingsOption, help_option
+from headrace.cli.options import JsonOption, SettingsOption, help_option, option
 from headrace.cli.output import answering
 from headrace.errors import UnfitMachine, UsageError
 from headrace.report.format import duration, short
@@ -54,6 +53,14 @@ ModelOrJob = Annotated[
         help="A job, which is profiled here first; or a model's file, a profile (.json) or by hand (.toml).",
     ),
 ]
+SameBatchOption = Annotated[
+    int | None,
+    option(
+        "--global-batch-size",
+        min=1,
+        help="Examples of a round, for all candidates. Default: the job's, or the largest batch of the model's file.",
+    ),
+]
 ExamplesOption = Annotated[
     int | None,
     typer.Option(
@@ -81,7 +88,7 @@ PageOption = Annotated[
 def recommend(
     model: ModelOrJob,
     cluster: ClusterFile,
-    global_batch_size: BatchSizeOption = None,
+    global_batch_size: SameBatchOption = None,
     examples: ExamplesOption = None,
     price: Annotated[bool, typer.Option("--price", help="Rank by money instead of by time.")] = False,
     deadline: DeadlineOption = None,

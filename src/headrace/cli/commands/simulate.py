@@ -19,7 +19,6 @@ from headrace.cli.options import (
     JsonOption,
     RunDirOption,
     SettingsOption,
-    WorkersOption,
     check_strategies,
     complete_strategy,
     default_run_dir,
@@ -70,6 +69,9 @@ ClusterFile = Annotated[
 ForceOption = Annotated[
     bool, typer.Option("--force", help="Use a profile of other versions or of another kind of device.")
 ]
+VirtualWorkersOption = Annotated[
+    int | None, option("--workers", min=1, help="How many. Default: as many as the cluster has devices.")
+]
 BatchSizeOption = Annotated[
     int | None,
     typer.Option(
@@ -96,7 +98,7 @@ def simulate(
     strategy: Annotated[
         str, typer.Option("--strategy", help="How it is distributed.", autocompletion=complete_strategy)
     ] = "mirrored",
-    workers: WorkersOption = None,
+    workers: VirtualWorkersOption = None,
     global_batch_size: BatchSizeOption = None,
     assume: AssumeOption = None,
     run_dir: Annotated[
@@ -109,9 +111,10 @@ def simulate(
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
-    """Run a strategy in virtual time, on machines that need not be there.
+    """Simulate a strategy on machines that need not be there.
 
-    Schedules, shards and policies are those of real runs; nothing is trained, and no process is started.
+    It runs in virtual time. Schedules, shards and policies are those of real runs; nothing is trained, and no process
+    is started.
     """
     with answering(as_json) as answer:
         check_strategies([strategy])
@@ -138,7 +141,7 @@ def rehearse(
             "--strategy", help="How it is distributed. Default: as the run of --from.", autocompletion=complete_strategy
         ),
     ] = None,
-    workers: WorkersOption = None,
+    workers: VirtualWorkersOption = None,
     cluster: Annotated[
         Path | None,
         option("--cluster", metavar="FILE|NAME:N", help="As of `headrace simulate`. Default: machines like this one."),
@@ -163,9 +166,10 @@ def rehearse(
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_REHEARSALS)] = False,
 ) -> None:
-    """Train as many workers would, in one process and in virtual time.
+    """Train as many workers would, in one process.
 
-    Gradients are real: the loss curve is that of so many workers, with their stale gradients, on that network.
+    Times are virtual, and gradients are real: the loss curve is that of so many workers, with their stale gradients, on
+    that network.
     """
     with answering(as_json) as answer:
         refuse_launcher("rehearse")

@@ -120,7 +120,7 @@ def train(
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
-    """Train the job of a file under one strategy; progress goes to stderr, the result to stdout."""
+    """Train the job of a file under one strategy."""
     with answering(as_json) as answer:
         strategy = _checked(path, tensorboard, strategy, servers)
         ray = ray_engine(cluster, secret_file, runtime_env, resources, placement)

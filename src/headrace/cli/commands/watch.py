@@ -24,7 +24,7 @@ def watch(
     run_dirs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN_DIR...",
+            metavar="RUN_DIR",
             show_default=False,
             help="Directories of runs or comparisons, or directories that hold such ones.",
         ),
@@ -44,9 +44,10 @@ def watch(
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
-    """Show runs in a browser while they happen, or afterwards, from their event files alone.
+    """Show runs in a browser while they happen.
 
-    Loss, rate, what each worker does, servers, checkpoints, faults. Until SIGTERM or Ctrl-C.
+    Or afterwards, from their event files alone. Loss, rate, what each worker does, servers, checkpoints, faults. Until
+    SIGTERM or Ctrl-C.
     """
     with answering(as_json) as answer:
         # Lazily: numpy and the server take time to import.

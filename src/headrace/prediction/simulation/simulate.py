@@ -20,6 +20,7 @@ from headrace.prediction.simulation.failures import Reliability, reliability
 from headrace.prediction.simulation.memory import device_bytes, require_fit, server_bytes
 from headrace.prediction.simulation.scene import Assumptions, Scene, place
 from headrace.prediction.simulation.timeline import Timeline
+from headrace.report.format import plural
 from headrace.report.model.predicted import PredictedRun
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -202,7 +203,7 @@ def scene_of(
         examples = model.compute.batches[-1].examples * replicas
     if examples < replicas:
         raise UsageError(
-            f"a global batch of {examples} examples leaves some of {replicas} replicas without one; give a "
+            f"a global batch of {plural(examples, 'example')} leaves some of {replicas} replicas without one; give a "
             f"global_batch_size of at least {replicas}"
         )
     known = {} if memo is None else memo

@@ -106,7 +106,7 @@ def export(
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
-    """Write the trained model of a run as files that run without headrace.
+    """Write a trained model as files that run without headrace.
 
     Each file is run on 100 examples beside the trained model, and the largest difference is shown. The folder holds
     model.pt2, model.onnx, sample.safetensors, and signature.json, which says what goes in and comes out; for a browser

@@ -53,10 +53,10 @@ def predict(
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
-    """Print what a trained model says of examples: one line of JSON for each.
+    """Print what a trained model says of examples.
 
-    The file holds the examples as the model takes them, after the transforms of the job's data. An image is cropped
-    to its middle, resized, and its pixels are scaled to the range of the job's examples.
+    One line of JSON for each. The file holds the examples as the model takes them, after the transforms of the job's
+    data. An image is cropped to its middle, resized, and its pixels are scaled to the range of the job's examples.
     """
     with answering(as_json) as answer:
         if output is not None and (output.exists() or output.suffix not in (_LINES, _ARRAYS)):

@@ -31,7 +31,7 @@ _TOKEN = "HEADRACE_SERVE_TOKEN"
 _Models = Annotated[
     list[Path],
     typer.Argument(
-        metavar="MODEL...",
+        metavar="MODEL",
         show_default=False,
         help="Folders that `export` has written, or folders of such ones named 1, 2, ...: versions of one model.",
     ),
@@ -105,7 +105,7 @@ def serve(
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
-    """Answer requests for predictions of exported models over HTTP.
+    """Answer requests for predictions over HTTP.
 
     By the Open Inference Protocol (/v2/models/NAME/infer) and as TensorFlow Serving (/v1/models/NAME:predict). Open the
     address in a browser to try a model. A new version in a model's folder answers as soon as it is loaded.
