@@ -134,17 +134,18 @@ def test_nothing_is_left_to_resume_from(run_dir: Path, capsys: Capture) -> None:
 def test_what_is_in_one(run_dir: Path, capsys: Capture) -> None:
     assert run(["checkpoint", "show", "a"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[:7] == [
+    assert lines[:8] == [
         "checkpoint a/checkpoints/step-00000120",
         "step 120, epoch 5",
         "saved 2026-10-03 14:05:11 by headrace 0.1.0",
         lines[3],
         "strategy mirrored, workers: 2",
         "job global_batch_size 64, seed 7",
-        "optimizer torch.optim.adam.Adam, lr 0.05 for 3 parameters, lr 0.5 for 1 parameter",
+        "optimizer torch.optim.adam.Adam, lr 0.05 for 3 parameters, lr 0.5 for 1",
+        "parameter",
     ]
     assert lines[3].endswith("kB in 2 files")
-    assert lines[8:12] == [
+    assert lines[9:13] == [
         "tensors, largest first shape type size",
         "parameter/weight 10 × 64 float32 2.56 kB",
         "random/torch 100 uint8 100 B",
@@ -152,7 +153,7 @@ def test_what_is_in_one(run_dir: Path, capsys: Capture) -> None:
     ]
     # 24 tensors, 16 of them shown; the others are x1 to x7 and the count, which has 8 bytes as x4 has.
     assert lines[-1] == f"... and 8 more, {2 * sum(range(1, 8)) + 8} B; --json has all"
-    assert len(lines) == 9 + 16 + 1
+    assert len(lines) == 10 + 16 + 1
 
 
 def test_json_has_all_and_readable_numbers(run_dir: Path, capsys: Capture) -> None:
@@ -195,6 +196,16 @@ def test_a_description_may_be_anything(
         assert "\x1b" not in shown
         assert max(map(len, shown.splitlines())) < 200
         assert answer(capsys, action, "a")
+
+
+def test_what_is_shown_of_one_fits_80_columns(run_dir: Path, capsys: Capture) -> None:
+    plan = {f"number_{number}": number for number in range(20)}
+    save(CheckpointFolder(run_dir / "checkpoints"), 140, {**DESCRIPTION, "plan": plan})
+    assert run(["checkpoint", "show", "a"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "\nplan        number_0 0, number_1 1," in shown
+    assert "number_19 19" in shown
 
 
 @pytest.mark.parametrize(

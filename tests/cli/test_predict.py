@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.cli import run
+from headrace.cli.commands.saved.job_of_run import job_of_run
 from headrace.export import signature
+from headrace.spec.job import JobSource
 from serving.folders import looked_up, scaled, signed
 
 JOB = """
@@ -54,6 +56,19 @@ def test_predictions_of_a_run_and_of_its_export(tmp_path: Path, capsys: Capture)
     np.save(tmp_path / "x.npy", values[:, :, :2])
     assert run(["predict", str(tmp_path / "r"), str(tmp_path / "x.npy")]) == 5
     assert "expected input float32 (any, 2, 3), got the shape (150, 2, 2)" in capsys.readouterr().err
+
+
+def test_a_setting_that_is_given_replaces_that_one_of_the_run(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = JobSource(str(job_file), ("lr=0.5", "name=fine", "options.accumulate=4"))
+    monkeypatch.setattr("headrace.api.exporting.source_of", lambda run: source)
+
+    def settings(*given: str, of: Path | None = None) -> tuple[float, str, int]:
+        job = job_of_run(Path("a"), of, given, otherwise="")
+        return job.data[0], job.data[1], job.options.accumulate
+
+    assert settings() == (0.5, "fine", 4)
+    assert settings("lr = 0.25") == (0.25, "fine", 4)
+    assert settings("lr=0.25", of=job_file) == (0.25, "plain", 1)
 
 
 OUTPUTS = """

@@ -168,8 +168,7 @@ def rehearse(
 ) -> None:
     """Train as many workers would, in one process.
 
-    Times are virtual, and gradients are real: the loss curve is that of so many workers, with their stale gradients, on
-    that network.
+    Times are virtual, and gradients are real: the loss curve is that of so many workers, on that network.
     """
     with answering(as_json) as answer:
         refuse_launcher("rehearse")

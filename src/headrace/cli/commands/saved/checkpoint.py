@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -183,7 +184,10 @@ def _show(answer: Answer, found: Checkpoint) -> None:
         facts = {"path": str(found.path), "step": found.step, "bytes": _size(found), "files": files}
         answer.document({**facts, "description": description, "tensors": tensors})
         return
-    answer.text(_columns(_facts(found, description)))
+    answer.text(f"checkpoint  {clean(str(found.path))}")
+    for name, words in _facts(found, description):
+        for line in textwrap.wrap(f"{name:<12}{words}", 80, subsequent_indent=" " * 12, break_on_hyphens=False):
+            answer.text(line)
     rows = [(each["name"], _shape(each), each["dtype"], byte_count(each["bytes"])) for each in tensors[:_SHOWN]]
     answer.text("\n" + _columns([("tensors, largest first", "shape", "type", "size"), *rows], right=(3,)))
     if rest := tensors[_SHOWN:]:
@@ -216,7 +220,6 @@ def _facts(found: Checkpoint, description: Any) -> list[tuple[str, str]]:
     count = len(found.manifest.files)
     versions, job, plan = (_items(_of(description, key)) for key in ("versions", "job", "plan"))
     rows = [
-        ("checkpoint", str(found.path)),
         ("step", f"{found.step}, epoch {_word(_of(description, 'epoch'))}"),
         ("saved", f"{_cell('saved_at', _of(description, 'saved_at'))} by {versions or MISSING}"),
         ("size", f"{byte_count(_size(found))} in {count} file{'s' * (count != 1)}"),

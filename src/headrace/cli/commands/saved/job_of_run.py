@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def job_of_run(run: Path, job_file: Path | None, settings: Sequence[str] | None, otherwise: str) -> Job:
-    """Returns the job that a run names, or that of `job_file`.
+    """Returns the job that a run names, or that of `job_file`; `settings` come before those of the run.
 
     Args:
         otherwise: what to do in a program whose job comes from no file.
@@ -30,4 +30,10 @@ def job_of_run(run: Path, job_file: Path | None, settings: Sequence[str] | None,
             f"{otherwise}"
         )
     check_file(path, "job file")
-    return load_job(path, settings or (source.settings if source and not job_file else ()))
+    own = source.settings if source and not job_file else ()
+    given = {_key(each) for each in settings or ()}
+    return load_job(path, [*(each for each in own if _key(each) not in given), *(settings or ())])
+
+
+def _key(setting: str) -> str:
+    return setting.partition("=")[0].strip()
