@@ -185,7 +185,7 @@ def test_hosts_that_are_refused(over_ssh, arguments: list[str], said: str, capsy
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [(["--port", "3000", "--keep-going"], "--port, --keep-going"), (["--distribution", "cyclic"], "--distribution"),
-     (["--ssh", "rsh"], "--ssh"), (["--python", "python3"], "--python")],
+     (["--ssh", "rsh"], "--ssh"), (["--python", "python3"], "--python"), (["--python", sys.executable], "--python")],
 )  # fmt: skip
 def test_options_of_hosts_without_hosts_are_refused(
     launched, arguments: list[str], names: str, capsys: Capture

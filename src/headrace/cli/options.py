@@ -193,7 +193,7 @@ ServersOption = Annotated[
     int | None, option("--servers", min=1, help="How many parameter servers, under a strategy that has some.")
 ]
 SshOption = Annotated[str, typer.Option("--ssh", metavar="COMMAND", help="How other hosts are reached.")]
-PythonOption = Annotated[str, option("--python", metavar="PATH", help="On all hosts. Default: this one.")]
+PythonOption = Annotated[str | None, option("--python", metavar="PATH", help="On all hosts. Default: this one.")]
 DistributionOption = Annotated[
     Distribution | None,
     option(

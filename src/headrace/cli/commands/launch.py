@@ -78,7 +78,7 @@ def launch(
     ] = 0,
     distribution: DistributionOption = None,
     ssh: SshOption = "ssh",
-    python: PythonOption = sys.executable,
+    python: PythonOption = None,
     keep_going: KeepGoingOption = False,
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
@@ -117,13 +117,15 @@ def launch(
     raise typer.Exit(code)
 
 
-def _refuse_for_hosts(port: int, distribution: Distribution | None, ssh: str, python: str, keep_going: bool) -> None:
+def _refuse_for_hosts(
+    port: int, distribution: Distribution | None, ssh: str, python: str | None, keep_going: bool
+) -> None:
     refuse_idle(
         {
             "--port": port != 0,
             "--distribution": distribution is not None,
             "--ssh": ssh != "ssh",
-            "--python": python != sys.executable,
+            "--python": python is not None,
             "--keep-going": keep_going,
         },
         "for workers on several hosts; name these by --hosts or --cluster; what the script is to get stands behind --",
@@ -180,17 +182,18 @@ def over_ssh(
     workers: int,
     port: int = 0,
     ssh: str = "ssh",
-    python: str = sys.executable,
+    python: str | None = None,
     distribution: Distribution = Distribution.BLOCK,
     keeps_going: bool = False,
 ) -> int:
-    """Runs Python with these arguments on hosts, by (destination, name); returns the exit code."""
+    """Runs `python`, by default this one, on hosts, by (destination, name); returns the exit code."""
     # Lazily: --help need not wait for the engine.
     from headrace.engine.ssh.launcher import SshCommand, SshHost, launch_over_ssh
 
     if workers < len(hosts):
         raise UsageError(f"--workers {workers} on {len(hosts)} hosts: every host needs at least one")
     program = tuple(shlex.split(ssh))
+    python = python or sys.executable
     wanted = SshCommand(command, script, workers, Path.cwd(), port, program, python, distribution, keeps_going)
     return launch_over_ssh([SshHost(*host) for host in hosts], wanted)
 
