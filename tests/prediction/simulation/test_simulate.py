@@ -53,10 +53,21 @@ def test_buckets_leave_while_backward_runs() -> None:
     )
 
 
-def test_efficiency_is_over_the_share_of_the_worker_with_the_most_examples() -> None:
+def test_efficiency_is_over_what_the_devices_do_alone_each_at_its_speed() -> None:
+    for speeds in ((0.5, 1.0), (1.0, 0.5)):
+        hosts = tuple(replace(host, speed=speed) for host, speed in zip(gpus(2).hosts, speeds, strict=True))
+        cluster = replace(gpus(2, gigabytes_per_s=1e9), hosts=hosts)
+        prediction = run(hr.Mirrored(2, overlap=False), cluster, examples=16)
+        # Alone they would do 1.5 shares in the time of one; together they wait for the slower.
+        assert prediction.efficiency == pytest.approx(2 * 0.5 / 1.5)
+
+
+def test_efficiency_is_over_what_each_worker_does_alone_with_its_share() -> None:
     # Three workers have 2 examples and one has 1; all wait for the three.
     cluster = Cluster(tuple(replace(host, bus_bytes_per_s=1e18) for host in gpus(1, 4).hosts), device="cuda")
-    assert run(hr.Mirrored(workers=4), cluster, examples=7).efficiency == pytest.approx(7 / 8)
+    two_s, one_s = 0.030 * 2 / 8 + 0.002, 0.030 / 8 + 0.002
+    expected = 7 / two_s / (3 * 2 / two_s + 1 / one_s)
+    assert run(hr.Mirrored(workers=4), cluster, examples=7).efficiency == pytest.approx(expected)
 
 
 def test_a_slow_link_to_one_host_does_not_slow_a_servers_others() -> None:

@@ -111,6 +111,11 @@ class DeviceStep:
     accumulate_s: float = 0.0
     layers: tuple[LayerSpec, ...] = ()
 
+    @property
+    def total_s(self) -> float:
+        """Of the whole step."""
+        return self.forward_s + self.backward_s + self.optimizer_s + self.fixed_s
+
 
 @dataclass(frozen=True)
 class Scene:

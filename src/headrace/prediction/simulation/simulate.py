@@ -80,7 +80,7 @@ class Prediction:
 
     @property
     def speed_up(self) -> float:
-        """Over one device that works alone on such a part of a batch."""
+        """Over one device that works alone on such a part of a batch; over their mean where they differ."""
         return self.efficiency * self.workers
 
     def save(self, run_dir: Path | str) -> None:
@@ -216,9 +216,9 @@ def predicted(strategy: Strategy, scene: Scene, timeline: Timeline, replicas: in
     rounds = len(timeline.step) / scene.workers if timeline.rounds is None else timeline.rounds
     examples = scene.examples * rounds
     rate = examples / timeline.seconds
-    share = max(scene.shares(replicas))
-    alone = scene.step(scene.hosts[0], share)
-    single = share / (alone.forward_s + alone.backward_s + alone.optimizer_s + alone.fixed_s)
+    shares_of = scene.shares(replicas)
+    alone = {share: [share / step.total_s for step in scene.steps(share)] for share in set(shares_of)}
+    apart = sum(alone[shares_of[rank // ranks]][rank] for rank in range(scene.workers))
     shares = where_time_goes(timeline)
     assumed = scene.assumptions
     used = {host.name: host for host in (*scene.hosts, *scene.servers)}
@@ -229,7 +229,7 @@ def predicted(strategy: Strategy, scene: Scene, timeline: Timeline, replicas: in
         global_batch_size=scene.examples,
         step_s=scene.examples / rate,
         examples_per_s=rate,
-        efficiency=rate / (single * replicas * ranks),
+        efficiency=rate / apart,
         shares=shares,
         bottleneck=bottleneck(shares, timeline.server_busy),
         moved_bytes=timeline.moved_bytes,
