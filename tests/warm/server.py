@@ -116,12 +116,10 @@ def _take(client: socket.socket, clients: dict[int, socket.socket], path: list[s
     if plan is not None:
         pid = os.fork()
         if pid == 0:
+            # Before the program can say anything by which it would be looked for.
+            _name(client, folder)
             _become(order, plan, descriptors)
         clients[pid] = client
-        name = os.path.join(folder, "processes", str(_pid_of(client)))
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        os.symlink(str(pid), name)
     for each in descriptors:
         os.close(each)
     # A client that has been killed meanwhile is noticed by its end.
@@ -129,6 +127,14 @@ def _take(client: socket.socket, clients: dict[int, socket.socket], path: list[s
         client.send(json.dumps({"pid": pid}).encode())
     if pid is None:
         client.close()
+
+
+def _name(client: socket.socket, folder: str) -> None:
+    """Lets `programs.real` find this process by the one that stands in for it."""
+    name = os.path.join(folder, "processes", str(_pid_of(client)))
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name)
+    os.symlink(str(os.getpid()), name)
 
 
 def _pid_of(client: socket.socket) -> int:
