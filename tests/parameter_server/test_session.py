@@ -202,11 +202,12 @@ def test_two_who_make_rounds_together_end_them_whatever_happens(way: str, kind: 
 
 @pytest.mark.slow
 def test_a_link_that_has_fallen_silent_is_left(way: str) -> None:
-    with standing(way, faults=Faults(5, Odds(silent=0.1), Odds(silent=0.1)), patience_s=0.4) as stand:
+    with standing(way, faults=Faults(5, Odds(silent=0.1), Odds(silent=0.1)), patience_s=1.5) as stand:
+        # Another connection gets a quarter of the patience, on a busy machine, too.
         client, copy = stand.client()
-        for lease in range(10):
+        for lease in range(5):
             assert client.push(one_hot(lease), lease, pull=True) is None
-        assert torch.equal(copy, counted(10))
+        assert torch.equal(copy, counted(5))
 
 
 def test_a_client_that_closes_leaves_alone(way: str) -> None:
