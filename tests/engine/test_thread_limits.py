@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-USER = 54321
-"""One that has no process yet; the limit counts all of a user's, and none of root's."""
+USER = 1_000_000_000 + os.getpid()
+"""One that has no process yet, nor from tests beside these; the limit counts all of a user's, and none of root's."""
 
 JOB = """
 import functools
