@@ -19,7 +19,7 @@ from headrace.checkpoint.header import BYTES, NAMES
 from headrace.parameter_server.core.leases import numbers_in
 from headrace.parameter_server.replication import log
 from headrace.parameter_server.server import snapshots as snapshot
-from headrace.parameter_server.wire import Kind, ShardLayout, ShardSpec, decode, encode
+from headrace.parameter_server.wire import Kind, ShardLayout, ShardSpec, decode, encode, layout_difference
 from headrace.spec.plain import to_plain
 from headrace.transport.base import Slots, TransportLayout
 from headrace.transport.frames import Reassembler, expect_number
@@ -100,7 +100,7 @@ def read_handshakes(data: bytes) -> None:
         assert (taken.parameters, taken.replies) == (LAYOUT.parameters, LAYOUT.replies)
         assert taken.pushes.lengths in (LAYOUT.pushes.lengths, ())
     try:
-        difference = FORM.difference(data)
+        difference = layout_difference(FORM, data)
     except ValueError:
         assert data != FORM.describe()
         return

@@ -103,7 +103,7 @@ def test_runs_whose_workers_changed_are_left_out(tmp_path: Path) -> None:
     found = calibrate([same, grown, broken], MODEL, CLUSTER)
     assert len(found.runs) == 1
     assert found.left_out == {
-        str(grown): "it had 2 to 4 workers, and no one number of them has its rate",
+        str(grown): "it had 2 to 4 workers, so that its rate is not that of one number of them",
         str(broken): "it lost rank 1, and its rate is that of all workers for a part of the time alone",
     }
 

@@ -157,30 +157,36 @@ class ShardLayout:
         pieces = [[p.parameter, p.start, list(p.shape), p.dtype] for p in self.pieces]
         return json.dumps([*self._names, *pieces]).encode()
 
-    def difference(self, described: bytes) -> str:
-        """Says how another layout differs from this one, "" if it does not; raises ValueError if it is none."""
-        mine = self.describe()
-        if described == mine:
-            return ""
-        if len(described) > _LONGER * len(mine) + _LONGER_BYTES:
-            raise ValueError(f"a worker described its shards in {len(described):,} bytes, the server in {len(mine):,}")
-        try:
-            return self._compare(json.loads(mine), json.loads(described))
-        except RecursionError:
-            raise ValueError("a worker described shards that are nested too deep") from None
 
-    def _compare(self, own: list[object], other: object) -> str:
-        if own == other:
-            return ""
-        if not isinstance(other, list) or len(other) < 2:
-            raise ValueError("a worker described no shards")
-        if own[:2] != other[:2]:
-            return f"the worker's codecs are {other[:2]!s:.60} and the server's {own[:2]}; use the same on both"
-        own, other = own[2:], other[2:]
-        at = next((i for i, (mine, its) in enumerate(zip(own, other, strict=False)) if mine != its), None)
-        if at is None:
-            return f"the worker's model has {len(other)} shards here and the server {len(own)}; build the same on both"
-        return f"shard {at} is {_words(other[at])} in the worker, {_words(own[at])} on the server; build the same model"
+def layout_difference(own: ShardLayout, described: bytes) -> str:
+    """Says how a layout that was described differs from one's own, "" if it does not.
+
+    Raises:
+        ValueError: it is no layout's description.
+    """
+    mine = own.describe()
+    if described == mine:
+        return ""
+    if len(described) > _LONGER * len(mine) + _LONGER_BYTES:
+        raise ValueError(f"a worker described its shards in {len(described):,} bytes, the server in {len(mine):,}")
+    try:
+        return _compare(json.loads(mine), json.loads(described))
+    except RecursionError:
+        raise ValueError("a worker described shards that are nested too deep") from None
+
+
+def _compare(own: list[object], other: object) -> str:
+    if own == other:
+        return ""
+    if not isinstance(other, list) or len(other) < 2:
+        raise ValueError("a worker described no shards")
+    if own[:2] != other[:2]:
+        return f"the worker's codecs are {other[:2]!s:.60} and the server's {own[:2]}; use the same on both"
+    own, other = own[2:], other[2:]
+    at = next((i for i, (mine, its) in enumerate(zip(own, other, strict=False)) if mine != its), None)
+    if at is None:
+        return f"the worker's model has {len(other)} shards here and the server {len(own)}; build the same on both"
+    return f"shard {at} is {_words(other[at])} in the worker, {_words(own[at])} on the server; build the same model"
 
 
 def _is_at(gradient: Tensor, place: Tensor) -> bool:

@@ -216,7 +216,9 @@ def _require_steady(events: Sequence[Event]) -> None:
     every = attempts(events)
     counts = {count for each in every for count in (each.started.workers, max(each.started.workers, len(each.steps)))}
     if len(counts) > 1:
-        raise UsageError(f"it had {min(counts)} to {max(counts)} workers, and no one number of them has its rate")
+        raise UsageError(
+            f"it had {min(counts)} to {max(counts)} workers, so that its rate is not that of one number of them"
+        )
     lost = next(of_kind(Lost, events), None)
     if lost is not None:
         raise UsageError(f"it lost rank {lost.lost}, and its rate is that of all workers for a part of the time alone")

@@ -29,7 +29,7 @@ from headrace.parameter_server.server.requests import Requests
 from headrace.parameter_server.server.snapshots import ServerState, pack, unpack
 from headrace.parameter_server.server.updater import ShardUpdater
 from headrace.parameter_server.sparse.requests import RowRequests
-from headrace.parameter_server.wire import Kind, Message, ShardLayout, decode, encode
+from headrace.parameter_server.wire import Kind, Message, ShardLayout, decode, encode, layout_difference
 from headrace.shared_memory.segment import SharedSegment
 from headrace.transport.base import ReceivedMessage, ServerTransport
 
@@ -122,7 +122,7 @@ class Server:
         server is then not usable.
         """
         state, tensors = unpack(snapshot)
-        if difference := self._layout.difference(state.form.encode()):
+        if difference := layout_difference(self._layout, state.form.encode()):
             raise ValueError(difference.replace("the worker", "the snapshot"))
         if clocks is not None:
             state = state.detached(clocks)
@@ -233,7 +233,7 @@ class Server:
         return self._coordinator
 
     def _join(self, peer: int, message: Message, blob: memoryview) -> None:
-        if difference := self._layout.difference(bytes(blob)):
+        if difference := layout_difference(self._layout, bytes(blob)):
             raise ValueError(difference)
         if len(message.numbers) != 3:
             raise ValueError("a worker joins with its number, its incarnation and its session's")
