@@ -41,7 +41,7 @@ def made_by(model: torch.nn.Module, count: int, seed: int = 0) -> Tensor:
 
 
 def main(run_dir: str, picture: str = "digits.png") -> None:
-    from matplotlib.image import imsave
+    import cv2
     from safetensors.torch import load_file
 
     images = hr.data.digits()
@@ -54,7 +54,8 @@ def main(run_dir: str, picture: str = "digits.png") -> None:
         print(f"distance to real images, {name}: {frechet_distance(each, images.test_images):.2f}")
     apart = pad(made[: ACROSS**2], (1, 1, 1, 1)).view(ACROSS, ACROSS, 10, 10)
     rows = apart.transpose(1, 2).reshape(10 * ACROSS, 10 * ACROSS)
-    imsave(picture, rows.repeat_interleave(4, 0).repeat_interleave(4, 1).numpy(), cmap="gray_r", format="png")
+    dark = rows.repeat_interleave(4, 0).repeat_interleave(4, 1)
+    cv2.imwrite(picture, (255 * (1 - dark)).clamp(0, 255).byte().numpy())
     print(f"drawn: {picture}")
 
 

@@ -9,7 +9,7 @@ from headrace.report.model.verdict import References
 from headrace.report.views.table import comparison_plain
 
 Capture = pytest.CaptureFixture[str]
-pytestmark = pytest.mark.slow  # matplotlib draws
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ from headrace.machine.allocator import prefer_large_pages
 
 IMPORTED = ("torch._dynamo", "headrace.engine.local.process", "headrace.engine.local.fork_server_main",
             "headrace.engine.local.engine", "headrace.cli", "headrace.api.fit", "headrace.api.comparison",
-            "matplotlib.figure", "matplotlib.backends.backend_svg", "sklearn.datasets", "rich.progress",
+            "sklearn.datasets", "rich.progress",
             "datasets", "transformers.models.gpt2.modeling_gpt2", "transformers.data.data_collator",
             "pytest", "hypothesis")  # fmt: skip
 AT_LOAD = ("OMP_", "MKL_", "KMP_", "GOMP_", "LD_", "GLIBC_", "TORCH_", "LC_", "LANG", "PYTHON")

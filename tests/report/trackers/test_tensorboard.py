@@ -5,6 +5,7 @@ from dataclasses import replace
 from datetime import datetime
 
 import pytest
+import torch
 
 from headrace.report.model.events import read_events
 from headrace.report.trackers.curves import EventCurves
@@ -15,12 +16,15 @@ from headrace.spec.events import (
     Lost,
     NonFinite,
     ParametersAveraged,
+    PictureLogged,
+    RunEnded,
     RunStarted,
     Saved,
     Stepped,
     WorkerEnded,
     WorkerStarted,
 )
+from headrace.worker.callbacks.picture import save
 
 
 @pytest.mark.slow
@@ -179,3 +183,23 @@ def test_each_run_may_have_a_folder_of_its_own(tmp_path):
     for folder in tmp_path.iterdir():
         (file,) = folder.glob("events.out.tfevents.*")
         assert b"evaluation/accuracy" in file.read_bytes()
+
+
+@pytest.mark.slow
+def test_pictures_are_the_bytes_of_their_files(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    save(torch.rand(3, 5, 4), tmp_path / "a.png")
+    save(torch.rand(2, 7), tmp_path / "b.png")
+    with TensorBoard(tmp_path / "board") as board:
+        board(RunStarted(LAUNCHER, 0.0, "mirrored", 2, "cpu", 1, 8, 80, "2026-10-03T14:05:11+02:00", {}, {}))
+        board(PictureLogged(0, 0.5, 4, "colour", str(tmp_path / "a.png")))
+        board(PictureLogged(0, 0.5, 6, "grey", str(tmp_path / "b.png")))
+        board(RunEnded(LAUNCHER, 2.0, "ok"))
+        assert not board.failed
+    read = EventAccumulator(str(tmp_path / "board"))
+    read.Reload()
+    for name, file, step, height, width in (("colour", "a.png", 4, 3, 5), ("grey", "b.png", 6, 2, 7)):
+        (image,) = read.Images(name)
+        assert (image.step, image.height, image.width) == (step, height, width)
+        assert image.encoded_image_string == (tmp_path / file).read_bytes()

@@ -25,7 +25,8 @@ class MLflow(Tracker):
     """Takes events (`fit(..., on_event=MLflow("mlruns"))`) and writes them to MLflow.
 
     Each attempt at a run is a run of MLflow's: strategy, workers and batch are its parameters, `resumed_step` among
-    them; the curves are named as `TensorBoard` names them; notices and failures are tags, pictures artifacts.
+    them; the curves are named as `TensorBoard` names them; notices and failures are tags, pictures artifacts. Where
+    mlflow is not installed or refuses to begin, one line says so, and the run goes on without it.
 
     Args:
         uri: the folder of a local file store, made if missing, or a tracking server's URL.
@@ -34,7 +35,7 @@ class MLflow(Tracker):
         every_s: seconds between two rounds that are written where rounds are shorter; 0 for every round.
 
     Raises:
-        UnfitMachine: mlflow is not installed, or refuses to begin.
+        UsageError: `every_s` is no number of seconds of at least 0.
 
     Examples:
         >>> run = hr.fit(job, on_event=hr.MLflow("mlruns"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,17 @@ from headrace.report.trackers.curves import Tracked, TrackedPicture, TrackedText
 from headrace.report.trackers.tracker import Tracker
 from headrace.spec.events import RunStarted
 
+_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
+"""By a PNG's colour type: grey, RGB, a palette of RGB, grey with alpha, RGBA."""
+
 
 class TensorBoard(Tracker):
     """Takes events (`fit(..., on_event=TensorBoard("runs/a/tensorboard"))`) and writes them as scalars.
 
     `loss` by step is the weighted mean over the workers; `seconds/<part>/rank-<n>` where each worker's step went;
     `evaluation/<metric>`; `checkpoints/stall_s` and `checkpoints/bytes` by step; notices, failures and rounds that were
-    not finite as text. A resumed run continues the same curves.
+    not finite as text. A resumed run continues the same curves. Where tensorboard is not installed or the folder cannot
+    be written, one line says so, and the run goes on without curves.
 
     Args:
         log_dir: where to; made if missing.
@@ -25,7 +30,7 @@ class TensorBoard(Tracker):
         per_run: gives each run a folder of its own in `log_dir`, `<strategy>-<workers>`, as a comparison needs it.
 
     Raises:
-        UnfitMachine: tensorboard is not installed, or the folder cannot be written.
+        UsageError: `every_s` is no number of seconds of at least 0.
 
     Examples:
         >>> run = hr.fit(job, on_event=hr.TensorBoard("curves"))
@@ -60,11 +65,18 @@ class TensorBoard(Tracker):
                 case TrackedText():
                     self._writer.add_text(each.tag, each.text, each.step, each.time_s)
                 case TrackedPicture():
-                    # Here, because it takes a tenth of a second, and most runs have no pictures.
-                    from matplotlib.image import imread
-
-                    pixels = imread(each.path)
-                    self._writer.add_image(each.tag, pixels, each.step, each.time_s, dataformats="HWC")
+                    self._writer.file_writer.add_summary(_picture(each), each.step, each.time_s)
 
     def end(self, status: str) -> None:
         self._writer.close()
+
+
+def _picture(entry: TrackedPicture) -> Any:
+    """Returns the summary of a PNG file, whose bytes TensorBoard shows as they are."""
+    # Here, as most users have no tensorboard.
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    content = Path(entry.path).read_bytes()
+    width, height, _, colours = struct.unpack_from(">IIBB", content, 16)
+    image = Summary.Image(height=height, width=width, colorspace=_CHANNELS[colours], encoded_image_string=content)
+    return Summary(value=[Summary.Value(tag=entry.tag, image=image)])

@@ -23,7 +23,8 @@ class WandB(Tracker):
     """Takes events (`fit(..., on_event=WandB("wandb"))`) and writes them to Weights & Biases.
 
     Each attempt at a run is a run there: strategy, workers and batch are its config, `resumed_step` among them; the
-    curves are named as `TensorBoard` names them, over `step`; the last notice and failure are in its summary.
+    curves are named as `TensorBoard` names them, over `step`; the last notice and failure are in its summary. Where
+    wandb is not installed or refuses to begin, one line says so, and the run goes on without it.
 
     Args:
         folder: where its files go, made if missing.
@@ -33,8 +34,7 @@ class WandB(Tracker):
         every_s: seconds between two rounds that are written where rounds are shorter; 0 for every round.
 
     Raises:
-        UsageError: there is no such mode.
-        UnfitMachine: wandb is not installed, or refuses to begin.
+        UsageError: there is no such mode, or `every_s` is no number of seconds of at least 0.
 
     Examples:
         >>> run = hr.fit(job, on_event=hr.WandB("curves"))

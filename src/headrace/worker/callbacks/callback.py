@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from headrace.errors import UsageError
+from headrace.worker.callbacks.picture import save
 
 _NAME = re.compile(r"[\w .:/-]{1,120}")
 """What every tracker takes as the name of a curve."""
-_PNG = b"\x89PNG"
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Moment:
         Args:
             name: of the picture; those of later steps have the same.
             picture: a figure of matplotlib, the bytes of a PNG file, or an array or tensor of height x width (grey) or
-                height x width x 3 or 4 (RGB, RGBA): bytes from 0 to 255, or floats from 0 to 1.
+                height x width x 3 or 4 (RGB, RGBA): bytes from 0 to 255, or floats from 0 to 1; NaN is 0.
 
         Returns:
             The file: `pictures/<name>-<step>.png`.
@@ -91,7 +91,7 @@ class Moment:
         folder = self.run_dir / "pictures"
         folder.mkdir(exist_ok=True)
         path = folder / f"{re.sub(r'[/: ]', '-', name)}-{self.step}.png"
-        _save(picture, path)
+        save(picture, path)
         self._actions.log_picture(name, path)
         return path
 
@@ -148,30 +148,3 @@ class Callback(ABC):  # noqa: B024  (no moment is one that all must take)
 def _require_name(name: object) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise UsageError(f"a name has letters, digits, spaces and _ . : / - (at most 120), got {name!r:.140}")
-
-
-def _save(picture: Any, path: Path) -> None:
-    savefig = getattr(picture, "savefig", None)
-    if callable(savefig):
-        savefig(path)
-        return
-    if isinstance(picture, bytes) and picture.startswith(_PNG):
-        path.write_bytes(picture)
-        return
-    # Here, because it takes a tenth of a second, which most runs need not pay.
-    import numpy as np
-    from matplotlib.image import imsave
-
-    pixels = picture.detach().cpu().numpy() if isinstance(picture, Tensor) else picture
-    if not isinstance(pixels, np.ndarray) or not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (3, 4))):
-        shape = f" of shape {pixels.shape}" if isinstance(pixels, np.ndarray) else ""
-        raise UsageError(
-            f"log_picture takes a figure of matplotlib, the bytes of a PNG file, or an array of height x width or "
-            f"height x width x 3 or 4, got {type(picture).__name__}{shape}"
-        )
-    if pixels.dtype != np.uint8:
-        pixels = np.clip(pixels.astype(np.float64), 0.0, 1.0)
-    if pixels.ndim == 2:
-        scale = 1 if pixels.dtype == np.uint8 else 255
-        pixels = np.repeat((pixels * scale).astype(np.uint8)[:, :, None], 3, axis=2)
-    imsave(path, pixels, format="png")

@@ -1,0 +1,54 @@
+"""What installing headrace brings beside torch, as the metadata of installed packages says."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from importlib.metadata import distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+MOST_MB = 84
+MOST_MB_BUT_NUMPY = 26
+"""NumPy alone is 57 MB, with OpenBLAS; a torch is rarely without it."""
+
+
+def closure(requirements: Iterable[str]) -> set[str]:
+    """Returns the names of the packages that these bring, with what those bring."""
+    names: set[str] = set()
+    todo = [(Requirement(line), frozenset[str]()) for line in requirements]
+    seen = set()
+    while todo:
+        requirement, extras = todo.pop()
+        name = canonicalize_name(requirement.name)
+        applies = requirement.marker is None or any(
+            requirement.marker.evaluate({"extra": extra}) for extra in {"", *extras}
+        )
+        key = (name, frozenset(requirement.extras))
+        if not applies or key in seen:
+            continue
+        seen.add(key)
+        names.add(name)
+        todo += [(Requirement(line), key[1]) for line in distribution(name).requires or ()]
+    return names
+
+
+def megabytes(name: str) -> float:
+    """Returns the size of a package's files, without what Python compiles of them."""
+    files = distribution(name).files or ()
+    return sum(file.size or 0 for file in files if file.suffix != ".pyc") / 1e6
+
+
+def test_a_plain_install_stays_small() -> None:
+    plain = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    added = closure(plain) - closure(["torch"])
+    assert {"cloudpickle", "numpy", "pyzmq", "rich", "safetensors", "typer"} <= added
+    sizes = {name: megabytes(name) for name in sorted(added)}
+    assert all(size > 0.005 for size in sizes.values()), "a package without metadata of its files"
+    own = sum(path.stat().st_size for path in (ROOT / "src").rglob("*") if path.is_file() and path.suffix != ".pyc")
+    sizes["headrace"] = own / 1e6
+    assert sum(sizes.values()) < MOST_MB, sizes
+    assert sum(sizes.values()) - sizes["numpy"] < MOST_MB_BUT_NUMPY, sizes
