@@ -8,13 +8,19 @@ from pathlib import Path
 import pytest
 
 import house_devices
+import house_internals
 import house_plan
 import house_rules as rules
 from house import PACKAGE, Modules, Rule, read
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / PACKAGE
-RULES: tuple[Rule, ...] = (*rules.RULES, house_devices.device_names, house_plan.plan_questions)
+RULES: tuple[Rule, ...] = (
+    *rules.RULES,
+    house_devices.device_names,
+    house_internals.private_names,
+    house_plan.plan_questions,
+)
 TO_COME: tuple[Rule, ...] = (house_plan.size,)
 """Rules that the package does not keep yet."""
 
@@ -190,6 +196,18 @@ PLANTED: list[tuple[Rule, Mapping[str, str], str]] = [
     (house_devices.device_names, {"strategies/a.py": "'May say cuda.'\nname = f'{index} of cuda:0'"}, "a:2: 'cuda'"),
     (house_devices.device_names, {"worker/a.py": "import torch\ntorch.xpu.synchronize()"}, "a:2: 'xpu' is for"),
     (house_devices.device_names, {"collectives/a.py": "BACKEND = 'gloo'"}, "a:1: 'gloo'"),
+    (
+        house_internals.private_names,
+        {"training/a.py": "from torch.optim.lbfgs import _strong_wolfe"},
+        "torch.optim",
+    ),
+    (
+        house_internals.private_names,
+        {"training/a.py": "import torch\ntorch._foreach_add_([], 1)"},
+        "_foreach",
+    ),
+    (house_internals.private_names, {"pipeline/a.py": "def f(tensor):\n    return tensor._version"}, "tensor._version"),
+    (house_internals.private_names, {"cli/a.py": "import importlib\nimportlib.import_module('torch._dynamo')"}, "a:2"),
     (rules.asking, {"collectives/a.py": "print(hasattr(1, 'x'))"}, "hasattr"),
     (rules.hiding, {"collectives/a.py": "try:\n    f()\nexcept:\n    raise"}, "a:3"),
     (rules.hiding, {"collectives/a.py": "try:\n    f()\nexcept (OSError, Exception):\n    pass"}, "a:3"),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace import internals
 from headrace.errors import UsageError
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.options import require_count
@@ -67,7 +68,7 @@ def copy_module(module: nn.Module) -> nn.Module:
     compressed = (
         value
         for part in module.modules()
-        for value in (*part._buffers.values(), *vars(part).values())
+        for value in (*internals.buffers(part).values(), *vars(part).values())
         if isinstance(value, Tensor) and value.layout not in (torch.strided, torch.sparse_coo)
     )
     return copy.deepcopy(module, {id(tensor): tensor.clone() for tensor in compressed})
@@ -216,7 +217,7 @@ def move(module: nn.Module, device: str) -> None:
     places: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for each in module.modules():
         held: dict[str, Any]
-        for held in (each._parameters, each._buffers):
+        for held in (internals.parameters(each), internals.buffers(each)):
             for name, tensor in held.items():
                 if tensor is not None:
                     places.setdefault(id(tensor), []).append((held, name))

@@ -11,7 +11,8 @@ from warm.programs import PYTHON
 _COLD = """
 import sys
 import torch
-from headrace.engine.dynamo import COMPILER, has_compiler, postpone_compiler
+from headrace.engine.dynamo import has_compiler, postpone_compiler
+from headrace.internals import COMPILER
 
 assert not has_compiler()
 postpone_compiler()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
+from headrace import internals
 from headrace.collectives.base import ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import Loader, as_pipeline
@@ -176,10 +177,10 @@ class _Synchronizer:
 
     def _await_end(self, _: Tensor) -> None:
         # Not a flag: what is queued in a pass that ends with an error is dropped.
-        current = torch._C._current_graph_task_id()
+        current = internals.current_backward()
         if current != self._backward_pass:
             self._backward_pass = current
-            torch.autograd.Variable._execution_engine.queue_callback(self._synchronize)
+            internals.engine.queue_callback(self._synchronize)
 
     def _synchronize(self) -> None:
         weight = self._shares.weight

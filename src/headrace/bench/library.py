@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from headrace import internals
+
 _OPERATORS = ("nms", "qnms")
 """Of torchvision, those that importing it needs; networks that classify images use none."""
 _FIRST_PAIR = (1, 16)
@@ -50,7 +52,7 @@ def declare_operators() -> None:
         library = torch.library.Library("torchvision", "FRAGMENT")
         # The declarations end with the library.
         _declared.append(library)
-        present = torch._C._dispatch_get_all_op_names()
+        present = internals.registered_operators()
         for name in _OPERATORS:
             if f"torchvision::{name}" not in present:
                 library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from headrace import internals
 from headrace.cli.commands.bench import bench
 from headrace.cli.commands.data import data
 from headrace.cli.commands.doctor import doctor
@@ -84,8 +85,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "launch": {"ignore_unknown_options": True},
 }
 
-# typer has no public name for the root of its usage errors.
-_TyperError: type[Any] = typer.BadParameter.__mro__[1]
+_TyperError = internals.usage_error_of_typer()
 
 app = typer.Typer(
     name="headrace",

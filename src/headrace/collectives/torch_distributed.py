@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from headrace.collectives.base import Collective
 from headrace.collectives.compression import PLAIN, Compression
 from headrace.devices import kind_of
 from headrace.errors import UnfitMachine
+
+if TYPE_CHECKING:
+    from headrace.internals import Store
 
 
 class TorchDistributed(Collective):

@@ -15,12 +15,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import torch
-
-COMPILER = "torch._dynamo"
-
-_DISABLED = "__dynamo_disable"
-"""Where `torch._compile` keeps what it calls in the place of a function that is not to be compiled."""
+from headrace.internals import COMPILER, COMPILER_DISABLED, compiler_place
 
 _switch = threading.Lock()
 
@@ -28,7 +23,8 @@ _switch = threading.Lock()
 def postpone_compiler() -> None:
     """Lets torch run without its compiler until something uses it; does nothing where it is imported already."""
     if COMPILER not in sys.modules:
-        sys.modules[COMPILER] = torch._dynamo = _Postponed()
+        sys.modules[COMPILER] = _Postponed()
+        compiler_place(sys.modules[COMPILER])
 
 
 def has_compiler() -> bool:
@@ -77,10 +73,11 @@ class _Postponed(ModuleType):
         """Leaves its place to the compiler, which the next import of it finds."""
         with _switch:
             if sys.modules.get(COMPILER) is self:
-                del sys.modules[COMPILER], torch._dynamo
+                del sys.modules[COMPILER]
+                compiler_place(None)
                 for function in self._plain:
                     # It may be part of a graph from now on.
-                    function.__dict__.pop(_DISABLED, None)
+                    function.__dict__.pop(COMPILER_DISABLED, None)
 
 
 def _nothing() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace import internals
+
 _Impl = Callable[..., tuple[Tensor, ...]]
 
 
@@ -52,4 +54,4 @@ def whole_recurrent_layers() -> Iterator[None]:
 def _replace(operation: Any, kernels: dict[Any, Any]) -> None:
     operation.py_kernels.clear()
     operation.py_kernels.update(kernels)
-    operation._dispatch_cache.clear()
+    internals.kernels_found(operation).clear()

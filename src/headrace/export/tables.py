@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from headrace import internals
 from headrace.modules import copy_module
 from headrace.training.embeddings.layer import SparseEmbedding
 
@@ -43,7 +44,7 @@ def with_whole_tables(model: nn.Module) -> nn.Module:
         return _whole(copy)
     for parent in list(copy.modules()):
         # Not `named_children`, which leaves out a table that stands at a second place.
-        for name, child in list(parent._modules.items()):
+        for name, child in list(internals.children(parent).items()):
             if child is not None and _replaceable(child):
                 setattr(parent, name, made.setdefault(id(child), _whole(child)))
     return copy

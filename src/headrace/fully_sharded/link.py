@@ -21,7 +21,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.errors import UsageError
@@ -192,7 +191,7 @@ class CollectiveLink(UnitLink):
         return [tuple(row) for row in every.tolist()]
 
 
-class UnitGather(AllGather):
+class UnitGather:
     """The all-gather of one unit, as `fully_shard` calls it."""
 
     def __init__(self, link: UnitLink, unit: int) -> None:
@@ -209,7 +208,7 @@ class UnitGather(AllGather):
         self._link.gather(self._unit, output_tensor, input_tensor)
 
 
-class UnitScatter(ReduceScatter):
+class UnitScatter:
     """The reduce-scatter of one unit, as `fully_shard` calls it."""
 
     def __init__(self, link: UnitLink, unit: int) -> None:

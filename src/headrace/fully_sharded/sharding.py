@@ -7,15 +7,15 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from headrace import internals
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.errors import UnfitMachine
 from headrace.fully_sharded.link import CollectiveLink, OwnGradients, SharedLink, UnitGather, UnitLink, UnitScatter
@@ -38,11 +38,8 @@ def mesh_of(group: ProcessGroup, device: torch.device, closing: ExitStack) -> De
     # torch's stub lacks this constructor.
     new_group: Any = dist.ProcessGroup
     ranks = new_group(group.rank, group.world)
-    _register_process_group(name, ranks)
-    closing.callback(_unregister_process_group, name)
-    mesh._dim_group_names = [name]
-    # torch's table of names does not keep it.
-    mesh._pg_registry[name] = ranks
+    internals.name_ranks(mesh, name, ranks)
+    closing.callback(internals.unregister_process_group, name)
     return mesh
 
 
@@ -128,8 +125,8 @@ class ShardedModule:
             # The rest of the model is needed first in backward, so it stays.
             fully_shard(part, mesh=mesh, reshard_after_forward=reshard and bool(unit), ignored_params=whole)
             assert isinstance(part, FSDPModule)
-            part.set_custom_all_gather(UnitGather(self._link, index))
-            part.set_custom_reduce_scatter(UnitScatter(self._link, index))
+            part.set_custom_all_gather(cast(Any, UnitGather(self._link, index)))
+            part.set_custom_reduce_scatter(cast(Any, UnitScatter(self._link, index)))
             # Losses are weighed by each rank's part of the global batch already.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
@@ -265,7 +262,7 @@ class _WriteGuard:
                 raise written(name)
 
     def _now(self, module: nn.Module) -> list[int]:
-        return [module.get_parameter(name)._version for name in self._names.values()]
+        return [internals.version(module.get_parameter(name)) for name in self._names.values()]
 
 
 def _padded(shape: torch.Size, world: int) -> int:
@@ -277,7 +274,7 @@ def _padded(shape: torch.Size, world: int) -> int:
 
 def _local(parameter: Any) -> Tensor:
     # Not `to_local()`, which makes a new tensor with a graph.
-    tensor: Tensor = parameter._local_tensor
+    tensor: Tensor = internals.local_part(parameter)
     return tensor.detach().view(-1)
 
 
@@ -285,9 +282,11 @@ def _gradient(parameter: Tensor) -> Tensor | None:
     gradient: Any = parameter.grad
     if gradient is None or type(gradient) is Tensor:
         return gradient
-    local: Tensor = gradient._local_tensor
+    local: Tensor = internals.local_part(gradient)
     return local.view(-1)
 
 
 def _own_outputs(module: nn.Module, inputs: Any, output: Any) -> Any:
-    return map_tensors(lambda each: each.clone() if each.requires_grad and each._base is not None else each, output)
+    return map_tensors(
+        lambda each: each.clone() if each.requires_grad and internals.base(each) is not None else each, output
+    )

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace import internals
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import UsageError
 from headrace.fully_sharded.link import CollectiveLink, OwnGradients, SharedLink, UnitLink
@@ -135,11 +136,13 @@ class DividedParameters:
         for index, unit in enumerate(self._units):
             unit.join([part.view(unit.own.dtype) for part in self._link.parts(index, unit.own)])
         every = {name: each for unit in self._units for name, each in unit.parameters.items()}
-        versions = [each._version for each in every.values()]
+        versions = [internals.version(each) for each in every.values()]
         try:
             yield
         finally:
-            changed = [name for (name, each), v in zip(every.items(), versions, strict=True) if each._version != v]
+            changed = [
+                name for (name, each), v in zip(every.items(), versions, strict=True) if internals.version(each) != v
+            ]
             self._release()
         if changed:
             raise written(changed[0])

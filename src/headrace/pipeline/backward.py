@@ -23,12 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules import module as modules
+
+from headrace import internals
 
 _FEWEST_ELEMENTS = 1 << 16
 """Of a weight whose gradient is added up in place; for fewer a function that is written in Python costs more."""
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -175,9 +174,9 @@ class WeightGradients:
             return False
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return False
-        hooked = any(vars(layer)[hooks] or vars(modules)[f"_global{hooks}"] for hooks in _HOOKS)
+        hooked = internals.module_hooks(layer) or internals.hooks_of_all_modules()
         # Hooks on the weight are called by autograd.
-        if hooked or weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        if hooked or internals.gradient_hooks(weight) or internals.accumulation_hooks(weight):
             return False
         half = torch.is_autocast_enabled(weight.device.type)
         if not self.split:

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from headrace import internals
+from headrace.internals import BatchNorm
 from headrace.modules import restore, same_values, stateful_modules
 from headrace.training.batch_norm import move_running_averages
 
@@ -52,7 +53,7 @@ class SavedBuffers:
         self._places = [
             (owner, name)
             for owner in module.modules()
-            for name, buffer in owner._buffers.items()
+            for name, buffer in internals.buffers(owner).items()
             if id(buffer) in wanted
         ]
         frozen = {id(each) for name, each in module.named_parameters() if name in names and not each.requires_grad}
@@ -60,8 +61,8 @@ class SavedBuffers:
         self._writable: list[tuple[dict[str, Any], str]] = [
             (tensors, name)
             for owner in module.modules()
-            if not isinstance(owner, _BatchNorm)
-            for tensors, known in ((owner._buffers, wanted), (owner._parameters, frozen))
+            if not isinstance(owner, BatchNorm)
+            for tensors, known in ((internals.buffers(owner), wanted), (internals.parameters(owner), frozen))
             for name, tensor in tensors.items()
             if id(tensor) in known
         ]
@@ -77,7 +78,7 @@ class SavedBuffers:
         yield kept
         for owner, name, buffer in before:
             # By value, because batch_norm moves its averages without a new version.
-            if owner._buffers[name] is not buffer or not same_values(buffer, copies[id(buffer)]):
+            if internals.buffers(owner)[name] is not buffer or not same_values(buffer, copies[id(buffer)]):
                 kept.append(SavedBuffer(owner, name, copies[id(buffer)]))
 
     @contextmanager
@@ -87,11 +88,11 @@ class SavedBuffers:
         What comes after gets a copy in its place, until `settle`.
         """
         before = [(tensors, name, tensors[name]) for tensors, name in self._writable if tensors[name] is not None]
-        versions = [tensor._version for _, _, tensor in before]
+        versions = [internals.version(tensor) for _, _, tensor in before]
         yield
         copies: dict[int, Tensor] = {}
         for (tensors, name, tensor), version in zip(before, versions, strict=True):
-            if tensors[name] is tensor and tensor._version != version:
+            if tensors[name] is tensor and internals.version(tensor) != version:
                 tensors[name] = copies.setdefault(id(tensor), tensor.detach().clone())
                 self._replaced.setdefault((id(tensors), name), (tensors, tensor))
 
@@ -110,7 +111,7 @@ class SavedBuffers:
         buffers = [each for each in kept if isinstance(each, SavedBuffer)]
         now, states = [(each, _buffer(each.owner, each.name)) for each in buffers], self._states()
         for each in buffers:
-            each.owner._buffers[each.name] = each.value
+            internals.buffers(each.owner)[each.name] = each.value
         for state in kept:
             if isinstance(state, SavedState):
                 state.owner.set_extra_state(state.value)
@@ -118,7 +119,7 @@ class SavedBuffers:
             yield
         finally:
             for each, buffer in now:
-                each.owner._buffers[each.name] = buffer
+                internals.buffers(each.owner)[each.name] = buffer
             for present in states:
                 present.owner.set_extra_state(present.value)
 
@@ -127,7 +128,7 @@ class SavedBuffers:
 
 
 def _buffer(owner: nn.Module, name: str) -> Tensor:
-    buffer = owner._buffers[name]
+    buffer: Tensor = internals.buffers(owner)[name]
     assert buffer is not None
     return buffer
 
@@ -152,10 +153,10 @@ class RunningStatistics:
     """
 
     def __init__(self, module: nn.Module, deferred: bool) -> None:
-        layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+        layers = [layer for layer in module.modules() if isinstance(layer, BatchNorm)]
         self._layers = [each for each in layers if each.running_mean is not None and not each.running_mean.is_meta]
         self._deferred = deferred
-        self._sums: dict[_BatchNorm, _Sums] = {}
+        self._sums: dict[BatchNorm, _Sums] = {}
         self._counting = False
         for layer in self._layers if deferred else ():
             layer.register_forward_pre_hook(self._see)
@@ -187,7 +188,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def _see(self, layer: nn.Module, inputs: Any) -> None:
-        assert isinstance(layer, _BatchNorm)
+        assert isinstance(layer, BatchNorm)
         if not (self._counting and layer.training):
             return
         x = inputs[0].detach()

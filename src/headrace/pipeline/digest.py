@@ -21,12 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace import internals
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), range, slice, torch.Size)
 _FOLDERS = (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), Path(__file__).parents[1])
 _INSTALLED = ("<frozen", *(f"{folder}{os.sep}" for folder in _FOLDERS))
 _MOST_BYTES = 1 << 25
 """A model that holds more than this beside its parameters has no digest: making one would take too long."""
-_OF_CLASSES = {"__dict__", "__weakref__", "__doc__", "__annotations__", "_abc_impl"}
+_OF_CLASSES = {"__dict__", "__weakref__", "__doc__", "__annotations__", internals.ABC_STATE}
 """Attributes of a class that no forward reads, or that hold nothing of its own."""
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from headrace import internals
 from headrace.devices import HOST, synchronize
 from headrace.modules import is_dense
 
@@ -99,4 +100,4 @@ def place(tensor: Tensor) -> int:
 def _stored_bytes(tensor: Tensor) -> int:
     if is_dense(tensor):
         return tensor.untyped_storage().nbytes()
-    return (tensor._values() if tensor.is_sparse else tensor.values()).nbytes
+    return (internals.sparse_values(tensor) if tensor.is_sparse else tensor.values()).nbytes

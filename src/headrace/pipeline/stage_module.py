@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headrace import internals
 from headrace.errors import UsageError
 from headrace.modules import stateful_modules, without_data
 from headrace.pipeline.channels import Channels, Edge
@@ -56,7 +57,7 @@ class StageModule:
         for module in self.module.modules():
             if isinstance(module, torch.jit.ScriptModule):
                 continue
-            held: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+            held: tuple[dict[str, Any], ...] = internals.parameters(module), internals.buffers(module)
             for tensors in held:
                 tensors.update({name: released[id(each)] for name, each in tensors.items() if id(each) in released})
         if released:

@@ -15,6 +15,7 @@ from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.collectives.through_host import ThroughHost
 from headrace.errors import UsageError
+from headrace.internals import DropoutNd
 from headrace.parameter_server.client.exchange import ReplicaGroup
 from headrace.parameter_server.planning import ServerProcess
 from headrace.parameter_server.replication.directory import ServerDirectory
@@ -164,7 +165,7 @@ class WorkerContext:
         if not isinstance(self.group, ThreadCollective) or self.group.world == 1:
             return
         for name, layer in self.module.named_modules():
-            if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
+            if isinstance(layer, DropoutNd) and layer.p > 0:
                 raise UsageError(
                     f"{name!r} draws random numbers, and the workers of ThreadEngine share one generator, so that "
                     "parts of one model would disagree; leave out engine=, and they are processes"

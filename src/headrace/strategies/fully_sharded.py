@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace import internals
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective
 from headrace.devices import HOST
@@ -89,7 +90,7 @@ class FullySharded(Strategy):
             )
 
     def imports(self) -> tuple[str, ...]:
-        return "torch._dynamo", "headrace.fully_sharded.replica"
+        return internals.COMPILER, "headrace.fully_sharded.replica"
 
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
         # Only to refuse what cannot be sharded before any process starts.

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from headrace.errors import UsageError
+from headrace.internals import BatchNorm, DropoutNd
 from headrace.modules import frozen_until
 from headrace.parameter_server.client.data_leases import ServerDataLeases
 from headrace.parameter_server.connecting import brings_parameters, build_server, connect
@@ -212,12 +213,12 @@ def _impure(module: nn.Module) -> str:
     """Says why a layer's output depends on more than its input and the parameters; "" if it does not."""
     if not module.training:
         return ""
-    if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+    if isinstance(module, DropoutNd) and module.p > 0:
         return f"draws random numbers (p={module.p:g})"
     if isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0:
         return f"draws random numbers (dropout={module.dropout:g})"
     if isinstance(module, nn.RReLU):
         return "draws random numbers"
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+    if isinstance(module, BatchNorm):
         return "normalises by the statistics of a portion"
     return ""

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
-from torch.nn.modules.conv import _ConvNd
 
+from headrace import internals
+from headrace.internals import ConvNd
 from headrace.modules import TRACING, without_data
 from headrace.tensor_parallel.layers import is_transposed
 from headrace.tensor_parallel.rules import Splittable, ValueStep
@@ -48,14 +49,15 @@ def is_compiled(module: nn.Module) -> bool:
     """Returns whether a module's forward is a program of `torch.compile`."""
     own = vars(module)
     # By names alone, because importing the compiler takes a second.
-    compiled_forward = getattr(own.get("forward"), "_torchdynamo_orig_callable", None) is not None
-    return type(module).__name__ == "OptimizedModule" or own.get("_compiled_call_impl") is not None or compiled_forward
+    compiled_forward = getattr(own.get("forward"), internals.COMPILED_FORWARD, None) is not None
+    return (
+        type(module).__name__ == "OptimizedModule" or own.get(internals.COMPILED_CALL) is not None or compiled_forward
+    )
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Returns whether hooks of the user's run around a module's forward or backward, or its forward is its own."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or "forward" in vars(module)
+    return internals.module_hooks(module) or "forward" in vars(module)
 
 
 def splittable(module: nn.Module) -> dict[str, tuple[nn.Module, Splittable]]:
@@ -77,12 +79,12 @@ def obstacles(module: nn.Module, found: Mapping[str, tuple[nn.Module, Splittable
         if any(name.startswith(prefix) for prefix in compiled):
             # The compiler would trace into the collectives of split layers.
             reasons[name] = "is inside a compiled module"
-        elif form.sort != "attention" and not {"weight"} <= layer._parameters.keys() <= {"weight", "bias"}:
-            others = [each for each in layer._parameters if each not in ("weight", "bias")]
+        elif form.sort != "attention" and not {"weight"} <= internals.parameters(layer).keys() <= {"weight", "bias"}:
+            others = [each for each in internals.parameters(layer) if each not in ("weight", "bias")]
             reasons[name] = f"computes its weight of {' and '.join(others)} (weight_norm, spectral_norm or the like)"
         elif any(has_hooks(part) for part in parts):
             reasons[name] = "has hooks, or a forward of its own, which would see a part of its values"
-        elif any(len(part._buffers) for part in parts):
+        elif any(len(internals.buffers(part)) for part in parts):
             reasons[name] = "has buffers of its own"
     return reasons
 
@@ -92,17 +94,17 @@ def _form(layer: nn.Module) -> Splittable | None:
     if type(layer) is nn.Linear:
         return Splittable("linear", layer.in_features, layer.out_features)
     if is_transposed(layer):
-        inputs, outputs = layer._parameters["weight"].shape  # type: ignore[union-attr]
+        inputs, outputs = internals.parameters(layer)["weight"].shape
         return Splittable("linear", inputs, outputs)
     if type(layer) in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
-        assert isinstance(layer, _ConvNd)
+        assert isinstance(layer, ConvNd)
         if layer.groups > 1:
             return Splittable("grouped", 0, layer.groups)
         return Splittable("convolution", layer.in_channels, layer.out_channels)
     if type(layer) is nn.Embedding and layer.max_norm is None and not layer.scale_grad_by_freq:
         return Splittable("embedding", layer.num_embeddings, layer.embedding_dim)
     if type(layer) is nn.MultiheadAttention:
-        plain = layer._qkv_same_embed_dim and layer.bias_k is None and not layer.add_zero_attn
+        plain = internals.one_projection(layer) and layer.bias_k is None and not layer.add_zero_attn
         return Splittable("attention", 0, layer.num_heads) if plain else None
     return None
 

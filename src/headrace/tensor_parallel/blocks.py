@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from headrace import internals
 from headrace.tensor_parallel.recording import open_modules
 from headrace.tensor_parallel.rules import Splittable, ValueStep
 
@@ -159,7 +160,7 @@ def _own_plan(module: nn.Module) -> dict[str, str]:
     """Returns the rules of the `tp_plan` of a model of the transformers library, or of such a part, by pattern."""
     found: dict[str, str] = {}
     for name, part in open_modules(module):
-        plan = vars(part).get("_tp_plan")
+        plan = vars(part).get(internals.TP_PLAN)
         if isinstance(plan, Mapping):
             prefix = f"{name}." * bool(name)
             found |= {f"{prefix}{pattern}": _PLANNED[word] for pattern, word in plan.items() if word in _PLANNED}

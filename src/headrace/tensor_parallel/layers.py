@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.dropout import _DropoutNd
 
+from headrace import internals
 from headrace.collectives.base import Collective
 from headrace.errors import UsageError
+from headrace.internals import ConvNd, DropoutNd
 from headrace.tensor_parallel.collectives import (
     all_gather_to,
     copy_all_to,
@@ -76,7 +76,7 @@ class ColumnParallel:
 
     def __init__(self, layer: nn.Module, group: Collective, enter: Callable[[Tensor], Tensor], gathers: bool) -> None:
         self._layer = layer
-        groups = layer.groups // group.world if isinstance(layer, _ConvNd) and layer.groups > 1 else None
+        groups = layer.groups // group.world if isinstance(layer, ConvNd) and layer.groups > 1 else None
         self._weighted = _weighted(layer, groups)
         self._group = group
         self._enter = enter
@@ -160,7 +160,7 @@ def dropped(x: Tensor, p: float, dim: int, group: Collective, length: Length | N
 
 def feature_dim(layer: nn.Module) -> int:
     """Returns which dim of its outputs a layer's features lie along, from behind."""
-    return -1 - len(layer.kernel_size) if isinstance(layer, _ConvNd) else -1
+    return -1 - len(layer.kernel_size) if isinstance(layer, ConvNd) else -1
 
 
 def is_transposed(layer: nn.Module) -> bool:
@@ -173,14 +173,14 @@ def _weighted(layer: nn.Module, groups: int | None = None) -> Callable[..., Tens
     """Returns what applies weights like a layer's: `(x, weight, bias)`."""
     if is_transposed(layer):
         return lambda x, weight, bias: F.linear(x, weight.t(), bias)
-    if not isinstance(layer, _ConvNd):
+    if not isinstance(layer, ConvNd):
         return F.linear
     # All that a convolution is but its parameters: how it pads, for one.
     shape: Any = copy.copy(layer)
-    shape._parameters = dict.fromkeys(layer._parameters)
+    internals.set_parameters(shape, dict.fromkeys(internals.parameters(layer)))
     if groups is not None:
         shape.groups = groups
-    convolve: Callable[..., Tensor] = shape._conv_forward
+    convolve: Callable[..., Tensor] = internals.convolution(shape)
     return convolve
 
 
@@ -195,7 +195,7 @@ class BatchParallel:
     def __init__(self, module: nn.Module, group: Collective, gathers: bool, name: str) -> None:
         synchronise_batch_norm(module, group)
         for path, child in module.named_modules():
-            if isinstance(child, _DropoutNd | nn.RReLU) and type(child) is not nn.Dropout:
+            if isinstance(child, (DropoutNd, nn.RReLU)) and type(child) is not nn.Dropout:
                 raise UsageError(
                     f"'{name}.{path}' is a {type(child).__name__}, and of what it draws each device would draw "
                     "a part of its own, so that they no longer draw alike; use nn.Dropout, or leave it without 'batch'"
@@ -256,5 +256,5 @@ class _Body(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._modules, self._parameters, self._buffers = module._modules, module._parameters, module._buffers
+        internals.share_state(self, module)
         self.forward = module.forward

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from torch import nn
 
+from headrace import internals
 from headrace.errors import UnknownName, UsageError
 from headrace.tensor_parallel.analysis import analyze_graph, obstacles, splittable
 from headrace.tensor_parallel.blocks import Block, find_blocks
@@ -221,7 +222,7 @@ def _tied(module: nn.Module) -> set[int]:
     """Returns which parameters several layers have."""
     seen, tied = set[int](), set[int]()
     for layer in module.modules():
-        for parameter in layer._parameters.values():
+        for parameter in internals.parameters(layer).values():
             if parameter is not None:
                 (tied if id(parameter) in seen else seen).add(id(parameter))
     return tied

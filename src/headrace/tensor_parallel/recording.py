@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from headrace import internals
 from headrace.batches import call
 from headrace.devices import forked_generators
 from headrace.tensor_parallel.analysis import has_hooks, is_compiled, is_elementwise
@@ -150,7 +151,7 @@ class _Recorder(TorchFunctionMode):
         self._atoms = atoms
         self._owners: dict[int, set[int]] = {}
         for part in module.modules():
-            for parameter in part.parameters() if part in atoms else part._parameters.values():
+            for parameter in part.parameters() if part in atoms else internals.parameters(part).values():
                 if parameter is not None:
                     self._owners.setdefault(id(parameter), set()).add(id(part))
         self._stack: list[tuple[str, nn.Module]] = []
@@ -199,7 +200,7 @@ class _Recorder(TorchFunctionMode):
 
     def end(self, output: Any) -> None:
         """Notes that the caller takes the output, and code that was not seen takes what no step has taken."""
-        with torch._C.DisableTorchFunction():
+        with internals.functions_disabled():
             self._add("other", "", list(tensors_of(output)), None)
         steps = self.recording.steps
         taken = {index for step in steps for index in step.inputs}

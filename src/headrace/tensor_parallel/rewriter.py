@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
+from headrace import internals
 from headrace.collectives.base import Collective
 from headrace.errors import UsageError
+from headrace.internals import ConvNd
 from headrace.tensor_parallel.attention import ParallelAttention
 from headrace.tensor_parallel.collectives import scatter_to
 from headrace.tensor_parallel.layers import (
@@ -99,7 +100,7 @@ class Rewriter:
             return RowParallel(layer, group, scatters=not takes)
         matrices = self._matrices.get(name, 1)
         self._cut(layer, weight=ShardDim(by_outputs, matrices), bias=ShardDim(0, matrices))
-        if not isinstance(layer, _ConvNd) or layer.groups == 1:
+        if not isinstance(layer, ConvNd) or layer.groups == 1:
             return ColumnParallel(layer, group, self._shared_input(name, layer, takes).enter, gathers)
         dim = feature_dim(layer)
         return ColumnParallel(layer, group, lambda x: x if takes else scatter_to(x, dim, group), gathers)
@@ -128,7 +129,7 @@ class Rewriter:
     def _cut(self, layer: nn.Module, **cuts: ShardDim) -> None:
         """Gives a layer this rank's parts of its parameters; of one that several layers have, the same part to each."""
         for name, cut in cuts.items():
-            whole = layer._parameters[name]
+            whole = internals.parameters(layer)[name]
             if whole is None:
                 continue
             known = self._made.get(id(whole))
@@ -141,7 +142,7 @@ class Rewriter:
                     "two layers have one parameter, and their rules cut it along different dims; use rules that cut it "
                     "alike (an embedding by 'row' and the linear layer tied to it by 'column'), or 'replicate' for both"
                 )
-            layer._parameters[name] = known[2]
+            internals.parameters(layer)[name] = known[2]
 
 
 def _nothing(*_: object) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from headrace import internals
 from headrace.collectives.base import Collective
 from headrace.errors import JobError
+from headrace.internals import BatchNorm
 
 
 class _Normalize(torch.autograd.Function):
@@ -58,7 +59,7 @@ class _Normalize(torch.autograd.Function):
 class _Replacement(nn.Module, ABC):
     """Stands for a BatchNorm layer, with the same parameters and buffers under the same names."""
 
-    def __init__(self, layer: _BatchNorm) -> None:
+    def __init__(self, layer: BatchNorm) -> None:
         super().__init__()
         self.eps, self.momentum = layer.eps, layer.momentum
         self.weight, self.bias = layer.weight, layer.bias
@@ -84,7 +85,7 @@ class _Replacement(nn.Module, ABC):
 class GlobalBatchNorm(_Replacement):
     """Normalises by the batch of all workers."""
 
-    def __init__(self, layer: _BatchNorm, collective: Collective) -> None:
+    def __init__(self, layer: BatchNorm, collective: Collective) -> None:
         super().__init__(layer)
         self._collective = collective
 
@@ -120,7 +121,7 @@ class PaddedBatchNorm(_Replacement):
         weights: `(examples,)`, of every batch; it is changed in place.
     """
 
-    def __init__(self, layer: _BatchNorm, weights: Tensor) -> None:
+    def __init__(self, layer: BatchNorm, weights: Tensor) -> None:
         super().__init__(layer)
         self._weights = weights
 
@@ -160,14 +161,14 @@ def synchronise_batch_norm(module: nn.Module, collective: Collective) -> bool:
     return replace_batch_norm(module, lambda layer: GlobalBatchNorm(layer, collective))
 
 
-def replace_batch_norm(module: nn.Module, make: Callable[[_BatchNorm], nn.Module]) -> bool:
+def replace_batch_norm(module: nn.Module, make: Callable[[BatchNorm], nn.Module]) -> bool:
     """Replaces every BatchNorm layer below `module`; returns whether there was one."""
     found = False
     # Not named_children(), which leaves out the second name of a layer that has two.
-    for name, child in list(module._modules.items()):
+    for name, child in list(internals.children(module).items()):
         if child is None:
             continue
-        if isinstance(child, _BatchNorm):
+        if isinstance(child, BatchNorm):
             setattr(module, name, make(child))
             found = True
         else:
@@ -180,7 +181,7 @@ def averaged_buffers(module: nn.Module) -> list[Tensor]:
     return [
         getattr(layer, name)
         for layer in module.modules()
-        if isinstance(layer, _BatchNorm | GlobalBatchNorm | PaddedBatchNorm) and layer.running_mean is not None
+        if isinstance(layer, (BatchNorm, GlobalBatchNorm, PaddedBatchNorm)) and layer.running_mean is not None
         for name in ("running_mean", "running_var")
         if not getattr(layer, name).is_meta
     ]

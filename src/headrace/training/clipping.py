@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.collectives.base import ProcessGroup
+from headrace.internals import foreach_mul_
 from headrace.spec.options import Options
 
 _START, _GROWTH, _BACKOFF, _GROWTH_EVERY = 2.0**16, 2.0, 0.5, 2000
@@ -191,4 +192,4 @@ def clip_coefficient(clip_norm: float, squared: float) -> float:
 
 def _multiply(tensors: Sequence[Tensor], factor: float) -> None:
     if factor != 1.0 and tensors:
-        torch._foreach_mul_(list(tensors), factor)
+        foreach_mul_(list(tensors), factor)

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 
+from headrace import internals
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import JobError
+from headrace.internals import foreach_copy_, foreach_div_, foreach_zero_
 from headrace.spec.model import ITEM_BYTES, ParameterSpec
 
 _ALIGN = 64
@@ -198,7 +200,7 @@ class FlatGradients:
             # A stage of a pipeline may have no parameter to train, and torch takes no empty lists.
             if copied:
                 views, sources = zip(*copied, strict=True)
-                torch._foreach_copy_(views, sources)
+                foreach_copy_(views, sources)
             return
         for view, gradient in zip(self._views, gradients, strict=True):
             if gradient is None:
@@ -237,7 +239,7 @@ def divide(gradients: Sequence[Tensor | None], weight: float) -> None:
     """Divides gradients that micro-batches have added up by the weight of all; without any weight they are 0."""
     present = [gradient for gradient in gradients if gradient is not None]
     if present:
-        torch._foreach_div_(present, weight) if weight else torch._foreach_zero_(present)
+        foreach_div_(present, weight) if weight else foreach_zero_(present)
 
 
 class DirectGradients:
@@ -336,10 +338,10 @@ def _is_plain(value: Any, weight: Tensor) -> bool:
     if value.dim() != 2 and not (value.dim() > 2 and value.is_contiguous()):
         return False
     # A hook may keep the gradient that it is given.
-    if weight._backward_hooks or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+    if internals.gradient_hooks(weight) or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
         return False
     # Transforms of functions, and derivatives in the forward direction, need rules of their own.
-    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
+    return not internals.functorch_active() and internals.forward_level(forward_ad) < 0
 
 
 def require_graph(loss: Tensor) -> Tensor:

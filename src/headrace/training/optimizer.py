@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from headrace import internals
 from headrace.errors import UsageError
 from headrace.spec.plan import Segment
 
@@ -194,8 +194,8 @@ def is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
     """Tells whether a step is exactly `parameter -= lr * gradient`."""
     if type(optimizer) is not torch.optim.SGD or any(map(_does_more, optimizer.param_groups)):
         return False
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    return not any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+    hooks = (internals.step_pre_hooks(optimizer), internals.step_post_hooks(optimizer))
+    return not any((*hooks, internals.global_pre_hooks, internals.global_post_hooks))
 
 
 def _does_more(group: dict[str, Any]) -> bool:

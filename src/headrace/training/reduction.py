@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.compression import PLAIN, Compression
 from headrace.errors import UsageError
+from headrace.internals import foreach_copy_
 from headrace.spec.model import ParameterSpec
 from headrace.training.clipping import GradientClipper
 from headrace.training.elastic import ElasticState
@@ -293,7 +294,7 @@ class MirroredExchange(ReducingExchange):
 
     def update(self, round_: int) -> None:
         if self._private:
-            torch._foreach_copy_(self._private, self._views)
+            foreach_copy_(self._private, self._views)
         super().update(round_)
 
 

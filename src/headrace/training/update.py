@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from headrace.errors import UsageError
+from headrace.internals import foreach_lerp_
 from headrace.spec.options import Options
 from headrace.spec.plan import Segment
 from headrace.training.clipping import LossScale
@@ -258,7 +259,7 @@ class Updater:
         self.averages |= {index: self._tensors[index].clone() for index in indices if index not in self.averages}
         if known:
             averages, tensors = [self.averages[i] for i in known], [self._tensors[i] for i in known]
-            torch._foreach_lerp_(averages, tensors, 1 - self._decay**share)
+            foreach_lerp_(averages, tensors, 1 - self._decay**share)
 
     def descend(self, gradients: Sequence[tuple[int, Tensor]], round_: int, factor: float) -> bool:
         """Applies plain SGD to some pieces without torch's optimizer, which takes ten times as long for small ones.

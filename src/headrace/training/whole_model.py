@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from headrace import internals
 from headrace.batches import call, select_target
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import DataError, JobError, UsageError
@@ -57,21 +57,19 @@ def one_compiling_process() -> None:
     with warnings.catch_warnings():
         # torch imports modules here that it has deprecated itself.
         warnings.simplefilter("ignore", DeprecationWarning)
-        inductor = importlib.import_module("torch._inductor.compile_fx").config
+        inductor = internals.inductor()
     inductor.compile_threads = 1
 
 
 @contextmanager
 def compiler_errors(remedy: str) -> Iterator[None]:
     """Makes a `JobError` of what the compiler raises."""
-    from torch._dynamo.exc import ObservedException, TorchDynamoException
-    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler, OperatorIssue
-
+    cannot, of_the_model = internals.compiler_errors()
     try:
         yield
-    except (TorchDynamoException, CppCompileError, InvalidCxxCompiler, OperatorIssue) as error:
+    except cannot as error:
         # Of an exception that the model itself raises, the compiler's words hide what it says.
-        own = isinstance(error.__cause__, ObservedException)
+        own = isinstance(error.__cause__, of_the_model)
         said = " ".join(str(error.__cause__ if own else error).partition("\n\n")[0].split())
         raise JobError(f"the model cannot be compiled: {type(error).__name__}: {said:.400}; {remedy}") from error
 

@@ -7,7 +7,7 @@ import resource
 from time import monotonic
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from headrace.internals import HttpToolsProtocol
 
 MOST_HEAD_BYTES = 64 << 10
 """Of a request besides its body: address, headers, trailers. One read of a socket, 256 KiB at most, may come on top."""

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from headrace import internals
 from headrace.api.probes.finding import Finding, Scope, names_of, run_forward, trial
 from headrace.batches import examples_of
 from headrace.checkpoint.forms import extra_states
+from headrace.internals import BatchNorm
 from headrace.modules import restore, same_values, stateful_modules
 from headrace.training.whole_model import Objective, cut
 
@@ -41,7 +42,7 @@ def probe_changing_buffers(module: nn.Module, batch: Any, objective: Objective) 
         for low, high in ((0, count // 2), (count // 2 - 1, count)):
             # Both begin with the same buffers and the same random numbers.
             with trial(module):
-                versions = {name: tensor._version for name, tensor in watched.items()}
+                versions = {name: internals.version(tensor) for name, tensor in watched.items()}
                 run_forward(module, cut(batch, low, high, count, "a probe"), objective)
                 results.append(_changed(module, watched, versions, start))
                 kept.append(extra_states(module))
@@ -127,7 +128,7 @@ def _findings(module: nn.Module, differing: list[str], alike: list[str]) -> Sequ
 def _watched(module: nn.Module) -> dict[str, Tensor]:
     """Returns the saved buffers that are not BatchNorm's running statistics, and the frozen parameters."""
     statistics = {
-        id(buffer) for layer in module.modules() if isinstance(layer, _BatchNorm) for buffer in layer.buffers(False)
+        id(buffer) for layer in module.modules() if isinstance(layer, BatchNorm) for buffer in layer.buffers(False)
     }
     # A buffer that is not saved is a cache, which forward makes again from what it gets.
     kept = module.state_dict(keep_vars=True)
@@ -157,7 +158,7 @@ def _changed(
     changed = {}
     for name, tensor in watched.items():
         present = now.get(name, tensor)
-        written = present is not tensor or present._version != versions[name]
+        written = present is not tensor or internals.version(present) != versions[name]
         if written or not same_values(present, start[name]):
             changed[name] = present.detach().clone()
     return changed

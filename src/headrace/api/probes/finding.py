@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from headrace import internals
 from headrace.batches import call
 from headrace.engine.dynamo import has_compiler
 from headrace.modules import restore, stateful_modules
@@ -80,7 +81,7 @@ def trial(module: nn.Module) -> Iterator[None]:
     """Runs without gradients and without compilers; afterwards, the module and all generators are as they were."""
     # Attributes of script modules live in TorchScript, and forward does not replace them.
     parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
-    attributes = [(part, dict(vars(part)), dict(part._buffers)) for part in parts]
+    attributes = [(part, dict(vars(part)), dict(internals.buffers(part))) for part in parts]
     frozen = (parameter for parameter in module.parameters() if not parameter.requires_grad)
     values = [(tensor, tensor.detach().clone()) for tensor in (*frozen, *module.buffers())]
     states = [(part, copy.deepcopy(part.get_extra_state())) for _, part in stateful_modules(module)]
@@ -94,8 +95,8 @@ def trial(module: nn.Module) -> Iterator[None]:
         for part, held, buffers in attributes:
             vars(part).clear()
             vars(part).update(held)
-            part._buffers.clear()
-            part._buffers.update(buffers)
+            internals.buffers(part).clear()
+            internals.buffers(part).update(buffers)
         for part, state in states:
             part.set_extra_state(state)
         with torch.no_grad():

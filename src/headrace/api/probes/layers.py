@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from headrace.api.probes.finding import Finding, Scope, drawn, names_of, run_forward, trial
+from headrace.internals import DropoutNd
 from headrace.training.whole_model import Objective
 
 
@@ -21,7 +21,7 @@ def probe_random_layers(module: nn.Module, batch: Any, objective: Objective) -> 
     if not draws:
         return ()
     dropouts = [
-        name for name, layer in module.named_modules() if isinstance(layer, _DropoutNd) and layer.training and layer.p
+        name for name, layer in module.named_modules() if isinstance(layer, DropoutNd) and layer.training and layer.p
     ]
     return (
         Finding(

@@ -7,16 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.errors import JobError
-
-_SPARSE_ARGUMENT = {
-    torch.ops.aten.embedding.default: 4,
-    torch.ops.aten._embedding_bag.default: 5,
-    torch.ops.aten._embedding_bag_forward_only.default: 5,
-}
-"""Where `sparse` is among the arguments; the weight is the first."""
+from headrace.internals import SPARSE_ARGUMENTS, TorchDispatchMode
 
 
 def refuse_sparse_layers(module: nn.Module) -> None:
@@ -45,7 +38,7 @@ class NoSparseGradients(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        place = _SPARSE_ARGUMENT.get(func)
+        place = SPARSE_ARGUMENTS.get(func.name())
         sparse = place is not None and (args[place] if len(args) > place else (kwargs or {}).get("sparse", False))
         if sparse:
             weight: Tensor = args[0]

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from headrace import internals
 from headrace.api.probes.finding import Finding, Scope, drawn, loss_of, trial
 from headrace.batches import examples_of
+from headrace.internals import BatchNorm
 from headrace.metrics import Mean, weigh
 from headrace.training.whole_model import Objective, cut
 
@@ -134,8 +135,8 @@ def _tolerance(module: nn.Module, loss: Any) -> float:
 def _use_running_statistics(module: nn.Module) -> None:
     """Gives statistics to BatchNorm layers without, which would look at the batch in eval mode, too."""
     for layer in module.modules():
-        if isinstance(layer, _BatchNorm) and layer.running_mean is None and layer.num_features:
+        if isinstance(layer, BatchNorm) and layer.running_mean is None and layer.num_features:
             first = next(iter(layer.parameters()), torch.empty(0))
-            layer._buffers["running_mean"] = first.new_zeros(layer.num_features)
-            layer._buffers["running_var"] = first.new_ones(layer.num_features)
+            internals.buffers(layer)["running_mean"] = first.new_zeros(layer.num_features)
+            internals.buffers(layer)["running_var"] = first.new_ones(layer.num_features)
             layer.track_running_stats = True

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace import internals
 from headrace.errors import UsageError
 
 _DIGEST_BYTES = 16
@@ -131,7 +132,7 @@ class _Digest:
         self.add_all(kind.__bases__)
         for name, value in sorted(vars(kind).items()):
             if not (name.startswith("__") and name.endswith("__")) or isinstance(value, types.FunctionType):
-                if name == "_abc_impl":
+                if name == internals.ABC_STATE:
                     continue
                 self._tell("attribute", name.encode())
                 self.add(value)

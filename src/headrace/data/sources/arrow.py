@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace import internals
 from headrace.data.loading.torch_data import read_all
 from headrace.data.pipeline.pipeline import InputPipeline
 from headrace.data.pipeline.source import DatasetSource, Epoch, Source, collate, import_package, take_rows, unreadable
@@ -301,4 +302,4 @@ class _Values(Source):
 
 
 def _identity(dataset: Any) -> str:
-    return f"hugging face {dataset._fingerprint} {dataset.column_names}"
+    return f"hugging face {internals.fingerprint(dataset)} {dataset.column_names}"

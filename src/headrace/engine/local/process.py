@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import io
 import os
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
+from headrace import internals
 from headrace.collectives.elastic import elastic_on_page
 from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.collectives.views.group import ViewGroup
@@ -61,9 +61,7 @@ def run(request: Mapping[str, Any], descriptors: list[int]) -> int:
         return 1
     finally:
         if "script" in request:
-            # What the interpreter does at its end, which a fork of the fork server does not reach.
-            threading._shutdown()  # type: ignore[attr-defined]
-            atexit._run_exitfuncs()
+            internals.end_interpreter()
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()

@@ -8,6 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from headrace.internals import foreach_copy_
 from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.client.data_leases import BackgroundWork
 from headrace.parameter_server.wire import ShardLayout
@@ -64,7 +65,7 @@ class CenterVariable(BackgroundWork):
         """Sets this worker's values to the center's, or only those of optimizer state."""
         taken = [*self._apart, *self._rest] if all_of_it else self._rest
         if taken:
-            torch._foreach_copy_([self._own[index] for index in taken], [self._copy[index] for index in taken])
+            foreach_copy_([self._own[index] for index in taken], [self._copy[index] for index in taken])
         self._mirror.spread()
 
     def renew(self) -> None:
@@ -77,7 +78,7 @@ class CenterVariable(BackgroundWork):
     def resume(self) -> None:
         self._begun = True
         if self._kept is not None:
-            torch._foreach_copy_([self._own[index] for index in self._apart], self._kept)
+            foreach_copy_([self._own[index] for index in self._apart], self._kept)
             self._kept = None
 
     def distances(self) -> list[list[Tensor]]:

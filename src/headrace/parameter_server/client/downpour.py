@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from headrace.background import BackgroundThread
 from headrace.collectives.base import ProcessGroup
+from headrace.internals import foreach_add_, foreach_copy_
 from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.client.data_leases import BackgroundWork, ServerDataLeases
 from headrace.parameter_server.client.exchange import GradientAccumulator, ReplicaGroup, ServedExchange, alike
@@ -124,7 +125,7 @@ class ServerLinks(BackgroundWork):
             if self.kept is not None:
                 self.kept.take_over(self._into)
             elif self._places:
-                torch._foreach_copy_(self._places, self._into)
+                foreach_copy_(self._places, self._into)
             self.versions, self.renewed = self._fetching.client.versions, True
             self.main.pulled()
         if due:
@@ -208,7 +209,7 @@ class LocalSteps:
                 if updated:
                     tensors, present = zip(*updated, strict=True)
                     sign = 1.0 if group.get("maximize") else -1.0
-                    torch._foreach_add_(list(tensors), list(present), alpha=sign * float(group["lr"]))
+                    foreach_add_(list(tensors), list(present), alpha=sign * float(group["lr"]))
 
     def load(self, settings: Mapping[str, Any] | None) -> None:
         """Sets the schedule to where it was saved."""

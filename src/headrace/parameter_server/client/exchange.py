@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from headrace.checkpoint.forms import pack, unpack
 from headrace.collectives.base import ProcessGroup
+from headrace.internals import foreach_clamp_max, foreach_clamp_min, foreach_mul
 from headrace.parameter_server.client.data_leases import ServerDataLeases
 from headrace.parameter_server.client.session import Session
 from headrace.parameter_server.core.events import Reason
@@ -118,7 +119,7 @@ class GradientBuffer:
             return
         # Into new memory: autograd may share a tensor between parameters.
         if value is not None and clipped:
-            clipped = list(torch._foreach_clamp_max(torch._foreach_clamp_min(clipped, -value), value))
+            clipped = list(foreach_clamp_max(foreach_clamp_min(clipped, -value), value))
         if norm is not None and total is not None:
             # A gradient that several ranks hold is measured by the rank that pushes it.
             there = [index for index, gradient in enumerate(self._gradients) if gradient is not None]
@@ -128,7 +129,7 @@ class GradientBuffer:
             clipped = [gradient * factor for gradient in clipped]
         elif norm is not None:
             coefficient = torch.clamp(norm / (nn.utils.get_total_norm(clipped) + 1e-6), max=1.0)
-            clipped = list(torch._foreach_mul(clipped, coefficient))
+            clipped = list(foreach_mul(clipped, coefficient))
         left = iter(clipped)
         self._gradients = [None if gradient is None else next(left) for gradient in self._gradients]
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from headrace.collectives.base import ProcessGroup
+from headrace.internals import foreach_add, foreach_copy_, foreach_sub, foreach_sub_
 from headrace.parameter_server.client.data_leases import ServerDataLeases
 from headrace.parameter_server.client.downpour import LeasedExchange, Push, ServerLinks
 from headrace.parameter_server.client.exchange import ReplicaGroup
@@ -40,7 +40,7 @@ class OwnSteps:
         """Returns minus the movement since the last push by server and shard, to be applied like gradients."""
         moved = self._back()
         if self._fetching:
-            self._late = moved if self._late is None else list(torch._foreach_add(self._late, moved))
+            self._late = moved if self._late is None else list(foreach_add(self._late, moved))
         self._copy(self._origins, self._places)
         every = iter(moved)
         return [[next(every).view(shape) for shape in own] for own in self._shapes]
@@ -55,7 +55,7 @@ class OwnSteps:
         pull()
         self._copy(self._origins, self._places)
         if self._places:
-            torch._foreach_sub_(self._places, left)
+            foreach_sub_(self._places, left)
 
     def take_over(self, fetched: list[Tensor]) -> None:
         """Puts fetched parameters, and the own steps that they lack, in the parameters' place."""
@@ -64,9 +64,9 @@ class OwnSteps:
         left = self._back()
         self._copy(self._origins, fetched)
         if self._late is not None:
-            torch._foreach_sub_(self._origins, self._late)
+            foreach_sub_(self._origins, self._late)
         self._copy(self._places, self._origins)
-        torch._foreach_sub_(self._places, left)
+        foreach_sub_(self._places, left)
         self._fetching, self._late = False, None
 
     def restart(self) -> None:
@@ -75,11 +75,11 @@ class OwnSteps:
         self._fetching, self._late = False, None
 
     def _back(self) -> list[Tensor]:
-        return list(torch._foreach_sub(self._origins, self._places)) if self._places else []
+        return list(foreach_sub(self._origins, self._places)) if self._places else []
 
     def _copy(self, to: list[Tensor], values: list[Tensor]) -> None:
         if to:
-            torch._foreach_copy_(to, values)
+            foreach_copy_(to, values)
 
 
 class OwnStepsExchange(LeasedExchange):

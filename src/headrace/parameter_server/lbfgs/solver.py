@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.lbfgs import _strong_wolfe
+
+from headrace import internals
 
 Command = list[Any]
 """A name, and what it needs: names of vectors, numbers."""
@@ -269,7 +270,7 @@ class _Iteration:
         gradient, direction = _Vector(tape, "g"), _Vector(tape, "d")
         most = self._options.max_eval - self._evaluations
         slope_tensor = torch.tensor(slope, dtype=torch.float64)
-        search: Callable[..., Any] = _strong_wolfe
+        search: Callable[..., Any] = internals.strong_wolfe
         loss, found, t_found, _ = search(self._try, None, t, direction, state.loss, gradient, slope_tensor, max_ls=most)
         self._go(float(t_found))
         if found.name != "g":

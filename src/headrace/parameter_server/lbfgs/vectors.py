@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.internals import foreach_add_, foreach_copy_, foreach_mul, foreach_sub
 from headrace.parameter_server.lbfgs.solver import Command, largest
 
 X = "x"
@@ -102,7 +103,7 @@ class Vectors:
         elif name == "move":
             self.named[given[0]] = self.named.pop(given[1])
         elif name == "axpy":
-            torch._foreach_add_(self.named[given[0]], self.named[given[1]], alpha=given[2])
+            foreach_add_(self.named[given[0]], self.named[given[1]], alpha=given[2])
         else:
             self._assign(name, given[0], self.named[given[1]], given[2:])
         return None
@@ -131,11 +132,11 @@ class Vectors:
         if command == "copy":
             made = [piece.clone() for piece in pieces] if out != X else list(pieces)
         elif command == "scale":
-            made = list(torch._foreach_mul(list(pieces), more[0]))
+            made = list(foreach_mul(list(pieces), more[0]))
         else:
-            made = list(torch._foreach_sub(list(pieces), self.named[more[0]]))
+            made = list(foreach_sub(list(pieces), self.named[more[0]]))
         if out == X:
-            torch._foreach_copy_(self.named[X], made)
+            foreach_copy_(self.named[X], made)
         else:
             self.named[out] = made
 

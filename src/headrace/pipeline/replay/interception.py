@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-_ENTRY = "_compiled_call_impl"
-"""What `nn.Module.__call__` calls, where a module has it, instead of hooks and forward."""
+from headrace import internals
 
 
 class Intercept(Protocol):
@@ -21,16 +20,18 @@ class Intercept(Protocol):
 @contextmanager
 def intercepted(modules: Mapping[str, nn.Module], intercept: Intercept) -> Iterator[None]:
     """Lets the calls of modules, by path, go through `intercept`."""
-    before = {path: module.__dict__.get(_ENTRY) for path, module in modules.items()}
+    before = {path: module.__dict__.get(internals.COMPILED_CALL) for path, module in modules.items()}
     try:
         for path, module in modules.items():
-            module.__dict__[_ENTRY] = _entry(path, before[path] or module._call_impl, intercept)
+            module.__dict__[internals.COMPILED_CALL] = _entry(
+                path, before[path] or internals.call_of(module), intercept
+            )
         yield
     finally:
         for path, module in modules.items():
-            module.__dict__.pop(_ENTRY, None)
+            module.__dict__.pop(internals.COMPILED_CALL, None)
             if before[path] is not None:
-                module.__dict__[_ENTRY] = before[path]
+                module.__dict__[internals.COMPILED_CALL] = before[path]
 
 
 def _entry(path: str, original: Callable[..., Any], intercept: Intercept) -> Callable[..., Any]:

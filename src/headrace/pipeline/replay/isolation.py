@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headrace import internals
 from headrace.modules import stateful_modules, without_data
 
 
@@ -18,7 +19,7 @@ class Isolation:
 
     def __init__(self, module: nn.Module) -> None:
         self._attributes = [(part, dict(vars(part))) for part in module.modules()]
-        self._held = [(part._buffers, dict(part._buffers)) for part in self._plain(module)]
+        self._held = [(internals.buffers(part), dict(internals.buffers(part))) for part in self._plain(module)]
         self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         self._states = [(part, copy.deepcopy(part.get_extra_state())) for _, part in stateful_modules(module)]
         named = (*module.named_parameters(), *module.named_buffers())
@@ -48,7 +49,7 @@ class Isolation:
         """Leaves no data in the parameters and buffers that are not held."""
         changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for part in self._plain(self._module):
-            held_here: tuple[dict[str, Any], ...] = part._parameters, part._buffers
+            held_here: tuple[dict[str, Any], ...] = internals.parameters(part), internals.buffers(part)
             for tensors in held_here:
                 changed.append((tensors, dict(tensors)))
                 for name, tensor in tensors.items():

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from headrace import internals
+from headrace.internals import TorchDispatchMode, tree_leaves
 from headrace.pipeline.replay.interception import intercepted
 from headrace.pipeline.replay.structure import leaves_of, map_parts, template
 
@@ -27,8 +27,6 @@ Leaf = tuple[int, int]
 
 _READ = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.data_ptr}
 """What reads a tensor's values without an operation of torch."""
-
-_APPLY = vars(torch.autograd.Function)["apply"].__func__.__code__
 
 DEVICE = Tensor.device.__get__
 
@@ -141,7 +139,7 @@ class CallRecorder:
         self.found.template, tensors = template(output)
         self.found.needs = self._of(tensors) | self._control
         for leaf, tensor, version in self._versions:
-            if tensor._version != version:
+            if internals.version(tensor) != version:
                 self.found.calls[leaf[0]].written.add(leaf[1])
         return output
 
@@ -174,7 +172,7 @@ class CallRecorder:
             leaf = (len(calls) - 1, index)
             self._leaves[id(tensor)] = leaf
             self._sources[_memory(tensor)] = frozenset({leaf})
-            self._versions.append((leaf, tensor, tensor._version))
+            self._versions.append((leaf, tensor, internals.version(tensor)))
         self._alive += tensors
         self._python = random.getstate()
         self._watch(ended)
@@ -198,7 +196,7 @@ class CallRecorder:
         for tensor in made:
             self._sources[_memory(tensor)] = sources | self._sources.get(_memory(tensor), frozenset())
         self._alive += made
-        if func._schema.is_mutable:
+        if internals.schema(func).is_mutable:
             for tensor in given:
                 if _memory(tensor) in self._buffers and any(_memory(each) == _memory(tensor) for each in made):
                     self._control |= sources
@@ -257,13 +255,9 @@ class CallRecorder:
         self.silent = False
 
 
+@internals.without_compiler
 class _Operations(TorchDispatchMode):
     """Tells the recorder each operation on tensors."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Otherwise torch imports its compiler, for seconds, to keep it away from here; no compiled code runs within.
-        return False
 
     def __init__(self, recorder: CallRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -291,10 +285,20 @@ class _Looks(TorchFunctionMode):
 
 def _inside_function() -> bool:
     """Returns whether an autograd function is running, which differentiates what it calls by itself."""
+    forwards = {forward.__code__ for forward in map(inspect.unwrap, _forwards(torch.autograd.Function))}
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not _APPLY:
+    while frame is not None and frame.f_code not in forwards:
         frame = frame.f_back
     return frame is not None
+
+
+def _forwards(function: type) -> Iterator[Any]:
+    """Yields the forwards of all autograd functions that are written in Python."""
+    kinds: list[type] = function.__subclasses__()
+    for kind in kinds:
+        if inspect.isfunction(forward := inspect.getattr_static(kind, "forward", None).__get__(None, kind)):
+            yield forward
+        yield from _forwards(kind)
 
 
 def _least(one: Mapping[Any, int], other: Mapping[Any, int], key: Any) -> int:
@@ -314,14 +318,14 @@ def _arguments(tree: Any) -> list[Tensor]:
 def _memory(tensor: Tensor) -> int:
     """Returns the identity of the memory that a tensor shares with its views."""
     strided = tensor.layout is torch.strided and not tensor.is_nested
-    return int(tensor.untyped_storage()._cdata) if strided else id(tensor)
+    return int(internals.storage_address(tensor.untyped_storage())) if strided else id(tensor)
 
 
 def _top_function_mode() -> Any:
-    count = torch._C._len_torch_function_stack()
-    return torch._C._get_function_stack_at(count - 1) if count else None
+    count = internals.function_modes()
+    return internals.function_mode_at(count - 1) if count else None
 
 
 def _top_dispatch_mode() -> Any:
-    count = torch._C._len_torch_dispatch_stack()
-    return torch._C._get_dispatch_stack_at(count - 1) if count else None
+    count = internals.dispatch_modes()
+    return internals.dispatch_mode_at(count - 1) if count else None

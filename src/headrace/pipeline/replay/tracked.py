@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from headrace import internals
+
 FEWEST = 4
 """Layers with parameters, below which modules are looked into further."""
 
@@ -40,12 +42,11 @@ def tracked_modules(root: nn.Module) -> dict[str, nn.Module]:
 
 def is_whole(module: nn.Module, root: bool = False) -> bool:
     """Returns whether nothing inside a module can be a layer of its own."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     # A compiled module's type is torch's own, too.
     return (
         isinstance(module, torch.jit.ScriptModule)
-        or module._compiled_call_impl is not None
-        or any(hooks)
+        or vars(module).get(internals.COMPILED_CALL) is not None
+        or internals.module_hooks(module)
         or parametrize.is_parametrized(module)
         # Forward may change its state by all that it sees, so it runs where that is.
         or (not root and type(module).get_extra_state is not nn.Module.get_extra_state)

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 from torch.utils import checkpoint
 
+from headrace import internals
 from headrace.devices import autocast_states
 from headrace.pipeline.trace.inputs import tensors_of
 from headrace.pipeline.trace.proxies import RecordingTracer, ValueProxy, is_instance, item_of, value_of
@@ -37,9 +38,6 @@ _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "ran
 _SHAPES = {getattr, len, "dim", "is_floating_point", "ndimension", "nelement", "numel", "size", "stride"}
 """What may be asked of a tensor whatever the data is."""
 
-_CHECKPOINTED = "_checkpoint_without_reentrant_generator"
-"""What `torch.utils.checkpoint` does around a function, but for calling it."""
-
 _len = len
 """The builtin, not what replaces it during recording."""
 
@@ -52,9 +50,9 @@ def record(
     Buffers and random numbers change as in any forward. Modules of the types `whole` are not looked into. Raises an
     `Untraceable` with the module to keep whole.
     """
-    if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
+    if isinstance(module, torch.jit.ScriptModule) or internals.COMPILED_MODULE in internals.children(module):
         raise Untraceable(module, "it is a ScriptModule, or compiled as a whole")
-    if module._forward_hooks or module._forward_pre_hooks:
+    if internals.forward_hooks(module) or internals.forward_pre_hooks(module):
         raise Untraceable(module, "it has forward hooks, which would see no forward; register them on its layers")
     recorder = _Recorder(module, args, kwargs, whole)
     try:
@@ -85,7 +83,9 @@ class _Recorder(RecordingTracer):
         self._rng = _rng_state()
         self._names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
         self._buffers = [(name, buffer) for name, buffer in module.named_buffers()]
-        self._versions: list[tuple[fx.Node | str, Tensor, int]] = [(n, b, b._version) for n, b in self._buffers]
+        self._versions: list[tuple[fx.Node | str, Tensor, int]] = [
+            (n, b, internals.version(b)) for n, b in self._buffers
+        ]
         self._attributes: dict[int, fx.Proxy] = {}
         self._data: set[fx.Node] = set()
         self.recording = Recording(module)
@@ -93,15 +93,15 @@ class _Recorder(RecordingTracer):
     @contextmanager
     def patched(self) -> Iterator[None]:
         """Lets proxies into `isinstance`, `training`, attributes of modules and functions with their own backward."""
-        apply = vars(torch.autograd.Function)["apply"].__func__
-        setting, keep = nn.Module.__setattr__, vars(checkpoint)[_CHECKPOINTED]
+        apply = vars(torch.autograd.Function)["apply"]
+        setting, keep = nn.Module.__setattr__, internals.checkpointed(checkpoint)
 
         def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
             if function is checkpoint.CheckpointFunction and self._listens():
                 return directly(args[0], *args[2:])
             if any(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values())):
                 return self.create_proxy("call_function", function.apply, args, kwargs)
-            return apply(function, *args, **kwargs)
+            return apply.__get__(None, function)(*args, **kwargs)
 
         def training(module: nn.Module) -> Any:
             return self._training(module) if self._listens() else module.__dict__["training"]
@@ -112,7 +112,7 @@ class _Recorder(RecordingTracer):
         def assign(module: nn.Module, name: str, value: Any) -> None:
             if not self._listens():
                 setting(module, name, value)
-            elif not isinstance(value, fx.Proxy) or value_of(value) is not module._buffers.get(name):
+            elif not isinstance(value, fx.Proxy) or value_of(value) is not internals.buffers(module).get(name):
                 # What is written in place is assigned, too: self.calls += 1
                 self.refuse(f"it sets self.{name}")
 
@@ -132,7 +132,7 @@ class _Recorder(RecordingTracer):
             stack.enter_context(_replaced(nn.Module, "__setattr__", assign))
             stack.enter_context(_replaced(torch.autograd.Function, "apply", classmethod(applied)))
             # Its own forward is recorded as if it were not there: a pipeline recomputes by itself.
-            stack.enter_context(_replaced(checkpoint, _CHECKPOINTED, checkpointed))
+            stack.enter_context(_replaced(checkpoint, internals.checkpointed.name, checkpointed))
             stack.enter_context(torch.enable_grad())
             yield
 
@@ -201,7 +201,11 @@ class _Recorder(RecordingTracer):
             self._owners.pop()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if isinstance(m, (*self._whole, torch.jit.ScriptModule)) or m._forward_hooks or m._forward_pre_hooks:
+        if (
+            isinstance(m, (*self._whole, torch.jit.ScriptModule))
+            or internals.forward_hooks(m)
+            or internals.forward_pre_hooks(m)
+        ):
             return True
         return type(m) not in _LOOKED_INTO and super().is_leaf_module(m, module_qualified_name)
 
@@ -246,13 +250,13 @@ class _Recorder(RecordingTracer):
     def _follow(self, node: fx.Node, value: Any) -> None:
         """Notes what a node has written to, and whether it tells the data."""
         for index, (what, tensor, version) in enumerate(self._versions):
-            if tensor._version != version:
-                self._versions[index] = (what, tensor, tensor._version)
+            if internals.version(tensor) != version:
+                self._versions[index] = (what, tensor, internals.version(tensor))
                 if isinstance(what, str):
                     self.recording.written.append((node, what))
                 else:
                     self.recording.writes.append((node, what))
-        self._versions += [(node, tensor, tensor._version) for tensor in tensors_of(value)]
+        self._versions += [(node, tensor, internals.version(tensor)) for tensor in tensors_of(value)]
         if not isinstance(value, Tensor):
             told = node.target not in _SHAPES and node.op != "get_attr"
             values = self.recording.values

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from headrace.batches import call
+from headrace.internals import TorchDispatchMode
 from headrace.modules import has_reentrant_checkpoint, set_train_modes
 from headrace.pipeline.layer_cost import LayerTiming, between, clock, kept_bytes, place, typical
 from headrace.pipeline.profile import limited_threads, loss_of

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace import internals
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import JobError
 from headrace.modules import is_dense
@@ -135,7 +136,7 @@ class OneMirrorExchange(ReducingExchange):
 
     def synchronize(self, finite: bool = True) -> StepDecision:
         for name, parameter in self._read.items():
-            if parameter._version:
+            if internals.version(parameter):
                 raise JobError(
                     f"the model changes its parameter {name!r} in forward: each worker would change its own, and "
                     "a rehearsal has one for all; leave that to the optimizer, or train with real workers"

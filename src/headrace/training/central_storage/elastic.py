@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from headrace.collectives.base import ProcessGroup
+from headrace.internals import foreach_add_
 from headrace.shared_memory.barrier import MemberLost
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Segment
@@ -99,7 +99,7 @@ class ElasticStorageExchange(ReducingExchange):
             self._scale_before = self._scale.settings()
         if share.summed:
             for gradients in share.others:
-                torch._foreach_add_(share.summed, gradients)
+                foreach_add_(share.summed, gradients)
         self._group.moved_bytes += shared_traffic(share.gradients.layout.nbytes, self._group.world)
         return share.summed, share.summed
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from headrace.collectives.base import ProcessGroup
 from headrace.devices import register_host_memory
+from headrace.internals import foreach_add_
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.plan import Segment
 from headrace.training.clipping import GradientClipper, StepDecision
@@ -124,7 +125,7 @@ class CentralStorageExchange(ReducingExchange):
     def reduce(self) -> Reduced:
         if self._sums:
             for gradients in self._others:
-                torch._foreach_add_(self._sums, gradients)
+                foreach_add_(self._sums, gradients)
         self._group.moved_bytes += self._traffic
         return self._sums, self._sums
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import UsageError
+from headrace.internals import foreach_copy_
 from headrace.shared_memory import futex
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Segment
@@ -113,7 +114,7 @@ class SharedState:
     def begin(self) -> None:
         """Keeps this rank's slices as they are, before it changes them."""
         if self._own:
-            torch._foreach_copy_(self._kept, self._live)
+            foreach_copy_(self._kept, self._live)
             self._rows_before[self._own] = self._rows[self._own]
         futex.fence()
         self._begun[self._rank] = self._updates + 1

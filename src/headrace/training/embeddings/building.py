@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from headrace import internals
 from headrace.errors import JobError
+from headrace.internals import TorchDispatchMode
 from headrace.spec.embedding import FLOAT_BYTES, RowInit, TableSpec
 from headrace.spec.model import ModelSpec
 from headrace.training.embeddings.layer import BagOptions, LocalRows, SparseEmbedding, sparse_layers
@@ -42,7 +43,7 @@ class _Initialisers(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        target = args[0] if args and func._schema.is_mutable else None
+        target = args[0] if args and internals.schema(func).is_mutable else None
         if isinstance(target, Tensor) and target.is_meta:
             recorded = _recorded(func, target, args[1:])
             if recorded is not None:
@@ -51,7 +52,7 @@ class _Initialisers(TorchDispatchMode):
 
 
 def _recorded(func: Any, target: Tensor, args: tuple[Any, ...]) -> RowInit | str | None:
-    name = func._schema.name.removeprefix("aten::")
+    name = internals.schema(func).name.removeprefix("aten::")
     if target.numel() * target.element_size() != target.untyped_storage().nbytes():
         # The row of the padding, which nn.Embedding sets to zero itself.
         return None if name in ("fill_", "zero_") else f"{name} on a part of it"
@@ -67,7 +68,7 @@ def _recorded(func: Any, target: Tensor, args: tuple[Any, ...]) -> RowInit | str
 
 
 def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return int(internals.storage_address(tensor.untyped_storage()))
 
 
 @contextmanager
@@ -120,10 +121,11 @@ def _without_memory(found: dict[int, RowInit | str], owner: int) -> Iterator[Non
         return RowInit("truncated", float(mean), float(std), (float(low), float(high)))
 
     silent: dict[str, Callable[..., RowInit | str]] = {
-        "_no_grad_trunc_normal_": truncated,
+        internals.truncated_normal.name: truncated,
         "orthogonal_": lambda *args, **kwargs: "orthogonal_",
         "sparse_": lambda *args, **kwargs: "sparse_",
     }
+    internals.truncated_normal(nn.init)
     originals = {name: getattr(nn.init, name) for name in silent}
 
     def recording(name: str) -> Callable[..., Tensor]:
@@ -159,7 +161,7 @@ def with_tables(module: nn.Module, seed: int, found: dict[int, RowInit | str] | 
             raise JobError(f"the embedding {name!r} has limited rows and is not sparse; make it with sparse=True")
     users: dict[int, list[str]] = {}
     for name, part in module.named_modules():
-        for key, parameter in part._parameters.items():
+        for key, parameter in internals.parameters(part).items():
             if parameter is not None:
                 users.setdefault(id(parameter), []).append(f"{name}.{key}".lstrip("."))
     made: dict[int, nn.Module] = {}
@@ -173,9 +175,9 @@ def with_tables(module: nn.Module, seed: int, found: dict[int, RowInit | str] | 
             )
         made[id(layer)] = _made(name, layer, seed, found or {})
     for part in list(module.modules()):
-        for key, child in part._modules.items():
+        for key, child in internals.children(part).items():
             if id(child) in made:
-                part._modules[key] = made[id(child)]
+                internals.children(part)[key] = made[id(child)]
     return made.get(id(module), module)
 
 

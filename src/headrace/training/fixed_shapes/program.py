@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
+from headrace import internals
 from headrace.batches import call, examples_of, select_target
 from headrace.errors import DataError, JobError, UsageError
+from headrace.internals import tree_flatten, tree_unflatten
 from headrace.metrics import Mean
 from headrace.spec.job import Share
 from headrace.training.batch_norm import PaddedBatchNorm, replace_batch_norm
@@ -90,12 +91,10 @@ class FixedShapes(GraphMode):
         )
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-        from torch._dynamo.backends.registry import lookup_backend
-
         self.compilations += 1
         if self.compilations > 1:
             raise UsageError("a second program: something that is no tensor has changed since the first step")
-        made: Callable[..., Any] = lookup_backend(self._compiler)(graph, list(inputs))
+        made: Callable[..., Any] = internals.compiler_backend(self._compiler)(graph, list(inputs))
         return made
 
     def _padded(self, batch: Any, examples: int, count: int) -> Any:
@@ -134,7 +133,7 @@ class FixedShapes(GraphMode):
 
 def _losses(objective: Objective, output: Any, target: Any, examples: int) -> tuple[Tensor, Tensor]:
     """Returns each example's loss, `(examples,)`, and its weight."""
-    leaves, form = _pytree.tree_flatten((output, target))
+    leaves, form = tree_flatten((output, target))
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != examples:
             found = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
@@ -144,7 +143,7 @@ def _losses(objective: Objective, output: Any, target: Any, examples: int) -> tu
             )
 
     def of_one(*rows: Tensor) -> tuple[Tensor, Tensor]:
-        alone, wanted = _pytree.tree_unflatten([row.unsqueeze(0) for row in rows], form)
+        alone, wanted = tree_unflatten([row.unsqueeze(0) for row in rows], form)
         loss = objective.loss(alone, wanted)
         if not isinstance(loss, Mean):
             return loss, torch.ones_like(loss)

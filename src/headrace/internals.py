@@ -1,0 +1,399 @@
+"""Private names of other libraries: all that headrace uses stand here, and in no other module.
+
+`NAMES` are found by an import when they are asked for first, `ATTRIBUTES` are read from objects. Each says what it is
+for, and what headrace does `without` it: it takes a `substitute`, which gives the same results, or the feature is
+refused by name when it is used. Nothing fails at import. `tests/test_internals.py` takes each of them away.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import importlib.metadata
+import operator
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from headrace.errors import UnfitMachine
+
+if TYPE_CHECKING:
+    import torch
+    from torch._C import _distributed_c10d
+    from torch.nn import modules
+    from torch.utils import _python_dispatch, _pytree
+    from uvicorn.protocols.http import httptools_impl
+
+    foreach_add = torch._foreach_add
+    foreach_add_ = torch._foreach_add_
+    foreach_clamp_max = torch._foreach_clamp_max
+    foreach_clamp_min = torch._foreach_clamp_min
+    foreach_copy_ = torch._foreach_copy_
+    foreach_div_ = torch._foreach_div_
+    foreach_lerp_ = torch._foreach_lerp_
+    foreach_mul = torch._foreach_mul
+    foreach_mul_ = torch._foreach_mul_
+    foreach_sub = torch._foreach_sub
+    foreach_sub_ = torch._foreach_sub_
+    foreach_zero_ = torch._foreach_zero_
+    BatchNorm = modules.batchnorm._BatchNorm
+    ConvNd = modules.conv._ConvNd
+    DropoutNd = modules.dropout._DropoutNd
+    TorchDispatchMode = _python_dispatch.TorchDispatchMode
+    tree_flatten, tree_leaves, tree_unflatten = _pytree.tree_flatten, _pytree.tree_leaves, _pytree.tree_unflatten
+    HttpToolsProtocol = httptools_impl.HttpToolsProtocol
+    Store = _distributed_c10d.Store
+    compiler_backend: Any
+    current_backward: Any
+    dispatch_mode_at: Any
+    dispatch_modes: Any
+    engine: Any
+    function_mode_at: Any
+    function_modes: Any
+    functions_disabled: Any
+    functorch_active: Any
+    global_post_hooks: Any
+    global_pre_hooks: Any
+    register_process_group: Any
+    registered_operators: Any
+    strong_wolfe: Any
+    unregister_process_group: Any
+
+COMPILER = "torch._dynamo"
+"""torch's compiler, which is imported late; see `engine/dynamo.py`."""
+COMPILER_DISABLED = "__dynamo_disable"
+"""Where `torch._compile` keeps what it calls in the place of a function that is not to be compiled."""
+COMPILED_CALL = "_compiled_call_impl"
+"""What `nn.Module.__call__` calls, where a module has it, instead of hooks and forward."""
+COMPILED_FORWARD = "_torchdynamo_orig_callable"
+"""The attribute of a compiled function that holds the function itself."""
+COMPILED_MODULE = "_orig_mod"
+"""The submodule of a compiled module."""
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The tables of hooks of an `nn.Module`."""
+SPARSE_ARGUMENTS = {"aten::embedding": 4, "aten::_embedding_bag": 5, "aten::_embedding_bag_forward_only": 5}
+"""The operations of embeddings: where `sparse` is among the arguments."""
+TP_PLAN = "_tp_plan"
+"""Where a model of the transformers library keeps its plan of tensor parallelism."""
+ABC_STATE = "_abc_impl"
+"""What Python keeps in an abstract class about its subclasses."""
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """A name that an import finds.
+
+    Attributes:
+        path: "module:name".
+        purpose: what headrace needs it for.
+        without: what headrace does where it is missing; "refused: FEATURE" if the feature is.
+        substitute: what stands in its place there.
+    """
+
+    path: str
+    purpose: str
+    without: str
+    substitute: Callable[[], Any] | None = None
+
+    def find(self) -> Any:
+        """Returns what the name stands for, or what headrace does with instead; never raises."""
+        module, _, name = self.path.partition(":")
+        try:
+            return operator.attrgetter(name)(importlib.import_module(module))
+        except (ImportError, AttributeError):
+            return self.substitute() if self.substitute else _absent(self)
+
+
+@dataclass(frozen=True)
+class PrivateAttribute:
+    """An attribute of objects of another library, as a function of the object.
+
+    Attributes:
+        name: of the attribute.
+        of: the class whose objects have it, "torch:Tensor".
+        purpose, feature: what headrace needs it for, and what is refused without it.
+    """
+
+    name: str
+    of: str
+    purpose: str
+    feature: str
+
+    def __call__(self, owner: Any) -> Any:
+        """Returns the attribute of `owner`; raises UnfitMachine if this version of the library has none."""
+        try:
+            return getattr(owner, self.name)
+        except AttributeError:
+            raise UnfitMachine(_refusal(self.feature, f"{self.of}.{self.name}")) from None
+
+
+def _refusal(feature: str, path: str) -> str:
+    library = path.partition(":")[0].partition(".")[0]
+    return (
+        f"{feature} needs {path.replace(':', '.')}, which {library} {importlib.metadata.version(library)} lacks; "
+        f"`headrace doctor` lists the versions that the tests ran with: install one of them"
+    )
+
+
+def _absent(name: PrivateName) -> Any:
+    """Returns what can be imported, subclassed and caught in the place of a missing name, but not used."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise UnfitMachine(_refusal(name.without.removeprefix("refused: "), name.path))
+
+    return type(name.path.rpartition(":")[2], (Exception,), {"__new__": refuse, "__init__": refuse})
+
+
+def _one_by_one(method: str) -> Callable[..., list[Any]]:
+    """Returns what calls a method of each tensor: the same numbers, slower."""
+
+    def run(tensors: Any, *arguments: Any, **options: Any) -> list[Any]:
+        def of(at: int) -> list[Any]:
+            return [one[at] if isinstance(one, list | tuple) else one for one in arguments]
+
+        return [getattr(tensor, method)(*of(at), **options) for at, tensor in enumerate(tensors)]
+
+    return run
+
+
+def _foreach(*methods: str) -> Iterator[tuple[str, PrivateName]]:
+    for method in methods:
+        substitute = functools.partial(_one_by_one, method)
+        path = f"torch:_foreach_{method}"
+        yield f"foreach_{method}", PrivateName(path, "one call for many tensors", "one by one, slower", substitute)
+
+
+def _layers(*names: str) -> Callable[[], tuple[type, ...]]:
+    return lambda: tuple(getattr(importlib.import_module("torch.nn"), name) for name in names)
+
+
+_HOOKS_UNKNOWN = "an optimizer counts as one with hooks, whose steps are slower"
+_FOLLOWS = "follows which values a model's forward looks at"
+_STAGED = "refused: a pipeline of this model"
+
+NAMES: Mapping[str, PrivateName] = {
+    **dict(_foreach("add", "add_", "sub", "sub_", "mul", "mul_", "div_", "lerp_", "clamp_max", "clamp_min")),
+    **dict(_foreach("copy_", "zero_")),
+    "BatchNorm": PrivateName(
+        "torch.nn.modules.batchnorm:_BatchNorm",
+        "the base of layers with running statistics",
+        "torch's own subclasses of it are known, those of users are not",
+        _layers("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"),
+    ),
+    "ConvNd": PrivateName(
+        "torch.nn.modules.conv:_ConvNd",
+        "the base of convolutions",
+        "torch's own subclasses of it are known",
+        _layers(*(f"Conv{transpose}{dims}d" for transpose in ("", "Transpose") for dims in (1, 2, 3))),
+    ),
+    "DropoutNd": PrivateName(
+        "torch.nn.modules.dropout:_DropoutNd",
+        "the base of layers that draw random numbers",
+        "torch's own subclasses of it are known",
+        _layers("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "FeatureAlphaDropout"),
+    ),
+    "TorchDispatchMode": PrivateName(
+        "torch.utils._python_dispatch:TorchDispatchMode",
+        "sees each operation on tensors",
+        "refused: looking at a model's operations (pipelines, embeddings on servers, profiles)",
+    ),
+    **{
+        f"tree_{verb}": PrivateName(
+            f"torch.utils._pytree:tree_{verb}", "leaves of what users return", "refused: hr.TPU"
+        )
+        for verb in ("flatten", "unflatten")
+    },
+    "tree_leaves": PrivateName("torch.utils._pytree:tree_leaves", "tensors among arguments", _STAGED),
+    "function_modes": PrivateName("torch._C:_len_torch_function_stack", _FOLLOWS, _STAGED),
+    "function_mode_at": PrivateName("torch._C:_get_function_stack_at", _FOLLOWS, _STAGED),
+    "dispatch_modes": PrivateName("torch._C:_len_torch_dispatch_stack", _FOLLOWS, _STAGED),
+    "dispatch_mode_at": PrivateName("torch._C:_get_dispatch_stack_at", _FOLLOWS, _STAGED),
+    "functions_disabled": PrivateName(
+        "torch._C:DisableTorchFunction", "keeps a recorder from seeing itself", "refused: hr.TensorParallel"
+    ),
+    "functorch_active": PrivateName(
+        "torch._C:_are_functorch_transforms_active",
+        "the faster sum of a layer's gradient does without transforms of functions",
+        "they count as active: the slower sum",
+        lambda: lambda: True,
+    ),
+    "current_backward": PrivateName(
+        "torch._C:_current_graph_task_id", "tells one backward pass from the next", "refused: hr.setup"
+    ),
+    "engine": PrivateName(
+        "torch.autograd.variable:Variable._execution_engine",
+        "calls back at the end of a backward pass",
+        "refused: hr.setup",
+    ),
+    "global_pre_hooks": PrivateName(
+        "torch.optim.optimizer:_global_optimizer_pre_hooks",
+        "an optimizer with hooks does more than its rule",
+        _HOOKS_UNKNOWN,
+        lambda: {0: None},
+    ),
+    "global_post_hooks": PrivateName(
+        "torch.optim.optimizer:_global_optimizer_post_hooks",
+        "an optimizer with hooks does more than its rule",
+        _HOOKS_UNKNOWN,
+        lambda: {0: None},
+    ),
+    "strong_wolfe": PrivateName(
+        "torch.optim.lbfgs:_strong_wolfe",
+        "the line search of torch.optim.LBFGS, number for number",
+        "refused: hr.Sandblaster with line_search_fn='strong_wolfe'",
+    ),
+    **{
+        f"{verb}_process_group": PrivateName(
+            f"torch._C._distributed_c10d:_{verb}_process_group", "names the ranks of a mesh", "refused: hr.FullySharded"
+        )
+        for verb in ("register", "unregister")
+    },
+    "compiler_backend": PrivateName(
+        "torch._dynamo.backends.registry:lookup_backend", "compiles a whole step", "refused: hr.TPU"
+    ),
+    "registered_operators": PrivateName(
+        "torch._C:_dispatch_get_all_op_names",
+        "declares torchvision's operators once",
+        "refused: models of a torchvision whose library cannot be loaded",
+    ),
+    "HttpToolsProtocol": PrivateName(
+        "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol",
+        "limits connections, and how long a request may take to come",
+        "refused: `headrace serve` and `headrace watch`",
+    ),
+}
+"""By the name under which this module has it."""
+
+_TENSOR, _MODULE, _OPERATOR = "torch:Tensor", "torch.nn:Module", "torch._ops:OpOverload"
+
+version = PrivateAttribute("_version", _TENSOR, "counts what is written to a tensor", "following writes to tensors")
+base = PrivateAttribute("_base", _TENSOR, "the tensor that a view is of", "hr.FullySharded")
+gradient_hooks = PrivateAttribute("_backward_hooks", _TENSOR, "hooks see gradients", "hr.Pipeline")
+accumulation_hooks = PrivateAttribute("_post_accumulate_grad_hooks", _TENSOR, "hooks see gradients", "hr.Pipeline")
+sparse_values = PrivateAttribute("_values", _TENSOR, "the bytes of a sparse tensor", "hr.Pipeline with sparse tensors")
+storage_address = PrivateAttribute(
+    "_cdata", "torch:UntypedStorage", "tells whether tensors share memory, also memory of no bytes", "hr.Pipeline"
+)
+local_part = PrivateAttribute(
+    "_local_tensor", "torch.distributed.tensor:DTensor", "this rank's part, without a graph", "hr.FullySharded"
+)
+parameters = PrivateAttribute("_parameters", _MODULE, "a module's parameters, by name", "models of modules")
+buffers = PrivateAttribute("_buffers", _MODULE, "a module's buffers, by name", "models of modules")
+children = PrivateAttribute("_modules", _MODULE, "a module's submodules, by name", "models of modules")
+forward_hooks = PrivateAttribute("_forward_hooks", _MODULE, "hooks see whole values", "models of modules")
+forward_pre_hooks = PrivateAttribute("_forward_pre_hooks", _MODULE, "hooks see whole values", "models of modules")
+call_of = PrivateAttribute("_call_impl", _MODULE, "what a module's call does", "hr.Pipeline")
+checkpointed = PrivateAttribute(
+    "_checkpoint_without_reentrant_generator",
+    "torch.utils:checkpoint",
+    "a pipeline recomputes by itself",
+    "hr.Pipeline of a model that recomputes",
+)
+truncated_normal = PrivateAttribute(
+    "_no_grad_trunc_normal_",
+    "torch.nn:init",
+    "how a weight begins",
+    "a table on servers that trunc_normal_ fills",
+)
+convolution = PrivateAttribute("_conv_forward", "torch.nn:Conv2d", "a part of a convolution", "hr.TensorParallel")
+one_projection = PrivateAttribute(
+    "_qkv_same_embed_dim", "torch.nn:MultiheadAttention", "attention with one weight", "hr.TensorParallel"
+)
+step_pre_hooks = PrivateAttribute("_optimizer_step_pre_hooks", "torch.optim:Optimizer", "see steps", "this optimizer")
+step_post_hooks = PrivateAttribute("_optimizer_step_post_hooks", "torch.optim:Optimizer", "see steps", "this optimizer")
+schema = PrivateAttribute("_schema", _OPERATOR, "whether an operation writes", "following writes to tensors")
+kernels_found = PrivateAttribute("_dispatch_cache", _OPERATOR, "forgets a kernel", "exporting recurrent layers")
+forward_level = PrivateAttribute(
+    "_current_level", "torch.autograd:forward_ad", "derivatives in the forward direction", "gradients of a layer"
+)
+fingerprint = PrivateAttribute("_fingerprint", "datasets:Dataset", "tells data sets apart", "a Hugging Face data set")
+
+ATTRIBUTES = tuple(value for value in globals().values() if isinstance(value, PrivateAttribute))
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in NAMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = NAMES[name].find()
+        return found
+
+
+def module_hooks(module: Any) -> bool:
+    """Returns whether an `nn.Module` has hooks that run around its forward or backward."""
+    return any(PrivateAttribute(name, _MODULE, "hooks", "models of modules")(module) for name in MODULE_HOOKS)
+
+
+def hooks_of_all_modules() -> bool:
+    """Returns whether there are hooks that run around each `nn.Module`."""
+    shared = vars(importlib.import_module("torch.nn.modules.module"))
+    return any(shared.get(f"_global{name}", True) for name in MODULE_HOOKS)
+
+
+def compiler_errors() -> tuple[tuple[type[Exception], ...], tuple[type[Exception], ...]]:
+    """Returns the errors by which torch's compiler says that it cannot compile, and that of the model's own code.
+
+    One that this torch lacks is left out: the error then reaches the user in torch's words.
+    """
+    dynamo, inductor = (importlib.import_module(f"torch.{name}.exc") for name in ("_dynamo", "_inductor"))
+
+    def present(module: Any, *names: str) -> tuple[type[Exception], ...]:
+        return tuple(getattr(module, name) for name in names if name in vars(module))
+
+    cannot = present(dynamo, "TorchDynamoException")
+    cannot += present(inductor, "CppCompileError", "InvalidCxxCompiler", "OperatorIssue")
+    return cannot, present(dynamo, "ObservedException")
+
+
+def inductor() -> Any:
+    """Returns the configuration of torch's code generator."""
+    return importlib.import_module("torch._inductor.compile_fx").config
+
+
+def without_compiler(mode: type) -> type:
+    """Keeps torch from importing its compiler, for seconds, to keep it away from a dispatch mode; for a class."""
+    setattr(mode, "_should_skip_dynamo", classmethod(lambda _: False))  # noqa: B010
+    return mode
+
+
+def usage_error_of_typer() -> type[Any]:
+    """Returns the root of typer's usage errors, for which it has no public name."""
+    root: type[Any] = importlib.import_module("typer").BadParameter.__mro__[1]
+    return root
+
+
+def name_ranks(mesh: Any, name: str, ranks: Any) -> None:
+    """Lets a mesh of one dim know its ranks, a process group, by a name."""
+    register: Any = NAMES["register_process_group"].find()
+    register(name, ranks)
+    mesh._dim_group_names = [name]
+    # torch's table of names does not keep it.
+    mesh._pg_registry[name] = ranks
+
+
+def set_parameters(module: Any, named: dict[str, Any]) -> None:
+    """Gives an `nn.Module` other parameters, or none, without a check."""
+    vars(module)["_parameters"] = named
+
+
+def share_state(module: Any, other: Any) -> None:
+    """Lets an `nn.Module` have the parameters, buffers and submodules of another."""
+    vars(module).update({name: vars(other)[name] for name in ("_parameters", "_buffers", "_modules")})
+
+
+def compiler_place(module: Any) -> None:
+    """Makes a module the attribute of torch that is its compiler; None for no such attribute."""
+    torch: Any = importlib.import_module("torch")
+    if module is None:
+        del torch._dynamo
+    else:
+        torch._dynamo = module
+
+
+def end_interpreter() -> None:
+    """Does what the interpreter does at its end, which a fork of the fork server does not reach."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
