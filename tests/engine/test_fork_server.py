@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -15,8 +16,10 @@ import pytest
 
 import headrace as hr
 from engine.victims import make_job
+from headrace.engine.local import fork_server_main
 from headrace.engine.local.engine import LocalEngine
 from headrace.engine.local.fork_server import ForkServer, describe_end, environment_of_workers
+from headrace.engine.local.process import redirect
 from headrace.errors import UnfitMachine
 
 _SCRIPT = """
@@ -163,3 +166,41 @@ def test_what_user_code_starts_inherits_no_descriptor_of_a_worker(
     monkeypatch.chdir(tmp_path)
     hr.launch(open_in_a_child, make_job(), hr.OneDevice(), engine=engine)
     assert json.loads(Path("found").read_text()).keys() == {"0", "1", "2"}
+
+
+def test_what_a_failed_worker_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_end, write_end = os.pipe()
+    failed = subprocess.Popen(["sh", "-c", "sleep 60 & exit 3"], start_new_session=True, pass_fds=[write_end])
+    os.close(write_end)
+    wait = os.waitpid
+    # Other tests' processes are none of its workers.
+    monkeypatch.setattr(os, "waitpid", lambda _, options: wait(failed.pid, options))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    workers = {failed.pid: 7}
+    with ours, theirs:
+        while workers:
+            fork_server_main._report(theirs, workers)
+        assert json.loads(ours.recv(1000)) == {"ended": 7, "status": 3}
+    failed.returncode = 3
+    # Its end of the pipe has closed.
+    assert select.select([read_end], [], [], 5)[0]
+    os.close(read_end)
+
+
+def test_a_log_goes_on_where_another_process_has_ended(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    log.write_text("the first process\n")
+    child = os.fork()
+    if child == 0:
+        redirect(log)
+        os.write(1, b"the next one\n")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert log.read_text() == "the first process\nthe next one\n"
+
+
+def test_what_the_user_has_set_counts_for_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
+    given = environment_of_workers()
+    assert (given["TOKENIZERS_PARALLELISM"], given["TRANSFORMERS_VERBOSITY"]) == ("true", "error")

@@ -124,6 +124,16 @@ def test_beats_go_on_and_a_store_that_is_gone_is_told(
     assert relays[1].broken == ""
 
 
+def test_an_older_decision_undoes_no_newer_one(pages: Pages, relays: list[HeartbeatRelay]) -> None:
+    for relay in relays:
+        relay.close()
+    decides, follows = relays
+    for told, there, then in ((2, 1, 2), (2, 3, 3), (4, 3, 4)):
+        pages[0].ranks[0].restarts, pages[1].ranks[0].restarts = told, there
+        follows.take_marks(0, decides.own_marks())
+        assert pages[1].ranks[0].restarts == then
+
+
 @pytest.mark.slow
 def test_the_last_words_are_told_at_the_end(pages: Pages, relays: list[HeartbeatRelay]) -> None:
     pages[1].abort = 2
@@ -181,3 +191,22 @@ def test_an_answer_counts_from_when_it_was_asked_for(pages: Pages) -> None:
     for relay in (here, there):
         assert relay.told_s > relay.asked_s
         relay.close()
+
+
+def test_what_a_lost_process_has_told_does_not_count_for_the_next_one(pages: Pages) -> None:
+    store = HashStore()
+    held = HeldStore(store)
+    stores = [BreakingStore(store), held]
+    with ThreadPoolExecutor(2) as pool:
+        lost, there = pool.map(lambda rank: HeartbeatRelay(stores[rank], "run", pages[rank], rank), range(2))
+    lost.close()
+    held.may_answer.clear()
+    held.asked.clear()
+    assert held.asked.wait(WITHIN_S)
+    # The answer that is on its way has the lost process's last word.
+    there.follow_next(0)
+    before_s = there.told_s
+    held.may_answer.set()
+    soon(lambda: there.told_s > before_s)
+    assert there.left == set()
+    there.close()

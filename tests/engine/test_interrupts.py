@@ -143,3 +143,18 @@ def test_the_users_own_handler_of_a_signal_stays(number: signal.Signals) -> None
         signal.signal(number, before)
     assert (came, page.stop, interrupts.terminated) == ([number], 0, False)
     page.segment.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_handler_that_a_run_replaces_is_put_back(number: signal.Signals) -> None:
+    page = ControlPage(SharedSegment.create(ControlPage.nbytes(1), "control"), 1)
+    default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    before = signal.signal(number, default)
+    try:
+        with orderly_interrupts(page):
+            os.kill(os.getpid(), number)
+        assert signal.getsignal(number) == default
+    finally:
+        signal.signal(number, before)
+    assert page.stop == 1
+    page.segment.close()

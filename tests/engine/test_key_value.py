@@ -13,9 +13,9 @@ import zmq
 
 from engine.conftest import until
 from headrace.engine.torchrun import key_value
-from headrace.engine.torchrun.key_value import NotOfThisRun, StoreClient, decode, encode
+from headrace.engine.torchrun.key_value import Failure, NotOfThisRun, StoreClient, decode, encode
 from headrace.engine.torchrun.store_server import StoreServer
-from headrace.errors import UsageError
+from headrace.errors import UsageError, WorkerFailed
 from headrace.transport.frames import PART_BYTES
 from headrace.transport.zeromq import ConnectionEvents, Keys, connect, make_socket
 
@@ -74,6 +74,41 @@ def test_what_never_comes_is_not_waited_for_longer(served: Served) -> None:
     client.set("late", b"1")
     assert client.get("late") == b"1", "the answer to the request before is left aside"
     client.close()
+
+
+def test_why_a_start_fails_is_told_by_the_first_that_has_said_it(served: Served, client: StoreClient) -> None:
+    first, second, leader = (
+        Failure(rank=rank, host="a", cause=cause, code=1, lost=-1)
+        for rank, cause in ((1, "first"), (2, "second"), (0, "last"))
+    )
+    others = [client.clone() for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        waiting = []
+        for other, why in zip(others, (first, second), strict=True):
+            waiting.append(pool.submit(other.end, why, False, WITHIN_S))
+            assert until(lambda: len(served.server._ending) == len(waiting), WITHIN_S)
+            with pytest.raises(WorkerFailed, match="rank 1 on a failed: first"):
+                client.get("what never comes")
+        assert client.end(leader, True, WITHIN_S) == (leader, leader)
+        assert [each.result(WITHIN_S) for each in waiting] == [(leader, leader)] * 2
+    for other in others:
+        other.close()
+
+
+class GivenUpError(Exception):
+    """Ends a request."""
+
+
+def test_the_answer_to_a_request_that_was_given_up_is_dropped(client: StoreClient) -> None:
+    def give_up() -> None:
+        raise GivenUpError
+
+    with pytest.raises(GivenUpError):
+        client.meet("first", "a", b"1", ["a", "b"], give_up)
+    other = client.clone()
+    assert other.meet("first", "b", b"2", ["a", "b"], bool) == [b"1", b"2"]
+    assert client.meet("second", "a", b"3", ["a"], bool) == [b"3"]
+    other.close()
 
 
 def test_the_end_of_the_store_is_noticed() -> None:

@@ -17,6 +17,7 @@ from headrace.collectives.elastic import ElasticGroup, MemberLost
 from headrace.engine.torchrun.elastic_workers import barrier as store_barrier
 from headrace.engine.torchrun.elastic_workers.barrier import StoreBarrier, member_name
 from headrace.engine.torchrun.key_value import StoreClient
+from headrace.engine.torchrun.meetings import Meetings
 from headrace.engine.torchrun.store_server import StoreServer
 from headrace.errors import PeerLost, Replaced, UsageError
 from headrace.shared_memory.barrier import FinishedRanks
@@ -96,6 +97,13 @@ def test_a_member_that_was_lost_after_it_had_come_is_met(store: Store) -> None:
         each.close()
 
 
+def test_a_lost_member_does_not_meet_the_others() -> None:
+    meetings = Meetings[str]()
+    assert list(meetings.lose(b"a")) == []
+    assert list(meetings.arrive("late", b"first", b"a", b"1", [b"a", b"b"])) == [("late", [])]
+    assert list(meetings.arrive("other", b"first", b"b", b"2", [b"a", b"b"])) == [("other", [b"", b"+2"])]
+
+
 def test_another_one_in_the_same_place_is_met_after_the_next_sync_point(store: Store) -> None:
     store.lose(1)
     store.page.ranks[1].restarts = 1
@@ -114,11 +122,13 @@ def test_what_the_first_member_decides_comes_to_the_page_of_every_process(store:
     pages = [ControlPage(SharedSegment.create(ControlPage.nbytes(2), "control"), 2) for _ in range(2)]
     groups = [replace(store, page=page).group(place) for place, page in enumerate(pages)]
     pages[0].stop_after, pages[0].save_after = 8, 5
+    # An older decision of a member that was the first one.
+    pages[1].stop_after, pages[1].save_after = 4, 6
     with ThreadPoolExecutor(1) as pool:
         came = pool.submit(groups[1].barrier)
         groups[0].barrier()
         came.result(WITHIN_S)
-        assert [(page.stop_after, page.save_after) for page in pages] == [(8, 5)] * 2
+        assert [(page.stop_after, page.save_after) for page in pages] == [(8, 6)] * 2
         added = pool.submit(groups[1].sum, [2.0])
         assert groups[0].sum([1.0]) == added.result(WITHIN_S) == [3.0]
     for group in groups:

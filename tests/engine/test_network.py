@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from itertools import combinations
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -39,6 +42,28 @@ def test_latency_and_clock(responder: Responder) -> None:
     assert 0 < found.latency_s < took
     # The fastest reply took no longer than all of them.
     assert found.ahead_s == pytest.approx(AHEAD_S, abs=took)
+
+
+def test_latency_is_half_of_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+
+    class Link:
+        """Takes 2 ms in each direction; the clock of the other end is ahead."""
+
+        def sendall(self, data: bytes) -> None:
+            nonlocal now_s
+            now_s += 0.002
+
+        def recv_into(self, buffer: memoryview) -> int:
+            nonlocal now_s
+            buffer[:] = struct.pack("!d", now_s + AHEAD_S)
+            now_s += 0.002
+            return len(buffer)
+
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: now_s)
+    found = echo(cast("socket.socket", Link()), lambda: now_s)
+    assert found.latency_s == pytest.approx(0.002)
+    assert found.ahead_s == pytest.approx(AHEAD_S)
 
 
 def test_bandwidth(responder: Responder) -> None:

@@ -107,6 +107,9 @@ def test_another_user_is_neither_given_it_nor_believed(tmp_path: Path, monkeypat
     monkeypatch.setattr(secret, "user_of", lambda _: os.geteuid() + 1)
     with pytest.raises(UsageError, match=rf"user {os.geteuid() + 1} of this host has taken"):
         ask(name, 20.0)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.connect(secret._abstract(name))
+        assert stranger.recv(1000) == b""
     end(given)
 
 

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+import headrace as hr
+from headrace.collectives.views.hosts import HostViews
 from headrace.engine.local import scaling
 from headrace.engine.local.scaling import ScaleRequests, ask_for_states
+from headrace.engine.torchrun.elastic_workers.leader import ViewLeader
 from headrace.errors import UsageError
+from headrace.policies.views import Member, MemberView
+from headrace.shared_memory.control_page import ControlPage
+from headrace.shared_memory.segment import SharedSegment
+from headrace.spec.cluster import Cluster, Host
+from headrace.spec.model import ModelSpec, ParameterSpec
+from headrace.worker.run_spec import RunSpec
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO], ids=lambda number: errno.errorcode[number])
@@ -144,3 +155,32 @@ def test_who_asks_in_vain_is_told_and_leaves_nothing(tmp_path: Path, foreign: se
     foreign.add("write_text")
     with pytest.raises(UsageError, match=r"Permission denied.*: ask as the user of the run"):
         ask_for_states(tmp_path, 0.1)
+
+
+class Views:
+    """Of three workers, of which the first one leads."""
+
+    me = (0, 0)
+    view = MemberView(1, ((0, 0), (1, 2), (2, 0)))
+    seen = frozenset(view.members)
+    in_order = False
+
+    def __init__(self) -> None:
+        self.asked: list[Member] = []
+        self.let_leave = self.asked.extend
+
+
+def test_a_worker_is_asked_to_leave_once(tmp_path: Path) -> None:
+    plan = hr.Mirrored(3, min_workers=1).plan(
+        ModelSpec((ParameterSpec("weight", (8,)),)), Cluster((Host("a", 2, 1 << 30, ranks=(0, 1, 2)),), ranks=3)
+    )
+    spec = cast("RunSpec", SimpleNamespace(plan=plan, run_dir=tmp_path, started=0.0, timeout_s=60.0))
+    page = ControlPage(SharedSegment.create(ControlPage.nbytes(3), "control"), 3)
+    views = Views()
+    with closing(ViewLeader(spec, page, cast("HostViews", views), "run", "", "", None, None)) as leader:
+        assert leader._change(-1) == "2 workers from now on: rank 2 leaves after the present round"
+        assert [each.state for each in leader._states()] == ["trains", "trains", "leaves"]
+        assert leader._change(-1) == "1 worker from now on: rank 1 leaves after the present round"
+        with pytest.raises(UsageError, match="1 workers and -1 are 0; a run has 1 to 3"):
+            leader._change(-1)
+    assert views.asked == [(2, 0), (1, 2)]

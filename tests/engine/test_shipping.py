@@ -158,6 +158,13 @@ def test_what_a_library_keeps_among_the_builtins_stays_there(monkeypatch: pytest
     assert shipped(lambda x: namespace["size"](x))("abc") == 3
 
 
+def test_two_processes_do_not_see_what_the_other_writes() -> None:
+    packed, descriptor, length = pack(torch.zeros(40_000))
+    one, two = (unpack(packed, each, length) for each in (os.dup(descriptor), descriptor))
+    one += 1
+    assert (float(one.sum()), float(two.sum())) == (40_000.0, 0.0)
+
+
 class Unwilling:
     def __reduce__(self) -> Any:
         raise RuntimeError("not me")

@@ -38,6 +38,12 @@ def test_a_thread_seeds_nothing_while_another_builds_its_model(monkeypatch: pyte
     torch.testing.assert_close(two, one, atol=1e-6, rtol=0.0)
 
 
+def test_a_run_leaves_the_callers_random_numbers_as_they_were() -> None:
+    before = torch.get_rng_state()
+    hr.fit(make_job(epochs=None, steps=1), engine=hr.ThreadEngine(), check=False)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_backups_are_refused_since_there_is_one_process() -> None:
     with pytest.raises(UsageError, match=r"parameter_server has backups.*ThreadEngine has one process; use backups=0"):
         hr.fit(make_job(), hr.ParameterServer(2, servers=2, backups=1), engine=hr.ThreadEngine())

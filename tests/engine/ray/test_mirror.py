@@ -44,6 +44,19 @@ def test_each_rank_of_a_node_and_each_process_of_a_rank_has_a_folder_of_its_own(
     assert (run_dir / "events" / "rank-1.jsonl").read_text() == "of 1\nof the second 1\n"
 
 
+def test_a_file_that_grows_comes_part_by_part(ray: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.engine.ray.mirror._ASK_EVERY_S", 0.0)
+    run_dir, folder = tmp_path / "run", tmp_path / "there"
+    run_dir.mkdir()
+    mirror = FolderMirror(run_dir)
+    mirror.follow(0, agent_of(), str(folder))
+    for number in range(4):
+        write(folder / "events" / "rank-0.jsonl", f"{number}\n")
+        mirror.look()
+    mirror.finish(1.0)
+    assert (run_dir / "events" / "rank-0.jsonl").read_text() == "0\n1\n2\n3\n"
+
+
 def test_the_last_line_of_a_log_comes_at_the_end_though_no_newline_follows(ray: StandIn, tmp_path: Path) -> None:
     run_dir, folder = tmp_path / "run", tmp_path / "there"
     run_dir.mkdir()
