@@ -143,3 +143,12 @@ def test_without_a_directory_it_goes_when_it_is_forgotten() -> None:
     assert (folder / "comparison.json").is_file()
     del result
     assert not folder.exists()
+
+
+def test_rates_are_measured_without_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[hr.Job] = []
+    monkeypatch.setattr(comparison, "measured", lambda run: (run(), Measurement(100.0, 1, 0.1)))
+    job = make_job(eval_data=make_job().data, options=hr.Options(early_stopping=hr.EarlyStopping(patience=1)))
+    session = comparison._Session(job, lambda strategy, label, job, seconds: jobs.append(job), 0)
+    session._measure(hr.OneDevice(), "again")
+    assert [(each.eval_data, each.options.early_stopping) for each in jobs] == [(None, None)]

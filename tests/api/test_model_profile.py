@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.api import model_profile
+from headrace.api.model_profile import _own_size
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import JobError, UsageError
 from headrace.machine.resources import cores
@@ -148,3 +149,14 @@ def test_the_median_counts_or_the_quickest_steps_of_a_machine_that_is_not_idle()
 def test_numbers_that_cannot_be_meant(how: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="must be a"):
         hr.profile(job(), **how)
+
+
+def test_a_batch_is_a_micro_batch_and_no_more_than_there_is() -> None:
+    data = (torch.zeros(20, 2), torch.zeros(20))
+    sizes = {(16, 1): 16, (16, 4): 4, (18, 4): 5, (64, 2): 20}
+    for (batch, pieces), size in sizes.items():
+        job = hr.Job(
+            model=nn.Identity, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD, data=data,
+            global_batch_size=batch, epochs=1, options=hr.Options(accumulate=pieces),
+        )  # fmt: skip
+        assert _own_size(job) == size

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import headrace as hr
+from headrace.api.rehearsal.setup import _threads
 from headrace.errors import DataError, InfeasiblePlan, JobError, NonFiniteLoss, UsageError
 from headrace.spec.cluster import Host
 from headrace.spec.compute import BatchProfile, ComputeProfile
@@ -250,3 +251,10 @@ def test_a_record_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
         hr.rehearse(replace(plain, global_batch_size=16), from_run=tmp_path)
     with pytest.raises(UsageError, match="trained by parameter_server"):
         hr.rehearse(plain, "mirrored", from_run=tmp_path)
+
+
+def test_a_rehearsal_leaves_the_number_of_threads_as_it_was() -> None:
+    before = torch.get_num_threads()
+    with _threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before

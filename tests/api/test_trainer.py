@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import headrace as hr
 from engine.victims import EXAMPLES, INPUTS, TARGETS, Faulty, fail, long_job, make_job
+from headrace.api.checks import inspect_job
 from headrace.errors import UsageError, WorkerFailed
 from headrace.report.model.events import read_events
 from headrace.spec.events import LAUNCHER, Event, Notice, RunEnded, RunStarted
@@ -100,6 +101,22 @@ def test_the_end_of_the_time(tmp_path: Path) -> None:
     assert run.status == "ok"
     (steps,) = {event.steps for event in run.events if event.kind == "worker_ended"}  # type: ignore[attr-defined]
     assert steps > 1
+
+
+def test_a_look_at_a_job_leaves_the_random_numbers_as_they_were() -> None:
+    def drawn(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output + torch.rand(()), target)
+
+    before = torch.get_rng_state()
+    inspect_job(make_job(task=None, loss=drawn))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("checkpoints", [None, False])
+def test_a_rollback_that_would_find_no_checkpoint_is_refused(checkpoints: bool | None) -> None:
+    job = make_job(options=hr.Options(on_nonfinite="rollback"))
+    with pytest.raises(UsageError, match="on_nonfinite='rollback' needs checkpoints to roll back to; give a run_dir"):
+        hr.fit(job, engine=THREADS, checkpoints=checkpoints)
 
 
 def test_steps_count_rounds() -> None:

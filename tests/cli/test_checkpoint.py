@@ -32,6 +32,7 @@ DESCRIPTION: dict[str, Any] = {
         "groups": [
             {"parameters": 3, "options": {"lr": {"float": "0.05"}, "betas": {"tuple": [{"float": "0.9"}, LR]}}},
             {"parameters": 1, "options": {"lr": {"tensor": {"float": "0.5"}, "dtype": "float32"}}},
+            {"parameters": 2, "options": {"lr": {"float": "0.05"}}},
         ],
         "schedule": {"dict": [["milestones", {"counter": [[30, 1]]}]]},
     },
@@ -141,7 +142,7 @@ def test_what_is_in_one(run_dir: Path, capsys: Capture) -> None:
         lines[3],
         "strategy mirrored, workers: 2",
         "job global_batch_size 64, seed 7",
-        "optimizer torch.optim.adam.Adam, lr 0.05 for 3 parameters, lr 0.5 for 1",
+        "optimizer torch.optim.adam.Adam, lr 0.05 for 5 parameters, lr 0.5 for 1",
         "parameter",
     ]
     assert lines[3].endswith("kB in 2 files")

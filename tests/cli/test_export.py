@@ -9,9 +9,9 @@ import pytest
 
 from cli.test_predict import JOB
 from headrace.cli import run
+from headrace.errors import UsageError
 
 Capture = pytest.CaptureFixture[str]
-pytestmark = pytest.mark.slow
 
 GAMMA = """
 class Gamma(torch.nn.Linear):
@@ -20,6 +20,7 @@ class Gamma(torch.nn.Linear):
 """
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_incomplete_names_its_file(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "job.py").write_text(JOB)
     run_dir = tmp_path / "r"
@@ -43,6 +44,7 @@ def test_a_checkpoint_that_is_incomplete_names_its_file(tmp_path: Path, capsys: 
     assert not (tmp_path / "m").exists()
 
 
+@pytest.mark.slow
 def test_an_operation_without_an_onnx_form_is_named_with_its_layer(tmp_path: Path, capsys: Capture) -> None:
     job = JOB.replace("torch.nn.Linear(6, 3))", "torch.nn.Linear(6, 3), Gamma(3, 3))").replace("job =", f"{GAMMA}job =")
     (tmp_path / "job.py").write_text(job)
@@ -54,3 +56,20 @@ def test_an_operation_without_an_onnx_form_is_named_with_its_layer(tmp_path: Pat
     assert "digamma" in told
     assert "take --formats pt2" in told
     assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize(("words", "step"), [((), None), (("--step", "7"), 7)])
+def test_the_step_that_is_asked_for_is_exported(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], step: int | None
+) -> None:
+    asked: list[object] = []
+
+    def export_run(*what: object) -> None:
+        asked.extend(what)
+        raise UsageError("it is only asked for")
+
+    monkeypatch.setattr("headrace.api.exporting.export_run", export_run)
+    monkeypatch.setattr("headrace.cli.commands.saved.export.job_of_run", lambda *_, **__: "the job")
+    assert run(["export", "a", "-o", "m", *words]) == 2
+    assert asked[:3] == ["the job", Path("a"), Path("m")]
+    assert asked[4] == step

@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
@@ -9,10 +10,12 @@ from headrace.cli.options import (
     checkpoints_of,
     complete_strategies,
     complete_strategy,
+    saying_where,
     split_names,
     strategy_names,
 )
-from headrace.errors import UnknownName, UsageError
+from headrace.engine.base import Terminated
+from headrace.errors import RunFailed, UnknownName, UsageError
 
 
 @pytest.mark.slow
@@ -71,3 +74,15 @@ def test_times_are_finite() -> None:
     for text in ("nanh", "infd", "1e400min"):
         with pytest.raises(UsageError, match="--deadline takes a time"):
             seconds_of(text)
+
+
+def test_where_to_go_on_is_said_where_something_is_saved(tmp_path: Path) -> None:
+    def notes_of(error: BaseException) -> list[str]:
+        with pytest.raises(type(error)) as caught, saying_where(tmp_path):
+            raise error
+        return getattr(caught.value, "__notes__", [])
+
+    assert notes_of(Terminated()) == []
+    (tmp_path / "checkpoints").mkdir()
+    assert notes_of(Terminated()) == [f"to go on: --run-dir {tmp_path} --resume"]
+    assert notes_of(RunFailed("of its own")) == [f"events and logs: {tmp_path}"]

@@ -123,3 +123,10 @@ def test_what_cannot_be_served_is_said(tmp_path: Path, capsys: Capture, monkeypa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert run(["serve", folder]) == 3
     assert "pip install 'headrace[serve]'" in capsys.readouterr().err
+
+
+def test_megabytes_of_a_body_are_millions(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("headrace.serving.running.run_server", lambda *what: asked.extend(what))
+    assert run(["serve", "m", "--max-body-mb", "2.5"]) == 0
+    assert asked[1].max_body_bytes == 2_500_000

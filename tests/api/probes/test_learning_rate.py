@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import headrace as hr
+from headrace.api.probes.learning_rate import _judged
 from headrace.errors import JobError, UsageError
 from headrace.report.format import short
 
@@ -152,3 +153,9 @@ def test_limits_that_are_no_range_are_refused(limits: dict[str, Any]) -> None:
 def test_few_steps_are_refused() -> None:
     with pytest.raises(UsageError, match="steps must be a whole number of at least 20, got 10"):
         find(job(), steps=10)
+
+
+def test_what_comes_after_a_divergence_does_not_count() -> None:
+    falls = [(0.001 * 2**step, 1.0 - 0.1 * step) for step in range(8)]
+    found = _judged([*falls, (0.256, 50.0), *((0.512 * 2**step, 0.0) for step in range(30))])
+    assert (found.diverged, len(found.rates), found.lowest < 0.256) == (0.256, 9, True)

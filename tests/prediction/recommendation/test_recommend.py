@@ -7,12 +7,14 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 import headrace as hr
 from headrace.cli import run
-from headrace.cli.commands.recommend import _needed, _own_settings, _shell_lines, seconds_of
+from headrace.cli.commands.recommend import _command, _needed, _own_settings, _shell_lines, seconds_of
 from headrace.cli.jobfile import load_job
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.prediction.recommendation.candidates import call_text, candidates, counts
@@ -349,6 +351,15 @@ def test_the_command_runs_as_it_stands(tmp_path: Path, capsys: Capture, monkeypa
     assert run([*words[1:], "--json"]) == 0
     trained = json.loads(capsys.readouterr().out)
     assert trained["status"] == "ok"
+
+
+def test_a_command_on_several_hosts_starts_the_servers_too(tmp_path: Path) -> None:
+    prediction, candidate = SimpleNamespace(servers=2), SimpleNamespace(devices=3)
+    winner = SimpleNamespace(text="parameter_server", hosts=("h0", "h1"), prediction=prediction, candidate=candidate)
+    found = cast("Recommendation", SimpleNamespace(winner=winner))
+    words = _command(found, Path("job.py"), hosts(3), tmp_path / "none.toml", ["a=1"])
+    trained = ["job.py", "--strategy", "parameter_server", "--set", "a=1"]
+    assert words == ["headrace", "launch", "--hosts", "h0,h1", "--workers", "5", *trained]
 
 
 @pytest.mark.slow
