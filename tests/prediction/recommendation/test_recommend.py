@@ -7,14 +7,12 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
 import headrace as hr
 from headrace.cli import run
-from headrace.cli.commands.recommend import _command, _needed, _own_settings, _shell_lines, seconds_of
+from headrace.cli.commands.recommend import _needed, seconds_of
 from headrace.cli.jobfile import load_job
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.prediction.recommendation.candidates import call_text, candidates, counts
@@ -353,15 +351,6 @@ def test_the_command_runs_as_it_stands(tmp_path: Path, capsys: Capture, monkeypa
     assert trained["status"] == "ok"
 
 
-def test_a_command_on_several_hosts_starts_the_servers_too(tmp_path: Path) -> None:
-    prediction, candidate = SimpleNamespace(servers=2), SimpleNamespace(devices=3)
-    winner = SimpleNamespace(text="parameter_server", hosts=("h0", "h1"), prediction=prediction, candidate=candidate)
-    found = cast("Recommendation", SimpleNamespace(winner=winner))
-    words = _command(found, Path("job.py"), hosts(3), tmp_path / "none.toml", ["a=1"])
-    trained = ["job.py", "--strategy", "parameter_server", "--set", "a=1"]
-    assert words == ["headrace", "launch", "--hosts", "h0,h1", "--workers", "5", *trained]
-
-
 @pytest.mark.slow
 def test_micro_batches_that_the_winner_needs_are_in_the_command(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
@@ -390,22 +379,3 @@ def test_the_batch_that_the_job_must_say_is_named() -> None:
     assert best.winner.prediction.global_batch_size == 64
     assert _needed(best, Path("job.py"), 64) == []
     assert "needs global_batch_size=64 in place of 16 in" in _needed(best, Path("digits.py"), 16)[0]
-
-
-def test_micro_batches_of_the_job_give_way_to_those_of_the_winner() -> None:
-    assert _own_settings(1, 1, ["lr=1"]) == ["lr=1"]
-    assert _own_settings(2, 2, ["options.accumulate=2"]) == ["options.accumulate=2"]
-    assert _own_settings(4, 2, ["options.accumulate=2", "lr=1"]) == ["lr=1", "options.accumulate=4"]
-    assert _own_settings(1, 2, []) == ["options.accumulate=1"]
-
-
-def test_a_long_command_is_cut_between_its_options() -> None:
-    strategy = "hybrid(outer=mirrored(workers=16), inner=pipeline(stages=4, micro_batches=16))"
-    words = ["headrace", "launch", "--cluster", "a/b/cluster.toml", "--workers", "64", "job.py"]
-    lines = _shell_lines([*words, "--strategy", strategy, "--set", "note=a b"])
-    assert lines == [
-        "headrace launch --cluster a/b/cluster.toml --workers 64 job.py \\",
-        f'    --strategy "{strategy}" \\',
-        '    --set "note=a b"',
-    ]
-    assert shlex.split("\n".join(lines).replace("\\\n", "")) == [*words, "--strategy", strategy, "--set", "note=a b"]
