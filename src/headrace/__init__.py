@@ -172,6 +172,9 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
+    if name in __all__:
+        # Before anything is imported that an older torch lacks.
+        importlib.import_module("headrace.machine.versions").require_torch()
     if name in ("data", "metrics", "tasks"):
         return importlib.import_module(f"headrace.{name}")
     if name in __all__:

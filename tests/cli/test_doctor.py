@@ -12,6 +12,7 @@ import pytest
 
 from headrace.cli import run
 from headrace.cli.commands.doctor import CHECKS, Check, Verdict, examine, worst
+from headrace.machine.versions import TESTED_TORCH, TORCH_REMEDY
 
 # The package names its command `doctor`, too, which hides the module.
 DOCTOR = sys.modules["headrace.cli.commands.doctor"]
@@ -35,7 +36,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
 
 def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "torch", "safetensors", "sklearn", "numpy")
-    assert lines("_torch")["torch"] == Check("torch", Verdict.PROBLEM, "not installed", "pip install torch==2.13.0")
+    assert lines("_torch")["torch"] == Check("torch", Verdict.PROBLEM, "not installed", "pip install 'torch>=2.11'")
     found = lines("_packages")
     assert found["packages"].verdict is Verdict.PROBLEM
     assert found["packages"].remedy == "pip install safetensors"
@@ -73,8 +74,26 @@ def test_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_torch(monkeypatch, "2.9.1+cu126")
     assert lines("_torch") == {
-        "torch": Check("torch", Verdict.PROBLEM, "2.9.1+cu126, too old", "pip install torch==2.13.0")
+        "torch": Check("torch", Verdict.PROBLEM, "2.9.1+cu126, too old", "pip install 'torch>=2.11'")
     }
+
+
+def test_a_torch_that_the_tests_did_not_run_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_torch(monkeypatch, "99.0.0+cu990")
+    line = lines("_torch")["torch"]
+    assert line.verdict is Verdict.WARNING
+    assert line.found.startswith("99.0.0+cu990; the tests ran with 2.11.0, ")
+    fake_torch(monkeypatch, TESTED_TORCH[-1])
+    assert lines("_torch")["torch"].verdict is Verdict.OK
+
+
+def test_a_processor_without_vector_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lines("_processor")["processor"].verdict is Verdict.OK
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "DEFAULT")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert lines("_processor")["processor"].verdict is Verdict.WARNING
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert lines("_processor")["processor"].verdict is Verdict.OK
 
 
 @pytest.mark.parametrize(
@@ -119,7 +138,7 @@ def test_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shared_memory_where_torch_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "headrace.shared_memory.control_page", None)
     (line,) = lines("_shared_memory").values()
-    assert (line.verdict, line.remedy) == (Verdict.PROBLEM, "pip install torch==2.13.0")
+    assert (line.verdict, line.remedy) == (Verdict.PROBLEM, TORCH_REMEDY)
     assert line.found.startswith("not checked: ")
 
 
@@ -134,7 +153,7 @@ Capture = pytest.CaptureFixture[str]
 
 OK = Check("python", Verdict.OK, "3.11.7")
 WARNING = Check("cores", Verdict.WARNING, "1 usable of 1", "give more cores")
-PROBLEM = Check("torch", Verdict.PROBLEM, "not installed", "pip install torch==2.13.0")
+PROBLEM = Check("torch", Verdict.PROBLEM, "not installed", "pip install 'torch>=2.11'")
 
 
 def say(monkeypatch: pytest.MonkeyPatch, *checks: Check) -> None:
@@ -154,7 +173,7 @@ def test_a_line_has_a_verdict_and_a_remedy(monkeypatch: pytest.MonkeyPatch, caps
     assert lines == [
         ["ok", "python", "3.11.7"],
         ["problem", "torch", "not", "installed"],
-        ["->", "pip", "install", "torch==2.13.0"],
+        ["->", "pip", "install", "'torch>=2.11'"],
     ]
 
 

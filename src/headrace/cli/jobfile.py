@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import HeadraceError, JobError, UnknownName, UsageError
+from headrace.machine.versions import require_torch
 from headrace.spec.job import Job, JobSource
 from headrace.spec.options import Options
 from headrace.tracebacks import user_place
@@ -79,6 +80,7 @@ def find_job(path: Path) -> None:
     Call it before the engine is made, whose workers inherit the path: definitions of other files are sent by name.
     """
     check_file(path, "job file")
+    require_torch()
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from headrace.cli.verdict import Check, Verdict, ok, problem, table, warning, wo
 from headrace.devices import HOST, accelerators, device_names, explain_auto, package_problem
 from headrace.errors import HeadraceError, UsageError
 from headrace.machine.resources import core_quota, cores, memory_limit_bytes, spare_memory_bytes
+from headrace.machine.versions import TESTED_PYTHON, TESTED_TORCH, TORCH_REMEDY, minor_of, too_old, untested
 from headrace.report.format import byte_count
 from headrace.spec.cluster import Cluster
 from headrace.spec.plain import to_plain
@@ -37,9 +37,6 @@ _EXAMPLES = """
   headrace doctor --json | jq '.checks[] | select(.verdict != "ok")'
 """
 
-_LEAST_TORCH = (2, 11)
-_LEAST_PYTHON = (3, 11)
-_TORCH_REMEDY = "pip install torch==2.13.0"
 _NEEDED = ("cloudpickle", "matplotlib", "rich", "safetensors", "typer")
 _OPTIONAL = {"sklearn": "the demo's bundled digits", "tensorboard": "--tensorboard"}
 _LITTLE_MEMORY = 2 << 30
@@ -57,15 +54,16 @@ def _python() -> Iterator[Check]:
         yield ok("headrace", importlib.metadata.version("headrace"))
     except importlib.metadata.PackageNotFoundError:
         yield warning("headrace", "runs from its source, not installed", "pip install -e .")
-    if sys.version_info >= _LEAST_PYTHON:
-        yield ok("python", platform.python_version())
+    tested = f"{platform.python_version()}; the tests ran with {', '.join(TESTED_PYTHON)}"
+    if minor_of(platform.python_version()) > minor_of(TESTED_PYTHON[-1]):
+        yield warning("python", tested, f"Python {TESTED_PYTHON[-1]}, if something fails")
     else:
-        yield problem("python", platform.python_version(), "install Python 3.11 or newer")
+        yield ok("python", tested)
 
 
 def _torch() -> Iterator[Check]:
     if importlib.util.find_spec("torch") is None:
-        yield problem("torch", "not installed", _TORCH_REMEDY)
+        yield problem("torch", "not installed", TORCH_REMEDY)
         return
     for kind in accelerators():
         # Before torch is imported, which loads the package, and ends where the two do not fit.
@@ -77,14 +75,33 @@ def _torch() -> Iterator[Check]:
         # Here alone: it takes a second, and `--help` has none.
         import torch
     except (ImportError, OSError, RuntimeError) as error:
-        yield problem("torch", f"installed, but does not load: {error}", _TORCH_REMEDY)
+        yield problem("torch", f"installed, but does not load: {error}", TORCH_REMEDY)
         return
-    release = str(torch.__version__).partition("+")[0].split(".")
-    if tuple(int(part) for part in release[:2]) < _LEAST_TORCH:
-        yield problem("torch", f"{torch.__version__}, too old", _TORCH_REMEDY)
+    if too_old(torch.__version__):
+        yield problem("torch", f"{torch.__version__}, too old", TORCH_REMEDY)
         return
-    yield ok("torch", str(torch.__version__))
+    tested = f"{torch.__version__}; the tests ran with {', '.join(TESTED_TORCH)}"
+    if untested(torch.__version__):
+        yield warning("torch", tested, f"pip install torch=={TESTED_TORCH[-1]}, if something fails")
+    else:
+        yield ok("torch", tested)
     yield _accelerators()
+
+
+def _processor() -> Iterator[Check]:
+    try:
+        import torch
+    except (ImportError, OSError, RuntimeError):
+        return  # the line of torch says why
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability == "DEFAULT" and platform.machine() == "x86_64":
+        yield warning(
+            "processor",
+            "torch uses no vector instructions (AVX2)",
+            "one with AVX2 is several times faster",
+        )
+    else:
+        yield ok("processor", f"torch uses {capability}")
 
 
 def _accelerators() -> Check:
@@ -143,7 +160,7 @@ def _shared_memory() -> Iterator[Check]:
 
         reason = check_shared_memory()
     except ImportError as error:
-        yield problem("shared memory", f"not checked: {error}", _TORCH_REMEDY)
+        yield problem("shared memory", f"not checked: {error}", TORCH_REMEDY)
         return
     if reason is not None:
         remedy = "run on Linux 5.4 or newer, outside a sandbox that forbids memfd_create and futex"
@@ -206,6 +223,7 @@ def _listener(listener: Listener) -> Check:
 CHECKS: tuple[Callable[[], Iterable[Check]], ...] = (
     _python,
     _torch,
+    _processor,
     _packages,
     _cores,
     _memory,
