@@ -112,13 +112,6 @@ def test_a_look_at_a_job_leaves_the_random_numbers_as_they_were() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("checkpoints", [None, False])
-def test_a_rollback_that_would_find_no_checkpoint_is_refused(checkpoints: bool | None) -> None:
-    job = make_job(options=hr.Options(on_nonfinite="rollback"))
-    with pytest.raises(UsageError, match="on_nonfinite='rollback' needs checkpoints to roll back to; give a run_dir"):
-        hr.fit(job, engine=THREADS, checkpoints=checkpoints)
-
-
 def test_steps_count_rounds() -> None:
     run = hr.fit(make_job(epochs=None, steps=11), hr.Mirrored(2), engine=THREADS)
     assert sum(event.kind == "stepped" for event in run.events) == 2 * 11

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from headrace.bench import library, measuring, networks, saving, settings, storage
+from headrace.bench import arithmetic, library, measuring, networks, saving, settings, storage
 from headrace.bench.figures import Figure, Gap, MachineFigures, OtherWork
 from headrace.bench.measuring import measure
 from headrace.bench.saving import OtherWorkGauge
@@ -59,6 +59,18 @@ def test_each_part_gives_numbers_or_says_why_not(tmp_path: Path) -> None:
         why = {(gap.part, gap.column, gap.why) for gap in found.gaps if gap.part in ("matrix", "memory", "transfer")}
         assert why == {(part, "GPU", "no CUDA device here") for part in ("matrix", "memory", "transfer")}
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_copy_reads_and_writes_and_a_sum_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arithmetic, "repeat", lambda *_: [0.5, 0.5])
+    monkeypatch.setattr(arithmetic, "_LARGE", 1 << 20)
+    monkeypatch.setattr(arithmetic, "gpu_settings", list)
+    monkeypatch.setattr(arithmetic, "processor_settings", lambda: [CPU])
+    found = {
+        each.row: each.value for each in arithmetic.memory(TINY, MachineFigures("here", ())) if isinstance(each, Figure)
+    }
+    for words in ("64 kB, in a cache", "256 MB"):
+        assert found[f"copy, {words}"] == 2 * found[f"sum, {words}"]
 
 
 def test_a_product_that_takes_too_long_is_left_out(tmp_path: Path) -> None:

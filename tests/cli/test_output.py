@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from headrace import errors as tree
+from headrace.cli import main
 from headrace.cli.output import (
     ExitCode,
     answering,
@@ -108,6 +109,21 @@ def test_a_stdout_that_takes_no_more(
         assert capsys.readouterr().err == "error: no examples\n"
         # What its buffer still holds goes elsewhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+
+
+def test_the_command_opens_a_stream_that_its_caller_has_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["headrace", "--version"])
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.close(0)
+            main()
+        except SystemExit:
+            code = 0 if os.readlink("/proc/self/fd/0") == os.devnull else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.slow

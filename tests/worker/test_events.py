@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.shared_memory.control_page import LastEvent
-from headrace.spec.events import Failed, Notice, Stepped, decode, encode
+from headrace.spec.events import Failed, Notice, PipelineStepTimed, StagePass, Stepped, decode, encode
 from headrace.worker.events import EventWriter
 from headrace.worker.run_spec import events_path
 
@@ -103,3 +103,13 @@ def test_another_error_of_the_system_is_raised(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(OSError, match="planted"):
             journal.write(Notice(1, 0.0, "a line"))
     journal.close()
+
+
+def test_passes_are_on_the_clock_of_the_run(tmp_path: Path) -> None:
+    journal = EventWriter(tmp_path, 0, 100.0)
+    for step in range(100):
+        journal.passed(step, 2, [StagePass(0, 1, True, 101.5, 103.25, 0.5)])
+    journal.close()
+    told = [decode(line) for line in events_path(tmp_path, 0).read_text().splitlines()]
+    assert [(each.step, each.in_flight) for each in told if isinstance(each, PipelineStepTimed)] == [(5, 2), (55, 2)]
+    assert told[0].passes == (StagePass(0, 1, True, 1.5, 3.25, 0.5),)  # type: ignore[attr-defined]

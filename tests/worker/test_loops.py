@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from engine.victims import NOTICED_S
 from headrace.engine.base import Engine
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import HeadraceError
+from headrace.worker.loops.leased import LeasedLoop
 
 
 @pytest.fixture(params=["threads", "processes"])
@@ -147,3 +150,14 @@ def test_what_forward_moves_does_not_fall_behind_where_a_share_is_empty() -> Non
     two = hr.fit(job, hr.Mirrored(2), engine=hr.ThreadEngine()).model.state_dict()
     for name, value in one.items():
         assert torch.allclose(two[name], value, rtol=0, atol=1e-9), name
+
+
+def test_a_worker_that_is_to_leave_asks_for_no_more_data() -> None:
+    asked: list[str] = []
+    for leave, expected in ((0, ["asked"]), (1, [])):
+        session = SimpleNamespace(rank=1, page=SimpleNamespace(ranks=[None, SimpleNamespace(leave=leave)]))
+        leases = SimpleNamespace(ask=lambda: asked.append("asked"))
+        loop = SimpleNamespace(_asked=False, _point=-1, _leaving=False, _session=session, _leases=leases)
+        LeasedLoop._ask(cast("LeasedLoop", loop))
+        assert (asked, loop._leaving) == (expected, bool(leave))
+        asked.clear()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
+import torch
 
-from headrace.worker.loops.members import _NumpyState
+from headrace.worker.loops.members import MemberChanges, _Before, _NumpyState
 
 USES: dict[str, Callable[[], object]] = {
     "nothing": lambda: None,
@@ -58,3 +62,23 @@ def test_a_generator_of_another_kind_is_kept_too() -> None:
     for _ in range(3):
         check(kept)
         np.random.rand()
+
+
+def test_a_round_that_comes_again_draws_the_same_numbers() -> None:
+    def draw() -> tuple[float, float, float]:
+        return float(torch.rand(())), random.random(), float(np.random.rand())
+
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
+    own = SimpleNamespace(heartbeat=SimpleNamespace(examples=9))
+    session = SimpleNamespace(
+        rank=0,
+        page=SimpleNamespace(ranks=[own]),
+        progress=SimpleNamespace(round=7, examples=64),
+        replica=SimpleNamespace(compute=SimpleNamespace(module=torch.nn.Identity())),
+    )
+    elastic = SimpleNamespace(bring_back=lambda: None)
+    changes = SimpleNamespace(_before=_Before(5, [], generators, (32, 4)), _session=session, _elastic=elastic)
+    drawn = draw()
+    MemberChanges._bring_back(cast("MemberChanges", changes))
+    assert draw() == drawn
+    assert (session.progress.round, session.progress.examples, own.heartbeat.examples) == (4, 32, 4)

@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 import headrace as hr
 from api.test_run_directory import mounted
@@ -349,3 +351,33 @@ def test_settings() -> None:
     for wrong in ({"every_steps": 0}, {"keep": 0}, {"every_s": 0}, {"every_steps": True}, {"every_s": "30"}):
         with pytest.raises(HeadraceError, match=f"{next(iter(wrong))} must be"):
             hr.Checkpoints(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_rollback_passes_over_a_checkpoint_whose_bytes_have_changed(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for step in (100, 120, 140):
+        folder.begin(step)
+        folder.commit(step, [folder.write(step, 0, {"parameter/weight": torch.ones(8)})], {}, keep=3)
+    file = tmp_path / "step-00000120" / "rank-0.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    # 140 is of another history.
+    saver = cast("module.Saver", SimpleNamespace(folder=folder, saved=120))
+    assert module.Saver.newest(saver).step == 100
+
+
+def test_a_part_whose_writer_was_lost_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.0)
+    looks = iter(range(100))
+    lost = {1}
+    group = SimpleNamespace(is_gone=lost.__contains__, check=lambda: next(looks))
+    ranks = [
+        SimpleNamespace(saved=SimpleNamespace(step_plus_1=121)),
+        SimpleNamespace(saved=SimpleNamespace(step_plus_1=0)),
+    ]
+    saver = cast("module.Saver", SimpleNamespace(_group=group, _page=SimpleNamespace(ranks=ranks)))
+    assert module.Saver._await(saver, 120, [0, 1]) == 1
+    # It had written its part before.
+    ranks[1].saved.step_plus_1 = 121
+    assert module.Saver._await(saver, 120, [0, 1]) is None

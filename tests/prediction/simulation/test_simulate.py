@@ -11,7 +11,9 @@ import pytest
 
 import headrace as hr
 from headrace.errors import InfeasiblePlan, UnfitMachine, UsageError
+from headrace.prediction.simulation.memory import device_bytes
 from headrace.prediction.simulation.scene import Assumptions
+from headrace.prediction.simulation.simulate import scene_of
 from headrace.report.model.summary import summarize
 from headrace.spec.cluster import Cluster, Host, Link
 from headrace.spec.model import ModelSpec
@@ -144,6 +146,26 @@ def test_backup_workers_drop_the_slowest_gradient() -> None:
     # Gradients that come too late count for nothing.
     assert sum(spare.timeline.staleness.values()) == 40
     assert spare.examples_per_s == pytest.approx(64 * 40 / spare.timeline.seconds, rel=0.02)
+
+
+def test_a_late_gradient_is_computed_again() -> None:
+    assumed = replace(QUICK, steps=40, slow_share=0.1, slow_factor=10)
+    found = run(
+        hr.ParameterServer(workers=8, backup_workers=2), gpus(9), examples=64, model=model(1), assumptions=assumed
+    )
+    timeline = found.timeline
+    applied = sum(timeline.staleness.values())
+    assert len(timeline.step) > 40 * 6
+    assert (applied, timeline.rounds) == (40, 40)
+
+
+def test_copies_that_are_fetched_meanwhile_are_held_beside_those_that_are_trained() -> None:
+    held = {}
+    for overlap in (True, False):
+        strategy = hr.Downpour(workers=2, push_every=4, fetch_every=4, overlap=overlap)
+        scene, _ = scene_of(model(100), gpus(3), strategy, 32, QUICK)
+        held[overlap] = device_bytes(strategy, scene)
+    assert held[True] - held[False] == 2 * 100_000_000
 
 
 def test_downpour_hides_its_exchange() -> None:
