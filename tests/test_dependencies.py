@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Iterable
 from importlib.metadata import distribution
-from pathlib import Path
 
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from installed import PROJECT, ROOT, closure
 
-ROOT = Path(__file__).resolve().parent.parent
 MOST_MB = 84
 MOST_MB_BUT_NUMPY = 26
 """NumPy alone is 57 MB, with OpenBLAS; a torch is rarely without it."""
-
-
-def closure(requirements: Iterable[str]) -> set[str]:
-    """Returns the names of the packages that these bring, with what those bring."""
-    names: set[str] = set()
-    todo = [(Requirement(line), frozenset[str]()) for line in requirements]
-    seen = set()
-    while todo:
-        requirement, extras = todo.pop()
-        name = canonicalize_name(requirement.name)
-        applies = requirement.marker is None or any(
-            requirement.marker.evaluate({"extra": extra}) for extra in {"", *extras}
-        )
-        key = (name, frozenset(requirement.extras))
-        if not applies or key in seen:
-            continue
-        seen.add(key)
-        names.add(name)
-        todo += [(Requirement(line), key[1]) for line in distribution(name).requires or ()]
-    return names
 
 
 def megabytes(name: str) -> float:
@@ -43,8 +18,7 @@ def megabytes(name: str) -> float:
 
 
 def test_a_plain_install_stays_small() -> None:
-    plain = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    added = closure(plain) - closure(["torch"])
+    added = closure(PROJECT["dependencies"]) - closure(["torch"])
     assert {"cloudpickle", "numpy", "pyzmq", "rich", "safetensors", "typer"} <= added
     sizes = {name: megabytes(name) for name in sorted(added)}
     assert all(size > 0.005 for size in sizes.values()), "a package without metadata of its files"

@@ -1,3 +1,4 @@
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -12,6 +13,7 @@ import pytest
 
 from headrace.cli import run
 from headrace.cli.commands.doctor import CHECKS, Check, Verdict, examine, worst
+from headrace.machine.extras import lacks, require_extra, requirements
 from headrace.machine.versions import TESTED_TORCH, TORCH_REMEDY
 
 # The package names its command `doctor`, too, which hides the module.
@@ -35,13 +37,31 @@ def without(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
 
 
 def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "torch", "safetensors", "sklearn", "numpy")
+    without(monkeypatch, "torch")
     assert lines("_torch")["torch"] == Check("torch", Verdict.PROBLEM, "not installed", "pip install 'torch>=2.11'")
-    found = lines("_packages")
-    assert found["packages"].verdict is Verdict.PROBLEM
-    assert found["packages"].remedy == "pip install safetensors"
-    assert found["numpy"].verdict is Verdict.PROBLEM
-    assert found["sklearn"].verdict is Verdict.OK, "no job needs it"
+    versions = {"pyzmq": None, "rich": "12.0"}
+    monkeypatch.setattr("headrace.machine.extras.installed", lambda name: versions.get(name, "99"))
+    monkeypatch.setattr("headrace.machine.extras.find_spec", lambda name: None)
+    found = "pyzmq>=26 (not installed), rich>=13 (installed is 12.0)"
+    assert lines("_packages") == {
+        "packages": Check("packages", Verdict.PROBLEM, found, "pip install 'pyzmq>=26' 'rich>=13'")
+    }
+
+
+def test_a_tree_that_is_not_installed_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("headrace.machine.extras.distribution", missing)
+    assert lines("_packages") == lines("_extras") == {}
+    require_extra("watch", "the page")
+
+
+def test_the_module_of_another_package_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.machine.extras.installed", lambda name: None)
+    monkeypatch.setattr("headrace.machine.extras.find_spec", lambda name: name == "cv2" or None)
+    assert "opencv-python-headless" not in str([*map(str, lacks(requirements("data")))])
+    assert "simplejpeg>=1.8 (not installed)" in [*map(str, lacks(requirements("data")))]
 
 
 def fake_torch(monkeypatch: pytest.MonkeyPatch, version: str, devices: tuple[str, ...] = (), warn: str = "") -> None:
@@ -199,7 +219,9 @@ def test_the_worst_counts() -> None:
 @pytest.mark.slow
 def test_this_machine() -> None:
     found = {check.name: check for check in examine()}
-    assert {"python", "torch", "accelerators", "numpy", "cores", "memory", "shared memory", "disk"} <= set(found)
+    assert {"python", "torch", "accelerators", "packages", "extras", "cores", "memory", "shared memory", "disk"} <= set(
+        found
+    )
     assert found["torch"].verdict is Verdict.OK
     assert all(check.remedy for check in found.values() if check.verdict is not Verdict.OK)
     assert [check for check in found.values() if check.verdict is Verdict.PROBLEM] == []

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.options import check_tensorboard, default_run_dir, job_name, saying_where, tensorboards
-from headrace.errors import PeerLost, UnfitMachine, UsageError
+from headrace.cli.options import default_run_dir, job_name, saying_where, tensorboards
+from headrace.errors import PeerLost, UsageError
 from headrace.spec.events import Event
 
 NOW = datetime(2026, 3, 4, 5, 6, 7)
@@ -57,10 +57,3 @@ def test_tensorboard_gets_one_log_a_run(tmp_path: Path, events: Callable[..., di
 def test_without_a_log_dir_no_events_are_read() -> None:
     with tensorboards(None) as take:
         assert take is None
-
-
-def test_a_missing_tensorboard_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    check_tensorboard(None)
-    with pytest.raises(UnfitMachine, match=r"pip install 'headrace\[tensorboard\]'"):
-        check_tensorboard(tmp_path)

@@ -31,9 +31,6 @@ def test_what_cannot_be_shown_is_said(tmp_path: Path, capsys: Capture, monkeypat
         assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
     assert run(["watch", str(tmp_path), "--wait", "--host", "0.0.0.0"]) == 2
     assert "give a token by --token-file FILE, or say --public" in capsys.readouterr().err
-    monkeypatch.setattr("headrace.watch.running.find_spec", lambda name: None)
-    assert run(["watch", str(tmp_path), "--wait"]) == 3
-    assert "pip install 'headrace[watch]'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -134,10 +134,7 @@ def test_files_that_vanish_grow_or_shrink_are_named_and_can_be_skipped(tmp_path:
 @pytest.mark.parametrize(
     ("package", "read"),
     [
-        ("pyarrow", hr.data.from_parquet),
         ("pyarrow", hr.data.from_csv),
-        ("google_crc32c", hr.data.from_tfrecord),
-        ("array_record.python.array_record_module", hr.data.from_array_record),
         ("datasets", hr.data.from_hugging_face),
         ("fsspec", lambda file: hr.data.from_files(f"file://{file}")),
     ],

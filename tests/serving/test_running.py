@@ -120,9 +120,6 @@ def test_what_cannot_be_served_is_said(tmp_path: Path, capsys: Capture, monkeypa
         assert "name another --health-port, 0 for a free one" in told
     assert run(["serve", folder, "--cluster", "ray://auto", "--health-port", "0"]) == 2
     assert "Ray Serve probes and ends its replicas itself" in capsys.readouterr().err
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert run(["serve", folder]) == 3
-    assert "pip install 'headrace[serve]'" in capsys.readouterr().err
 
 
 def test_megabytes_of_a_body_are_millions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from headrace.checkpoint.folder import Checkpoint, CheckpointFolder, folder_name
 from headrace.checkpoint.manifest import FileRecord
 from headrace.checkpoint.storage import CHUNK
 from headrace.errors import CorruptCheckpoint, HeadraceError, UnfitMachine, UsageError
+from headrace.machine.extras import remedy
 from headrace.spec.options import require_url
 
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "memory"}
@@ -43,7 +44,7 @@ class RemoteFolder:
         except (ImportError, ValueError) as error:
             raise UnfitMachine(
                 f"checkpoints at {url} need a package that is missing here: {error}; "
-                'pip install "headrace[remote]" brings fsspec and s3fs'
+                f"{remedy('remote')} brings what s3:// and https:// need"
             ) from error
         protocols = self._system.protocol
         self._has_folders = not _OBJECT_STORES & {*([protocols] if isinstance(protocols, str) else protocols)}

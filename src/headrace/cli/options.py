@@ -19,7 +19,7 @@ import typer
 from headrace.cli.combinations import refuse_idle
 from headrace.devices import AUTO, DEVICES, EXAMPLE, one_each
 from headrace.engine.base import Terminated
-from headrace.errors import RunFailed, UnfitMachine, UnknownName, UsageError
+from headrace.errors import RunFailed, UnknownName, UsageError
 from headrace.spec.call import parse_call, split_calls
 from headrace.spec.options import Checkpoints
 
@@ -344,12 +344,6 @@ def saying_where(run_dir: Path) -> Iterator[None]:
         if (run_dir / "checkpoints").is_dir():
             error.add_note(f"to go on: --run-dir {run_dir} --resume")
         raise
-
-
-def check_tensorboard(log_dir: Path | None) -> None:
-    """Raises UnfitMachine where `--tensorboard` is given and the package is not installed."""
-    if log_dir is not None and importlib.util.find_spec("tensorboard") is None:
-        raise UnfitMachine("--tensorboard needs a package that is not here: pip install 'headrace[tensorboard]'")
 
 
 @contextlib.contextmanager

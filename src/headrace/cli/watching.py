@@ -25,9 +25,9 @@ def watching(run_dir: Path, wanted: bool) -> Iterator[None]:
         yield
         return
     # Lazily: `--help` needs none of it.
-    from headrace.watch.running import require_libraries
+    from headrace.machine.extras import require_extra
 
-    require_libraries()
+    require_extra("watch", "the page")
     process = subprocess.Popen(
         [sys.executable, "-c", _PROGRAM, str(run_dir.absolute())],
         stdin=subprocess.PIPE,

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from headrace.data.pipeline.order import permutation
 from headrace.errors import DataError, UnfitMachine
+from headrace.machine.extras import remedy
 from headrace.machine.temporary import temporary_folder
 
 Fetcher = Callable[[Path, Sequence[str]], None]
@@ -292,8 +293,7 @@ def digits() -> ImageData:
     file = Path(found.origin).parent / _DIGITS_FILE if found and found.origin else None
     if file is None or not file.is_file():
         raise UnfitMachine(
-            "the digits come with scikit-learn, which is not installed, or without its data sets; pip install "
-            '"headrace[data]"'
+            "the digits come with scikit-learn, which is not installed, or without its data sets: " + remedy("data")
         )
     with gzip.open(file, "rt") as lines:
         table = torch.from_numpy(np.loadtxt(lines, np.int64, delimiter=","))

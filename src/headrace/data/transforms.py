@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -119,12 +120,7 @@ def _libraries() -> tuple[Any, Any]:
     return simplejpeg, cv2
 
 
-_KINDS: Mapping[type, int] = {bytes: 1, str: 1, float: 2, int: 3}
-_LISTS = {1: "bytes", 2: "float", 3: "int"}
-_VARINT, _BYTES = 0, 2
-_FIXED: Mapping[int, int] = {1: 8, 5: 4}
-_LONGEST = 10
-"""Bytes of a number of 64 bits, 7 in each."""
+_LISTS: Mapping[type, str] = {bytes: "bytes_list", str: "bytes_list", float: "float_list", int: "int64_list"}
 _Shape = tuple[int, ...] | None
 
 
@@ -139,6 +135,7 @@ class ParseExample:
 
     Raises:
         UsageError: there is no such type.
+        UnfitMachine: protobuf is not installed.
 
     Examples:
         >>> record = hr.data.from_tfrecord("train-*.tfrecord").source.example(1, hr.data.Epoch(0, 0))
@@ -147,52 +144,81 @@ class ParseExample:
     """
 
     def __init__(self, features: Mapping[str, Any]) -> None:
-        self._features: dict[bytes, tuple[str, type, _Shape]] = {}
+        self._features: dict[str, tuple[type, _Shape]] = {}
         for name, wanted in features.items():
             kind, shape = wanted if isinstance(wanted, tuple) else (wanted, ())
-            if kind not in _KINDS:
+            if kind not in _LISTS:
                 raise UsageError(
                     f"the feature {name!r} must be bytes, str, int or float, or (int, shape), got {wanted!r}"
                 )
-            self._features[name.encode()] = (name, kind, shape if shape is None else tuple(shape))
+            self._features[name] = (kind, shape if shape is None else tuple(shape))
+        _example_class()
 
     def __call__(self, record: bytes) -> dict[str, Any]:
         """Returns numbers as tensors, and bytes or str as values, or as lists if there is a shape."""
-        found: dict[bytes, memoryview] = {}
-        for features in _inner(memoryview(record), 1):
-            for entry in _inner(features, 1):
-                key = next(_inner(entry, 1), memoryview(b""))
-                found[bytes(key)] = next(_inner(entry, 2), memoryview(b""))
-        missing = [name for encoded, (name, _, _) in self._features.items() if encoded not in found]
-        if missing:
-            has = ", ".join(sorted(name.decode(errors="replace") for name in found)) or "none"
+        message, damaged = _example_class()
+        try:
+            features = message.FromString(record).features.feature
+        except damaged as error:
+            raise DataError(f"the {len(record):,} bytes are no tf.train.Example: {error}") from error
+        if missing := [name for name in self._features if name not in features]:
+            has = ", ".join(sorted(features)) or "none"
             raise DataError(f"the example has no feature {missing[0]!r}; it has {has}")
         return {
-            name: _shaped(_values(found[encoded], name, kind), name, kind, shape)
-            for encoded, (name, kind, shape) in self._features.items()
+            name: _shaped(_values(features[name], name, kind), name, kind, shape)
+            for name, (kind, shape) in self._features.items()
         }
 
 
-def _values(feature: memoryview, name: str, kind: type) -> Any:
+@functools.cache
+def _example_class() -> tuple[Any, type[Exception]]:
+    """Returns the class of `tf.train.Example`, with the fields of TensorFlow's feature.proto, and its error."""
+    names = ("descriptor_pb2", "descriptor_pool", "message_factory", "message")
+    pb2, pools, factory, errors = (
+        import_package(f"google.protobuf.{name}", "tf.train.Example needs protobuf") for name in names
+    )
+    of = pb2.FieldDescriptorProto
+    file = pb2.FileDescriptorProto(name="example.proto", package="tf", syntax="proto3")
+
+    def add(message: Any, name: str, number: int, kind: int | str, repeated: bool = False, **more: int) -> None:
+        typed = {"type": kind} if isinstance(kind, int) else {"type": of.TYPE_MESSAGE, "type_name": f".tf.{kind}"}
+        label = of.LABEL_REPEATED if repeated else of.LABEL_OPTIONAL
+        message.field.add(name=name, number=number, label=label, **typed, **more)
+
+    feature = file.message_type.add(name="Feature")
+    feature.oneof_decl.add(name="kind")
+    kinds = {"BytesList": of.TYPE_BYTES, "FloatList": of.TYPE_FLOAT, "Int64List": of.TYPE_INT64}
+    for number, ((name, kind), field) in enumerate(zip(kinds.items(), dict.fromkeys(_LISTS.values()), strict=True), 1):
+        add(file.message_type.add(name=name), "value", 1, kind, repeated=True)
+        add(feature, field, number, name, oneof_index=0)
+    features = file.message_type.add(name="Features")
+    entry = features.nested_type.add(name="FeatureEntry", options={"map_entry": True})
+    add(entry, "key", 1, of.TYPE_STRING)
+    add(entry, "value", 2, "Feature")
+    add(features, "feature", 1, "Features.FeatureEntry", repeated=True)
+    add(file.message_type.add(name="Example"), "features", 1, "Features")
+    # A pool of its own, as TensorFlow's messages may be in the common one.
+    pool = pools.DescriptorPool()
+    pool.Add(file)
+    return factory.GetMessageClass(pool.FindMessageTypeByName("tf.Example")), errors.DecodeError
+
+
+def _values(feature: Any, name: str, kind: type) -> Any:
     """Returns all values of a feature: an array of numbers, or a list."""
-    for number, _, _ in _fields(feature):
-        if number != _KINDS[kind]:
-            raise DataError(f"the feature {name!r} holds {_LISTS.get(number, 'unknown')} values, not {kind.__name__}")
-    pieces = [piece for one in _inner(feature, _KINDS[kind]) for number, wire, piece in _fields(one) if number == 1]
+    held = feature.WhichOneof("kind")
+    # Fields that are none of TensorFlow's are skipped, but count.
+    if held != _LISTS[kind] and feature.ByteSize():
+        has = held.removesuffix("_list").replace("int64", "int") if held else "unknown"
+        raise DataError(f"the feature {name!r} holds {has} values, not {kind.__name__}")
+    values = getattr(feature, _LISTS[kind]).value
     if kind is bytes:
-        return [bytes(piece) for piece in pieces]
+        return list(values)
     if kind is str:
         try:
-            return [str(piece, "utf-8") for piece in pieces]
+            return [value.decode() for value in values]
         except UnicodeDecodeError as error:
             raise DataError(f"the feature {name!r} is not UTF-8 ({error}); read it as bytes") from error
-    # Numbers are packed or single; the bytes of both are the same.
-    together = b"".join(pieces)
-    if kind is int:
-        return _varints(together, name)
-    if len(together) % 4:
-        raise DataError(f"the feature {name!r} holds {len(together)} bytes of float, which is no multiple of 4")
-    return np.frombuffer(together, dtype="<f4").astype(np.float32)
+    return np.array(values, dtype=np.int64 if kind is int else np.float32)
 
 
 def _shaped(values: Any, name: str, kind: type, shape: _Shape) -> Any:
@@ -205,59 +231,6 @@ def _shaped(values: Any, name: str, kind: type, shape: _Shape) -> Any:
     if kind in (bytes, str):
         return values[0] if shape == () else values
     return torch.from_numpy(values).reshape(-1 if shape is None else shape)
-
-
-def _varints(content: bytes, name: str) -> NDArray[np.int64]:
-    raw = np.frombuffer(content, dtype=np.uint8)
-    last = np.flatnonzero(raw < 128)
-    begins = np.concatenate([np.zeros(1, np.int64), last[:-1] + 1])[: len(last)]
-    lengths = last - begins + 1
-    if lengths.sum() != len(raw) or np.any(lengths > _LONGEST):
-        raise DataError(f"the feature {name!r} holds {len(raw)} bytes that are no whole numbers of protobuf")
-    if not len(raw):
-        return np.empty(0, dtype=np.int64)
-    shifts = 7 * (np.arange(len(raw)) - np.repeat(begins, lengths))
-    bits = (raw & np.uint8(127)).astype(np.uint64) << shifts.astype(np.uint64)
-    return np.bitwise_or.reduceat(bits, begins).view(np.int64)
-
-
-def _inner(message: memoryview, number: int) -> Iterator[memoryview]:
-    """Yields the fields of a message with one number, messages or bytes themselves."""
-    for found, wire, content in _fields(message):
-        if found == number:
-            if wire != _BYTES:
-                raise DataError(f"it is no tf.train.Example: its field {number} has the wire type {wire}, not {_BYTES}")
-            yield content
-
-
-def _fields(message: memoryview) -> Iterator[tuple[int, int, memoryview]]:
-    """Yields number, wire type and content of every field."""
-    place, end = 0, len(message)
-    while place < end:
-        tag, place = _varint(message, place)
-        wire, begin = tag & 7, place
-        if wire == _VARINT:
-            _, place = _varint(message, place)
-        elif wire == _BYTES:
-            length, begin = _varint(message, place)
-            place = begin + length
-        elif wire in _FIXED:
-            place += _FIXED[wire]
-        else:
-            raise DataError(f"it is no tf.train.Example: a field has the wire type {wire}, which there is not")
-        if place > end:
-            raise DataError(f"it is no tf.train.Example: a field ends at byte {place:,} of {end:,}")
-        yield tag >> 3, wire, message[begin:place]
-
-
-def _varint(message: memoryview, place: int) -> tuple[int, int]:
-    """Returns a number, and where it ends."""
-    value = 0
-    for at, byte in enumerate(message[place : place + _LONGEST]):
-        value |= (byte & 127) << (7 * at)
-        if byte < 128:
-            return value, place + at + 1
-    raise DataError(f"it is no tf.train.Example: the number at byte {place:,} of {len(message):,} has no end")
 
 
 def check_deterministic(pipeline: InputPipeline, seed: int, examples: int = 64) -> int:

@@ -23,6 +23,7 @@ from headrace.export.pooling import pooled_by_slices
 from headrace.export.predictor import Predictor
 from headrace.export.recurrent import whole_recurrent_layers
 from headrace.export.signature import TensorForm
+from headrace.machine.extras import remedy
 
 BATCH, TIME = "batch", "time"
 _TORCH = str(Path(torch.__file__).parent)
@@ -186,8 +187,7 @@ def require(*modules: str) -> None:
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
         raise UnfitMachine(
-            f"{' and '.join(missing)} is not installed; `pip install headrace[onnx]` brings what pairs with torch "
-            f"{torch.__version__}, or leave ONNX out: --formats pt2"
+            f"ONNX needs {', '.join(missing)} (not installed): {remedy('onnx')}, or leave it out: --formats pt2"
         )
 
 

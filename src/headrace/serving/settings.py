@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headrace.errors import UnfitMachine, UsageError
+from headrace.errors import UsageError
 
-_LIBRARIES = ("httptools", "onnxruntime", "orjson", "prometheus_client", "starlette", "uvicorn", "uvloop")
 TOO_MANY = 429
 """The status of HTTP for requests that are refused because others wait."""
 
@@ -64,12 +63,3 @@ class RequestError(Exception):
         self.status = status
         self.message = message
         self.headers = dict(headers or {})
-
-
-def require_libraries() -> None:
-    """Raises UnfitMachine with what to install where a library of the extra is not there."""
-    from importlib.util import find_spec
-
-    missing = [name for name in _LIBRARIES if find_spec(name) is None]
-    if missing:
-        raise UnfitMachine(f"serving needs {', '.join(missing)}, not installed here: pip install 'headrace[serve]'")

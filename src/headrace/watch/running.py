@@ -8,25 +8,15 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.errors import UnfitMachine
 from headrace.web.access import listening_socket, url_of
 
 if TYPE_CHECKING:
     from headrace.watch.application import Access
 
-_LIBRARIES = ("httptools", "orjson", "starlette", "uvicorn")
 _BACKLOG = 64
-
-
-def require_libraries() -> None:
-    """Raises UnfitMachine with what to install where a library of the extra is not there."""
-    missing = [name for name in _LIBRARIES if find_spec(name) is None]
-    if missing:
-        raise UnfitMachine(f"the page needs {', '.join(missing)}, not installed here: pip install 'headrace[watch]'")
 
 
 def run_watch(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 from contextlib import ExitStack
 
 import pytest
@@ -12,12 +11,6 @@ from engine.ray.stand_in import Reference, StandIn
 from headrace.engine.ray.connection import answers, connect
 from headrace.engine.ray.engine import RayEngine
 from headrace.errors import UnfitMachine, UsageError
-
-
-def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UnfitMachine, match=r"pip install 'headrace\[ray\]'"):
-        connect("auto", None, ExitStack())
 
 
 def test_an_address_where_nothing_listens_is_named_at_once() -> None:

@@ -78,7 +78,7 @@ def test_pooling_by_slices_is_that_of_torch(size: tuple[int, int | None] | int) 
 @pytest.mark.parametrize(
     ("version", "told"),
     [
-        ("2.13.0+cpu", r"with torch 2\.13\.0 goes `pip install 'executorch==1\.4\.\*' torchao`"),
+        ("2.13.0+cpu", r"with torch 2\.13\.0 goes `pip install 'headrace\[mobile\]' 'executorch==1\.4\.\*'`"),
         ("2.11.1", r"for torch 2\.11\.1 no release of executorch was tried \(torch 2\.13 with executorch 1\.4, "),
     ],
 )

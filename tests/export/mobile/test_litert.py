@@ -80,7 +80,7 @@ def test_a_recurrent_model_has_one_length(tmp_path: Path) -> None:
 def test_without_it_what_to_install_is_named(tmp_path: Path) -> None:
     model = nn.Linear(4, 10)
     job = job_of(model, torch.rand(8, 4), task=hr.tasks.multiclass(10))
-    told = r"are not installed; `pip install 'headrace\[litert\]'` brings them .*, or write the format pte"
+    told = r"are not installed: pip install 'headrace\[litert\]' brings them .*, or write the format pte"
     with pytest.raises(UnfitMachine, match=told):
         write_model(job, model, tmp_path / "m", FACTS, LITERT)
     with pytest.raises(UnfitMachine, match=told):

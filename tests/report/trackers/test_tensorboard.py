@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from datetime import datetime
 
@@ -161,19 +160,6 @@ def test_a_resumed_run_goes_on_in_the_same_curves(tmp_path):
     assert "not finite/text_summary" in read.Tags()["tensors"]
 
 
-def test_without_tensorboard_the_remedy_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    said = []
-    with TensorBoard(tmp_path) as board:
-        board.say = said.append
-        for time_s in range(3):
-            board(_started(float(time_s), "2026-10-03T14:00:00+00:00"))
-    (line,) = said
-    assert "pip install 'headrace[tensorboard]'" in line
-    assert line.endswith("training goes on without it")
-
-
-@pytest.mark.slow
 def test_each_run_may_have_a_folder_of_its_own(tmp_path):
     with TensorBoard(tmp_path, per_run=True) as board:
         for strategy in ("one_device", "mirrored"):

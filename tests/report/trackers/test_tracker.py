@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +13,7 @@ from headrace.errors import UnfitMachine, UsageError
 from headrace.report.model.events import Tail, round_of
 from headrace.report.trackers.curves import Tracked, TrackedPicture, TrackedText
 from headrace.report.trackers.listeners import Listeners, RoundSampler
-from headrace.report.trackers.mlflow import MLflow
 from headrace.report.trackers.tracker import Tracker
-from headrace.report.trackers.wandb import WandB
 from headrace.spec.events import LAUNCHER, Event, Notice, PictureLogged, RunEnded, RunStarted, Stepped, encode
 
 
@@ -213,16 +210,3 @@ def test_the_round_of_a_line_is_read_without_decoding_it() -> None:
     assert round_of(encode(step(3, 17, 2.5)).encode()) == (17, 2.5)
     assert round_of(encode(note('{"kind":"stepped",')).encode()) is None
     assert round_of(b'{"kind":"stepped","rank":0}') is None
-
-
-@pytest.mark.parametrize(("tracker", "package"), [(MLflow, "mlflow"), (WandB, "wandb")])
-def test_without_its_package_the_remedy_is_named(
-    tracker: type[Tracker], package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    said: list[str] = []
-    with tracker(tmp_path) as given:  # type: ignore[arg-type]
-        given.say = said.append
-        given(RunStarted(LAUNCHER, 0.0, "mirrored", 2, "cpu", 1, 8, 80, "2026-10-03T14:05:11+02:00", {}, {}))
-    (line,) = said
-    assert f"pip install 'headrace[{package}]'" in line

@@ -25,6 +25,7 @@ from headrace.cli.survey import checks_of, measured, own_facts
 from headrace.cli.verdict import Check, Verdict, ok, problem, table, warning, worst
 from headrace.devices import HOST, accelerators, device_names, explain_auto, package_problem
 from headrace.errors import HeadraceError, UsageError
+from headrace.machine.extras import extras, half_installed, installed, lacks, remedy, requirements
 from headrace.machine.resources import core_quota, cores, memory_limit_bytes, spare_memory_bytes
 from headrace.machine.versions import TESTED_PYTHON, TESTED_TORCH, TORCH_REMEDY, minor_of, too_old, untested
 from headrace.report.format import byte_count
@@ -37,8 +38,6 @@ _EXAMPLES = """
   headrace doctor --json | jq '.checks[] | select(.verdict != "ok")'
 """
 
-_NEEDED = ("cloudpickle", "matplotlib", "rich", "safetensors", "typer")
-_OPTIONAL = {"sklearn": "the demo's bundled digits", "tensorboard": "--tensorboard"}
 _LITTLE_MEMORY = 2 << 30
 _LITTLE_SHARED_MEMORY = 256 << 20
 _LITTLE_DISK = 1 << 30
@@ -119,18 +118,23 @@ def _accelerators() -> Check:
 
 
 def _packages() -> Iterator[Check]:
-    if importlib.util.find_spec("numpy") is None:
-        yield problem("numpy", "not installed", "pip install numpy")
-    else:
-        yield ok("numpy", importlib.metadata.version("numpy"))
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        yield problem("packages", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
-    else:
-        yield ok("packages", ", ".join(_NEEDED))
-    for name, use in _OPTIONAL.items():
-        if importlib.util.find_spec(name) is None:
-            yield ok(name, f"not installed; only {use} needs it")
+    needed = [one for one in requirements() if one.name != "torch"]
+    if lacking := lacks(needed):
+        install = " ".join(f"'{lack.requirement}'" for lack in lacking)
+        yield problem("packages", ", ".join(map(str, lacking)), f"pip install {install}")
+    elif needed:
+        yield ok("packages", ", ".join(f"{one.name} {installed(one.name)}" for one in needed))
+
+
+def _extras() -> Iterator[Check]:
+    half = half_installed()
+    complete = [extra for extra in extras() if not lacks(requirements(extra))]
+    absent = [extra for extra in extras() if extra not in half and extra not in complete]
+    for verb, names in (("complete", complete), ("not installed", absent)):
+        if names:
+            yield ok("extras", f"{verb}: {', '.join(names)}")
+    for extra, lacking in half.items():
+        yield warning(f"extra {extra}", f"half installed: {', '.join(map(str, lacking))}", remedy(extra))
 
 
 def _cores() -> Iterator[Check]:
@@ -225,6 +229,7 @@ CHECKS: tuple[Callable[[], Iterable[Check]], ...] = (
     _torch,
     _processor,
     _packages,
+    _extras,
     _cores,
     _memory,
     _shared_memory,

@@ -35,7 +35,6 @@ from headrace.cli.options import (
     TimeoutOption,
     WorkersOption,
     check_strategies,
-    check_tensorboard,
     checkpoints_of,
     complete_strategies,
     complete_strategy,
@@ -51,6 +50,7 @@ from headrace.cli.ray_cluster import PlacementOption, ResourcesOption, RuntimeEn
 from headrace.cli.watching import watching
 from headrace.devices import AUTO
 from headrace.errors import UsageError
+from headrace.machine.extras import require_extra
 from headrace.spec.call import parse_call
 from headrace.spec.options import is_url
 
@@ -208,7 +208,8 @@ def _end(interrupted: bool) -> None:
 
 def _check_files(path: Path, tensorboard: Path | None) -> None:
     find_job(path)
-    check_tensorboard(tensorboard)
+    if tensorboard is not None:
+        require_extra("tensorboard", "--tensorboard")
 
 
 def _named(strategy: str, servers: int | None) -> str:

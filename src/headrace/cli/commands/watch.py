@@ -51,9 +51,9 @@ def watch(
     """
     with answering(as_json) as answer:
         # Lazily: numpy and the server take time to import.
-        from headrace.watch.running import require_libraries
+        from headrace.machine.extras import require_extra
 
-        require_libraries()
+        require_extra("watch", "the page")
         from headrace.watch.application import Access
         from headrace.watch.running import run_watch
 

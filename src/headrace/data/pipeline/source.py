@@ -17,6 +17,7 @@ from torch.utils.data import default_collate
 
 from headrace.data.cache.fingerprint import fingerprint
 from headrace.errors import DataError, UnfitMachine, UsageError
+from headrace.machine.extras import remedy
 from headrace.trees import UNSIGNED, map_tensors, nbytes
 
 _MOST_HASHED = 1 << 30
@@ -214,12 +215,15 @@ class DatasetSource(Source):
         return True
 
 
-def import_package(name: str, need: str, install: str = '"headrace[data]"') -> Any:
-    """Imports an optional module; an UnfitMachine says what `need`s it, and how to install it, if it is missing."""
+def import_package(name: str, need: str, install: str = "") -> Any:
+    """Imports an optional module; an UnfitMachine says what `need`s it if it is missing, and how to `install` it.
+
+    Without `install` it is of the extra `data`.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UnfitMachine(f"{need} ({error}); pip install {install}") from error
+        raise UnfitMachine(f"{need} ({error}): {install or remedy('data')}") from error
 
 
 def require_whole(what: str, value: Any, least: int = 1, remedy: str = "") -> None:

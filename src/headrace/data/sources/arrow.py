@@ -229,7 +229,7 @@ def from_hugging_face(
         >>> hr.data.from_hugging_face(houses).source.example(1, hr.data.Epoch(0, 0))
         {'rooms': tensor(4)}
     """
-    datasets = import_package("datasets", "data sets of Hugging Face need their package", install="datasets")
+    datasets = import_package("datasets", "data sets of Hugging Face need their package", "pip install datasets")
     if isinstance(dataset, datasets.IterableDataset):
         dataset = datasets.Dataset.from_list(read_all(dataset, limit), features=dataset.features)
     if isinstance(dataset, dict):

@@ -47,7 +47,7 @@ def from_ray(dataset: Any, columns: Sequence[str] | None = None, *, memory_limit
         2
         >>> ray.shutdown()
     """
-    data = import_package("ray.data", "data sets of Ray need their package", install="'ray[data]'")
+    data = import_package("ray.data", "data sets of Ray need their package", "pip install 'ray[data]'")
     if not isinstance(dataset, data.Dataset):
         raise DataError(f"from_ray takes a ray.data.Dataset, got {type(dataset).__name__}")
     if columns is not None:

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from headrace.data.pipeline.source import Source, import_package
 from headrace.errors import DataError, HeadraceError, UnfitMachine, UsageError
+from headrace.machine.extras import remedy
 
 T = TypeVar("T")
 
@@ -148,7 +149,10 @@ class Remote:
         try:
             found: tuple[Any, str] = fsspec.core.url_to_fs(self.address, **self.options)
         except (ImportError, ValueError) as error:
-            raise UnfitMachine(f"{self.address.partition('://')[0]}:// cannot be read here: {error}") from error
+            protocol = self.address.partition("://")[0]
+            raise UnfitMachine(
+                f"{protocol}:// cannot be read here: {error}; {remedy('remote')} brings what s3:// and https:// need"
+            ) from error
         return found
 
 

@@ -13,11 +13,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from headrace.errors import UnfitMachine, UsageError
+from headrace.machine.extras import remedy
 
 _AUTO = ("auto", "ray://auto")
 _ANSWER_S = 5.0
 _CLIENT_PORT = 10001
-HOW_TO_INSTALL = "pip install 'headrace[ray]'"
 
 
 def connect(address: str, runtime_env: Mapping[str, Any] | None, connection: ExitStack) -> Mapping[str, Any] | None:
@@ -33,7 +33,7 @@ def connect(address: str, runtime_env: Mapping[str, Any] | None, connection: Exi
     try:
         import ray
     except ImportError as error:
-        raise UnfitMachine(f"the Ray engine needs a package that is not here: {HOW_TO_INSTALL}") from error
+        raise UnfitMachine(f"the Ray engine needs ray ({error}): {remedy('ray')}") from error
     _require_known(runtime_env or {})
     if ray.is_initialized():
         return runtime_env

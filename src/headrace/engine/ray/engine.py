@@ -156,11 +156,13 @@ class RayEngine(Engine):
         placed, self._placed = self._placed, None
         if placed is None:
             return
-        # Not before, because it may not be installed.
+        self._busy.release()
+        if not placed.reserved:
+            # Not even Ray may be installed.
+            return
         import ray
         from ray.util import remove_placement_group
 
-        self._busy.release()
         # Before they are killed, which leaves their folders; an agent whose node is lost does not answer.
         closed = [agent.close.remote() for agent in placed.agents]
         if closed:

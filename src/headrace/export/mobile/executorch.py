@@ -15,6 +15,7 @@ from headrace.errors import JobError, UnfitMachine
 from headrace.export.predictor import Predictor
 from headrace.export.programs import ProgramRunner, Traced, first_line, quiet, trace, writing
 from headrace.export.signature import TensorForm
+from headrace.machine.extras import remedy
 from headrace.modules import copy_module
 
 MOST_EXAMPLES = 32
@@ -191,5 +192,6 @@ def _pairing() -> str:
     known = ", ".join(f"torch {a}.{b} with executorch {release}" for (a, b), release in _PAIRS.items())
     there = "" if find_spec("executorch") is None else f"; installed is {importlib.metadata.version('executorch')}"
     if paired is None:
-        return f"for torch {version} no release of executorch was tried ({known}){there}"
-    return f"with torch {version} goes `pip install 'executorch=={paired}.*' torchao`{there}"
+        newest = f"{remedy('mobile')} takes the newest"
+        return f"for torch {version} no release of executorch was tried ({known}); {newest}{there}"
+    return f"with torch {version} goes `{remedy('mobile')} 'executorch=={paired}.*'`{there}"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from headrace.errors import DataError, JobError, UnfitMachine
 from headrace.export.programs import ProgramRunner, Traced, first_line, quiet, writing
 from headrace.export.signature import TensorForm
+from headrace.machine.extras import remedy
 
 _TRIED = "litert-torch 0.10 with torch 2.13"
 
@@ -24,8 +25,8 @@ def require_litert() -> None:
     missing = [name for name in ("litert-torch", "ai-edge-litert") if find_spec(name.replace("-", "_")) is None]
     if missing:
         raise UnfitMachine(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed; `pip install "
-            f"'headrace[litert]'` brings them ({_TRIED} was tried, here is torch {torch.__version__}), or write the "
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: "
+            f"{remedy('litert')} brings them ({_TRIED} was tried, here is torch {torch.__version__}), or write the "
             "format pte"
         )
 

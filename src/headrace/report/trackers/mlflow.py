@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.errors import UnfitMachine
+from headrace.machine.extras import require_extra
 from headrace.report.trackers.curves import Tracked, TrackedPicture, TrackedText, TrackedValue
 from headrace.report.trackers.tracker import Tracker
 from headrace.spec.events import RunStarted
@@ -58,12 +58,11 @@ class MLflow(Tracker):
         self._run_id = ""
 
     def begin(self, started: RunStarted) -> None:
-        try:
-            # Inside, since importing it takes a second, and most users do not have it.
-            from mlflow import MlflowClient, environment_variables
-            from mlflow.entities import Param
-        except ImportError as error:
-            raise UnfitMachine(f"the package is not here ({error}); remedy: pip install 'headrace[mlflow]'") from error
+        require_extra("mlflow", "it")
+        # Inside, since importing it takes a second, and most users do not have it.
+        from mlflow import MlflowClient, environment_variables
+        from mlflow.entities import Param
+
         allowed = getattr(environment_variables, "MLFLOW_ALLOW_FILE_STORE", None)
         if self._in_files and allowed is not None:
             # Newer releases refuse a file store to those who did not ask for one.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import UnfitMachine
+from headrace.machine.extras import require_extra
 from headrace.report.trackers.curves import Tracked, TrackedPicture, TrackedText, TrackedValue
 from headrace.report.trackers.tracker import Tracker
 from headrace.spec.events import RunStarted
@@ -44,13 +44,10 @@ class TensorBoard(Tracker):
         self._writer: Any = None
 
     def begin(self, started: RunStarted) -> None:
-        try:
-            # Inside, since this room is imported without torch and most users have no tensorboard.
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise UnfitMachine(
-                f"the package is not here ({error}); remedy: pip install 'headrace[tensorboard]'"
-            ) from error
+        require_extra("tensorboard", "it")
+        # Inside, since this room is imported without torch and most users have no tensorboard.
+        from torch.utils.tensorboard import SummaryWriter
+
         folder = self._log_dir / f"{started.strategy}-{started.workers}" if self._per_run else self._log_dir
         # It drops what an earlier attempt wrote of the rounds that are repeated. Not from `resumed_step` on: the
         # evaluation after so many rounds stays, and the loss of that round is the same again.

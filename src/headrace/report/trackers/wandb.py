@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import UnfitMachine, UsageError
+from headrace.errors import UsageError
+from headrace.machine.extras import require_extra
 from headrace.report.trackers.curves import Tracked, TrackedPicture, TrackedText, TrackedValue
 from headrace.report.trackers.mlflow import parameters
 from headrace.report.trackers.tracker import Tracker
@@ -59,11 +60,10 @@ class WandB(Tracker):
         self._run: WandBRun | None = None
 
     def begin(self, started: RunStarted) -> None:
-        try:
-            # Inside, since importing it takes a second, and most users do not have it.
-            import wandb
-        except ImportError as error:
-            raise UnfitMachine(f"the package is not here ({error}); remedy: pip install 'headrace[wandb]'") from error
+        require_extra("wandb", "it")
+        # Inside, since importing it takes a second, and most users do not have it.
+        import wandb
+
         self._folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             mode="offline" if self._mode == "offline" else "online",

@@ -112,10 +112,11 @@ def serve(
     """
     with answering(as_json) as answer:
         # Lazily: they import onnxruntime and the server.
-        from headrace.serving.settings import ServeSettings, require_libraries
+        from headrace.machine.extras import require_extra
 
-        require_libraries()
+        require_extra("serve", "serving")
         from headrace.serving.running import run_server
+        from headrace.serving.settings import ServeSettings
 
         token = read_token(token_file) if token_file else os.environ.get(_TOKEN, "")
         check_access(host, token, public)
