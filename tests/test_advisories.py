@@ -23,7 +23,7 @@ def test_no_installed_version_has_a_known_advisory() -> None:
 
 def test_no_version_that_is_allowed_has_one_that_headrace_reaches() -> None:
     asked = requirements()
-    assert "torch>=2.11" in asked
+    assert any(line.startswith("torch>=2.11") for line in asked)
     assert allowed(KNOWN, asked) == []
 
 
