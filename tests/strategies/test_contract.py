@@ -39,7 +39,8 @@ from strategies.contract_models import (
 )
 from strategies.contract_runs import CLUSTER, GIGABYTE, MODEL, Outcome, by_hand, carried, distance, train
 
-LBFGS = partial(torch.optim.LBFGS, max_iter=3, max_eval=12, history_size=10, line_search_fn="strong_wolfe")
+# One iteration a batch: three, with curvature of other batches, overshoot, and magnify rounding 100,000 times.
+LBFGS = partial(torch.optim.LBFGS, max_iter=1, max_eval=5, history_size=10, line_search_fn="strong_wolfe")
 
 ROWS = {
     "central_storage": Row(hr.CentralStorage),
