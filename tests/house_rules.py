@@ -25,9 +25,8 @@ FRONTS = {"headrace", "headrace.data", "headrace.metrics", "headrace.strategies"
 ENTRIES = {"headrace.strategies", "headrace.data.sources"}
 """One file an entry of a dict, however many there are."""
 
-MODULES = 12
 FORBIDDEN_WORDS = {"common", "helper", "helpers", "manager", "managers", "util", "utils", "v2"}
-FILE_LINES, FUNCTION_LINES, METHODS, ARGUMENTS, FIELDS = 400, 60, 10, 8, 16
+MODULES, FILE_LINES, FUNCTION_LINES, METHODS, ARGUMENTS, FIELDS = 12, 400, 60, 10, 8, 16
 
 READS_ENVIRONMENT = {"engine", "cli", "devices", "machine"}
 SHIPS_CODE = {"engine"}
@@ -355,7 +354,8 @@ def _find(modules: Modules, module: Module, said: list[str]) -> tuple[Module, as
 
 def _is_abstract(modules: Modules, module: Module, node: ast.ClassDef) -> bool:
     said = [words(base.value if isinstance(base, ast.Subscript) else base)[-1:] for base in node.bases]
-    return ["ABC"] in said or ["Protocol"] in said or bool(_missing(modules, module, node))
+    tagged = any(keyword.arg == "tag_field" for keyword in node.keywords)  # the base of a union of msgspec's
+    return tagged or ["ABC"] in said or ["Protocol"] in said or bool(_missing(modules, module, node))
 
 
 def _missing(modules: Modules, module: Module, node: ast.ClassDef) -> set[str]:

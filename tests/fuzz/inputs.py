@@ -146,7 +146,7 @@ def read_events(data: bytes) -> None:
     """An event file of a run: for reports, and for a browser."""
     for line in data.split(b"\n"):
         with suppress(ValueError):
-            event = decode(line.decode())
+            event = decode(line)
             again = decode(encode(event))
             assert again == event or encode(again) == encode(event)
     events = folder() / "events"

@@ -60,7 +60,7 @@ READING = {
     "headrace.parameter_server.replication.log": ("pushed_by", "parse_entry", "unpack"),
     "headrace.parameter_server.server.snapshots": ("unpack", "_refuse"),
     "headrace.parameter_server.core.leases": ("numbers_in",),
-    "headrace.spec.plain": ("_build", "_build_union", "_build_dataclass", "_expect"),
+    "headrace.spec.plain": ("from_plain", "_check"),
     "headrace.checkpoint.manifest": ("decode", "_record", "_in_order", "_integer", "_object", "_text", "rank"),
     "headrace.checkpoint.header": ("length", "parse", "_entry", "end"),
 }

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from headrace.errors import UsageError
 from headrace.prediction.calibration import Constants, calibrate
@@ -81,11 +82,11 @@ def resumed(first: Path, second: Path) -> Path:
         lines = []
         for line in path.read_text().splitlines():
             event = decode(line)
-            event = replace(event, time_s=event.time_s + 1000)
+            event = structs.replace(event, time_s=event.time_s + 1000)
             if isinstance(event, RunStarted):
-                event = replace(event, resumed_step=100)
+                event = structs.replace(event, resumed_step=100)
             if isinstance(event, Stepped):
-                event = replace(event, step=event.step + 100)
+                event = structs.replace(event, step=event.step + 100)
             lines.append(f"{encode(event)}\n")
         with (first / "events" / path.name).open("a") as file:
             file.writelines(lines)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from headrace.errors import DataError, UsageError
 from headrace.report.model.events import Tail, attempts, of_kind, read_events, read_log
@@ -288,7 +289,7 @@ def test_a_run_that_was_killed_and_not_resumed_keeps_everything(tmp_path, write_
 
 
 def test_leases_that_a_snapshot_held_are_not_done_again(tmp_path, write_events):
-    killed = [_started(), *(dataclasses.replace(step, lease=step.step) for step in _steps(1.0, 0, 27))]
-    started = dataclasses.replace(_started(4.0, resumed=20), resumed_leases=((20, 23), (25, 26)))
+    killed = [_started(), *(structs.replace(step, lease=step.step) for step in _steps(1.0, 0, 27))]
+    started = structs.replace(_started(4.0, resumed=20), resumed_leases=((20, 23), (25, 26)))
     first, _ = attempts(read_log(write_events(tmp_path, [*killed, started, *_steps(9.0, 23, 40)])).events)
     assert [step.step for step in first.steps[0]] == [*range(23), 25]

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import dataclasses
 import re
 import subprocess
 import sys
 from xml.etree import ElementTree
 
 import pytest
+from msgspec import structs
 
 from headrace.errors import UsageError
 from headrace.report.drawing.curves import Curve, draw_curves
@@ -180,7 +180,7 @@ def test_a_resumed_run_has_a_page_without_the_failure_before(tmp_path, make_run,
     failed = [Saved(0, 2.5, 7, 4000, 0.01, 0.1), Failed(1, 3.35, 9, "ValueError: bad", "Traceback\n  bad")]
     run_dir = make_run(tmp_path / "mirrored", status="failed", extra=failed)
     started = summarize(run_dir).started
-    write_events(run_dir, [dataclasses.replace(started, time_s=4.0, resumed_step=7), RunEnded(LAUNCHER, 5.0, "ok")])
+    write_events(run_dir, [structs.replace(started, time_s=4.0, resumed_step=7), RunEnded(LAUNCHER, 5.0, "ok")])
     text = _words(_parse(write_page(tmp_path / "report.html", [summarize(run_dir)]).read_text()))
     assert "attempts 2, resumed at step 7" in text
     assert "checkpoints 1, the last at step 7" in text

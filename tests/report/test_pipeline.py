@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.report.model.events import Attempt
 from headrace.report.model.pipeline import passed_of
@@ -115,7 +115,7 @@ def test_the_page_has_a_chart_and_the_table_a_row(tmp_path, write_events):
     plain = run_plain(summary)["passed"]
     assert plain["bubble"] == pytest.approx(1 / 3)
     assert plain["stage_s"] == {"0": pytest.approx(3), "1": pytest.approx(3)}
-    assert plain["expected_s"] == [2.9, 3.1]
+    assert plain["expected_s"] == (2.9, 3.1)
     assert plain["in_flight"] == {"0": 2, "1": 2}
     page = write_page(tmp_path / "page.html", [summary]).read_text()
     assert "When does each stage work?" in page

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from headrace.parameter_server.server.counters import ServerCounters
 from headrace.parameter_server.wire import ShardLayout, ShardSpec
@@ -115,7 +115,7 @@ def test_what_a_server_really_says_is_understood(tmp_path, make_run):
 def test_attempts_add_up(tmp_path, make_served_run, write_events):
     run_dir = make_served_run(tmp_path / "run", 2, 2)
     before = summarize(run_dir)
-    started = dataclasses.replace(before.started, time_s=10.0, resumed_step=45)
+    started = structs.replace(before.started, time_s=10.0, resumed_step=45)
     # The third server is new; the second is gone.
     events = [
         started,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from headrace.report.model.summary import summarize
 from headrace.report.model.training import TrainingClock, curves_of
@@ -192,7 +192,7 @@ def test_meetings_that_a_third_attempt_does_again_count_once(tmp_path, make_run,
     run_dir = make_run(tmp_path / "run", "parameter_averaging", status="interrupted", extra=MEETINGS)
     first = summarize(run_dir).started
     for time_s, resumed in ((4.0, 10), (5.0, 4)):
-        write_events(run_dir, [dataclasses.replace(first, time_s=time_s, resumed_step=resumed)])
+        write_events(run_dir, [structs.replace(first, time_s=time_s, resumed_step=resumed)])
     write_events(run_dir, [ParametersAveraged(0, 6.0, 8, 4, 4, "as asked for", 0.01, 0.004)])
     assert [meeting.step for meeting in summarize(run_dir).averaging.meetings] == [2, 8]
 
@@ -202,7 +202,7 @@ def test_shares_of_a_run_that_is_resumed_with_more_workers_have_a_picture(tmp_pa
     run_dir = make_run(tmp_path / "run", status="interrupted", extra=(change,))
     first = summarize(run_dir).started
     again = [_step(rank, 4.2 + 0.1 * step, step) for rank in range(4) for step in (8, 9)]
-    write_events(run_dir, [dataclasses.replace(first, time_s=4.0, resumed_step=8, workers=4), *again])
+    write_events(run_dir, [structs.replace(first, time_s=4.0, resumed_step=8, workers=4), *again])
     summary = summarize(run_dir)
     assert summary.balance.splits == ((0, (8, 8)), (4, (20, 12)), (8, (4, 4, 4, 4)))
     page = write_page(tmp_path / "page.html", [summary]).read_text()
@@ -217,7 +217,7 @@ def test_shares_over_time_in_words_and_a_picture(tmp_path, make_run, write_event
     batch = summary.started.global_batch_size
     assert summary.balance.splits == ((0, (batch // 2, batch // 2)), (4, (20, 12)), (8, (22, 10)))
     assert dict(run_rows(summary))["shares"] == "22 + 10 examples of a batch, after 2 changes"
-    assert run_plain(summary)["balance"]["last"] == [22, 10]
+    assert run_plain(summary)["balance"]["last"] == (22, 10)
     page = write_page(tmp_path / "page.html", [summary]).read_text()
     assert "How is a batch shared?" in page
     assert (

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import replace
+
+from msgspec import structs
 
 from headrace.spec.events import RunEnded, Stepped
 from storm.evidence import Evidence, Strike
@@ -38,7 +39,7 @@ def _steps(evidence: Evidence, change: Callable[[list[Stepped]], list[Stepped]])
 
 
 def _ended(evidence: Evidence, status: str) -> Evidence:
-    events = (replace(each, status=status) if isinstance(each, RunEnded) else each for each in evidence.events)
+    events = (structs.replace(each, status=status) if isinstance(each, RunEnded) else each for each in evidence.events)
     return replace(evidence, events=tuple(events))
 
 
@@ -55,7 +56,7 @@ PLANTS: dict[str, Callable[[Evidence], Evidence]] = {
     "a round is missing": lambda seen: _steps(seen, lambda steps: steps[:-1]),
     "a round counts twice": lambda seen: _steps(seen, lambda steps: [*steps, steps[-1]]),
     "examples are missing": lambda seen: _steps(
-        seen, lambda steps: [*steps[:-1], dataclasses.replace(steps[-1], examples=steps[-1].examples - 1)]
+        seen, lambda steps: [*steps[:-1], structs.replace(steps[-1], examples=steps[-1].examples - 1)]
     ),
     "a half checkpoint": lambda seen: replace(seen, unfinished=("step-00000008.part",)),
     "the end is not said": lambda seen: _ended(seen, "failed"),

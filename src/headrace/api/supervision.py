@@ -203,7 +203,7 @@ def _lead(spec: RunSpec, info: JobInfo, engine: LaunchedEngine, request: ResumeR
 
 
 def _follow(spec: RunSpec, info: JobInfo, notices: tuple[str, ...], engine: Engine, listeners: Listeners) -> str:
-    tail = Tail(spec.run_dir, skip=listeners.skips, new_only=True, wanted=listeners.wants)
+    tail = Tail(spec.run_dir, skip=listeners.skips, new_only=True)
     show = _console(spec, info)
 
     served: dict[int, ServerStats] = {}

@@ -105,7 +105,8 @@ def _kserve(folder: Path, facts: Signature) -> tuple[Path, str]:
 
 def _docker(folder: Path, facts: Signature) -> tuple[Path, str]:
     path = folder / "Dockerfile"
-    packages = "httptools onnxruntime orjson prometheus-client starlette uvicorn uvloop numpy rich safetensors typer"
+    packages = "httptools onnxruntime orjson prometheus-client starlette uvicorn uvloop"
+    packages += " msgspec numpy rich safetensors typer"
     path.write_text(
         "# The server does without torch, which headrace names among its packages: hence --no-deps.\n"
         "FROM python:3.12-slim\n"

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
 from headrace.errors import UsageError
 from headrace.spec.options import Options, require_count
 from headrace.spec.parameter_sets import ParameterSet, TurnOrder, as_sets, check_sets, loss_name
@@ -14,8 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-@dataclass(frozen=True)
-class JobSource:
+class JobSource(Struct, frozen=True, forbid_unknown_fields=True):
     """A job file: its absolute path, and "key=value" for what its `job(...)` was called with."""
 
     path: str

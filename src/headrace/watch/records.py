@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec.structs import replace
 
 from headrace.report.format import byte_count, clean, plural
 from headrace.report.views.live import non_finite_text

@@ -209,7 +209,7 @@ def _glanced(launcher: Path, first: Path) -> dict[str, Any]:
     row |= {"strategy": "", "status": "no run yet", "started_at": ""}
     for line in (*_edges(launcher), *_edges(first)):
         try:
-            event = decode(line.decode())
+            event = decode(line)
         except ValueError:
             continue  # Half a line at an edge; who looks at the run is told of lines that are wrong.
         match event:

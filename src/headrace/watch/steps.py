@@ -7,12 +7,11 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 from headrace.spec.events import Event, RunStarted, ServerStats, SharesBalanced, Stepped, WorkerStarted, decode
 from headrace.spec.plain import to_plain
@@ -24,8 +23,7 @@ _FIELDS = (
     *("rank", "time_s", "step", "examples", "loss", "weight"),
     *("compute_s", "exchange_s", "update_s", "wait_s"),
 )
-_of = itemgetter(*_FIELDS)
-_STEPPED = b'{"kind":"stepped"'
+_of = attrgetter(*_FIELDS)
 _LEFT_OUT = (b'{"kind":"pushes"', b'{"kind":"passed"', b'{"kind":"rows_asked"', b'{"kind":"fed"')
 """Events that the page shows nothing of."""
 
@@ -94,28 +92,17 @@ class LineReader:
         rows = self._rows
         self._sources.append((len(rows), source))
         for line in lines:
-            if line.startswith(_STEPPED):
-                try:
-                    found = orjson.loads(line)
-                    row = _of(found)
-                    if turn := found.get("turn"):
-                        self._turns[len(rows)] = _text(turn)
-                    rows.append((*row, before_s))
-                    before_s = row[1]
-                    continue
-                except (ValueError, KeyError):
-                    pass  # `decode` says what is wrong, and reads NaN.
-            elif line.startswith(_LEFT_OUT):
+            if line.startswith(_LEFT_OUT):
                 continue
             try:
-                event = decode(line.decode())
+                event = decode(line)
             except ValueError as error:
                 self.bad[source].append(str(error))
                 continue
             if isinstance(event, Stepped):
                 if event.turn:
                     self._turns[len(rows)] = event.turn
-                rows.append((*(getattr(event, field) for field in _FIELDS), before_s))
+                rows.append((*_of(event), before_s))
                 before_s = event.time_s
             elif _is_sound(event):
                 if isinstance(event, WorkerStarted | RunStarted):
@@ -123,17 +110,13 @@ class LineReader:
                 self.events.append(event)
             else:
                 self.bad[source].append(f"a number of {event.kind} is out of range")
-        return before_s if isinstance(before_s, float) else math.nan
+        return before_s
 
     def steps(self) -> Steps | None:
         """Returns the steps of all lines; `bad` is complete then."""
         if not self._rows:
             return None
-        try:
-            table = np.array(self._rows, dtype=np.float64)
-        except (TypeError, ValueError):
-            empty = (-1.0,) * (len(_FIELDS) + 1)
-            table = np.array([row if _is_numeric(row) else empty for row in self._rows], dtype=np.float64)
+        table = np.array(self._rows, dtype=np.float64)
         turn = np.full(len(table), "", dtype=object)
         turn[list(self._turns)] = list(self._turns.values())
         counts, times, spent = table[:, [0, 2, 3, 5]], table[:, 1], table[:, 6:10]
@@ -149,20 +132,6 @@ class LineReader:
             return None
         rank, step = table[:, 0].astype(np.int64), table[:, 2].astype(np.int64)
         return Steps(rank, table[:, 1], step, table[:, 3], table[:, 4], table[:, 5], table[:, 6:10], table[:, 10], turn)
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"no text: {value!r:.60}")
-    return value
-
-
-def _is_numeric(row: tuple[Any, ...]) -> bool:
-    return all(value is None or isinstance(value, float) or _is_count(value) for value in row)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and abs(value) < _MOST
 
 
 def _is_sound(event: Event) -> bool:
@@ -183,6 +152,6 @@ def _is_sound(event: Event) -> bool:
 def _is_bounded(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_is_bounded, value.values()))
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return all(map(_is_bounded, value))
-    return not isinstance(value, int) or _is_count(value)
+    return not isinstance(value, int) or abs(value) < _MOST

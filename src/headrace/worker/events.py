@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from time import monotonic
+
+from msgspec.structs import replace
 
 from headrace.data.loading.loader import InputCounters
 from headrace.machine.disk import disk_fails, takes_no_more, unless
@@ -19,6 +20,7 @@ from headrace.spec.events import (
     PipelineStepTimed,
     ServerEnded,
     StagePass,
+    Stepped,
     WorkerEnded,
     encode,
 )
@@ -29,6 +31,11 @@ _PASSED_EVERY, _PASSED_AT = 50, 5
 """Not the first steps, in which memory is allocated and caches are cold."""
 _SHORT = 1000
 """Characters of a failure's cause that are left in the control page."""
+
+
+def _to_7_digits(seconds: float) -> float:
+    """Returns seconds in steps of 100 ns, whose text is half as long; `round` takes three times as long."""
+    return seconds * 1e7 // 1 / 1e7
 
 
 class EventWriter:
@@ -80,20 +87,15 @@ class EventWriter:
         pulled: Sequence[int] = (),
         turn: str = "",
     ) -> None:
-        """Appends a `Stepped` event: the same line as `encode` makes, at a tenth of its cost."""
-        wait, compute, exchange, update = times_s
-        leased = f',"lease":{lease}' if lease >= 0 else ""
-        if pulled:
-            leased += f',"pulled":[{",".join(map(str, pulled))}]'
-        if turn:
-            leased += f',"turn":"{turn}"'
+        """Appends a `Stepped` event, and flushes a few times a second."""
+        wait_s, compute_s, exchange_s, update_s = map(_to_7_digits, times_s)
         now = monotonic()
-        self._lines.append(
-            f'{{"kind":"stepped","rank":{self.rank},"time_s":{now - self._started:.6f},"step":{step},'
-            f'"epoch":{epoch},"examples":{examples},"loss":{"null" if loss is None else repr(loss)},'
-            f'"weight":{weight!r},"wait_s":{wait:.7f},"compute_s":{compute:.7f},'
-            f'"exchange_s":{exchange:.7f},"update_s":{update:.7f}{leased}}}'
-        )
+        time_s = _to_7_digits(now - self._started)
+        event = Stepped(
+            self.rank, time_s, step, epoch, examples, loss, weight, wait_s, compute_s, exchange_s, update_s, lease,
+            tuple(pulled), turn,
+        )  # fmt: skip
+        self._lines.append(encode(event))
         if now - self._flushed > _FLUSH_EVERY_S:
             self.flush()
 

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import datetime
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from headrace.report.model.events import read_events
 from headrace.report.trackers.curves import EventCurves

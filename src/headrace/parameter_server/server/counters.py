@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from operator import mul
+
+from msgspec.structs import replace
 
 from headrace.parameter_server.wire import ShardLayout
 from headrace.spec.events import Event, PushesApplied, ServerStats, ShardStats, TableStats

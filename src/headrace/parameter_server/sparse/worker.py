@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from headrace.parameter_server.sparse.client import RowClient, RowPushes

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from headrace.errors import UsageError

@@ -57,7 +57,7 @@ def read_log(run_dir: Path | str) -> EventLog:
         events += [_event(file, number, line) for number, line in enumerate(lines, start=1)]
         if rest:
             try:
-                events.append(decode(rest.decode()))
+                events.append(decode(rest))
             except ValueError:
                 torn += 1
     return EventLog(tuple(sorted(events, key=lambda event: event.time_s)), torn)
@@ -72,18 +72,11 @@ class Tail:
     """Follows the event files of a run that is running: each `read` returns what was written since the last.
 
     A line counts when its end is there; a file, when it appears. The directory need not exist yet. Lines of the kinds
-    `skip`, and those that are not `wanted`, are not decoded.
+    `skip` are not decoded.
     """
 
-    def __init__(
-        self,
-        run_dir: Path | str,
-        skip: Iterable[str] = (),
-        new_only: bool = False,
-        wanted: Callable[[bytes], bool] | None = None,
-    ) -> None:
+    def __init__(self, run_dir: Path | str, skip: Iterable[str] = (), new_only: bool = False) -> None:
         self._run_dir = Path(run_dir)
-        self._wanted = wanted
         self._skip = tuple(f'{{"kind":"{kind}"'.encode() for kind in skip)
         # The bytes and the lines that have been read of each file.
         self._places: dict[Path, tuple[int, int]] = {}
@@ -104,26 +97,8 @@ class Tail:
                 lines, offset = _complete_lines(file, offset)
                 self._places[file] = offset, count + len(lines)
                 numbered = enumerate(lines, start=count + 1)
-                events += [_event(file, number, line) for number, line in numbered if self._reads(line)]
+                events += [_event(file, number, line) for number, line in numbered if not line.startswith(self._skip)]
         return tuple(sorted(events, key=lambda event: event.time_s))
-
-    def _reads(self, line: bytes) -> bool:
-        return not line.startswith(self._skip) and (self._wanted is None or self._wanted(line))
-
-
-_STEPPED = b'{"kind":"stepped"'
-
-
-def round_of(line: bytes) -> tuple[int, float] | None:
-    """Returns step and time of a `Stepped` event's line without decoding it, at a thirtieth of the cost; else None."""
-    if not line.startswith(_STEPPED):
-        return None
-    try:
-        # Both are among the first fields, by `encode` and by `EventWriter.stepped`.
-        _, _, time_s, step, _ = line.split(b",", 4)
-        return int(step.removeprefix(b'"step":')), float(time_s.removeprefix(b'"time_s":'))
-    except ValueError:
-        return None
 
 
 class LogTail:
@@ -236,7 +211,7 @@ def _files(run_dir: Path) -> list[Path]:
 
 def _event(file: Path, number: int, line: bytes) -> Event:
     try:
-        return decode(line.decode())
+        return decode(line)
     except ValueError as error:
         raise DataError(f"{file}, line {number}: {error}; {_why(file)}") from error
 

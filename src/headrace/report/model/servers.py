@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+from msgspec import structs
+
 from headrace.report.format import byte_count, duration, fixed
 from headrace.report.model.events import Attempt, of_kind
 from headrace.report.model.row_moves import RowMoveSummary, RowReadSummary, row_moves_of, row_reads_of
@@ -335,7 +337,7 @@ def _sum(shard: ShardStats, before: ShardStats | None) -> ShardStats:
     if before is None:
         return shard
     counts = ("pushes", "pulls", "steps", "apply_s", "pushed_bytes", "pulled_bytes")
-    return replace(shard, **{name: getattr(shard, name) + getattr(before, name) for name in counts})
+    return structs.replace(shard, **{name: getattr(shard, name) + getattr(before, name) for name in counts})
 
 
 def _waiting(attempts: Sequence[Attempt], spoken: Sequence[ServerStats]) -> dict[int, Waiting]:

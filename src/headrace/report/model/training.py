@@ -6,9 +6,11 @@ import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from statistics import fmean
+
+from msgspec.structs import replace
 
 from headrace.policies.measurement import spread_of
 from headrace.policies.roles import split

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from headrace.errors import UsageError
-from headrace.report.model.events import round_of
 from headrace.report.trackers.tracker import Tracker, to_stderr
 from headrace.spec.events import Event, Stepped
 
@@ -21,7 +20,7 @@ _MOST_CHOSEN = 1024
 class RoundSampler:
     """Chooses one round in `every_s` seconds, and the same one of all workers.
 
-    A round is chosen before any worker has told of it, because later some ranks' events are gone already.
+    A round is chosen before any worker has told of it, because later some ranks' events have been left out already.
     """
 
     def __init__(self, every_s: float) -> None:
@@ -29,9 +28,6 @@ class RoundSampler:
         self._due_s = -math.inf
         self._latest = -1
         self._chosen: dict[int, None] = {}
-
-    def __contains__(self, step: int) -> bool:
-        return step in self._chosen
 
     def see(self, step: int, time_s: float) -> bool:
         """Takes a worker's step, in each worker's order; returns whether it is of a chosen round."""
@@ -62,7 +58,6 @@ class Listeners:
             )
         self._named = tuple(named)
         self._samplers = {each: RoundSampler(each.every_s) for each in named if isinstance(each, Tracker)}
-        self._takes_all = len(self._samplers) < len(self._named)
         self._lines: deque[str] = deque()
 
     @property
@@ -70,18 +65,11 @@ class Listeners:
         """The kinds of events that no listener wants: without a listener steps are not read, which costs less."""
         return () if self._named else ("stepped",)
 
-    def wants(self, line: bytes) -> bool:
-        """Returns whether a line of an event file is worth decoding, which takes 20 us; every line passes here."""
-        told = round_of(line) if self._samplers else None
-        if told is None:
-            return True
-        return any([sampler.see(*told) for sampler in self._samplers.values()]) or self._takes_all
-
     def __call__(self, event: Event) -> None:
         for each in self._named:
             if isinstance(each, Tracker):
                 each.say = self._lines.append
-                if isinstance(event, Stepped) and event.step not in self._samplers[each]:
+                if isinstance(event, Stepped) and not self._samplers[each].see(event.step, event.time_s):
                     continue
             each(event)
 

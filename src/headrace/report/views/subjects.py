@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from msgspec.structs import asdict
+
 from headrace.report.format import (
     MISSING,
     Field,
@@ -202,7 +204,8 @@ AVERAGING: tuple[Field[AveragingSummary], ...] = (
     Field(attrgetter("last.why"), label="period because"),
     Field(_drift_text, label="drift"),
     Field(_left_out_text, label="left out"),
-    *json_fields("meetings", "mean_rounds", "mean_drift"),
+    Field(lambda averaging: [asdict(each) for each in averaging.meetings], key="meetings"),
+    *json_fields("mean_rounds", "mean_drift"),
     Field(attrgetter("furthest.drift"), key="largest_drift"),
     *json_fields("left_out"),
 )

@@ -2,60 +2,88 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from abc import ABC
+import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar
+
+import msgspec
+from msgspec import Struct
 
 from headrace.spec.job import JobSource
-from headrace.spec.plain import from_plain, to_plain
+from headrace.spec.plain import FiniteFloat, Int64, to_builtin, to_plain
 
 LAUNCHER = -1
 """The rank of the process that started the run."""
 
-_KINDS: dict[str, type[Event]] = {}
 
-
-@dataclass(frozen=True)
-class Event(ABC):
+class Event(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
     """What every event has.
 
     Attributes:
-        kind: of the class, its name in JSON.
         rank: the process that wrote it; `LAUNCHER` for the process that started the run.
         time_s: seconds since the run began.
     """
 
-    kind: ClassVar[str] = "event"
-    rank: int
-    time_s: float
+    rank: Int64
+    time_s: FiniteFloat
 
-    def __init_subclass__(cls, kind: str) -> None:
-        cls.kind = kind
-        _KINDS[kind] = cls
+    @property
+    def kind(self) -> str:
+        """The name of its class in JSON."""
+        return str(self.__struct_config__.tag)
+
+
+_encoder = msgspec.json.Encoder(enc_hook=to_builtin)
+
+
+@functools.cache
+def _decoder() -> msgspec.json.Decoder[Event]:
+    return msgspec.json.Decoder(functools.reduce(operator.or_, Event.__subclasses__()))
 
 
 def encode(event: Event) -> str:
-    """Returns the event as one line of JSON, without the line's end."""
-    return json.dumps({"kind": event.kind, **to_plain(event)}, separators=(",", ":"))
+    """Returns the event as one line of JSON, without the line's end.
+
+    JSON has no NaN, no infinities and no halves of surrogate pairs: they stand as Python's `json` writes them.
+    """
+    try:
+        line = _encoder.encode(event).decode()
+    except UnicodeEncodeError:
+        return _encode_exactly(event)
+    # What msgspec writes for NaN.
+    return _encode_exactly(event) if "null" in line else line
 
 
-def decode(line: str) -> Event:
+def _encode_exactly(event: Event) -> str:
+    return json.dumps(to_plain(event), separators=(",", ":"))
+
+
+def decode(line: bytes | str) -> Event:
     """Returns the event that `encode` wrote.
 
     Raises:
         ValueError: the line is no event.
     """
     try:
-        plain = json.loads(line)
-        return from_plain(_KINDS[plain.pop("kind")], plain)
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"not an event: {line[:120]!r} ({error})") from error
+        return _decode(line)
+    except (ValueError, RecursionError) as error:
+        text = line if isinstance(line, str) else line.decode(errors="replace")
+        raise ValueError(f"not an event: {text[:120]!r} ({error})") from error
 
 
-@dataclass(frozen=True)
-class RunStarted(Event, kind="run_started"):
+def _decode(line: bytes | str) -> Event:
+    try:
+        return _decoder().decode(line)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        # It may hold what JSON lacks.
+        found = json.loads(line if isinstance(line, str) else line.decode())
+        return msgspec.convert(found, _decoder().type)
+
+
+class RunStarted(Event, frozen=True, tag="run_started"):
     """The first event, by the launcher.
 
     Attributes:
@@ -73,42 +101,44 @@ class RunStarted(Event, kind="run_started"):
     """
 
     strategy: str
-    workers: int
+    workers: Int64
     device: str
-    threads: int
-    global_batch_size: int
-    examples_per_epoch: int
+    threads: Int64
+    global_batch_size: Int64
+    examples_per_epoch: Int64
     started_at: str
     plan: Mapping[str, object]
     versions: Mapping[str, str]
-    clock_s: float = 0.0
-    resumed_step: int = 0
-    resumed_leases: tuple[tuple[int, int], ...] = ()
+    clock_s: FiniteFloat = 0.0
+    resumed_step: Int64 = 0
+    resumed_leases: tuple[tuple[Int64, Int64], ...] = ()
     job: JobSource | None = None
 
 
-@dataclass(frozen=True)
-class Notice(Event, kind="notice"):
+class Notice(Event, frozen=True, tag="notice"):
     """A line for the user."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class Failed(Event, kind="failed"):
+class Failed(Event, frozen=True, tag="failed"):
     """An error of a worker or server: its cause in one line, and the traceback from the first frame of user code on.
 
     `exit_code` is that of the command line.
     """
 
-    step: int
+    step: Int64
     cause: str
-    traceback: str = field(default="", repr=False)
-    exit_code: int = 1
+    traceback: str = ""
+    exit_code: Int64 = 1
+
+    def __repr__(self) -> str:
+        # Without the traceback, which has many lines.
+        values = {name: getattr(self, name) for name in self.__struct_fields__ if name != "traceback"}
+        return f"Failed({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
 
-@dataclass(frozen=True)
-class Lost(Event, kind="lost"):
+class Lost(Event, frozen=True, tag="lost"):
     """By the launcher: the process with rank `lost` has ended, and the run continues.
 
     Attributes:
@@ -117,8 +147,8 @@ class Lost(Event, kind="lost"):
         host: on which it ran, where there are several; "" where there is one.
     """
 
-    lost: int
-    incarnation: int
+    lost: Int64
+    incarnation: Int64
     cause: str
     replaced: bool
     host: str = ""
@@ -131,37 +161,33 @@ class Lost(Event, kind="lost"):
         return f"rank {self.lost}{where} was lost ({self.cause}): {then}"
 
 
-@dataclass(frozen=True)
-class BackupReady(Event, kind="backup_ready"):
+class BackupReady(Event, frozen=True, tag="backup_ready"):
     """By the launcher: the backup with rank `backup` holds all that its server does, and can follow it.
 
     For `unguarded_s` before, since the last backup was lost or the servers began, the server's loss would have ended
     the run.
     """
 
-    backup: int
-    unguarded_s: float = 0.0
+    backup: Int64
+    unguarded_s: FiniteFloat = 0.0
 
 
-@dataclass(frozen=True)
-class RunEnded(Event, kind="run_ended"):
+class RunEnded(Event, frozen=True, tag="run_ended"):
     """The last event, by the launcher; the status is "ok", "failed" or "interrupted"."""
 
     status: str
 
 
-@dataclass(frozen=True)
-class ServerStarted(Event, kind="server_started"):
+class ServerStarted(Event, frozen=True, tag="server_started"):
     """A server has loaded its shards."""
 
     host: str
-    pid: int
-    shards: int
-    parameter_bytes: int
+    pid: Int64
+    shards: Int64
+    parameter_bytes: Int64
 
 
-@dataclass(frozen=True)
-class ShardStats:
+class ShardStats(Struct, frozen=True, forbid_unknown_fields=True):
     """What a server has done with one shard.
 
     Attributes:
@@ -173,17 +199,16 @@ class ShardStats:
     """
 
     name: str
-    bytes: int
-    pushes: int
-    pulls: int
-    steps: int
-    apply_s: float
-    pushed_bytes: int
-    pulled_bytes: int
+    bytes: Int64
+    pushes: Int64
+    pulls: Int64
+    steps: Int64
+    apply_s: FiniteFloat
+    pushed_bytes: Int64
+    pulled_bytes: Int64
 
 
-@dataclass(frozen=True)
-class ServerStats(Event, kind="served"):
+class ServerStats(Event, frozen=True, tag="served"):
     """What a server has done since it started: about once a second, and at its end.
 
     Attributes:
@@ -195,17 +220,16 @@ class ServerStats(Event, kind="served"):
         shards: in the server's order.
     """
 
-    busy_s: float
+    busy_s: FiniteFloat
     queue_mean: float
-    queue_longest: int
-    staleness: Mapping[str, Mapping[str, int]]
-    waited_s: Mapping[str, float]
-    refused: Mapping[str, int]
+    queue_longest: Int64
+    staleness: Mapping[str, Mapping[str, Int64]]
+    waited_s: Mapping[str, FiniteFloat]
+    refused: Mapping[str, Int64]
     shards: tuple[ShardStats, ...]
 
 
-@dataclass(frozen=True)
-class TableStats:
+class TableStats(Struct, frozen=True, forbid_unknown_fields=True):
     """The rows of one sparse embedding.
 
     Attributes:
@@ -216,25 +240,23 @@ class TableStats:
     """
 
     name: str
-    held: int
-    most: int
-    evicted: int
+    held: Int64
+    most: Int64
+    evicted: Int64
 
 
-@dataclass(frozen=True)
-class RowsHeld(Event, kind="rows"):
+class RowsHeld(Event, frozen=True, tag="rows"):
     """The rows of all sparse embeddings: by each server with its counts, else by rank 0 at its end.
 
     Attributes:
         server: whose rows these are; its backup, once it has taken over, says them for it.
     """
 
-    server: int
+    server: Int64
     tables: tuple[TableStats, ...]
 
 
-@dataclass(frozen=True)
-class PushesApplied(Event, kind="pushes"):
+class PushesApplied(Event, frozen=True, tag="pushes"):
     """By a server whose every push is a step: those that it has applied since the last such event, in order.
 
     One entry a message; where a push comes in several, each is about some of the shards.
@@ -245,23 +267,21 @@ class PushesApplied(Event, kind="pushes"):
         versions: that this shard had then.
     """
 
-    workers: tuple[int, ...]
-    leases: tuple[int, ...]
-    firsts: tuple[int, ...]
-    versions: tuple[int, ...]
+    workers: tuple[Int64, ...]
+    leases: tuple[Int64, ...]
+    firsts: tuple[Int64, ...]
+    versions: tuple[Int64, ...]
 
 
-@dataclass(frozen=True)
-class HotRow:
+class HotRow(Struct, frozen=True, forbid_unknown_fields=True):
     """A row of a table, and how often it was asked for."""
 
     table: str
-    row: int
-    pulls: int
+    row: Int64
+    pulls: Int64
 
 
-@dataclass(frozen=True)
-class RowsAsked(Event, kind="rows_asked"):
+class RowsAsked(Event, frozen=True, tag="rows_asked"):
     """By a server whose rows may move: what it was asked for since the last such event.
 
     Attributes:
@@ -269,12 +289,11 @@ class RowsAsked(Event, kind="rows_asked"):
         hottest: the rows that were pulled most, of a window of the last pulls.
     """
 
-    rows: int
+    rows: Int64
     hottest: tuple[HotRow, ...]
 
 
-@dataclass(frozen=True)
-class RowsMoved(Event, kind="rows_moved"):
+class RowsMoved(Event, frozen=True, tag="rows_moved"):
     """Rows of a table have left the server `rank` while workers pushed; the server that has them now writes it.
 
     Attributes:
@@ -287,29 +306,27 @@ class RowsMoved(Event, kind="rows_moved"):
         pause_s: for how long no server had these rows, by the clocks of both servers' hosts.
     """
 
-    number: int
+    number: Int64
     table: str
-    ranges: int
-    rows: int
-    bytes: int
-    to: int
-    pause_s: float
+    ranges: Int64
+    rows: Int64
+    bytes: Int64
+    to: Int64
+    pause_s: FiniteFloat
 
 
-@dataclass(frozen=True)
-class SnapshotTaken(Event, kind="snapshot_taken"):
+class SnapshotTaken(Event, frozen=True, tag="snapshot_taken"):
     """A server without a backup has written its whole state, between two updates, to the disk.
 
     Attributes:
         pause_s: how long the server answered no request, for the copy.
     """
 
-    bytes: int
-    pause_s: float
+    bytes: Int64
+    pause_s: FiniteFloat
 
 
-@dataclass(frozen=True)
-class ServerEnded(Event, kind="server_ended"):
+class ServerEnded(Event, frozen=True, tag="server_ended"):
     """The last event of a server.
 
     Attributes:
@@ -319,8 +336,8 @@ class ServerEnded(Event, kind="server_ended"):
         runtime_bytes: its resident size before it held any; 0 where it was not measured.
     """
 
-    moved_bytes: int
-    peak_memory_bytes: int
-    parameter_bytes: int
-    optimizer_bytes: int
-    runtime_bytes: int = 0
+    moved_bytes: Int64
+    peak_memory_bytes: Int64
+    parameter_bytes: Int64
+    optimizer_bytes: Int64
+    runtime_bytes: Int64 = 0

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from headrace.spec.events.run import Event
+from headrace.spec.plain import FiniteFloat, Int64
 
 
-@dataclass(frozen=True)
-class WorkerStarted(Event, kind="worker_started"):
+class WorkerStarted(Event, frozen=True, tag="worker_started"):
     """A worker has built its replica."""
 
     host: str
-    pid: int
+    pid: Int64
     device: str
-    threads: int
+    threads: Int64
 
 
-@dataclass(frozen=True)
-class Stepped(Event, kind="stepped"):
+class Stepped(Event, frozen=True, tag="stepped", omit_defaults=True):
     """A worker has finished a step.
 
     Attributes:
@@ -34,34 +34,32 @@ class Stepped(Event, kind="stepped"):
         turn: the set of parameters that was trained, where sets take turns; else "".
     """
 
-    step: int
-    epoch: int
-    examples: int
+    step: Int64
+    epoch: Int64
+    examples: Int64
     loss: float | None
     weight: float
-    wait_s: float
-    compute_s: float
-    exchange_s: float
-    update_s: float
-    lease: int = -1
-    pulled: tuple[int, ...] = ()
+    wait_s: FiniteFloat
+    compute_s: FiniteFloat
+    exchange_s: FiniteFloat
+    update_s: FiniteFloat
+    lease: Int64 = -1
+    pulled: tuple[Int64, ...] = ()
     turn: str = ""
 
 
-@dataclass(frozen=True)
-class InputStageStats:
+class InputStageStats(Struct, frozen=True, forbid_unknown_fields=True):
     """The cost of one stage ("source", "map(augment)", "batch") of a worker's input, in all threads or processes.
 
     `waiting_s` is the part of `busy_s` without computing: waiting for a disk, a network, a lock or a core.
     """
 
     name: str
-    busy_s: float
-    waiting_s: float
+    busy_s: FiniteFloat
+    waiting_s: FiniteFloat
 
 
-@dataclass(frozen=True)
-class InputStats(Event, kind="fed"):
+class InputStats(Event, frozen=True, tag="fed"):
     """How a worker's batches were read since it started: about once a second, and at its end.
 
     Attributes:
@@ -76,19 +74,18 @@ class InputStats(Event, kind="fed"):
     """
 
     parallel: str
-    readers: int
-    seconds: float
-    waited_s: float
-    ready: int
-    batches: int
-    examples: int
-    bytes: int
-    skipped: int
+    readers: Int64
+    seconds: FiniteFloat
+    waited_s: FiniteFloat
+    ready: Int64
+    batches: Int64
+    examples: Int64
+    bytes: Int64
+    skipped: Int64
     stages: tuple[InputStageStats, ...]
 
 
-@dataclass(frozen=True)
-class Evaluated(Event, kind="evaluated"):
+class Evaluated(Event, frozen=True, tag="evaluated"):
     """By rank 0: an evaluation over the whole evaluation set.
 
     Attributes:
@@ -97,15 +94,14 @@ class Evaluated(Event, kind="evaluated"):
         metrics: name to value, "loss" among them.
     """
 
-    step: int
-    epoch: int
-    examples: int
+    step: Int64
+    epoch: Int64
+    examples: Int64
     metrics: Mapping[str, float]
-    seconds: float
+    seconds: FiniteFloat
 
 
-@dataclass(frozen=True)
-class Saved(Event, kind="saved"):
+class Saved(Event, frozen=True, tag="saved"):
     """By rank 0: a checkpoint is on the disk.
 
     Attributes:
@@ -114,14 +110,13 @@ class Saved(Event, kind="saved"):
         write_s: how long writing took, while training continued.
     """
 
-    step: int
-    bytes: int
-    stall_s: float
-    write_s: float
+    step: Int64
+    bytes: Int64
+    stall_s: FiniteFloat
+    write_s: FiniteFloat
 
 
-@dataclass(frozen=True)
-class NonFinite(Event, kind="non_finite"):
+class NonFinite(Event, frozen=True, tag="non_finite"):
     """A loss or gradient was NaN or infinite, and did not reach the parameters.
 
     Rank 0 writes it, or the rank whose loss ends the run.
@@ -132,13 +127,12 @@ class NonFinite(Event, kind="non_finite"):
         action: "raise", "skip" or "rollback".
     """
 
-    step: int
-    ranks: tuple[int, ...]
+    step: Int64
+    ranks: tuple[Int64, ...]
     action: str
 
 
-@dataclass(frozen=True)
-class ParametersAveraged(Event, kind="averaged"):
+class ParametersAveraged(Event, frozen=True, tag="averaged"):
     """Workers have averaged their parameters: by rank 0, or by each worker where they average through servers.
 
     Attributes:
@@ -152,18 +146,17 @@ class ParametersAveraged(Event, kind="averaged"):
         meeting: its number where each worker writes an event, with its own drift and time; else 0.
     """
 
-    step: int
-    rounds: int
-    period: int
+    step: Int64
+    rounds: Int64
+    period: Int64
     why: str
     drift: float
-    exchange_s: float
-    left_out: tuple[int, ...] = ()
-    meeting: int = 0
+    exchange_s: FiniteFloat
+    left_out: tuple[Int64, ...] = ()
+    meeting: Int64 = 0
 
 
-@dataclass(frozen=True)
-class SharesBalanced(Event, kind="balanced"):
+class SharesBalanced(Event, frozen=True, tag="balanced"):
     """By the first worker: from the next step on a global batch is split otherwise.
 
     Attributes:
@@ -172,9 +165,9 @@ class SharesBalanced(Event, kind="balanced"):
         seconds: that each worker has needed before for its share, by worker.
     """
 
-    step: int
-    sizes: tuple[int, ...]
-    seconds: tuple[float, ...]
+    step: Int64
+    sizes: tuple[Int64, ...]
+    seconds: tuple[FiniteFloat, ...]
 
     @property
     def line(self) -> str:
@@ -184,8 +177,7 @@ class SharesBalanced(Event, kind="balanced"):
         return f"after {self.step} step{'s' * (self.step != 1)} the batch is split {sizes}: its shares took {times}"
 
 
-@dataclass(frozen=True)
-class StagePass:
+class StagePass(Struct, frozen=True, forbid_unknown_fields=True):
     """One micro-batch through one stage, forward or backward.
 
     Attributes:
@@ -194,17 +186,16 @@ class StagePass:
         part: of a backward pass in two parts, "input" or "weights"; "" of a whole one.
     """
 
-    stage: int
-    micro_batch: int
+    stage: Int64
+    micro_batch: Int64
     backward: bool
-    began_s: float
-    ended_s: float
-    waited_s: float
+    began_s: FiniteFloat
+    ended_s: FiniteFloat
+    waited_s: FiniteFloat
     part: str = ""
 
 
-@dataclass(frozen=True)
-class PipelineStepTimed(Event, kind="passed"):
+class PipelineStepTimed(Event, frozen=True, tag="passed"):
     """By a worker of a pipeline, after some of its steps.
 
     Attributes:
@@ -213,13 +204,12 @@ class PipelineStepTimed(Event, kind="passed"):
         passes: of this worker in this step, in order.
     """
 
-    step: int
-    in_flight: int
+    step: Int64
+    in_flight: Int64
     passes: tuple[StagePass, ...]
 
 
-@dataclass(frozen=True)
-class TableReads:
+class TableReads(Struct, frozen=True, forbid_unknown_fields=True):
     """What one worker's steps have read of a table.
 
     Attributes:
@@ -231,15 +221,14 @@ class TableReads:
     """
 
     name: str
-    asked: int
-    copied: int
-    early: int
-    saved_bytes: int
+    asked: Int64
+    copied: Int64
+    early: Int64
+    saved_bytes: Int64
     unforeseen: bool = False
 
 
-@dataclass(frozen=True)
-class RowsRead(Event, kind="rows_read"):
+class RowsRead(Event, frozen=True, tag="rows_read"):
     """By a worker that keeps rows of tables near, at its end: what its training steps have read."""
 
     tables: tuple[TableReads, ...]
@@ -254,25 +243,22 @@ class RowsRead(Event, kind="rows_read"):
         )
 
 
-@dataclass(frozen=True)
-class ValuesLogged(Event, kind="values_logged"):
+class ValuesLogged(Event, frozen=True, tag="values_logged"):
     """By rank 0: a callback has logged numbers, after `step` rounds."""
 
-    step: int
+    step: Int64
     values: Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class PictureLogged(Event, kind="picture_logged"):
+class PictureLogged(Event, frozen=True, tag="picture_logged"):
     """By rank 0: a callback has saved a picture, after `step` rounds, as the PNG file `path`."""
 
-    step: int
+    step: Int64
     name: str
     path: str
 
 
-@dataclass(frozen=True)
-class WorkerEnded(Event, kind="worker_ended"):
+class WorkerEnded(Event, frozen=True, tag="worker_ended"):
     """The last event of a worker.
 
     Attributes:
@@ -282,9 +268,9 @@ class WorkerEnded(Event, kind="worker_ended"):
         runtime_bytes: its resident size before the model was made; 0 where it was not measured.
     """
 
-    steps: int
-    moved_bytes: int
-    peak_memory_bytes: int
-    parameter_bytes: int
-    optimizer_bytes: int
-    runtime_bytes: int = 0
+    steps: Int64
+    moved_bytes: Int64
+    peak_memory_bytes: Int64
+    parameter_bytes: Int64
+    optimizer_bytes: Int64
+    runtime_bytes: Int64 = 0
