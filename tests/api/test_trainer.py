@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -49,7 +50,7 @@ def test_the_launcher_says_what_is_done() -> None:
     assert isinstance(started, RunStarted)
     assert (started.strategy, started.workers, started.device) == ("mirrored", 2, "cpu")
     assert (started.global_batch_size, started.examples_per_epoch) == (8, EXAMPLES)
-    assert started.plan == to_plain(run.plan)
+    assert started.plan == json.loads(json.dumps(to_plain(run.plan)))
     assert started.versions["torch"] == torch.__version__
     assert [type(each) for each in notices] == [Notice]
     assert "2 workers" in notices[0].text  # type: ignore[attr-defined]

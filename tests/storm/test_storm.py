@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from headrace.spec.events import LAUNCHER, PushesApplied, RunEnded, RunStarted, Stepped
 from storm import hosts
@@ -134,7 +135,7 @@ def test_a_process_without_descriptors_deletes_no_half_checkpoint(sound: Evidenc
 
 def test_two_servers_that_both_lead_are_found(sound: Evidence) -> None:
     leader = PushesApplied(2, 50.0, (0, 1), (7, 8), (), (1, 2))
-    follows, leads = (replace(leader, rank=3, leases=leases) for leases in ((7, 8), (7, 9)))
+    follows, leads = (structs.replace(leader, rank=3, leases=leases) for leases in ((7, 8), (7, 9)))
     assert problems(replace(sound, events=(*sound.events, leader, follows))) == []
     found = problems(replace(sound, events=(*sound.events, leader, leads)))
     assert found == ["two leaders: version 2 is of lease 8, by rank 3 of 9"]
@@ -142,7 +143,7 @@ def test_two_servers_that_both_lead_are_found(sound: Evidence) -> None:
 
 def test_two_groups_that_both_go_on_are_found(sound: Evidence) -> None:
     elastic = replace(sound, strategy="elastic")
-    lost, others = replace(step(5, 2), examples=BATCH // 2), replace(step(5, 2), examples=BATCH)
+    lost, others = structs.replace(step(5, 2), examples=BATCH // 2), structs.replace(step(5, 2), examples=BATCH)
     assert problems(replace(elastic, events=(*sound.events, lost))) == []
     assert problems(replace(elastic, events=(*sound.events, others))) == [
         f"two groups of workers did rounds of {BATCH} examples: {{5: {2 * BATCH}}}"

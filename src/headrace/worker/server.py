@@ -8,6 +8,8 @@ from dataclasses import replace
 from time import monotonic
 from typing import TypeVar
 
+from msgspec import structs
+
 from headrace.data import as_pipeline
 from headrace.errors import CorruptCheckpoint, HeadraceError, PeerLost
 from headrace.machine.limits import explained
@@ -155,7 +157,11 @@ def _by_rank(served: ServerStats, plan: Plan) -> ServerStats:
     def named(counts: Mapping[str, T]) -> dict[str, T]:
         return {name if int(name) < 0 else str(int(name) * ranks + stage): each for name, each in counts.items()}
 
-    return replace(served, staleness=named(served.staleness), waited_s=named(served.waited_s)) if ranks > 1 else served
+    return (
+        structs.replace(served, staleness=named(served.staleness), waited_s=named(served.waited_s))
+        if ranks > 1
+        else served
+    )
 
 
 def _go_on(server: Server, resume: ResumePoint, found: SnapshotSet, place: int) -> None:
