@@ -17,7 +17,7 @@ import pytest
 from hypothesis import settings
 from packaging.version import Version
 
-from cover import pairwise
+from cover import each_value, pairwise
 from warm.programs import PYTHON, join, launch, programs
 
 # A shell lets what it starts in the background ignore Ctrl-C, and the tests of it would wait for ever.
@@ -151,18 +151,25 @@ def pytest_runtest_logfinish() -> None:
         gc.freeze()
 
 
+COVERS = {"every": None, "pairwise": pairwise, "each_value": each_value, "slow": each_value}
+"""The marks of tests of which some cases are kept, the strongest first."""
+
+
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps a pairwise cover of the parameters of each test marked so, and no test marked `full`."""
-    groups: dict[object, list[pytest.Function]] = {}
+    """Keeps a cover of the parameters of each test marked so, and no test marked `full`."""
+    groups: dict[tuple[str, object], list[pytest.Function]] = {}
     dropped: list[pytest.Item] = []
     for item in items:
         if item.get_closest_marker("full"):
             dropped.append(item)
-        elif isinstance(item, pytest.Function) and item.get_closest_marker("pairwise"):
-            groups.setdefault((item.path, item.originalname), []).append(item)
-    for group in groups.values():
-        kept = set(pairwise([{name: repr(value) for name, value in each.callspec.params.items()} for each in group]))
-        dropped += [item for index, item in enumerate(group) if index not in kept]
+        elif isinstance(item, pytest.Function) and "callspec" in vars(item):
+            mark = next((mark for mark in COVERS if item.get_closest_marker(mark)), "every")
+            groups.setdefault((mark, (item.path, item.originalname)), []).append(item)
+    for (mark, _), group in groups.items():
+        if (cover := COVERS[mark]) is not None:
+            cases = [{name: repr(value) for name, value in each.callspec.params.items()} for each in group]
+            kept = set(cover(cases))
+            dropped += [item for index, item in enumerate(group) if index not in kept]
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         gone = set(map(id, dropped))

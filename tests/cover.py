@@ -18,12 +18,21 @@ def pairs(case: Mapping[str, Hashable]) -> set[Pair]:
 
 
 def pairwise(cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
-    """Returns which cases to keep, in order: each pair of values that is in any case is in one that is kept.
+    """Returns which cases to keep, in order: each pair of values that is in any case is in one that is kept."""
+    return _covering([pairs(case) for case in cases])
 
-    Greedy: the case with the most pairs that are still missing comes next, the first of several such.
+
+def each_value(cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
+    """Returns which cases to keep, in order: each value of each parameter is in one that is kept."""
+    return _covering([set(case.items()) for case in cases])
+
+
+def _covering(found: Sequence[set[Any]]) -> list[int]:
+    """Returns sets whose union is that of all.
+
+    Greedy: the set with the most elements that are still missing comes next, the first of several such.
     """
-    found = [pairs(case) for case in cases]
-    missing = set[Pair]().union(*found)
+    missing: set[Any] = set().union(*found)
     heap = [(-len(each), index) for index, each in enumerate(found)]
     heapify(heap)
     kept = []

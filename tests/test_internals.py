@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,7 +90,14 @@ def test_an_attribute_is_there(attribute: internals.PrivateAttribute) -> None:
         # It is set by a constructor that wants a process group.
         assert attribute.name in owner.__annotations__
         return
-    assert attribute(owner) is getattr(owner, attribute.name) or attribute(owner) == getattr(owner, attribute.name)
+    wanted = getattr(owner, attribute.name_in(owner))
+    assert attribute(owner) is wanted or attribute(owner) == wanted
+
+
+def test_a_newer_name_is_taken_where_there_is_one() -> None:
+    attribute = internals.PrivateAttribute("_old", "torch:Tensor", "nothing", "hr.Nothing", newer="_new")
+    assert attribute(SimpleNamespace(_old=1)) == 1
+    assert attribute(SimpleNamespace(_old=1, _new=2)) == 2
 
 
 @pytest.mark.parametrize("name", [name for name, private in internals.NAMES.items() if not private.substitute])

@@ -69,16 +69,14 @@ COMPILED_CALL = "_compiled_call_impl"
 """What `nn.Module.__call__` calls, where a module has it, instead of hooks and forward."""
 COMPILED_FORWARD = "_torchdynamo_orig_callable"
 """The attribute of a compiled function that holds the function itself."""
-COMPILED_MODULE = "_orig_mod"
-"""The submodule of a compiled module."""
+COMPILED_MODULE = "_orig_mod"  # the submodule of a compiled module
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The tables of hooks of an `nn.Module`."""
 SPARSE_ARGUMENTS = {"aten::embedding": 4, "aten::_embedding_bag": 5, "aten::_embedding_bag_forward_only": 5}
 """The operations of embeddings: where `sparse` is among the arguments."""
 TP_PLAN = "_tp_plan"
 """Where a model of the transformers library keeps its plan of tensor parallelism."""
-ABC_STATE = "_abc_impl"
-"""What Python keeps in an abstract class about its subclasses."""
+ABC_STATE = "_abc_impl"  # what Python keeps in an abstract class about its subclasses
 
 
 @dataclass(frozen=True)
@@ -114,17 +112,23 @@ class PrivateAttribute:
         name: of the attribute.
         of: the class whose objects have it, "torch:Tensor".
         purpose, feature: what headrace needs it for, and what is refused without it.
+        newer: the name in newer releases, which may keep the other for those who still call it.
     """
 
     name: str
     of: str
     purpose: str
     feature: str
+    newer: str = ""
+
+    def name_in(self, owner: Any) -> str:
+        """Returns the name by which `owner` has it and uses it."""
+        return self.newer if self.newer and getattr(owner, self.newer, None) is not None else self.name
 
     def __call__(self, owner: Any) -> Any:
         """Returns the attribute of `owner`; raises UnfitMachine if this version of the library has none."""
         try:
-            return getattr(owner, self.name)
+            return getattr(owner, self.name_in(owner))
         except AttributeError:
             raise UnfitMachine(_refusal(self.feature, f"{self.of}.{self.name}")) from None
 
@@ -290,13 +294,9 @@ checkpointed = PrivateAttribute(
     "torch.utils:checkpoint",
     "a pipeline recomputes by itself",
     "hr.Pipeline of a model that recomputes",
+    newer="_checkpoint_without_reentrant_generator_impl",
 )
-truncated_normal = PrivateAttribute(
-    "_no_grad_trunc_normal_",
-    "torch.nn:init",
-    "how a weight begins",
-    "a table on servers that trunc_normal_ fills",
-)
+truncated_normal = PrivateAttribute("_no_grad_trunc_normal_", "torch.nn:init", "how a weight begins", "trunc_normal_")
 convolution = PrivateAttribute("_conv_forward", "torch.nn:Conv2d", "a part of a convolution", "hr.TensorParallel")
 one_projection = PrivateAttribute(
     "_qkv_same_embed_dim", "torch.nn:MultiheadAttention", "attention with one weight", "hr.TensorParallel"

@@ -147,10 +147,16 @@ class TorchRunner(ProgramRunner):
     """Runs `model.pt2`."""
 
     def __init__(self, path: Path, inputs: Sequence[TensorForm], outputs: Sequence[TensorForm]) -> None:
+        log = logging.getLogger("torch.export")
+        level = log.level
+        # It writes a traceback of what it raises.
+        log.setLevel(logging.ERROR)
         try:
             self._call: Callable[..., Mapping[str, Tensor]] = torch.export.load(path).module()
         except Exception as error:  # of torch, which raises what its readers raise
             raise DataError(f"{path} cannot be loaded: {first_line(error)}") from None
+        finally:
+            log.setLevel(level)
         self._inputs = [form.name for form in inputs]
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

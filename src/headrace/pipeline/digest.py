@@ -26,6 +26,7 @@ from headrace import internals
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), range, slice, torch.Size)
 _FOLDERS = (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), Path(__file__).parents[1])
 _INSTALLED = ("<frozen", *(f"{folder}{os.sep}" for folder in _FOLDERS))
+_SITES = {"site-packages", "dist-packages"}
 _MOST_BYTES = 1 << 25
 """A model that holds more than this beside its parameters has no digest: making one would take too long."""
 _OF_CLASSES = {"__dict__", "__weakref__", "__doc__", "__annotations__", internals.ABC_STATE}
@@ -182,7 +183,8 @@ def _content(cell: CellType) -> Any:
 
 
 def _is_installed(path: str) -> bool:
-    return path.startswith(_INSTALLED)
+    # Some packages are not in this environment's folder: those of a venv that sees another's, or the system's.
+    return path.startswith(_INSTALLED) or not _SITES.isdisjoint(path.split(os.sep))
 
 
 def _is_of_installed(module: str) -> bool:

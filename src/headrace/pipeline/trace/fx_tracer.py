@@ -132,7 +132,7 @@ class _Recorder(RecordingTracer):
             stack.enter_context(_replaced(nn.Module, "__setattr__", assign))
             stack.enter_context(_replaced(torch.autograd.Function, "apply", classmethod(applied)))
             # Its own forward is recorded as if it were not there: a pipeline recomputes by itself.
-            stack.enter_context(_replaced(checkpoint, internals.checkpointed.name, checkpointed))
+            stack.enter_context(_replaced(checkpoint, internals.checkpointed.name_in(checkpoint), checkpointed))
             stack.enter_context(torch.enable_grad())
             yield
 
