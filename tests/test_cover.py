@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cover import pairs, pairwise
+from cover import each_value, pairs, pairwise
 
 SIZES = [(1,), (7,), (3, 4), (2, 2, 2), (9, 3, 20, 3), (5, 4, 3, 2, 2)]
 
@@ -36,3 +36,11 @@ def test_a_cover_is_small_and_the_same_each_time() -> None:
 def test_no_pair_is_lost_where_cases_are_no_product(cases: list[dict[str, int]]) -> None:
     kept = {pair for index in pairwise(cases) for pair in pairs(cases[index])}
     assert kept == {pair for case in cases for pair in pairs(case)}
+
+
+def test_each_value_of_each_parameter_is_in_a_case_that_is_kept() -> None:
+    cases = [{"a": a, "b": b, "c": c} for a in range(5) for b in range(3) for c in range(2) if a + b != 3]
+    kept = [cases[index] for index in each_value(cases)]
+    assert {item for case in kept for item in case.items()} == {item for case in cases for item in case.items()}
+    assert len(kept) == 5
+    assert each_value([{"a": 1}, {"a": 2}]) == [0, 1]

@@ -83,6 +83,7 @@ def test_a_scattered_order_is_the_same_on_every_machine() -> None:
     assert ExampleOrder(10_000_000, 7, 3).slice(5_000_000, 5_000_004).tolist() == FAR_7_3
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("count", [50, 1 << 20, (1 << 20) + 1, pytest.param(3_000_000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_an_order_is_read_in_pieces_from_anywhere(count: int, shuffled: bool) -> None:

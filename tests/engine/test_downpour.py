@@ -28,6 +28,7 @@ from strategies.contract_runs import train
 INTERVALS = [(2, 3), (5, 4), (1, 1), (9, 20)]
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("workers", [1, 2, 3])

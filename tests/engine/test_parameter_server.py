@@ -280,6 +280,7 @@ def test_a_run_that_was_over_goes_on_to_nothing_but_its_metrics(tmp_path: Path, 
     assert far(before, after) == 0.0
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @every_regime
 @pytest.mark.parametrize("every", [None, 1, 4])
@@ -351,7 +352,7 @@ def evaluates_alone(worker: hr.Worker) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @every_regime
 @pytest.mark.parametrize(
     ("loop", "reason"),

@@ -48,7 +48,7 @@ def go_on(engine: LocalEngine, run_dir: Path, kind: str, strategy: hr.Strategy) 
 
 
 @pytest.mark.slow
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["cnn", "lstm"])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def assert_same(first: tuple[Any, Any], second: tuple[Any, Any]) -> None:
     assert [name for name in first[1] if first[1][name] != second[1][name]] == []
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", ["plain", "bf16", "int8"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -83,6 +83,7 @@ def build(case: Case) -> tuple[nn.Module, Any]:
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_stages_do_what_the_model_does(name: str, stages: int) -> None:

@@ -167,6 +167,7 @@ def test_a_reference_is_at_most_40_lines() -> None:
     assert [name for name in needed if ROWS[name].reference is references.one_device] == ["parameter_server"]
 
 
+@pytest.mark.each_value
 @every_size
 @pytest.mark.parametrize("model", sorted({**MODELS, **VARIANTS}))
 def test_one_device_is_a_loop_of_plain_pytorch_bit_for_bit(model: str, size: str) -> None:
@@ -178,7 +179,7 @@ def test_one_device_is_a_loop_of_plain_pytorch_bit_for_bit(model: str, size: str
     )
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @every_synchronous_strategy
 @every_model
 @every_size
@@ -190,7 +191,7 @@ def test_any_number_of_workers_is_one_device(name: str, workers: int, model: str
     assert_same_bits(outcome, train(job, strategy))
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @every_synchronous_strategy
 @every_model
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -202,7 +203,7 @@ def test_any_number_of_workers_is_one_device_in_single_precision(
     assert_equal(outcome, on_one_device(case, "tiny", torch.float32, factory), SINGLE[optimizer])
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @every_synchronous_strategy
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 @pytest.mark.parametrize("size", ["uneven", "tiny"])
@@ -218,7 +219,7 @@ def test_clipping_weights_and_optimizers_are_those_of_one_device(
     assert_equal(outcome, on_one_device(case, size, torch.float64, None), DOUBLE)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @every_synchronous_strategy
 @pytest.mark.parametrize("model", ["mlp", "cnn", "partial", "mean-cnn", "mean-clipped"])
 def test_a_loop_of_ones_own_is_one_device_too(name: str, workers: int, model: str) -> None:

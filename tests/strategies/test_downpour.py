@@ -101,6 +101,7 @@ def rate_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> float:
     return float(rate)
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning")
 @pytest.mark.parametrize(("fetch_every", "push_every"), [(3, 3), (1, 3), (3, 1), (2, 5), (5, 2), (99, 99)])
 @pytest.mark.parametrize("name", ["mlp", "idle", "tied", "partial", "groups-by-dimensions", "schedule-step"])

@@ -38,6 +38,7 @@ def scaled(saved: Saved, value: float) -> Saved:
     return Saved(saved.tensors, saved.pieces, {**saved.settings, "scale": {"value": value, "good": 0}})
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "workers"), SYNCHRONOUS)
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_it_trains_as_full_precision_does(name: str, workers: int, case: str) -> None:
@@ -52,6 +53,7 @@ def test_it_trains_as_full_precision_does(name: str, workers: int, case: str) ->
     assert all(rank.settings["scale"] == {"value": 2.0**10, "good": ROUNDS} for rank in ranks)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "workers"), SYNCHRONOUS)
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_overflow_is_decided_alike_skips_the_update_and_halves_the_scale(name: str, workers: int, case: str) -> None:

@@ -46,7 +46,7 @@ def test_a_wire_after_backward_is_one_device(model: str, workers: int) -> None:
     assert_one_device(model, hr.Mirrored(workers, overlap=False), workers)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("model", sorted({**MODELS, **VARIANTS}))
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_a_wire_during_backward_is_one_device(model: str, workers: int, bucket_bytes: int) -> None:

@@ -155,6 +155,7 @@ def poisoned(case: Case, name: str, workers: int, every: Sequence[Poison]) -> li
     return with_replicas(case.job(COUNT), ROWS[name].make(workers), workers, partial(suffer, every))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "workers"), SYNCHRONOUS)
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_what_is_not_finite_is_found_by_all_and_changes_nothing(name: str, workers: int, case: str) -> None:

@@ -26,6 +26,7 @@ from strategies.test_contract import (
 HALF = 3e-2
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", ["uneven", "tiny"])
 @pytest.mark.parametrize("option", sorted(OPTIONS))
 def test_one_device_is_a_loop_of_plain_pytorch_bit_for_bit(option: str, size: str) -> None:
@@ -34,7 +35,7 @@ def test_one_device_is_a_loop_of_plain_pytorch_bit_for_bit(option: str, size: st
     assert_same_bits(dataclasses.replace(outcome, metrics={}), by_hand(case.job(COUNTS[size])))
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @every_synchronous_strategy
 @pytest.mark.parametrize("size", ["uneven", "tiny"])
 @pytest.mark.parametrize("option", sorted(OPTIONS))
@@ -75,7 +76,7 @@ def test_one_device_in_bf16_is_torch_with_autocast_bit_for_bit(option: str) -> N
     assert distance(outcome.tensors, on_one_device(whole, "uneven", torch.float32, None).tensors) > 1e-5
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @every_synchronous_strategy
 @pytest.mark.parametrize("option", BF16_NAMES)
 def test_any_number_of_workers_is_one_device_in_bf16(name: str, workers: int, option: str) -> None:

@@ -122,6 +122,7 @@ def floating(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("places")
 @pytest.mark.parametrize("case", sorted(CASES))
 @pytest.mark.parametrize(("workers", "period", "size"), [(2, 3, "uneven"), (3, 2, "tiny"), (3, 100, "uneven")])
@@ -313,6 +314,7 @@ def test_to_look_changes_nothing(strategy: hr.Strategy, tmp_path: Path) -> None:
     assert runs[0].metrics == runs[1].metrics
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("places")
 @pytest.mark.parametrize("strategy", [hr.LocalSGD(3, period=2), hr.DiLoCo(3, period=4), hr.EASGD(3, period=4),
                                       hr.LocalSGD(3, period=4, average_optimizer_state=True)])  # fmt: skip

@@ -77,6 +77,7 @@ def in_stages(case: Case, stages: int, micro_batches: int, **options: object) ->
     return merged(drive(job(case), strategy(), stages, 0, ROUNDS))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("micro_batches", [1, 4, 8])
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_any_number_of_stages_is_one_device(schedule: str, micro_batches: int) -> None:
@@ -86,6 +87,7 @@ def test_any_number_of_stages_is_one_device(schedule: str, micro_batches: int) -
     assert distance(two, three) == 0.0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", HOW, ids=lambda how: "-".join(how.values()))
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_what_there_is_to_sum_and_to_weigh_is_that_of_one_device(case: str, how: dict[str, object]) -> None:

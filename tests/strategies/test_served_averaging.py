@@ -112,6 +112,7 @@ class ByHand:
 OUTERS = {"mean": MeanStep(), "nesterov": Nesterov(0.5, 0.8), "elastic": Elastic(0.6)}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
 @pytest.mark.parametrize("outer", sorted(OUTERS))
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def assert_equal(one: Outcome, other: Outcome) -> None:
     assert one.metrics == pytest.approx(other.metrics, rel=1e-9)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("inner", sorted(INNER))
 @pytest.mark.parametrize("count", [11, 9])
 @pytest.mark.parametrize(
@@ -185,6 +185,7 @@ def test_an_epoch_visits_every_example_once_and_every_shard_has_every_push_once(
     assert [served.refused for served in last.values()] == [{}] * len(last)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("inner", ["pieces", "slices"])
 @every_regime
 def test_an_evaluation_is_that_of_the_parameters_that_are_left(regime: str, inner: str) -> None:

@@ -43,6 +43,7 @@ def processes() -> Iterator[LocalEngine]:
         yield engine
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "model",
     ["mlp", "lstm", "idle", "clipped", "clipped-tied", "mean-clipped", "tokens", "unfrozen-clipped", "unfrozen-tied",
@@ -147,6 +148,7 @@ THEN = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["mlp", "tied", "idle"])
 @pytest.mark.parametrize("then", sorted(THEN))

@@ -79,7 +79,7 @@ def whole(pieces: list[StatePiece]) -> dict[tuple[str, str], torch.Tensor]:
     return {key: torch.cat([values[start] for start in sorted(values)]) for key, values in put.items()}
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("case", sorted(CASES))
 @pytest.mark.parametrize(("saver", "loader"), WAYS, ids=lambda way: f"{way[0]}-{way[1]}")
 def test_to_save_and_to_go_on_is_no_interruption(case: str, saver: tuple[str, int], loader: tuple[str, int]) -> None:
@@ -95,7 +95,7 @@ def test_to_save_and_to_go_on_is_no_interruption(case: str, saver: tuple[str, in
     assert distance(whole(list(resumed.pieces)), whole(list(uninterrupted.pieces))) <= DOUBLE
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("case", sorted(CASES))
 @pytest.mark.parametrize(("name", "workers"), [one for one in SYNCHRONOUS if one[1] > 1])
 def test_the_state_of_all_ranks_is_that_of_one_device(case: str, name: str, workers: int) -> None:

@@ -96,7 +96,7 @@ def assert_close(ours: Tensor, reference: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(ours, reference, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 @pytest.mark.parametrize("options", sorted(OPTIONS))

@@ -104,7 +104,7 @@ def guilty(strategy: hr.Strategy, place: str, example: int) -> tuple[int, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"clip_norm": None, "clip_value": 0.05}], ids=str)
 @pytest.mark.parametrize("example", [0, -1], ids=["first rank", "last rank"])
 @pytest.mark.parametrize("place", VENOM)

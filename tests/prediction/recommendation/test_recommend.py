@@ -91,6 +91,7 @@ def best_of(found: list[object]) -> dict[tuple[str, int, bool, bool], tuple[floa
     return best
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cluster",
