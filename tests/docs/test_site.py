@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 import headrace as hr
 from docs.pages import ROOT
@@ -21,11 +22,17 @@ GROUPS = ("data", "metrics", "tasks")
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert built.returncode == 0, built.stderr
+def site(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The site, which the first process that needs it builds for all."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "site"
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            made = folder.with_suffix(".new")
+            command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(made)]
+            built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+            assert built.returncode == 0, built.stderr
+            made.rename(folder)
     return folder
 
 
@@ -47,6 +54,7 @@ def test_names_that_share_a_line_are_rows_of_the_reference(site: Path) -> None:
     assert [name for name in rows if name.endswith(",")] == []
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_axe_finds_no_serious_fault_on_the_site(site: Path, tmp_path: Path) -> None:

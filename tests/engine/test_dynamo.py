@@ -46,6 +46,7 @@ assert zero_grad.__dynamo_disable is not zero_grad
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_compiler_is_imported_when_something_compiles() -> None:
     subprocess.run([PYTHON, "-c", _COLD], check=True, timeout=300)

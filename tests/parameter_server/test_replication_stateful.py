@@ -94,6 +94,7 @@ BUGS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_it_finds_what_is_planted(bug: str) -> None:

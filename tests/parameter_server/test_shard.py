@@ -394,6 +394,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bug", PLANTED)
 def test_histories_find_a_planted_bug(bug: str) -> None:
     assert is_found(Machines(shard=mutated(module, "Shard", *PLANTED[bug])))

@@ -125,12 +125,14 @@ def found(machine: Any) -> bool:
     return False
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_histories_find_a_planted_bug(bug: str) -> None:
     assert found(mutated(module, "ViewAgreement", *BUGS[bug]))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new"),
