@@ -90,6 +90,8 @@ EXTRAS = {
         dict.fromkeys(("litert-torch", "ai-edge-litert"), EXPORT.format("tflite", "mobile")),
         "tests/export/mobile/test_litert.py::test_the_interpreter_computes_the_prediction_of_each_example",
     ),
+    # headrace does not import torchmetrics: jobs do.
+    "metrics": Use({}, "tests/worker/test_accumulated.py::test_on_several_workers_it_is_that_of_the_whole_set"),
     "mlflow": Use(
         {"mlflow-skinny": "track(hr.MLflow('runs'))"},
         "tests/report/trackers/test_mlflow.py::test_a_run_read_back_with_mlflows_own_client",
@@ -134,7 +136,12 @@ EXTRAS = {
         "tests/cli/test_watch.py::test_it_waits_for_a_run_and_ends_in_order",
     ),
 }
-REFUSED_BY_NONE = {("data", "fsspec"), ("transformers", "tokenizers"), ("transformers", "transformers")}
+REFUSED_BY_NONE = {
+    ("data", "fsspec"),
+    ("metrics", "torchmetrics"),
+    ("transformers", "tokenizers"),
+    ("transformers", "transformers"),
+}
 """torch itself brings fsspec."""
 
 

@@ -51,6 +51,8 @@ class Task:
         metrics: name to `metric(output, target)`.
         check: takes output and target of a batch, raises `DataError` if the target does not have the task's
             form and `UsageError` if the output does not.
+        scores_and_labels: takes output and target, returns what metrics of torchmetrics take: predictions, and labels
+            as whole numbers (or numbers, in a regression). None where there are no such metrics.
 
     Examples:
         >>> hr.tasks.binary("hinge").name
@@ -62,6 +64,7 @@ class Task:
     activation: Callable[[Any], Any]
     metrics: Mapping[str, Metric]
     check: Callable[[Any, Any], None]
+    scores_and_labels: Callable[[Any, Any], tuple[Tensor, Tensor]] | None = None
 
 
 def regression(loss: str = "squared_error") -> Task:
@@ -87,6 +90,7 @@ def regression(loss: str = "squared_error") -> Task:
             "mean_absolute_error": metrics.absolute_error,
         },
         check=check_regression,
+        scores_and_labels=_numbers,
     )
 
 
@@ -110,6 +114,7 @@ def binary(loss: str = "cross_entropy") -> Task:
         activation=torch.sigmoid,
         metrics={"accuracy": metrics.binary_accuracy},
         check=partial(check_binary, soft=loss == "cross_entropy"),
+        scores_and_labels=_yes_or_no,
     )
 
 
@@ -139,6 +144,7 @@ def multilabel(labels: int, loss: str = "cross_entropy") -> Task:
         activation=torch.sigmoid,
         metrics={"accuracy": metrics.binary_accuracy, "exact_match": metrics.exact_match},
         check=partial(check_multilabel, labels=labels, soft=loss == "cross_entropy"),
+        scores_and_labels=_yes_or_no,
     )
 
 
@@ -174,6 +180,7 @@ def multiclass(classes: int, *, top_k: int | None = None) -> Task:
         activation=_softmax,
         metrics=measured,
         check=partial(check_multiclass, classes=classes),
+        scores_and_labels=_classes,
     )
 
 
@@ -327,6 +334,24 @@ def _identity(output: Tensor) -> Tensor:
 
 def _softmax(output: Tensor) -> Tensor:
     return output.softmax(dim=1)
+
+
+def _numbers(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return metrics.align(_single(output), target)
+
+
+def _yes_or_no(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    logits, labels = metrics.align(_single(output), target)
+    return logits.sigmoid(), (labels > 0.5).long()
+
+
+def _classes(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return _softmax(_single(output)), target.argmax(dim=1) if target.is_floating_point() else target.long()
+
+
+def _single(output: Tensor) -> Tensor:
+    # In half precision many scores would be the same, and the order of examples is what some metrics are about.
+    return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
 
 
 def _choose(name: str, losses: Mapping[str, Metric]) -> Metric:

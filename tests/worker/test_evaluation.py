@@ -16,7 +16,7 @@ import headrace as hr
 from engine.lasting import DATA, lasting_job
 from headrace.errors import UsageError
 from headrace.spec.events import Evaluated, Notice
-from headrace.worker.evaluation import EarlyStopper
+from headrace.worker.evaluations.early_stopping import EarlyStopper
 
 STRATEGIES = (hr.OneDevice(), hr.Mirrored(2), hr.Mirrored(3), hr.CentralStorage(3))
 LOSS = hr.EarlyStopping(patience=2)

@@ -35,6 +35,7 @@ from headrace.training.embeddings.updater import RowUpdater, check_tables
 from headrace.training.optimizer import build, is_elementwise, require_lbfgs, state_copies
 from headrace.training.update import make, plain
 from headrace.training.whole_model import cut
+from headrace.worker.evaluations.accumulated import accumulates, check_accumulated
 from headrace.worker.session import alone, make_module, objective_of
 
 _TRIED_EXAMPLES = 2
@@ -167,8 +168,12 @@ def _try(job: Job, module: nn.Module, data: object, what: str, sets: Sets) -> tu
         weighed = _try_losses(job, module, (output, target), share, what, sets)
         metrics = {**(job.task.metrics if job.task else {}), **(job.metrics or {})}
         for name, metric in metrics.items():
-            value = _guarded(f"the metric {name!r} cannot be computed on {what}", partial(metric, output, target))
-            weigh(value, share.examples, name)
+            failure = f"the metric {name!r} cannot be computed on {what}"
+            if accumulates(metric):
+                taken = (name, metric, job.task, output, target, share.examples)
+                _guarded(failure, partial(check_accumulated, *taken))
+            else:
+                weigh(_guarded(failure, partial(metric, output, target)), share.examples, name)
     return weighed, notices
 
 

@@ -172,8 +172,13 @@ def add_in_order(values: Iterable[float]) -> float:
 
 def gather_texts(group: ProcessGroup, text: str) -> list[str]:
     """Returns every rank's text, by rank; every rank of the group calls it."""
-    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return [content.decode() for content in gather_bytes(group, text.encode())]
+
+
+def gather_bytes(group: ProcessGroup, content: bytes) -> list[bytes]:
+    """Returns every rank's content, by rank; every rank of the group calls it."""
+    own = torch.tensor(bytearray(content), dtype=torch.uint8)
     lengths = group.sum([float(len(own)) if rank == group.rank else 0.0 for rank in range(group.world)])
     padded = torch.zeros(int(max(lengths)), dtype=torch.uint8)
     padded[: len(own)] = own
-    return [bytes(row[: int(n)].numpy()).decode() for row, n in zip(group.gather(padded), lengths, strict=True)]
+    return [bytes(row[: int(n)].numpy()) for row, n in zip(group.gather(padded), lengths, strict=True)]

@@ -37,7 +37,8 @@ class Job:
         task: loss, prediction and metrics in one, from `hr.tasks`; or give `loss`.
         loss: `loss(output, target)` returns a scalar, the mean over the batch, or an `hr.Mean`. With several sets of
             parameters a dict: set to `loss(model, batch)`.
-        metrics: name to `metric(output, target)`, returning a scalar mean or an `hr.Mean`.
+        metrics: name to `metric(output, target)`, returning a scalar mean or an `hr.Mean`, or to an object of
+            torchmetrics.
         eval_data: what metrics are computed on, in the forms of `data`.
         epochs: visits of every example; or give `steps`.
         steps: rounds, where `epochs` is None.

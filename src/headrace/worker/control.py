@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from time import monotonic
 
 from headrace.worker.callbacks.runner import CallbackRunner
-from headrace.worker.evaluation import EarlyStopper
+from headrace.worker.evaluations.early_stopping import EarlyStopper
 from headrace.worker.losses import LossReader
 from headrace.worker.saving import Saver
 from headrace.worker.session import WorkerSession

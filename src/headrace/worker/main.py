@@ -30,7 +30,7 @@ from headrace.training.embeddings.layer import local_stats, sparse_layers
 from headrace.training.embeddings.saving import rows_of_layers
 from headrace.training.synchronization import DataLeases, PeriodicSync
 from headrace.worker.control import RunControl
-from headrace.worker.evaluation import average
+from headrace.worker.evaluations.evaluation import average
 from headrace.worker.events import EventWriter, InputReporter
 from headrace.worker.loops.base import Loop
 from headrace.worker.loops.leased import LeasedLoop

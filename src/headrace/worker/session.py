@@ -33,7 +33,7 @@ from headrace.training.turns.compute import TurnsCompute
 from headrace.training.turns.elastic import TurnsState
 from headrace.training.turns.exchange import TurnsExchange
 from headrace.training.whole_model import Objective, use_channels_last
-from headrace.worker.evaluation import Evaluation
+from headrace.worker.evaluations.evaluation import Evaluation
 from headrace.worker.events import EventWriter, InputReporter
 from headrace.worker.run_spec import RENDEZVOUS, RunSpec
 

@@ -26,7 +26,8 @@ from headrace.training.compute import Compute
 from headrace.training.embeddings.pieces import is_row_piece, is_row_value
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import AVERAGE, PARAMETER
-from headrace.worker.evaluation import EarlyStopper, average
+from headrace.worker.evaluations.early_stopping import EarlyStopper
+from headrace.worker.evaluations.evaluation import average
 from headrace.worker.session import WorkerSession, seed_torch
 
 

@@ -19,6 +19,7 @@ from headrace.errors import DataError
 from headrace.spec.job import Job, Share
 from headrace.spec.plan import Plan, cuts_shares
 from headrace.training.whole_model import Objective, cut
+from headrace.worker.evaluations.accumulated import accumulates
 from headrace.worker.session import objectives_of
 
 Probe = Callable[[nn.Module, Any, Objective], Sequence[Finding]]
@@ -50,15 +51,16 @@ def probe(job: Job, module: nn.Module, *objectives: Objective, probes: Iterable[
 
 def probe_metrics(job: Job, module: nn.Module) -> tuple[Finding, ...]:
     """Runs the job's own metrics on the first examples of its evaluation data, whole and in parts."""
-    share = _first_share(job, job.eval_data) if job.metrics and job.eval_data is not None else None
-    if share is None or not job.metrics:
+    metrics = {name: metric for name, metric in (job.metrics or {}).items() if not accumulates(metric)}
+    share = _first_share(job, job.eval_data) if metrics and job.eval_data is not None else None
+    if share is None:
         return ()
 
     def taken(batch: Any) -> tuple[Any, Any]:
         return call(module, batch, job.inputs), select_target(batch, job.target)
 
     try:
-        return tuple(probe_split_metrics(module, share.batch, taken, job.metrics))
+        return tuple(probe_split_metrics(module, share.batch, taken, metrics))
     except Exception as error:  # whatever a user's metric raises
         return (_left_out(f"a metric failed on part of a batch of {share.examples} examples", error),)
 

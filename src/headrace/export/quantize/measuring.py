@@ -14,6 +14,7 @@ from headrace.data.loading.torch_data import as_pipeline
 from headrace.export.predictor import inputs_of
 from headrace.metrics import weigh
 from headrace.spec.job import Job
+from headrace.worker.evaluations.accumulated import Accumulated, accumulates
 
 Program = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 _BATCH = 32
@@ -31,7 +32,12 @@ def metrics_of(job: Job, model: torch.nn.Module, programs: Mapping[str, Program]
     loss = task.loss if task else job.loss
     # Losses of sets of parameters take the model itself, which a program is not.
     measures = {**({"loss": loss} if callable(loss) else {}), **(task.metrics if task else {}), **(job.metrics or {})}
-    sums = {name: {measure: [0.0, 0.0] for measure in measures} for name in programs}
+    accumulated = {
+        program: {name: Accumulated(name, metric, task) for name, metric in measures.items() if accumulates(metric)}
+        for program in programs
+    }
+    means = {name: measure for name, measure in measures.items() if not accumulates(measure)}
+    sums = {name: {measure: [0.0, 0.0] for measure in means} for name in programs}
     pipeline, _ = as_pipeline(job.eval_data)
     loader = Loader(pipeline, job.seed, min(_BATCH, len(pipeline)), (1,), 0, ordered=True)
     for share in loader.sweep(alone=True):
@@ -41,14 +47,18 @@ def metrics_of(job: Job, model: torch.nn.Module, programs: Mapping[str, Program]
         target = select_target(share.batch, job.target)
         for name, program in programs.items():
             output = _raw(job, program(tensors))
-            for measure, function in measures.items():
+            for each in accumulated[name].values():
+                each.add(output, target)
+            for measure, function in means.items():
                 total, weight = weigh(function(output, target), share.examples, measure)
                 sums[name][measure][0] += float(total)
                 sums[name][measure][1] += float(weight)
-    return {
+    values = {
         name: {measure: total / weight for measure, (total, weight) in found.items() if weight}
+        | {measure: each.value() for measure, each in accumulated[name].items()}
         for name, found in sums.items()
     }
+    return {program: {name: found[name] for name in measures if name in found} for program, found in values.items()}
 
 
 def measurable(job: Job) -> bool:

@@ -27,7 +27,7 @@ from headrace.spec.parameter_sets import one_optimizer
 from headrace.strategies.context import BatchInfo, WorkerContext
 from headrace.training.batch_norm import averaged_buffers
 from headrace.training.exchange import Replica
-from headrace.worker.evaluation import EarlyStopper
+from headrace.worker.evaluations.early_stopping import EarlyStopper
 from headrace.worker.loops.leased import next_sync_point
 from headrace.worker.main import leave_model
 from headrace.worker.run_spec import RunSpec

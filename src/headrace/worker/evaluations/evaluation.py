@@ -1,8 +1,7 @@
-"""Evaluations over the whole evaluation set, each example once, and early stopping."""
+"""Evaluations over the whole evaluation set, each example once."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,14 +12,13 @@ from torch import Tensor
 from headrace.batches import select_target
 from headrace.collectives.base import ProcessGroup
 from headrace.data import Loader
-from headrace.errors import UsageError
 from headrace.metrics import weigh
 from headrace.modules import evaluating
 from headrace.spec.job import Job, Share
-from headrace.spec.options import EarlyStopping
 from headrace.spec.parameter_sets import loss_name
 from headrace.training.batch_norm import averaged_buffers
 from headrace.training.exchange import Replica
+from headrace.worker.evaluations.accumulated import Accumulated, accumulates
 
 
 class Evaluation:
@@ -45,19 +43,31 @@ class Evaluation:
         losses, measures = _losses_of(job)
         measures |= {**(task.metrics if task else {}), **(job.metrics or {})}
         names = (*losses, *measures)
-        sums = [0.0] * (2 * len(names) + 1)
+        accumulated = {name: Accumulated(name, one, task) for name, one in measures.items() if accumulates(one)}
+        measures = {name: one for name, one in measures.items() if name not in accumulated}
+        means = (*losses, *measures)
+        sums = [0.0] * (2 * len(means) + 1)
         module = self._replica.compute.module
         with self._replica.trained_weights(), self._averaged(weight), evaluating(module):
             for share in self._loader(self._group.rank, self._group.world).sweep():
                 if share.examples:
-                    self._measure(share, losses, measures, sums)
+                    self._measure(share, losses, measures, accumulated, sums)
                 else:
                     self._replica.compute.attend()
         totals = self._group.sum(sums)
-        metrics = {name: totals[2 * i] / totals[2 * i + 1] for i, name in enumerate(names) if totals[2 * i + 1]}
-        return metrics, int(totals[-1])
+        metrics = {name: totals[2 * i] / totals[2 * i + 1] for i, name in enumerate(means) if totals[2 * i + 1]}
+        if totals[-1]:
+            metrics |= {name: each.total(self._group) for name, each in accumulated.items()}
+        return {name: metrics[name] for name in names if name in metrics}, int(totals[-1])
 
-    def _measure(self, share: Share, losses: Mapping[str, Any], measures: Mapping[str, Any], sums: list[float]) -> None:
+    def _measure(
+        self,
+        share: Share,
+        losses: Mapping[str, Any],
+        measures: Mapping[str, Any],
+        accumulated: Mapping[str, Accumulated],
+        sums: list[float],
+    ) -> None:
         compute = self._replica.compute
         output = compute.predict(share.batch)
         if not compute.counts:
@@ -71,6 +81,8 @@ class Evaluation:
             total, weight = weigh(value, share.examples, name)
             sums[2 * index] += float(total.detach())
             sums[2 * index + 1] += float(weight)
+        for each in accumulated.values():
+            each.add(output, target)
         sums[-1] += share.examples
 
     @contextmanager
@@ -108,66 +120,3 @@ def average(buffers: list[Tensor], group: ProcessGroup, weight: float = 1.0) -> 
     # Only when all are complete: if a worker is lost before, the whole evaluation is repeated.
     for buffer, mean in zip(buffers, means, strict=True):
         buffer.copy_(mean)
-
-
-class EarlyStopper:
-    """Counts the evaluations without improvement; without the option it never stops the run."""
-
-    def __init__(self, option: EarlyStopping | None) -> None:
-        self._option = option
-        self._follows = f"{option.mode} {option.metric}" if option else ""
-        self._best = math.inf
-        self._best_step = 0
-        self._waited = 0
-
-    @property
-    def over(self) -> bool:
-        """Whether the run is to stop."""
-        return self._option is not None and self._waited >= self._option.patience
-
-    def see(self, metrics: Mapping[str, float], step: int) -> str | None:
-        """Adds an evaluation; returns a notice if the run stops because of it.
-
-        Raises:
-            UsageError: the evaluation has no such metric.
-        """
-        option = self._option
-        if option is None:
-            return None
-        if option.metric not in metrics:
-            raise UsageError(
-                f"early stopping follows {option.metric!r}, and the evaluation has {', '.join(metrics)} alone"
-            )
-        sign = 1 if option.mode == "min" else -1
-        value = sign * metrics[option.metric]
-        # NaN is no improvement.
-        if value < self._best - option.min_delta:
-            self._best, self._best_step, self._waited = value, step, 0
-            return None
-        self._waited += 1
-        if not self.over:
-            return None
-        return (
-            f"ends early: {option.metric} has got no better for {option.patience} "
-            f"evaluation{'s' * (option.patience != 1)}; "
-            f"best {sign * self._best:.4g} after {self._best_step} step{'s' * (self._best_step != 1)}"
-        )
-
-    def agree(self, group: ProcessGroup) -> None:
-        """Copies the state of the group's first worker, which has seen the most evaluations."""
-        own = (self._best if math.isfinite(self._best) else math.nan, self._best_step, self._waited)
-        best, step, waited = group.sum(own if group.rank == 0 else [0.0] * len(own))
-        self._best = math.inf if math.isnan(best) else best
-        self._best_step, self._waited = int(step), int(waited)
-
-    def state(self) -> dict[str, float | str | None]:
-        """Returns the state as JSON values."""
-        best = self._best if math.isfinite(self._best) else None
-        return {"best": best, "best_step": self._best_step, "waited": self._waited, "follows": self._follows}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state` returned, if the option is the same."""
-        if state["follows"] != self._follows:
-            return
-        self._best = math.inf if state["best"] is None else float(state["best"])
-        self._best_step, self._waited = int(state["best_step"]), int(state["waited"])

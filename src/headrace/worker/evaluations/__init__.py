@@ -1,0 +1,1 @@
+"""Evaluations over the whole evaluation set, and what follows from them."""
