@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -239,10 +240,10 @@ def test_a_record_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
         file.write_text("".join(f"{encode(changed if event is order else event)}\n" for event in events))
 
     turned = order.leases[::-1], order.workers[::-1]
-    written(replace(order, leases=turned[0], workers=turned[1]))
+    written(structs.replace(order, leases=turned[0], workers=turned[1]))
     with pytest.raises(DataError, match="contradicts itself"):
         hr.rehearse(plain, from_run=tmp_path)
-    written(replace(order, versions=tuple(version + 100 for version in order.versions)))
+    written(structs.replace(order, versions=tuple(version + 100 for version in order.versions)))
     with pytest.raises(UsageError, match="not all of one run"):
         hr.rehearse(plain, from_run=tmp_path)
     written(order)
