@@ -152,11 +152,11 @@ class ParseExample:
                     f"the feature {name!r} must be bytes, str, int or float, or (int, shape), got {wanted!r}"
                 )
             self._features[name] = (kind, shape if shape is None else tuple(shape))
-        _example_class()
+        example_class()
 
     def __call__(self, record: bytes) -> dict[str, Any]:
         """Returns numbers as tensors, and bytes or str as values, or as lists if there is a shape."""
-        message, damaged = _example_class()
+        message, damaged = example_class()
         try:
             features = message.FromString(record).features.feature
         except damaged as error:
@@ -171,7 +171,7 @@ class ParseExample:
 
 
 @functools.cache
-def _example_class() -> tuple[Any, type[Exception]]:
+def example_class() -> tuple[Any, type[Exception]]:
     """Returns the class of `tf.train.Example`, with the fields of TensorFlow's feature.proto, and its error."""
     names = ("descriptor_pb2", "descriptor_pool", "message_factory", "message")
     pb2, pools, factory, errors = (
