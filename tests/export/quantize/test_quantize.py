@@ -10,6 +10,7 @@ import onnx
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics.classification import MulticlassF1Score
 
 import headrace as hr
 from headrace.errors import JobError, UsageError
@@ -159,3 +160,20 @@ def test_metrics_are_those_of_the_output_before_the_activation(task: hr.tasks.Ta
     wanted = {"loss": task.loss, **task.metrics}
     assert found == pytest.approx({name: measure(output, target).item() for name, measure in wanted.items()}, rel=1e-5)
     assert measuring.measurable(job)
+
+
+def test_metrics_of_torchmetrics_are_those_of_the_whole_set() -> None:
+    job, model = boxes()
+    f1 = MulticlassF1Score(4)
+    images, labels = job.eval_data
+    programs = {
+        "same": lambda inputs: {"output": model(*inputs.values()).detach().softmax(1)},
+        "other": lambda inputs: {"output": model(*inputs.values()).detach().roll(1, 1).softmax(1)},
+    }
+    found = metrics_of(dataclasses.replace(job, metrics={"f1": f1}), model, programs)
+    for name, program in programs.items():
+        f1.reset()
+        f1.update(program({"input": images})["output"], labels)
+        assert found[name]["f1"] == pytest.approx(float(f1.compute()), abs=1e-6)
+        assert list(found[name]) == ["loss", "accuracy", "f1"]
+    assert found["same"]["f1"] > found["other"]["f1"]
