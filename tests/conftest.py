@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from packaging.version import Version
 
 from cover import each_value, pairwise
+from headrace.machine.versions import minor_of
 from warm.programs import PYTHON, join, launch, programs
 
 # A shell lets what it starts in the background ignore Ctrl-C, and the tests of it would wait for ever.
@@ -176,20 +176,30 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if id(item) not in gone]
 
 
-SHARDED = re.compile(
-    r"fully_sharded|\[sharded |-sharded replicas|alike\[divided|replicas_that_are_divided|imported_once_before"
-)
-"""Tests that train with fully_sharded, by their ids."""
+NEEDS = {
+    (2, 13): (
+        "fully_sharded sums gradients that only some ranks have",
+        re.compile(
+            r"fully_sharded|\[sharded |-sharded replicas|alike\[divided|replicas_that_are_divided|imported_once_before"
+        ),
+    ),
+    (2, 12): (
+        "a thread compiles",
+        re.compile(r"test_contract.*tpu|test_options.*tpu|test_state.*tpu|test_tpu|test_compile"),
+    ),
+}
+"""What needs a newer torch: the first that has it, why, and the ids of tests."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Lets long files begin first, so that tests that run side by side end at about the same time."""
     if not config.getoption("--full"):
         leave_out(config, items)
-    if Version(version("torch")) < Version("2.13"):
-        for item in items:
-            if SHARDED.search(item.nodeid) and "an_older_torch_is_refused" not in item.nodeid:
-                item.add_marker(pytest.mark.skip(reason="fully_sharded needs torch 2.13"))
+    for least, (why, pattern) in NEEDS.items():
+        if minor_of(version("torch")) < least:
+            for item in items:
+                if pattern.search(item.nodeid) and "an_older_torch_is_refused" not in item.nodeid:
+                    item.add_marker(pytest.mark.skip(reason=f"{why}: needs torch {least[0]}.{least[1]}"))
     effort: Counter[Path] = Counter()
     for item in items:
         effort[item.path] += 10 if item.get_closest_marker("slow") else 1

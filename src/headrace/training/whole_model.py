@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from headrace import internals
 from headrace.batches import call, select_target
 from headrace.collectives.base import ProcessGroup
-from headrace.errors import DataError, JobError, UsageError
+from headrace.errors import JobError, UnfitMachine
+from headrace.machine.versions import minor_of
 from headrace.metrics import Mean, weigh
 from headrace.modules import TrainedParameters, has_reentrant_checkpoint, is_dense
 from headrace.policies.roles import bounds
@@ -53,7 +55,16 @@ class GraphMode(ABC):
 
 
 def one_compiling_process() -> None:
-    """Keeps inductor from starting a pool of processes, which would outlive a worker that is killed."""
+    """Keeps inductor from starting a pool of processes, which would outlive a worker that is killed.
+
+    Raises:
+        UnfitMachine: in a thread of its own where torch cannot compile there.
+    """
+    if threading.current_thread() is not threading.main_thread() and minor_of(torch.__version__) < (2, 12):
+        raise UnfitMachine(
+            f"torch {torch.__version__} ends the process when a thread compiles, and workers of ThreadEngine are threads: "
+            "leave out engine=, or pip install 'torch>=2.12'"
+        )
     with warnings.catch_warnings():
         # torch imports modules here that it has deprecated itself.
         warnings.simplefilter("ignore", DeprecationWarning)
