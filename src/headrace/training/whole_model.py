@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from headrace import internals
 from headrace.batches import call, select_target
 from headrace.collectives.base import ProcessGroup
-from headrace.errors import JobError, UnfitMachine
+from headrace.errors import DataError, JobError, UnfitMachine, UsageError
 from headrace.machine.versions import minor_of
 from headrace.metrics import Mean, weigh
 from headrace.modules import TrainedParameters, has_reentrant_checkpoint, is_dense
@@ -62,7 +62,7 @@ def one_compiling_process() -> None:
     """
     if threading.current_thread() is not threading.main_thread() and minor_of(torch.__version__) < (2, 12):
         raise UnfitMachine(
-            f"torch {torch.__version__} ends the process when a thread compiles, and workers of ThreadEngine are threads: "
+            f"torch {torch.__version__} ends the process when a thread compiles, and ThreadEngine has threads: "
             "leave out engine=, or pip install 'torch>=2.12'"
         )
     with warnings.catch_warnings():
