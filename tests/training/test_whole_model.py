@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import headrace as hr
 from collectives.seats import together
+from engine.victims import make_job
 from headrace.collectives.threads import ThreadCollective
 from headrace.metrics import Mean
 from headrace.spec.job import Share
@@ -214,3 +216,16 @@ def test_a_batch_of_any_form_comes_to_the_device() -> None:
     assert (placed["name"], placed["count"]) == ("a", 3)
     here = (torch.ones(1), [torch.ones(2)])
     assert WholeModel(nn.Linear(1, 1), Objective(F.mse_loss)).place(here) is here
+
+
+def test_a_mean_is_over_the_weights_of_all_workers() -> None:
+    def loss(output: Tensor, target: Tensor) -> Mean:
+        weights = torch.where(target > 0, 9.0, 1.0)
+        return Mean((weights * (output - target) ** 2).sum(), weights.sum())
+
+    job = make_job(task=None, loss=loss)
+    one, two = (
+        hr.fit(job, strategy, engine=hr.ThreadEngine(), check=False).model.state_dict()
+        for strategy in (hr.OneDevice(), hr.Mirrored(2))
+    )
+    torch.testing.assert_close(two, one, atol=1e-6, rtol=0.0)
