@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from cover import each_value, pairwise
+from cover import each_value, one, pairwise
 from headrace.machine.versions import minor_of
 from warm.programs import PYTHON, join, launch, programs
 
@@ -151,25 +151,39 @@ def pytest_runtest_logfinish() -> None:
         gc.freeze()
 
 
-COVERS = {"every": None, "pairwise": pairwise, "each_value": each_value, "slow": each_value}
-"""The marks of tests of which some cases are kept, the strongest first."""
+MARKS = ("every", "one", "pairwise", "each_value", "slow")
+"""What says which cases of a test are kept, the strongest first."""
+
+
+def mark_of(item: pytest.Function) -> str:
+    """Returns which of `MARKS` counts for a test; `every` for one without any."""
+    mark = next((mark for mark in MARKS if item.get_closest_marker(mark)), "every")
+    # Of the engine's tests most start processes, and have a case for each strategy.
+    return "one" if mark == "slow" and "engine" in item.path.parts else mark
+
+
+def kept(mark: str, name: str, cases: Sequence[Mapping[str, str]]) -> Collection[int]:
+    """Returns which cases of a test are kept."""
+    if mark == "every":
+        return range(len(cases))
+    if mark == "one":
+        return one(cases, name)
+    return (pairwise if mark == "pairwise" else each_value)(cases)
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keeps a cover of the parameters of each test marked so, and no test marked `full`."""
-    groups: dict[tuple[str, object], list[pytest.Function]] = {}
+    groups: dict[tuple[str, str, str], list[pytest.Function]] = {}
     dropped: list[pytest.Item] = []
     for item in items:
         if item.get_closest_marker("full"):
             dropped.append(item)
         elif isinstance(item, pytest.Function) and "callspec" in vars(item):
-            mark = next((mark for mark in COVERS if item.get_closest_marker(mark)), "every")
-            groups.setdefault((mark, (item.path, item.originalname)), []).append(item)
-    for (mark, _), group in groups.items():
-        if (cover := COVERS[mark]) is not None:
-            cases = [{name: repr(value) for name, value in each.callspec.params.items()} for each in group]
-            kept = set(cover(cases))
-            dropped += [item for index, item in enumerate(group) if index not in kept]
+            groups.setdefault((mark_of(item), str(item.path), item.originalname), []).append(item)
+    for (mark, _, name), group in groups.items():
+        cases = [{name: repr(value) for name, value in item.callspec.params.items()} for item in group]
+        stay = set(kept(mark, name, cases))
+        dropped += [item for index, item in enumerate(group) if index not in stay]
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         gone = set(map(id, dropped))

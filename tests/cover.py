@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import combinations
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -25,6 +26,11 @@ def pairwise(cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
 def each_value(cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
     """Returns which cases to keep, in order: each value of each parameter is in one that is kept."""
     return _covering([set(case.items()) for case in cases])
+
+
+def one(cases: Sequence[Mapping[str, Hashable]], name: str) -> list[int]:
+    """Returns the one case to keep: of tests with other names it is another."""
+    return [crc32(name.encode()) % len(cases)]
 
 
 def _covering(found: Sequence[set[Any]]) -> list[int]:
@@ -48,11 +54,14 @@ def _covering(found: Sequence[set[Any]]) -> list[int]:
     return sorted(kept)
 
 
-def in_turn(names: Sequence[str], others: Sequence[Any]) -> list[Any]:
-    """Returns every pair as parameters of a test; the usual run has each name with one of the others, in turn."""
+def in_turn(names: Sequence[str], others: Sequence[Any], third: int | None = None) -> list[Any]:
+    """Returns every pair as parameters of a test; the usual run has each name with one of the others, in turn.
+
+    With `third`, 0 to 2, it has every third name alone: three tests of the same names share them.
+    """
     return [
         pytest.param(name, *(other if isinstance(other, tuple) else (other,)),
-                     marks=[pytest.mark.full] * (index % len(others) != turn))
+                     marks=[pytest.mark.full] * (index % len(others) != turn or third not in (None, index % 3)))
         for index, name in enumerate(names)
         for turn, other in enumerate(others)
     ]  # fmt: skip

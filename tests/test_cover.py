@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cover import each_value, pairs, pairwise
+from cover import each_value, one, pairs, pairwise
 
 SIZES = [(1,), (7,), (3, 4), (2, 2, 2), (9, 3, 20, 3), (5, 4, 3, 2, 2)]
 
@@ -44,3 +44,11 @@ def test_each_value_of_each_parameter_is_in_a_case_that_is_kept() -> None:
     assert {item for case in kept for item in case.items()} == {item for case in cases for item in case.items()}
     assert len(kept) == 5
     assert each_value([{"a": 1}, {"a": 2}]) == [0, 1]
+
+
+def test_one_case_is_another_for_other_tests() -> None:
+    cases = [{"a": str(a)} for a in range(4)]
+    kept = [one(cases, f"test_{index}") for index in range(50)]
+    assert all(len(each) == 1 for each in kept)
+    assert {index for each in kept for index in each} == {0, 1, 2, 3}
+    assert one(cases, "test_it") == one(cases, "test_it")

@@ -55,6 +55,7 @@ def test_so_does_every_crash_after_a_process_was_killed_and_another_went_on() ->
     assert {complaint(crash) for crash in different(found)} == {""}
 
 
+@pytest.mark.one
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_leaving_out_any_part_is_found(mutant: str) -> None:

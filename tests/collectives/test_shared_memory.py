@@ -21,6 +21,7 @@ LAST = 2**31 - 1
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.one
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_sum_has_the_same_bits_on_every_rank_in_rank_order(play: Play, world: int) -> None:
     assert play("sum_everything", world) == [[]] * world
@@ -43,6 +44,7 @@ def test_numbers_are_added_in_rank_order_however_many_there_are(play: Play, worl
     assert play("add_numbers", world, counts=counts) == [expected] * world
 
 
+@pytest.mark.one
 @pytest.mark.parametrize("world", WORLDS)
 def test_everybody_gets_what_everybody_has_and_what_it_is_given(play: Play, world: int) -> None:
     assert play("give_and_take", world) == [[]] * world
@@ -63,6 +65,7 @@ def test_everybody_sees_what_everybody_shares(play: Play, sizes: list[int]) -> N
     assert play("share_regions", len(sizes), sizes=sizes) == [[sizes, [0] * len(sizes), after]] * len(sizes)
 
 
+@pytest.mark.one
 @pytest.mark.parametrize("world", WORLDS)
 def test_no_rank_leaves_a_barrier_before_the_last_has_come(play: Play, world: int) -> None:
     # The counters go round in the middle of it.

@@ -288,6 +288,7 @@ print(memory("VmHWM") - before - (memory("RssFile") - of_files))
 """
 
 
+@pytest.mark.one
 @pytest.mark.usefixtures("real_python")
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["shuffled", "the small first"])

@@ -99,6 +99,7 @@ def test_an_example_is_at_most_100_lines() -> None:
     assert max(len(text.splitlines()) for text in code) <= 100
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_strategies_keep_the_contract_and_the_rules_of_the_house(
     tree: Path, request: pytest.FixtureRequest

@@ -71,6 +71,7 @@ def allowed(event: dict[str, Any]) -> bool:
     return any(frames[0].endswith(place) if place else not frames[0] for place in here)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_nothing_that_came_as_bytes_is_run(watched: tuple[Events, Events]) -> None:
     sound, _ = watched

@@ -56,6 +56,7 @@ def expected(engine: LocalEngine) -> dict[str, Tensor]:
     return trained(hr.OneDevice(), engine)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(

@@ -95,6 +95,7 @@ assert hr.fit(job, hr.FullySharded(workers=2)).status == "ok"
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_what_workers_need_is_imported_once_before_they_are_forked() -> None:
     subprocess.run([PYTHON, "-c", _ONCE], check=True, timeout=300)

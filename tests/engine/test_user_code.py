@@ -141,6 +141,7 @@ def test_a_worker_begins_with_everything_imported(engine: LocalEngine, tmp_path:
     assert [int(count) for log in logs(tmp_path) for count in log.split()] == [0, 0]
 
 
+@pytest.mark.full
 def test_nothing_grows_over_many_runs(engine: LocalEngine) -> None:
     def files() -> int:
         return len(os.listdir("/proc/self/fd"))

@@ -66,6 +66,7 @@ def expected() -> list[Tensor]:
     return rows_of(hr.fit(job(), engine=THREADS))
 
 
+@pytest.mark.one
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "transport"),

@@ -160,6 +160,7 @@ ODDS = {
 }
 
 
+@pytest.mark.one
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ODDS)
 def test_whatever_happens_on_the_way_everything_counts_once(way: str, kind: str) -> None:

@@ -58,6 +58,7 @@ def test_the_half_with_the_majority_or_the_lowest_rank_goes_on_and_the_other_end
     assert progress(members) > 0
 
 
+@pytest.mark.one
 @pytest.mark.slow
 @pytest.mark.parametrize("count", range(2, 6))
 def test_no_history_of_faults_commits_a_step_twice_and_who_is_left_goes_on(count: int) -> None:

@@ -63,6 +63,7 @@ def _forgotten() -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.mark.one
 @pytest.mark.parametrize(("case", "name", "workers"), PAIRS)
 def test_it_gives_the_numbers_of_eager_mode(case: str, name: str, workers: int) -> None:
     strategy = ROWS[name].make(workers)
@@ -71,6 +72,7 @@ def test_it_gives_the_numbers_of_eager_mode(case: str, name: str, workers: int) 
     assert max(distance(one.tensors, other.tensors) for one, other in zip(ranks, reference, strict=True)) <= DOUBLE
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "workers"), [pytest.param(*one, marks=[pytest.mark.full] * (one[1] != 1)) for one in WORKERS]
 )

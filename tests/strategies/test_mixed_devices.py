@@ -25,6 +25,7 @@ from strategies.contract_runs import distance, train
 from warm.programs import PYTHON
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.slow,
     pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler here, which the fake accelerator needs"),
 ]

@@ -30,7 +30,7 @@ INTERVALS = ((1, 1), (3, 3), (2, 5), (5, 2), (99, 3))
 ADAM = partial(torch.optim.Adam, lr=0.01)
 
 
-@pytest.mark.parametrize(("name", "size"), in_turn(sorted(CASES), ["uneven", "tiny"]))
+@pytest.mark.parametrize(("name", "size"), in_turn(sorted(CASES), ["uneven", "tiny"], third=1))
 def test_one_worker_is_one_device(name: str, size: str) -> None:
     if CASES[name].options.ema_decay is not None:
         return  # which is made after each push, not after each step

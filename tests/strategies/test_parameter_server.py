@@ -62,7 +62,7 @@ SLICED = ["mlp", "lstm", "tied", "idle", "buffers", "partial", "tokens", "groups
 """Their optimizers work on pieces."""
 
 
-@pytest.mark.parametrize(("name", "size"), in_turn(sorted(CASES), ["uneven", "tiny"]))
+@pytest.mark.parametrize(("name", "size"), in_turn(sorted(CASES), ["uneven", "tiny"], third=2))
 def test_one_worker_in_lock_step_is_one_device_bit_for_bit(name: str, size: str) -> None:
     job = CASES[name].job(COUNTS[size])
     assert_same_through_servers(train(job, LOCK_STEP(1)), on_one_device(CASES[name], size, torch.float64, None), job)
@@ -90,7 +90,7 @@ def test_gradients_made_where_they_are_pushed_from_change_no_bit(name: str, layo
     assert sum(placed) > len(placed) / 2
 
 
-@pytest.mark.parametrize(("name", "workers", "size"), in_turn(EXCHANGED, [(2, "uneven"), (3, "tiny")]))
+@pytest.mark.parametrize(("name", "workers", "size"), in_turn(EXCHANGED, [(2, "uneven"), (3, "tiny")], third=0))
 def test_lock_step_is_the_synchronous_mean_and_two_runs_are_equal(name: str, workers: int, size: str) -> None:
     job = CASES[name].job(COUNTS[size])
     outcome = train(job, LOCK_STEP(workers))
@@ -106,6 +106,7 @@ def test_lock_step_in_single_precision(name: str, optimizer: str) -> None:
     assert_equal(outcome, on_one_device(CASES[name], "tiny", torch.float32, factory), SINGLE[optimizer])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "layout"), in_turn(SLICED, [name for name in LAYOUTS if LAYOUTS[name]]))
 def test_any_layout_on_servers_is_one_server(name: str, layout: str) -> None:
     job, given = CASES[name].job(COUNTS["uneven"]), LAYOUTS[layout]

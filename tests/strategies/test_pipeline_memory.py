@@ -145,6 +145,7 @@ def test_split_backward_passes_hold_what_their_weight_passes_need_and_no_activat
     assert split == pytest.approx([2 * 3 + 4, 3 + 2 * 4, 3 * 5], rel=0.06)
 
 
+@pytest.mark.one
 @pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 def test_what_is_made_again_starts_from_the_buffers_as_they_were(schedule: str, deferred: bool) -> None:

@@ -60,6 +60,7 @@ def cases() -> Iterator[object]:
             yield pytest.param(name, stages, id=f"{name}-{stages}", marks=marks)
 
 
+@pytest.mark.one
 @pytest.mark.parametrize(("name", "stages"), list(cases()))
 def test_a_transformer_in_stages_is_one_device(name: str, stages: str) -> None:
     tensors, metrics = on_one_device(name)

@@ -69,6 +69,7 @@ def in_blocks(name: str) -> bool:
     return any(part.isdigit() for part in name.split("."))
 
 
+@pytest.mark.one
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "attention", "strategy"), CASES)
 def test_a_model_as_it_comes_is_one_device_and_blocks_are_halved(

@@ -241,6 +241,7 @@ def check(run: hr.Run, good: tuple[bytes, dict[str, list[Any]]], number: int) ->
     assert there[0].step == 3 or tensors(there[0]) == good[1]
 
 
+@pytest.mark.one
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "strategy"),

@@ -148,6 +148,7 @@ def grown_by(length: int, limit: int) -> tuple[int, int, int]:
     return grown, len(store.take_notices()), store.find(range(int(0.9 * limit / (length + 300)))).count(None)
 
 
+@pytest.mark.one
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "limit"),

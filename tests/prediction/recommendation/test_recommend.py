@@ -336,6 +336,7 @@ def job(width: int = 4, note: str = "") -> hr.Job:
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_command_runs_as_it_stands(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
