@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headrace.models import mlp
 from headrace.modules import describe
-from headrace.pipeline.layer_cost import _saved
+from headrace.pipeline.layer_cost import _saved, kept_bytes
 from headrace.pipeline.partition import Terms, costs, split
 from headrace.pipeline.profile import profile
 from headrace.training.whole_model import Objective
@@ -48,6 +48,15 @@ def test_bytes_are_those_of_parameters_of_what_autograd_keeps_and_of_what_crosse
     assert all(layer.forward_s > 0 and layer.backward_s > 0 for layer in found.layers)
     assert found.sweeps == 5
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_of_a_sparse_tensor_the_values_count(layout: torch.layout) -> None:
+    graph = torch.eye(5).to_sparse(layout=layout)
+    nodes = torch.randn(5, 3, requires_grad=True)
+    kept, _ = kept_bytes(lambda: torch.sparse.mm(graph, nodes), lambda found: [found])
+    assert 4 * 5 in kept.values()
 
 
 def test_what_passes_by_crosses_too() -> None:

@@ -100,4 +100,4 @@ def place(tensor: Tensor) -> int:
 def _stored_bytes(tensor: Tensor) -> int:
     if is_dense(tensor):
         return tensor.untyped_storage().nbytes()
-    return (internals.sparse_values(tensor) if tensor.is_sparse else tensor.values()).nbytes
+    return (internals.sparse_values(tensor)() if tensor.is_sparse else tensor.values()).nbytes
