@@ -7,10 +7,12 @@ all, be it for their shape.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -285,20 +287,27 @@ class _Looks(TorchFunctionMode):
 
 def _inside_function() -> bool:
     """Returns whether an autograd function is running, which differentiates what it calls by itself."""
-    forwards = {forward.__code__ for forward in map(inspect.unwrap, _forwards(torch.autograd.Function))}
+    codes = {_code(method) for method in _methods(torch.autograd.Function)}
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code not in forwards:
+    while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
     return frame is not None
 
 
-def _forwards(function: type) -> Iterator[Any]:
-    """Yields the forwards of all autograd functions that are written in Python."""
-    kinds: list[type] = function.__subclasses__()
-    for kind in kinds:
-        if inspect.isfunction(forward := inspect.getattr_static(kind, "forward", None).__get__(None, kind)):
-            yield forward
-        yield from _forwards(kind)
+def _methods(function: Any) -> Iterator[Any]:
+    """Yields what `apply` calls of all autograd functions."""
+    for kind in function.__subclasses__():
+        yield from (kind.forward, kind.setup_context)
+        yield from _methods(kind)
+
+
+def _code(method: Any) -> CodeType | None:
+    """Returns the code of a method, below its decorators; None if it is not written in Python."""
+    method = inspect.unwrap(method)
+    if isinstance(method, functools.partial):
+        return _code(method.func)
+    called = method if isinstance(method, FunctionType | MethodType) else type(method).__call__
+    return getattr(called, "__code__", None)
 
 
 def _least(one: Mapping[Any, int], other: Mapping[Any, int], key: Any) -> int:
