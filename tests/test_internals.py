@@ -200,27 +200,24 @@ def test_types_are_checked_for_the_names_of_the_table() -> None:
 
 
 WITHOUT = """
-import builtins, sys
-import torch
-for owner, name in {names!r}:
-    module = __import__(owner, fromlist=["x"])
-    for part in name.split(".")[:-1]:
-        module = getattr(module, part)
-    delattr(module, name.split(".")[-1])
-import pkgutil, importlib, headrace
-for found in pkgutil.walk_packages(headrace.__path__, "headrace."):
-    if found.name != "headrace.__main__" and not found.name.startswith(("headrace.engine.ray", "headrace.export")):
-        importlib.import_module(found.name)
-print("imported")
+import dataclasses, importlib, pkgutil
+import headrace
+from headrace import internals
+
+internals.NAMES = {
+    name: dataclasses.replace(private, path=private.path + "_of_another_release")
+    for name, private in internals.NAMES.items()
+}
+for module in pkgutil.walk_packages(headrace.__path__, "headrace."):
+    if module.name != "headrace.__main__" and not module.name.startswith(("headrace.engine.ray", "headrace.export")):
+        importlib.import_module(module.name)
+print(sorted(internals.NAMES.keys() & vars(internals).keys()))
 """
 
 
 @pytest.mark.slow
-def test_nothing_fails_at_import_without_any_of_the_names_of_torch_optim_and_fsdp() -> None:
-    missing = ["strong_wolfe", "global_pre_hooks", "global_post_hooks", "registered_operators", "functorch_active"]
-    names = [tuple(internals.NAMES[name].path.split(":")) for name in missing]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", WITHOUT.format(names=names)], capture_output=True, text=True, check=False
-    )
+def test_nothing_fails_at_import_without_any_of_the_names() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", WITHOUT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "imported"
+    asked = set(ast.literal_eval(done.stdout))
+    assert {"TorchDispatchMode", "HttpToolsProtocol", "BatchNorm", "foreach_add_"} <= asked

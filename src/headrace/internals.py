@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     tree_flatten, tree_leaves, tree_unflatten = _pytree.tree_flatten, _pytree.tree_leaves, _pytree.tree_unflatten
     HttpToolsProtocol = httptools_impl.HttpToolsProtocol
     Store = _distributed_c10d.Store
+    at_end_of_backward: Any
     compiler_backend: Any
     current_backward: Any
     dispatch_mode_at: Any
     dispatch_modes: Any
-    engine: Any
     function_mode_at: Any
     function_modes: Any
     functions_disabled: Any
@@ -201,7 +201,7 @@ NAMES: Mapping[str, PrivateName] = {
     "TorchDispatchMode": PrivateName(
         "torch.utils._python_dispatch:TorchDispatchMode",
         "sees each operation on tensors",
-        "refused: looking at a model's operations (pipelines, embeddings on servers, profiles)",
+        "refused: hr.fit, which looks at a model's operations before it starts,",
     ),
     **{
         f"tree_{verb}": PrivateName(
@@ -226,8 +226,8 @@ NAMES: Mapping[str, PrivateName] = {
     "current_backward": PrivateName(
         "torch._C:_current_graph_task_id", "tells one backward pass from the next", "refused: hr.setup"
     ),
-    "engine": PrivateName(
-        "torch.autograd.variable:Variable._execution_engine",
+    "at_end_of_backward": PrivateName(
+        "torch.autograd.variable:Variable._execution_engine.queue_callback",
         "calls back at the end of a backward pass",
         "refused: hr.setup",
     ),
@@ -286,8 +286,6 @@ local_part = PrivateAttribute(
 parameters = PrivateAttribute("_parameters", _MODULE, "a module's parameters, by name", "models of modules")
 buffers = PrivateAttribute("_buffers", _MODULE, "a module's buffers, by name", "models of modules")
 children = PrivateAttribute("_modules", _MODULE, "a module's submodules, by name", "models of modules")
-forward_hooks = PrivateAttribute("_forward_hooks", _MODULE, "hooks see whole values", "models of modules")
-forward_pre_hooks = PrivateAttribute("_forward_pre_hooks", _MODULE, "hooks see whole values", "models of modules")
 call_of = PrivateAttribute("_call_impl", _MODULE, "what a module's call does", "hr.Pipeline")
 checkpointed = PrivateAttribute(
     "_checkpoint_without_reentrant_generator",
@@ -310,6 +308,9 @@ forward_level = PrivateAttribute(
 )
 fingerprint = PrivateAttribute("_fingerprint", "datasets:Dataset", "tells data sets apart", "a Hugging Face data set")
 
+_HOOKS = tuple(PrivateAttribute(name, _MODULE, "hooks see whole values", "models of modules") for name in MODULE_HOOKS)
+forward_hooks, forward_pre_hooks, backward_hooks, backward_pre_hooks = _HOOKS
+
 ATTRIBUTES = tuple(value for value in globals().values() if isinstance(value, PrivateAttribute))
 
 
@@ -324,7 +325,7 @@ if not TYPE_CHECKING:
 
 def module_hooks(module: Any) -> bool:
     """Returns whether an `nn.Module` has hooks that run around its forward or backward."""
-    return any(PrivateAttribute(name, _MODULE, "hooks", "models of modules")(module) for name in MODULE_HOOKS)
+    return any(hooks(module) for hooks in _HOOKS)
 
 
 def hooks_of_all_modules() -> bool:

@@ -180,7 +180,7 @@ class _Synchronizer:
         current = internals.current_backward()
         if current != self._backward_pass:
             self._backward_pass = current
-            internals.engine.queue_callback(self._synchronize)
+            internals.at_end_of_backward(self._synchronize)
 
     def _synchronize(self) -> None:
         weight = self._shares.weight
