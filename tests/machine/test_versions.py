@@ -20,6 +20,7 @@ def test_the_bounds_of_the_package_are_what_the_tests_ran_with() -> None:
     (torch,) = [each for each in project["dependencies"] if re.match(r"torch\b", each)]
     oldest, newest = map(versions.minor_of, (versions.TESTED_TORCH[0], versions.TESTED_TORCH[-1]))
     assert torch == f"torch>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"
+    assert f"pip install '{torch}'" == versions.TORCH_REMEDY
     assert project["requires-python"] == f">={versions.TESTED_PYTHON[0]}"
 
 
@@ -38,7 +39,7 @@ def test_nothing_is_said_of_a_version_that_was_tested(version: str) -> None:
 @pytest.mark.parametrize("version", ["2.10.9", "1.13.1+cu117", "0.4"])
 def test_an_older_one_is_too_old(version: str) -> None:
     assert versions.too_old(version) == (
-        f"torch {version} is too old: 2.11.0 is the oldest that headrace takes: pip install 'torch>=2.11'"
+        f"torch {version} is too old: 2.11.0 is the oldest that headrace takes: {versions.TORCH_REMEDY}"
     )
     assert not versions.untested(version)
 
@@ -71,7 +72,7 @@ def test_below_the_floor_a_command_says_one_line(tmp_path: Path) -> None:
     done = headrace(of_torch(tmp_path, "2.9.1"), *TRAIN)
     assert done.returncode == 3
     assert done.stderr == (
-        "error: torch 2.9.1 is too old: 2.11.0 is the oldest that headrace takes: pip install 'torch>=2.11'\n"
+        f"error: torch 2.9.1 is too old: 2.11.0 is the oldest that headrace takes: {versions.TORCH_REMEDY}\n"
     )
 
 

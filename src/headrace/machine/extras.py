@@ -110,6 +110,7 @@ def _lack(requirement: Requirement) -> Lack | None:
     asked = f"{name}{requirement.specifier}"
     here = installed(name)
     if here is None:
-        # Another package may bring the module.
-        return Lack(asked, None) if find_spec(_MODULES.get(name, name.replace("-", "_"))) is None else None
+        # Another package may bring the module; a folder that has its name, of curves or runs, is none.
+        module = find_spec(_MODULES.get(name, name.replace("-", "_")))
+        return Lack(asked, None) if module is None or module.origin is None else None
     return None if requirement.specifier.contains(here, prereleases=True) else Lack(asked, here)

@@ -13,13 +13,15 @@ TESTED_TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 TESTED_PYTHON = ("3.11", "3.12", "3.13")
 
-TORCH_REMEDY = f"pip install 'torch>={TESTED_TORCH[0].removesuffix('.0')}'"
-
 
 def minor_of(version: str) -> tuple[int, int]:
     """Returns the first two numbers of a version: (2, 13) of "2.13.0a0+git1234"; those of 0.0 if it has none."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+
+
+_NEWEST = minor_of(TESTED_TORCH[-1])
+TORCH_REMEDY = f"pip install 'torch>={TESTED_TORCH[0].removesuffix('.0')},<{_NEWEST[0]}.{_NEWEST[1] + 1}'"
 
 
 def untested(torch: str) -> str:
