@@ -67,6 +67,8 @@ def test_columns_of_another_array_are_copied_in_order(tmp_path: Path) -> None:
         (np.zeros((0, 4)), r"ndarray of shape \(0, 4\)"),
         (np.zeros((4, 0, 3)), r"ndarray of shape \(4, 0, 3\)"),
         (torch.zeros(2, 2, dtype=torch.complex64), r"Tensor of shape \(2, 2\) and dtype complex64"),
+        (torch.zeros(2, 3, dtype=torch.int64), r"Tensor of shape \(2, 3\) and dtype int64"),
+        (np.zeros((2, 3), dtype=np.int8), r"ndarray of shape \(2, 3\) and dtype int8"),
         (np.array([["a", "b"]]), r"ndarray of shape \(1, 2\) and dtype <U1"),
         (b"\x89PNG\r\n\x1a\n", "bytes"),
         (b"GIF89a", "bytes"),

@@ -79,7 +79,7 @@ class Moment:
         Args:
             name: of the picture; those of later steps have the same.
             picture: a figure of matplotlib, the bytes of a PNG file, or an array or tensor of height x width (grey) or
-                height x width x 3 or 4 (RGB, RGBA): bytes from 0 to 255, or floats from 0 to 1; NaN is 0.
+                height x width x 3 or 4 (RGB, RGBA): bytes (uint8) from 0 to 255, or floats from 0 to 1; NaN is 0.
 
         Returns:
             The file: `pictures/<name>-<step>.png`.

@@ -40,8 +40,8 @@ def _pixels(picture: Any) -> NDArray[np.uint8]:
     if not isinstance(pixels, np.ndarray) or not _is_picture(pixels):
         form = f" of shape {pixels.shape} and dtype {pixels.dtype}" if isinstance(pixels, np.ndarray) else ""
         raise UsageError(
-            "log_picture takes a figure of matplotlib, the bytes of a PNG file, or numbers of height x width or height "
-            f"x width x 3 or 4, got {type(picture).__name__}{form}"
+            "log_picture takes a figure of matplotlib, the bytes of a PNG file, or bytes (uint8), booleans or floats "
+            f"of height x width or height x width x 3 or 4, got {type(picture).__name__}{form}"
         )
     if pixels.dtype != np.uint8:
         pixels = (np.nan_to_num(pixels.astype(np.float64)).clip(0.0, 1.0) * 255).astype(np.uint8)
@@ -50,7 +50,8 @@ def _pixels(picture: Any) -> NDArray[np.uint8]:
 
 def _is_picture(pixels: NDArray[Any]) -> bool:
     fits = pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (3, 4))
-    return fits and pixels.size > 0 and pixels.dtype.kind in "biuf"
+    # Of other integers it is not known whether they go to 1 or to 255.
+    return fits and pixels.size > 0 and (pixels.dtype.kind in "bf" or pixels.dtype == np.uint8)
 
 
 def _encode(pixels: NDArray[np.uint8]) -> bytes:
