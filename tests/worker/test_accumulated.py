@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import (
     BinaryAUROC,
     BinaryF1Score,
@@ -174,6 +174,7 @@ TASK = dataclasses.replace(hr.tasks.multiclass(3), name="mine", scores_and_label
 @pytest.mark.parametrize(
     ("metric", "task", "said"),
     [
+        (MetricCollection([MulticlassF1Score(3)]), None, r"'own' is a MetricCollection, .*: metrics=dict\(collection"),
         (MulticlassF1Score(4), None, "the metric 'own' cannot be computed on data: ValueError: .*number of classes"),
         (BinaryF1Score(), None, "the metric 'own' cannot be computed on data: .*shape"),
         (BinaryPrecision(), TASK, "'own' is of torchmetrics, and the task mine has no predictions and labels"),

@@ -26,10 +26,10 @@ _TOLERANCE = 1e-4
 
 
 def accumulates(metric: object) -> bool:
-    """Returns whether a metric is an object of torchmetrics."""
+    """Returns whether a metric is an object of torchmetrics, or a collection of such."""
     # If it is one, torchmetrics has been imported.
     library = sys.modules.get("torchmetrics")
-    return library is not None and isinstance(metric, library.Metric)
+    return library is not None and isinstance(metric, library.Metric | library.MetricCollection)
 
 
 class Accumulated:
@@ -38,10 +38,18 @@ class Accumulated:
     With a task it gets predictions and labels, else output and target as they are.
 
     Raises:
-        UsageError: the task has no predictions for it.
+        UsageError: the task has no predictions for it, or it is a collection.
     """
 
     def __init__(self, name: str, metric: Metric, task: Task | None) -> None:
+        # Not before, because few jobs have such metrics.
+        import torchmetrics
+
+        if not isinstance(metric, torchmetrics.Metric):
+            raise UsageError(
+                f"the metric {name!r} is a MetricCollection, and an evaluation has one number for each name; give "
+                "each of its metrics by itself: metrics=dict(collection.items())"
+            )
         if task is not None and task.scores_and_labels is None:
             raise UsageError(
                 f"the metric {name!r} is of torchmetrics, and the task {task.name} has no predictions and labels for "
@@ -109,7 +117,9 @@ class Accumulated:
 
     def _parts(self) -> Iterator[tuple[Metric, list[str]]]:
         """Yields the metric and those that it is made of, each with names for its states, in their order."""
-        parts: list[Any] = [module for module in self._metric.modules() if accumulates(module)]
+        import torchmetrics
+
+        parts: list[Any] = [module for module in self._metric.modules() if isinstance(module, torchmetrics.Metric)]
         for number, part in enumerate(parts):
             yield part, [f"{number}.{name}" for name in part.metric_state]
 
