@@ -1,0 +1,31 @@
+"""scripts/aside: what it refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def aside(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs it with a registry that has nothing."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "HEADRACE_"))}
+    environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "file:///nowhere"}
+    command = [ROOT / "scripts" / "aside", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_an_option_that_it_does_not_have() -> None:
+    done = aside("--torhc", "2.14")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "aside: no option --torhc\n")
+
+
+@pytest.mark.slow
+def test_a_registry_without_torch_has_no_newest() -> None:
+    done = aside("--torch", "newest")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.endswith("aside: pip finds no newest torch in its registry; name one: --torch 2.14\n")
