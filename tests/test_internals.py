@@ -122,6 +122,12 @@ def test_an_attribute_that_is_missing_is_refused_by_the_feature(attribute: inter
         attribute(object())
 
 
+def test_the_remedy_is_a_release_of_the_library_that_lacks_it() -> None:
+    absent = internals.PrivateName("msgspec:_gone", "nothing", "refused: hr.Nothing").find()
+    with pytest.raises(UnfitMachine, match=r"which msgspec (\S+) lacks; .*: pip install 'msgspec<\1'$"):
+        absent()
+
+
 def test_a_whole_module_that_is_missing_is_no_error_either() -> None:
     absent = internals.PrivateName("torch.nn.gone:Name", "nothing", "refused: hr.Nothing").find()
     with pytest.raises(UnfitMachine, match=r"hr\.Nothing needs torch\.nn\.gone\.Name, which torch 2\.\d+"):

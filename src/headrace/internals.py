@@ -135,10 +135,11 @@ class PrivateAttribute:
 
 def _refusal(feature: str, path: str) -> str:
     library = path.partition(":")[0].partition(".")[0]
-    return (
-        f"{feature} needs {path.replace(':', '.')}, which {library} {importlib.metadata.version(library)} lacks; "
-        f"`headrace doctor` lists the versions that the tests ran with: install one of them"
-    )
+    installed = importlib.metadata.version(library)
+    remedy = f"an older release may have it: pip install '{library}<{installed}'"
+    if library == "torch":
+        remedy = "`headrace doctor` lists the versions that the tests ran with: install one of them"
+    return f"{feature} needs {path.replace(':', '.')}, which {library} {installed} lacks; {remedy}"
 
 
 def _absent(name: PrivateName) -> Any:
@@ -265,7 +266,7 @@ NAMES: Mapping[str, PrivateName] = {
     "HttpToolsProtocol": PrivateName(
         "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol",
         "limits connections, and how long a request may take to come",
-        "refused: `headrace serve` and `headrace watch`",
+        "refused: the server of `headrace serve` and `headrace watch`",
     ),
 }
 """By the name under which this module has it."""
