@@ -19,6 +19,12 @@ def aside(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+def test_nothing_is_made_where_nothing_is_named() -> None:
+    done = aside()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "aside: name a torch or a Python: --torch 2.14, --python python3.13\n"
+
+
 def test_an_option_that_it_does_not_have() -> None:
     done = aside("--torhc", "2.14")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "aside: no option --torhc\n")

@@ -108,9 +108,10 @@ def test_a_torch_that_the_tests_did_not_run_with(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_processor_without_vector_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
     assert lines("_processor")["processor"].verdict is Verdict.OK
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "DEFAULT")
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
     assert lines("_processor")["processor"].verdict is Verdict.WARNING
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert lines("_processor")["processor"].verdict is Verdict.OK
