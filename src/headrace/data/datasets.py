@@ -170,6 +170,8 @@ def _download(address: str, target: Path) -> None:
                     raise UnfitMachine(f"{address} took more than {_DOWNLOAD_S:.0f} s")
     except OSError as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()  # the connection, which the error holds
         raise UnfitMachine(f"{address}: {reason}") from error
     except (http.client.HTTPException, ValueError) as error:
         # A captive portal answers in the server's place, some with no status line, or with a redirect to no address.

@@ -11,7 +11,7 @@ from headrace.errors import UnfitMachine
 TESTED_TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 """The oldest is the least that headrace takes; `pyproject.toml` ends before the minor version after the newest."""
 
-TESTED_PYTHON = ("3.11", "3.12", "3.13")
+TESTED_PYTHON = ("3.11", "3.12", "3.13", "3.14")
 
 
 def minor_of(version: str) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections import defaultdict
@@ -162,7 +163,10 @@ class DiskMonitor:
             self._fails = True
 
     def _look(self) -> None:
-        if not self._run_dir.is_dir():
+        try:
+            # `is_dir` would hide a disk that fails, from Python 3.14 on.
+            os.stat(self._run_dir)
+        except FileNotFoundError:
             self._gone = True
             self._say(f"{self._run_dir} is gone, with its events and checkpoints: training goes on; the model is kept")
             return
