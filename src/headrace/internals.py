@@ -298,7 +298,7 @@ checkpointed = PrivateAttribute(
 truncated_normal = PrivateAttribute("_no_grad_trunc_normal_", "torch.nn:init", "how a weight begins", "trunc_normal_")
 convolution = PrivateAttribute("_conv_forward", "torch.nn:Conv2d", "a part of a convolution", "hr.TensorParallel")
 one_projection = PrivateAttribute(
-    "_qkv_same_embed_dim", "torch.nn:MultiheadAttention", "attention with one weight", "hr.TensorParallel"
+    "_qkv_same_embed_dim", "torch.nn:MultiheadAttention", "one weight", "hr.TensorParallel"
 )
 step_pre_hooks = PrivateAttribute("_optimizer_step_pre_hooks", "torch.optim:Optimizer", "see steps", "this optimizer")
 step_post_hooks = PrivateAttribute("_optimizer_step_post_hooks", "torch.optim:Optimizer", "see steps", "this optimizer")
