@@ -74,8 +74,7 @@ MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_bac
 """The tables of hooks of an `nn.Module`."""
 SPARSE_ARGUMENTS = {"aten::embedding": 4, "aten::_embedding_bag": 5, "aten::_embedding_bag_forward_only": 5}
 """The operations of embeddings: where `sparse` is among the arguments."""
-TP_PLAN = "_tp_plan"
-"""Where a model of the transformers library keeps its plan of tensor parallelism."""
+TP_PLAN = "_tp_plan"  # where a model of the transformers library keeps its plan of tensor parallelism
 ABC_STATE = "_abc_impl"  # what Python keeps in an abstract class about its subclasses
 
 
