@@ -109,7 +109,14 @@ def main(folder: str, *left_out: str) -> None:
 
 
 def _take(client: socket.socket, clients: dict[int, socket.socket], path: list[str], folder: str) -> None:
-    message, descriptors, _, _ = socket.recv_fds(client, _MESSAGE_BYTES, _DESCRIPTORS)
+    try:
+        message, descriptors, _, _ = socket.recv_fds(client, _MESSAGE_BYTES, _DESCRIPTORS)
+    except ConnectionResetError:
+        message, descriptors = b"", []
+    if not message:
+        # The client was killed before it could say what it wants; all others go on.
+        client.close()
+        return
     order = json.loads(message)
     plan = _understood(order, path)
     pid = None

@@ -6,6 +6,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
@@ -133,3 +134,15 @@ def test_the_number_of_threads_is_honoured() -> None:
         process = start("-c", code, env=environment(OMP_NUM_THREADS=str(threads)))
         process.communicate(timeout=30)
         assert process.returncode == threads
+
+
+def test_a_client_that_is_killed_before_it_says_anything_ends_no_other() -> None:
+    """As a test that kills a program at once does on a busy machine."""
+    folder = programs()
+    for _ in range(3):
+        silent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        silent.connect(str(folder / "socket"))
+        silent.close()
+    process = start("-c", "import sys; sys.exit(5 if 'torch' in sys.modules else 6)")
+    process.communicate(timeout=30)
+    assert process.returncode == 5
