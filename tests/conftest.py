@@ -7,8 +7,9 @@ import os
 import re
 import signal
 import sys
+import tomllib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,17 @@ def kept(mark: str, name: str, cases: Sequence[Mapping[str, str]]) -> Collection
     return (pairwise if mark == "pairwise" else each_value)(cases)
 
 
+def slow_ones(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yields the slow tests that the usual run leaves out: of each file but the first, and those that find a fault."""
+    table = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text(encoding="utf-8"))
+    finders = {mutant["tests"].partition("[")[0] for mutant in table["mutant"]}
+    first: dict[Path, str] = {}
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("slow") and name not in finders and name != first.setdefault(item.path, name):
+            yield item
+
+
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keeps a cover of the parameters of each test marked so, and no test marked `full`."""
     groups: dict[tuple[str, str, str], list[pytest.Function]] = {}
@@ -180,6 +192,7 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
             dropped.append(item)
         elif isinstance(item, pytest.Function) and "callspec" in vars(item):
             groups.setdefault((mark_of(item), str(item.path), item.originalname), []).append(item)
+    dropped += slow_ones(item for item in items if not item.get_closest_marker("full"))
     for (mark, _, name), group in groups.items():
         cases = [{name: repr(value) for name, value in item.callspec.params.items()} for item in group]
         stay = set(kept(mark, name, cases))

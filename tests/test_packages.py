@@ -79,6 +79,7 @@ def test_the_build_backend_is_one_version() -> None:
     assert backend in SETTINGS["project"]["optional-dependencies"]["dev"]
 
 
+@pytest.mark.slow
 def test_only_modules_that_check_digests_download() -> None:
     found = set()
     for path in (ROOT / "src").rglob("*.py"):

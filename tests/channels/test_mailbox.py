@@ -92,6 +92,7 @@ def test_who_waits_for_a_lost_peer_is_told(who: str) -> None:
     receiver.close()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_both_ends_are_closed() -> None:
     before = descriptors()
     sender, receiver = ends()

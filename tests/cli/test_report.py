@@ -52,7 +52,7 @@ def test_a_comparison(here: Path, make_run, capsys: Capture) -> None:
     assert run(["report", "c", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [each["label"] for each in result["runs"]] == list(labels)
-    assert result["references"] == document["references"]
+    assert result["references"] == json.loads(json.dumps(document["references"]))
     assert [each["disturbed"] for each in result["runs"]] == [None, "its rate varied by 43 %"]
     assert [each["may_differ"] for each in result["runs"]] == [False, True]
     assert "disturbed, so not recommended: mirrored" in result["verdict"]

@@ -113,6 +113,7 @@ def stands_still_elsewhere() -> Callable[[Any], Any]:
     return wait
 
 
+@pytest.mark.slow
 def test_a_process_that_stands_still_is_told_apart_from_one_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     computing = ReaderProcesses(lambda epoch, places: (busy(1.5), ReadResult(places, 1, (), ()))[1], 1, 0.5)
     try:
@@ -125,6 +126,7 @@ def test_a_process_that_stands_still_is_told_apart_from_one_that_computes(monkey
         list(Loader(pipeline, 0, 10, (1,), 0).rounds(0, 10))
 
 
+@pytest.mark.slow
 def test_where_processes_that_were_not_asked_for_stand_still_threads_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "_UNASKED_PATIENCE_S", 0.2)
     # Processes are tried whatever a second thread gains, which on a busy machine is a matter of chance.

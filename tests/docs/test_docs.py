@@ -37,6 +37,8 @@ RUNNABLE = [
 ]
 QUICK_ANSWERS = ("one-server-or-many", "twenty-machines", "what-micro-batches-do", "when-words-are-unevenly-frequent")
 """Their commands simulate, or ask a rule: a second or two. Other answers train."""
+READ_FIRST = ("first-steps", "strategies", "jobs", "data", "plain-scripts", "2-two-workers")
+"""What the usual run has of the guide and the tutorial."""
 _LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 _PICTURE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)|srcset=\"([^\"]+)\"|src=\"([^\"]+)\"")
 
@@ -46,7 +48,8 @@ def name_of(page: Path) -> str:
 
 
 def in_full_runs_only(page: Path) -> bool:
-    return page.parent.name == "ideas" or (page.parent.name == "answers" and page.stem not in QUICK_ANSWERS)
+    chosen = {"answers": QUICK_ANSWERS, "guide": READ_FIRST, "tutorial": READ_FIRST, "ideas": ()}
+    return page.stem not in chosen.get(page.parent.name, (page.stem,))
 
 
 @pytest.mark.slow

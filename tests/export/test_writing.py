@@ -51,6 +51,7 @@ def classifier() -> tuple[hr.Job, nn.Module]:
     return job_of(model, (torch.rand(8, 3, 4), torch.arange(8) % 3), task=hr.tasks.multiclass(3)), model
 
 
+@pytest.mark.slow
 def test_each_file_computes_the_prediction_for_any_number_of_examples(
     classifier: tuple[hr.Job, nn.Module], tmp_path: Path
 ) -> None:
@@ -139,6 +140,7 @@ class NoColumns(nn.Linear):
         return y, y[:, :0], y[:, :0].long()
 
 
+@pytest.mark.slow
 def test_an_output_without_elements_is_written(tmp_path: Path) -> None:
     model = NoColumns(4, 3)
     job = job_of(model, (torch.rand(8, 4), torch.zeros(8)), loss=lambda output, target: output[0].sum())

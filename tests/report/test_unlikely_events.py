@@ -92,6 +92,7 @@ def report(run_dir: Path) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.one
 @pytest.mark.parametrize(("fixture", "extra"), [("make_run", (STARTED, *MORE)), ("make_served_run", MORE[:1])])
 def test_a_report_is_made_or_refused(request, tmp_path, fixture: str, extra: Sequence[Event]) -> None:

@@ -34,6 +34,7 @@ def digits(dtype: torch.dtype, **changes: Any) -> hr.Job:
     return hr.Job(**{**given, **changes})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
 def test_20_iterations_are_those_of_one_device(dtype: torch.dtype, tolerance: float) -> None:
     job = digits(dtype)
@@ -118,6 +119,7 @@ def test_it_takes_lbfgs_alone_and_no_other_strategy_does() -> None:
             hr.fit(job, strategy, engine=hr.ThreadEngine())
 
 
+@pytest.mark.slow
 def test_the_history_is_the_shorter_one_of_two() -> None:
     jobs = [digits(torch.float64, epochs=1, optimizer=partial(SEARCH, history_size=size)) for size in (2, 50)]
     short, long = (train(job, hr.Sandblaster(1, history=2)) for job in jobs)

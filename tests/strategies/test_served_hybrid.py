@@ -98,6 +98,7 @@ def test_a_loop_of_ones_own_on_slices_is_one_device(model: str) -> None:
     assert_equal(outcome, train(case.job(11), hr.OneDevice()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", sorted(INNER))
 @pytest.mark.parametrize("model", ["tied", "adam"])
 def test_a_replica_that_pours_is_a_worker_that_pours(model: str, inner: str) -> None:

@@ -64,6 +64,7 @@ def test_a_line_that_a_full_disk_has_cut_off_is_no_event(tmp_path: Path) -> None
     assert lines_of_kind(path, "failed") == []
 
 
+@pytest.mark.slow
 def test_a_long_run_is_resumed_in_little_memory(tmp_path: Path) -> None:
     path = events_path(tmp_path, LAUNCHER)
     path.parent.mkdir()
