@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+import headrace as hr
+from headrace.errors import JobError
 from headrace.pipeline.replay.recording import _inside_function
 
 
@@ -66,3 +70,68 @@ def test_what_a_function_keeps_for_its_backward_is_within_it() -> None:
 
     Function.apply(torch.ones(1))
     assert seen == [True]
+
+
+class Square(torch.autograd.Function):
+    """Its `apply`, which is bound below, is none that can be traced: such models are replayed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+square = Square.apply
+
+
+class Recomputed(nn.Module):
+    """Recomputes what `between` says: a module alone, a module and an operation, or two modules."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(4, 4, dtype=torch.float64) for _ in "abcd")
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        recomputed = {
+            "alone": self.b,
+            "with an operation": lambda x: torch.tanh(self.b(x)),
+            "with another": lambda x: self.c(self.b(x)),
+        }[self.between]
+        x = checkpoint(recomputed, square(self.a(x)), use_reentrant=False)
+        return self.d(torch.tanh(x))  # type: ignore[no-any-return]
+
+
+def job_of(model: nn.Module) -> hr.Job:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(24, 4, generator=generator, dtype=torch.float64)
+    return hr.Job(
+        model=model,
+        loss=nn.functional.mse_loss,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        data=(x, x.flip(1)),
+        global_batch_size=8,
+        epochs=2,
+    )
+
+
+def test_a_module_that_is_recomputed_alone_is_replayed_and_trains_as_on_one_device() -> None:
+    model = Recomputed("alone")
+    alone, staged = (
+        hr.fit(job_of(copy.deepcopy(model)), strategy, engine=hr.ThreadEngine()).model.state_dict()
+        for strategy in (hr.OneDevice(), hr.Pipeline(2))
+    )
+    for name, tensor in alone.items():
+        torch.testing.assert_close(staged[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("between", ["with an operation", "with another"])
+def test_what_is_recomputed_together_is_not_cut_apart(between: str) -> None:
+    """A stage would run again in backward what another stage has: the gradients were wrong, without a word."""
+    with pytest.raises(JobError, match=r"torch\.utils\.checkpoint computes [bc] and more in one function"):
+        hr.fit(job_of(Recomputed(between)), hr.Pipeline(2), engine=hr.ThreadEngine())

@@ -12,12 +12,13 @@ import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from headrace import internals
 from headrace.internals import TorchDispatchMode, tree_leaves
@@ -123,6 +124,7 @@ class CallRecorder:
         self._leaves: dict[int, Leaf] = {}
         self._versions: list[tuple[Leaf, Tensor, int]] = []
         self._alive: list[Any] = []
+        self._checkpoints: dict[FrameType, set[str]] = {}
         self._control: frozenset[Source] = frozenset()
         self._counts: dict[str, int] = {}
         self._inside: list[str] = []
@@ -159,6 +161,7 @@ class CallRecorder:
                 f"it calls {path} within a function that has its own backward, as torch.utils.checkpoint does with "
                 "use_reentrant=True; use_reentrant=False, or Pipeline(recompute='always') in its place, can be cut"
             )
+        self._note_checkpoint(path)
         ended = self._silence()
         needs = self._of(_arguments((args, kwargs))) | self._control
         self._inside = []
@@ -182,6 +185,7 @@ class CallRecorder:
 
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Notes an operation between calls."""
+        self._note_checkpoint("")
         given, made = _tensors((args, kwargs)), _tensors(result)
         sources = self._of(given)
         for tensor in given:
@@ -213,6 +217,21 @@ class CallRecorder:
             self._control |= self._of(given)
         if func == DEVICE and given and id(given[0]) in self._names:
             self.found.places_asked = True
+
+    def _note_checkpoint(self, path: str) -> None:
+        """Notes a call, or an operation (""), within `torch.utils.checkpoint`; refuses one that has several.
+
+        A stage that has one of them runs all of them again in backward, and would call what another stage has.
+        """
+        if (frame := _checkpoint()) is None:
+            return
+        within = self._checkpoints.setdefault(frame, set())
+        within.add(path)
+        if len(within) > 1:
+            raise Irreplayable(
+                f"torch.utils.checkpoint computes {max(within)} and more in one function, which stages cannot recompute "
+                "in parts; Pipeline(recompute='always') in its place can be cut, or a checkpoint of the module alone"
+            )
 
     def _call_unsure(self, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         module = self._tracked[path]
@@ -292,6 +311,15 @@ def _inside_function() -> bool:
     while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
     return frame is not None
+
+
+def _checkpoint() -> FrameType | None:
+    """Returns the call of `torch.utils.checkpoint` that is running, if one is."""
+    code = _code(checkpoint)
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
 
 
 def _methods(function: Any) -> Iterator[Any]:
