@@ -229,7 +229,7 @@ class CallRecorder:
         within.add(path)
         if len(within) > 1:
             raise Irreplayable(
-                f"torch.utils.checkpoint computes {max(within)} and more in one function, which stages cannot recompute "
+                f"torch.utils.checkpoint runs {max(within)} and more in one function, which stages cannot recompute "
                 "in parts; Pipeline(recompute='always') in its place can be cut, or a checkpoint of the module alone"
             )
 
