@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import headrace as hr
 from headrace.errors import JobError
-from headrace.pipeline.replay.recording import _inside_function
+from headrace.pipeline.frames import functions_with_backward, running
 
 
 def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,7 +47,7 @@ def test_a_forward_of_a_function_is_known_in_any_form(forward: Any) -> None:
     seen: list[bool] = []
 
     def look(x: Tensor) -> Tensor:
-        seen.append(_inside_function())
+        seen.append(running(functions_with_backward()) is not None)
         return x.clone()
 
     function: Any = type("Function", (torch.autograd.Function,), {"forward": forward})
@@ -66,7 +66,7 @@ def test_what_a_function_keeps_for_its_backward_is_within_it() -> None:
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            seen.append(_inside_function())
+            seen.append(running(functions_with_backward()) is not None)
 
     Function.apply(torch.ones(1))
     assert seen == [True]
@@ -135,3 +135,39 @@ def test_what_is_recomputed_together_is_not_cut_apart(between: str) -> None:
     """A stage would run again in backward what another stage has: the gradients were wrong, without a word."""
     with pytest.raises(JobError, match=r"torch\.utils\.checkpoint runs [bc] and more in one function"):
         hr.fit(job_of(Recomputed(between)), hr.Pipeline(2), engine=hr.ThreadEngine())
+
+
+class Through(torch.autograd.Function):
+    """Rounds, and lets gradients through, which those of its operations would not be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (x * 4).round() / 4
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+through = Through.apply
+
+
+class Rounded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(4, 4, dtype=torch.float64) for _ in "ab")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(through(self.a(x)))  # type: ignore[no-any-return]
+
+
+def test_a_function_that_is_called_by_a_name_of_its_apply_keeps_its_backward() -> None:
+    """From torch 2.14 on `apply` takes anything, and what forward does was traced in its place."""
+    model = Rounded()
+    alone, staged = (
+        hr.fit(job_of(copy.deepcopy(model)), strategy, engine=hr.ThreadEngine()).model.state_dict()
+        for strategy in (hr.OneDevice(), hr.Pipeline(2))
+    )
+    assert not torch.equal(alone["a.weight"], model.a.weight)
+    for name, tensor in alone.items():
+        torch.testing.assert_close(staged[name], tensor, rtol=1e-12, atol=1e-12)

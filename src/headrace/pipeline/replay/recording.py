@@ -7,21 +7,19 @@ all, be it for their shape.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FrameType, FunctionType, MethodType
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 from headrace import internals
 from headrace.internals import TorchDispatchMode, tree_leaves
+from headrace.pipeline.frames import functions_with_backward, running, running_checkpoint
 from headrace.pipeline.replay.interception import intercepted
 from headrace.pipeline.replay.structure import leaves_of, map_parts, template
 
@@ -156,7 +154,7 @@ class CallRecorder:
         if path in self._unsure:
             return self._call_unsure(path, original, args, kwargs)
         self._check_python()
-        if _inside_function():
+        if running(functions_with_backward()):
             raise Irreplayable(
                 f"it calls {path} within a function that has its own backward, as torch.utils.checkpoint does with "
                 "use_reentrant=True; use_reentrant=False, or Pipeline(recompute='always') in its place, can be cut"
@@ -223,7 +221,7 @@ class CallRecorder:
 
         A stage that has one of them runs all of them again in backward, and would call what another stage has.
         """
-        if (frame := _checkpoint()) is None:
+        if (frame := running_checkpoint()) is None:
             return
         within = self._checkpoints.setdefault(frame, set())
         within.add(path)
@@ -302,40 +300,6 @@ class _Looks(TorchFunctionMode):
         if not self._recorder.silent:
             self._recorder.look(func, args, kwargs)
         return func(*args, **(kwargs or {}))
-
-
-def _inside_function() -> bool:
-    """Returns whether an autograd function is running, which differentiates what it calls by itself."""
-    codes = {_code(method) for method in _methods(torch.autograd.Function)}
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code not in codes:
-        frame = frame.f_back
-    return frame is not None
-
-
-def _checkpoint() -> FrameType | None:
-    """Returns the call of `torch.utils.checkpoint` that is running, if one is."""
-    code = _code(checkpoint)
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame
-
-
-def _methods(function: Any) -> Iterator[Any]:
-    """Yields what `apply` calls of all autograd functions."""
-    for kind in function.__subclasses__():
-        yield from (kind.forward, kind.setup_context)
-        yield from _methods(kind)
-
-
-def _code(method: Any) -> CodeType | None:
-    """Returns the code of a method, below its decorators; None if it is not written in Python."""
-    method = inspect.unwrap(method)
-    if isinstance(method, functools.partial):
-        return _code(method.func)
-    called = method if isinstance(method, FunctionType | MethodType) else type(method).__call__
-    return getattr(called, "__code__", None)
 
 
 def _least(one: Mapping[Any, int], other: Mapping[Any, int], key: Any) -> int:

@@ -24,6 +24,7 @@ from torch.utils import checkpoint
 
 from headrace import internals
 from headrace.devices import autocast_states
+from headrace.pipeline.frames import functions_with_backward, running
 from headrace.pipeline.trace.inputs import tensors_of
 from headrace.pipeline.trace.proxies import RecordingTracer, ValueProxy, is_instance, item_of, value_of
 from headrace.pipeline.trace.recorded_forward import Recording, Untraceable, answer, execute
@@ -77,6 +78,7 @@ class _Recorder(RecordingTracer):
         self._whole = whole
         self._owners = [module]
         self._busy = False
+        self._functions = functions_with_backward()
         self._thread = threading.get_ident()
         self._placed: Tensor | None = None
         self._autocast = autocast_states()
@@ -229,6 +231,9 @@ class _Recorder(RecordingTracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         recording = self.recording
         self._check()
+        if running(self._functions):
+            # Where its `apply` was bound before it was patched: what forward does would be differentiated in its place.
+            self.refuse("it calls a function that has its own backward by a name of its `apply`")
         recording.owners[node] = self._owners[-1]
         if not torch.is_grad_enabled():
             recording.gradless.add(node)
