@@ -58,18 +58,39 @@ def of_torch(folder: Path, version: str) -> dict[str, str]:
     return {"PYTHONPATH": str(folder), "PATH": "/usr/bin:/bin"}
 
 
-def headrace(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "headrace", *arguments]
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+def python(folder: Path, version: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python in a folder, where it finds that version of torch."""
+    command = [sys.executable, *arguments]
+    environment = of_torch(folder, version)
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
 
 
-TRAIN = ("train", "examples/digits/job.py", "--set", "epochs=1", "--workers", "1", "--strategy", "one_device")
+JOB = str(ROOT / "examples" / "digits" / "job.py")
+TRAIN = ("-m", "headrace", "train", JOB, "--set", "epochs=1", "--workers", "1", "--strategy", "one_device")
+COMPARE = (
+    "-m",
+    "headrace",
+    "compare",
+    JOB,
+    "--set",
+    "epochs=1",
+    "--strategies",
+    "one_device,mirrored",
+    "--workers",
+    "2",
+)
+SETUP = """
+import torch, headrace as hr
+model = torch.nn.Linear(1, 1)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(4, 1)))
+hr.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("real_python")
 def test_below_the_floor_a_command_says_one_line(tmp_path: Path) -> None:
-    done = headrace(of_torch(tmp_path, "2.9.1"), *TRAIN)
+    done = python(tmp_path, "2.9.1", *TRAIN)
     assert done.returncode == 3
     assert done.stderr == (
         f"error: torch 2.9.1 is too old: 2.11.0 is the oldest that headrace takes: {versions.TORCH_REMEDY}\n"
@@ -78,8 +99,9 @@ def test_below_the_floor_a_command_says_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("real_python")
-def test_beyond_the_ceiling_a_run_trains_and_says_one_line(tmp_path: Path) -> None:
-    done = headrace(of_torch(tmp_path, "2.99.0"), *TRAIN)
+@pytest.mark.parametrize("arguments", [TRAIN, COMPARE, ("-c", SETUP)], ids=["train", "compare", "setup"])
+def test_beyond_the_ceiling_a_run_trains_and_says_one_line(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    done = python(tmp_path, "2.99.0", *arguments)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("torch 2.99.0 is newer than") == 1
 
@@ -87,8 +109,7 @@ def test_beyond_the_ceiling_a_run_trains_and_says_one_line(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.usefixtures("real_python")
 def test_below_the_floor_a_script_says_it_too(tmp_path: Path) -> None:
-    environment = of_torch(tmp_path, "2.9.1")
     code = "import headrace as hr\ntry:\n    hr.OneDevice()\nexcept Exception as error:\n    print(repr(error))"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = python(tmp_path, "2.9.1", "-c", code)
     assert "UnfitMachine" in done.stdout
     assert "torch 2.9.1 is too old: 2.11.0 is the oldest that headrace takes" in done.stdout

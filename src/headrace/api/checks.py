@@ -19,6 +19,7 @@ from headrace.batches import arguments, call, form, select_target
 from headrace.data import InputPipeline, Loader, as_pipeline
 from headrace.data.pipeline.combined import check_cache_folders
 from headrace.errors import DataError, HeadraceError, InfeasiblePlan, JobError, UnknownName, UsageError
+from headrace.machine.versions import notice_of_torch
 from headrace.metrics import Mean, weigh
 from headrace.modules import copy_module, describe, evaluating, frozen_until, parts_of, set_train_modes
 from headrace.report.format import plural
@@ -87,7 +88,8 @@ def inspect_job(job: Job, closures: bool = False) -> JobInfo:
     if job.task is not None and not isinstance(job.task, Task):
         raise UsageError(f"the job's task must be one of hr.tasks, hr.tasks.multiclass(10), got {job.task!r:.60}")
     _check_early_stopping(job)
-    pipeline, notices = as_pipeline(job.data)
+    pipeline, said_of_data = as_pipeline(job.data)
+    notices = (*notice_of_torch(), *said_of_data)
     check_cache_folders(*(data for data in (pipeline, job.eval_data) if isinstance(data, InputPipeline)))
     with torch.random.fork_rng(devices=[]):
         job, module, said = _made(job)

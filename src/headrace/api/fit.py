@@ -33,7 +33,6 @@ from headrace.engine.torchrun.store import join, launched_ranks, of_first, total
 from headrace.errors import HeadraceError, UsageError
 from headrace.machine.identity import detect, host_name, require_working_directory
 from headrace.machine.limits import explained
-from headrace.machine.versions import notice_of_torch
 from headrace.pipeline.profile import MeasuredLayers, measure
 from headrace.report.trackers.listeners import Listeners, OnEvent
 from headrace.spec.cluster import Cluster
@@ -338,7 +337,7 @@ def _inspected(
 ) -> JobInfo:
     """Lets the strategy inspect the model."""
     objective = objectives_of(job, info.module, info.weighed)[0]
-    notices = [*notice_of_torch(), *[NOT_ENCRYPTED][: len(cluster.hosts) > 1 and not encrypt]]
+    notices = [] if encrypt or len(cluster.hosts) == 1 else [NOT_ENCRYPTED]
 
     def layers(request: ProfileRequest) -> tuple[LayerSpec, ...]:
         def measured() -> str:
@@ -346,7 +345,8 @@ def _inspected(
 
         # One process measures for all, so that all make the same plan.
         text = of_first(measured) if shares_measure else measured()
-        notices.extend((found := from_plain(MeasuredLayers, json.loads(text))).notices)
+        found = from_plain(MeasuredLayers, json.loads(text))
+        notices.extend(found.notices)
         return found.layers
 
     probe = ModelProbe(info.module, job.global_batch_size, cluster, layers, lambda: sample_of(job), job.inputs)

@@ -30,6 +30,7 @@ from headrace.engine.torchrun.store import launched_ranks
 from headrace.errors import UnknownName, UsageError
 from headrace.machine.identity import versions
 from headrace.machine.resources import cores
+from headrace.machine.versions import notice_of_torch
 from headrace.modules import describe
 from headrace.policies.roles import threads_per_worker
 from headrace.policies.sharding import whole
@@ -84,6 +85,8 @@ def setup(
     if strategy == "one_device" and ranks > 1:
         raise UsageError(f"one_device is one process and the launcher started {ranks}; use strategy='mirrored'")
     group, mates = _join(ranks, timeout_s, encrypt, _facts(model, loader, strategy))
+    for said in notice_of_torch() if group.rank == 0 else ():
+        sys.stderr.write(f"headrace: {said}\n")
     if strategy == "central_storage" and not group.one_memory:
         raise UsageError("central_storage keeps one copy in one host's memory, and there are several; use mirrored")
     shares = ShareLoader(loader, group)
