@@ -9,6 +9,7 @@ import pytest
 
 import house_devices
 import house_internals
+import house_paths
 import house_plan
 import house_rules as rules
 from house import PACKAGE, Modules, Rule, read
@@ -19,6 +20,7 @@ RULES: tuple[Rule, ...] = (
     *rules.RULES,
     house_devices.device_names,
     house_internals.private_names,
+    house_paths.path_questions,
     house_plan.plan_questions,
 )
 TO_COME: tuple[Rule, ...] = (house_plan.size,)
@@ -211,6 +213,7 @@ PLANTED: list[tuple[Rule, Mapping[str, str], str]] = [
     ),
     (house_internals.private_names, {"pipeline/a.py": "def f(tensor):\n    return tensor._version"}, "tensor._version"),
     (house_internals.private_names, {"cli/a.py": "import importlib\nimportlib.import_module('torch._dynamo')"}, "a:2"),
+    (house_paths.path_questions, {"api/a.py": "def f(path):\n    return path.is_dir()"}, "a:2: .is_dir() hides"),
     (rules.asking, {"collectives/a.py": "print(hasattr(1, 'x'))"}, "hasattr"),
     (rules.hiding, {"collectives/a.py": "try:\n    f()\nexcept:\n    raise"}, "a:3"),
     (rules.hiding, {"collectives/a.py": "try:\n    f()\nexcept (OSError, Exception):\n    pass"}, "a:3"),

@@ -17,6 +17,7 @@ from headrace.devices import one_each
 from headrace.engine.base import Engine
 from headrace.engine.local.engine import kept_engine
 from headrace.errors import UnfitMachine, UsageError
+from headrace.machine import disk
 from headrace.machine.resources import load_average
 from headrace.policies.measurement import Measurement
 from headrace.report.model.summary import Summary
@@ -150,9 +151,9 @@ def _check(device: str, retries: int) -> None:
 def _directory(run_dir: Path | str | None) -> tuple[Path, TemporaryRunDir | None]:
     keeper = TemporaryRunDir() if run_dir is None else None
     directory = Path(keeper.path if keeper else run_dir or ".").absolute()
-    if (directory / "comparison.json").exists():
+    if disk.exists(directory / "comparison.json"):
         raise UsageError(f"{directory} holds a comparison already; name another run_dir, or delete it")
-    if events_path(directory, LAUNCHER).exists():
+    if disk.exists(events_path(directory, LAUNCHER)):
         raise UsageError(f"{directory} holds a run already; name another run_dir, or delete it")
     return directory, keeper
 

@@ -25,6 +25,7 @@ from headrace.export.reading import read_inputs
 from headrace.export.signature import Signature, TensorForm, form_of, open_file, read, values_of
 from headrace.export.tensors import Array, check_lengths, not_finite
 from headrace.export.writing import examples_of, write_model
+from headrace.machine import disk
 from headrace.modules import parameters_and_buffers
 from headrace.report.model.events import EventLog, of_kind, read_log
 from headrace.report.model.summary import summarize
@@ -88,7 +89,7 @@ def trained(job: Job, run_dir: Path, step: int | None = None) -> tuple[nn.Module
     """Returns the trained model of a run, and the checkpoint that it comes from if it is not that of the run's end."""
     module = inspect_job(job).module
     path = model_path(run_dir)
-    if step is None and path.is_file():
+    if step is None and disk.is_file(path):
         with making_sense(path):
             load_model(module, path)
         return module.eval(), None

@@ -18,6 +18,7 @@ from headrace.checkpoint import Checkpoint, CheckpointFolder
 from headrace.checkpoint.folder import step_of
 from headrace.checkpoint.remote import RemoteFolder
 from headrace.errors import CheckpointMismatch, CorruptCheckpoint, HeadraceError, UnfitMachine, UsageError
+from headrace.machine import disk
 from headrace.machine.identity import versions
 from headrace.modules import parameters_and_buffers, parts_of
 from headrace.parameter_server.server.snapshots import SnapshotSet, forget, newest_of
@@ -98,16 +99,16 @@ def find(run_dir: Path, resume: Path | str | Literal[True]) -> tuple[Checkpoint,
         CorruptCheckpoint: there are some, and none is sound.
     """
     where = run_dir if resume is True else Path(resume)
-    if not where.exists():
+    if not disk.exists(where):
         raise UsageError(
             f"there is nothing to resume from: {where} does not exist; begin without resume, or name another"
         )
-    if not where.is_dir():
+    if not disk.is_folder(where):
         raise UsageError(
             f"there is nothing to resume from: {where} is a file; name a run_dir, or the folder of one checkpoint, "
             "step-00000060"
         )
-    if _CHECKPOINT.fullmatch(where.name) and not (where / "checkpoints").exists():
+    if _CHECKPOINT.fullmatch(where.name) and not disk.exists(where / "checkpoints"):
         checkpoint = CheckpointFolder(where.parent).open(int(where.name.removeprefix("step-")))
         checkpoint.verify()
         return checkpoint, ()
@@ -244,7 +245,7 @@ def _fetch(
 def _claim(copies: RemoteFolder, run_dir: Path, came_from: str | None) -> None:
     """Sees to it that a run deletes its own copies alone, and that it can write there."""
     mark = run_dir / _COPIED_TO
-    claimed = mark.read_text(encoding="utf-8").splitlines() if mark.exists() else []
+    claimed = mark.read_text(encoding="utf-8").splitlines() if disk.exists(mark) else []
     if copies.url in claimed:
         return
     steps = () if copies.url == came_from else copies.steps()

@@ -26,6 +26,7 @@ from headrace.errors import CorruptCheckpoint, RunFailed, UnfitMachine, UsageErr
 from headrace.export.choice import choose
 from headrace.export.signature import Signature
 from headrace.export.writing import write_model
+from headrace.machine import disk
 from headrace.machine.temporary import delete_with_process, forget
 from headrace.modules import copy_module, is_dense, restore
 from headrace.report.model.events import EventLog, read_log
@@ -81,7 +82,7 @@ class RunDirLock:
 
     def __init__(self, directory: Path, continues: bool, needed_bytes: int = 0) -> None:
         try:
-            holds_one = events_path(directory, LAUNCHER).exists()
+            holds_one = disk.exists(events_path(directory, LAUNCHER))
         except OSError as error:
             raise _unwritable(directory, error) from error
         if holds_one and not continues:
@@ -216,7 +217,7 @@ class Run:
             RunFailed: no model was saved.
         """
         path = model_path(self.run_dir)
-        if not path.is_file():
+        if not disk.is_file(path):
             raise RunFailed(
                 f"there is no {path}: the run ended before a model was saved, or no worker was on this host: then name "
                 "a run_dir on a file system of all hosts"
@@ -286,7 +287,7 @@ class Run:
                 "the tokenizers library: PreTrainedTokenizerFast(tokenizer_object=tokenizer)"
             )
         path = Path(path)
-        if path.is_file():
+        if disk.is_file(path):
             raise UsageError(f"{path} is a file; save_pretrained makes a directory: name another path")
         try:
             self.model.save_pretrained(path)  # type: ignore[operator]

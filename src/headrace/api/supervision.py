@@ -34,6 +34,7 @@ from headrace.errors import (
     UnfitMachine,
     UsageError,
 )
+from headrace.machine import disk
 from headrace.machine.identity import can_paint, versions
 from headrace.parameter_server.server.snapshots import SnapshotSet
 from headrace.policies.roles import split
@@ -72,7 +73,7 @@ def _join(spec: RunSpec, info: JobInfo, engine: LaunchedEngine) -> str:
     if "refused" in begin:
         raise first_failed(group.hosts[0], begin["refused"])
     begun = _on_this_host(spec, group, begin)
-    seen = group.incarnation > 0 or (begun.run_dir / begin["mark"]).exists()
+    seen = group.incarnation > 0 or disk.exists(begun.run_dir / begin["mark"])
     _check_seen(spec, group, seen)
     if seen or group.rank != group.leader:
         with _Successor(begun, info, group) as successor:
@@ -160,7 +161,7 @@ def _begin_and_end(spec: RunSpec, info: JobInfo) -> Iterator[_LauncherEvents]:
             )
     if deleted:
         model = model_path(spec.run_dir)
-        kept = f"the trained model is in {model}" if model.is_file() else "train again"
+        kept = f"the trained model is in {model}" if disk.is_file(model) else "train again"
         raise RunFailed(
             f"{spec.run_dir} was deleted or moved while the run trained, and its events and checkpoints with it; {kept}"
         )
@@ -348,7 +349,7 @@ def _remedy(spec: RunSpec) -> str:
         # What is told is the loss of the process, and not also that the disk fails.
         return ""
     snapshots = spec.run_dir / SNAPSHOTS
-    what = "the servers' last snapshots" if snapshots.is_dir() else "the last checkpoint"
+    what = "the servers' last snapshots" if disk.is_folder(snapshots) else "the last checkpoint"
     return f"resume=True (--resume) goes on from {what}"
 
 

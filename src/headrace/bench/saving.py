@@ -10,6 +10,7 @@ from pathlib import Path
 
 from headrace.bench.figures import PARTS, Figure, Gap, MachineFigures, OtherWork
 from headrace.errors import UnfitMachine, UsageError
+from headrace.machine import disk
 from headrace.machine.resources import own_processor_s, processor_times
 from headrace.report.format import percent
 
@@ -63,7 +64,7 @@ class SavedFigures:
     def __init__(self, file: Path | None, now: MachineFigures) -> None:
         self._file = file
         self.before = now
-        if file is not None and file.exists():
+        if file is not None and disk.exists(file):
             self.before = _same(file, MachineFigures.load(file), now)
 
     def keep(self, found: MachineFigures) -> None:

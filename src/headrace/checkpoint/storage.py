@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
+from headrace.machine import disk
+
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 # Without O_NONBLOCK, opening a FIFO would wait for a writer forever.
@@ -73,7 +75,7 @@ class Storage:
 
     def prepare(self) -> None:
         """Creates the folder itself durably, if it is missing."""
-        missing = [folder for folder in (self._root, *self._root.parents) if not folder.exists()]
+        missing = [folder for folder in (self._root, *self._root.parents) if not disk.exists(folder)]
         for folder in reversed(missing):
             folder.mkdir(exist_ok=True)
         # Existing folders may have been created by a process that did not sync the last of them.

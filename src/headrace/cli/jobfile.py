@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import HeadraceError, JobError, UnknownName, UsageError
+from headrace.machine import disk
 from headrace.machine.versions import require_torch
 from headrace.spec.job import Job, JobSource
 from headrace.spec.options import Options
@@ -88,12 +89,12 @@ def find_job(path: Path) -> None:
 
 def check_file(path: Path, kind: str) -> None:
     """Raises JobError where a path is no file; the message names similar files."""
-    if path.is_dir():
+    if disk.is_folder(path):
         inside = ", ".join(sorted(file.name for file in path.glob("*.py"))) or "none"
         raise JobError(f"the {kind} {path} is a folder; name one of the Python files in it: {inside}")
-    if path.is_file():
+    if disk.is_file(path):
         return
-    if not path.parent.is_dir():
+    if not disk.is_folder(path.parent):
         raise JobError(f"the {kind} {path} does not exist, nor does the folder {path.parent}")
     files = sorted(file.name for file in path.parent.glob("*.py"))
     near = difflib.get_close_matches(path.name, files, n=3)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
+from headrace.machine import disk
+
 _PROC = Path("/proc")
 _OURS = re.compile(r"/memfd:headrace-[a-z0-9-]+ \(deleted\)")
 """Every process of a run holds such memory, whatever the process is called."""
@@ -89,7 +91,7 @@ def _network() -> dict[int, tuple[IPv4Address | IPv6Address, int]]:
     found = {}
     for table in ("tcp", "tcp6"):
         path = _PROC / "net" / table
-        if not path.exists():
+        if not disk.exists(path):
             continue
         for line in path.read_text().splitlines()[1:]:
             fields = line.split()

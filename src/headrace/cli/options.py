@@ -20,6 +20,7 @@ from headrace.cli.combinations import refuse_idle
 from headrace.devices import AUTO, DEVICES, EXAMPLE, one_each
 from headrace.engine.base import Terminated
 from headrace.errors import RunFailed, UnknownName, UsageError
+from headrace.machine import disk
 from headrace.spec.call import parse_call, split_calls
 from headrace.spec.options import Checkpoints
 
@@ -328,7 +329,7 @@ def default_run_dir(name: str, now: datetime | None = None) -> Path:
     stamp = (now or datetime.now()).strftime("%Y%m%d-%H%M%S")
     first = Path("runs") / f"{name}-{stamp}"
     paths = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
-    return next(path for path in itertools.chain([first], paths) if not path.exists())
+    return next(path for path in itertools.chain([first], paths) if not disk.exists(path))
 
 
 @contextlib.contextmanager
@@ -337,11 +338,11 @@ def saying_where(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except RunFailed as error:
-        if run_dir.is_dir():
+        if disk.is_folder(run_dir):
             error.add_note(f"events and logs: {run_dir}")
         raise
     except Terminated as error:
-        if (run_dir / "checkpoints").is_dir():
+        if disk.is_folder(run_dir / "checkpoints"):
             error.add_note(f"to go on: --run-dir {run_dir} --resume")
         raise
 

@@ -16,6 +16,7 @@ import typer
 
 from headrace.engine.base import Terminated
 from headrace.errors import HeadraceError, PeerLost, UnfitMachine, WorkerFailed
+from headrace.machine import disk
 from headrace.machine.identity import require_working_directory
 from headrace.machine.limits import explained
 from headrace.report.format import clean
@@ -217,7 +218,7 @@ def show_run(answer: Answer, run_dir: Path, page: Path | None = None) -> None:
     """Prints the summary of a run and where its files are."""
     summary = summarize(run_dir)
     model = model_path(run_dir)
-    places = {"run_dir": run_dir, "model": model if model.is_file() else None, "page": page}
+    places = {"run_dir": run_dir, "model": model if disk.is_file(model) else None, "page": page}
     if answer.as_json:
         answer.document({**run_plain(summary), **_paths(places)})
     else:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from headrace.cli.jobfile import load_job
 from headrace.cli.verdict import Check, ok, problem, warning
 from headrace.errors import HeadraceError, UsageError
+from headrace.machine import disk
 from headrace.report.format import byte_count
 from headrace.spec.cluster import Cluster, Link
 
@@ -39,10 +40,10 @@ def own_facts(path: Path | None, settings: Sequence[str]) -> HostFacts:
     if path is not None:
         from headrace.data.datasets import digest_of
 
-        facts["job file"] = digest_of(path) if path.is_file() else f"{_MISSING}: {path} is not there"
+        facts["job file"] = digest_of(path) if disk.is_file(path) else f"{_MISSING}: {path} is not there"
         facts["data"] = _data(path, settings)
     folder = Path("/dev/shm")
-    free = shutil.disk_usage(folder).free if folder.is_dir() else 0
+    free = shutil.disk_usage(folder).free if disk.is_folder(folder) else 0
     return HostFacts(detect("auto").hosts[0], facts, free)
 
 

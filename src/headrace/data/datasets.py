@@ -25,6 +25,7 @@ from torch import Tensor
 
 from headrace.data.pipeline.order import permutation
 from headrace.errors import DataError, UnfitMachine
+from headrace.machine import disk
 from headrace.machine.extras import remedy
 from headrace.machine.temporary import temporary_folder
 
@@ -57,7 +58,7 @@ def obtain(
 
     A DataError if a fetched file has another digest; UnfitMachine if no fetcher has the files.
     """
-    missing = [name for name in digests if not (cache / name).exists()]
+    missing = [name for name in digests if not disk.exists(cache / name)]
     if not missing:
         return
     try:
@@ -110,7 +111,7 @@ def from_installed(folder: Path, names: Sequence[str], root: Path = Path("/")) -
     """Copies the files of Debian's package if it is installed."""
     for name in names:
         packed = root / _INSTALLED / f"{name}.gz"
-        if not packed.exists():
+        if not disk.exists(packed):
             raise UnfitMachine("not installed")
         shutil.copyfile(packed, folder / packed.name)
 
@@ -293,7 +294,7 @@ def digits() -> ImageData:
     # Not through scikit-learn, which imports scipy and pandas for it, and takes longer to do so than torch.
     found = importlib.util.find_spec("sklearn")
     file = Path(found.origin).parent / _DIGITS_FILE if found and found.origin else None
-    if file is None or not file.is_file():
+    if file is None or not disk.is_file(file):
         raise UnfitMachine(
             "the digits come with scikit-learn, which is not installed, or without its data sets: " + remedy("data")
         )

@@ -15,6 +15,7 @@ import numpy as np
 from headrace.errors import DataError, UsageError
 from headrace.export.signature import TensorForm
 from headrace.export.tensors import Array, check_lengths, check_names, fitting, form_text, numpy_type
+from headrace.machine import disk
 
 Forms = Sequence[TensorForm]
 IMAGES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
@@ -31,8 +32,8 @@ def read_inputs(path: Path, forms: Forms) -> dict[str, Array]:
     reader = _READERS.get(suffix)
     if reader is None:
         raise UsageError(f"{path}: expected a file that ends in {', '.join(sorted(_READERS))}")
-    if not path.is_file():
-        raise UsageError(f"{path} {'is no file' if path.exists() else 'does not exist'}; name a file of examples")
+    if not disk.is_file(path):
+        raise UsageError(f"{path} {'is no file' if disk.exists(path) else 'does not exist'}; name a file of examples")
     try:
         found = reader(path, forms)
         check_names(list(found), forms)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import DataError, UnfitMachine
+from headrace.machine import disk
 from headrace.spec.plain import finite, from_plain, to_plain
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def read(folder: Path) -> Signature:
     try:
         if path.is_symlink():
             raise ValueError("it is a link")
-        if path.exists() and not path.is_file():
+        if disk.exists(path) and not disk.is_file(path):
             raise ValueError("it is no plain file")
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
@@ -174,7 +175,7 @@ def open_file(folder: Path, signature: Signature, name: str) -> Path:
     path = folder / name
     if path.resolve() != folder.resolve() / name:
         raise DataError(f"{path} is a link, or lies behind one; a model's files are plain files of its folder")
-    if not path.is_file():
+    if not disk.is_file(path):
         raise DataError(f"{path} is missing, and {NAME} lists it; export the model again")
     size = path.stat().st_size
     if size != listed.bytes or digest(path) != listed.sha256:

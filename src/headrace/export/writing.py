@@ -28,6 +28,7 @@ from headrace.export.programs import ProgramRunner
 from headrace.export.quantize.measuring import Program, metrics_of
 from headrace.export.quantize.onnx import quantize_onnx
 from headrace.export.signature import Artefact, Quantization, Signature, TensorForm, form_of, values_of
+from headrace.machine import disk
 from headrace.machine.identity import versions
 from headrace.machine.temporary import temporary_folder
 from headrace.spec.job import Job
@@ -102,7 +103,7 @@ def write_model(
                 write_page(place, web)
             facts = _look(place, subject, facts, choice)
             signature.write(place, facts)
-            if folder.exists():
+            if disk.exists(folder):
                 folder.rmdir()
             os.rename(place, folder)
     except OSError as error:
@@ -335,7 +336,7 @@ def _notes(traced: programs.Traced, cached: bool, choice: ExportChoice, mixed: S
 
 
 def _check(folder: Path, choice: ExportChoice) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if disk.exists(folder) and (not disk.is_folder(folder) or any(folder.iterdir())):
         raise UsageError(f"{folder} exists already; name another folder, or delete it")
     if "pte" in choice.formats:
         require_executorch()

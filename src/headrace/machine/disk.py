@@ -1,12 +1,47 @@
-"""Disks that are full or fail."""
+"""Disks that are full or fail, and what is on them."""
 
 from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
+"""Why a path leads to nothing."""
+
+
+def mode_of(path: Path) -> int:
+    """Returns the mode of what a path leads to, 0 where there is nothing; raises OSError where that cannot be told.
+
+    From Python 3.14 on, `exists`, `is_dir` and `is_file` of `Path` say no in that case: the disk of a run that fails
+    would be a run that is gone, and a file that this user may not see one that does not exist.
+    """
+    try:
+        return os.stat(path).st_mode
+    except OSError as error:
+        if error.errno not in _NOTHING:
+            raise
+    except ValueError:
+        pass  # a NUL in the name
+    return 0
+
+
+def exists(path: Path) -> bool:
+    """Tells whether a path leads to something; raises OSError where that cannot be told."""
+    return bool(mode_of(path))
+
+
+def is_folder(path: Path) -> bool:
+    """Tells whether a path leads to a folder; raises OSError where that cannot be told."""
+    return stat.S_ISDIR(mode_of(path))
+
+
+def is_file(path: Path) -> bool:
+    """Tells whether a path leads to a file, no pipe and no device; raises OSError where that cannot be told."""
+    return stat.S_ISREG(mode_of(path))
 
 
 def is_full(folder: Path) -> bool:

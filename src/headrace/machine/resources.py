@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.errors import UsageError
+from headrace.machine import disk
 
 HOST_CORES = "HEADRACE_HOST_CORES"
 """Names the cores of this host that the run has, where its launcher has divided them among the processes."""
@@ -165,7 +166,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
             top = root / "sys/fs/cgroup"
         elif controller in controllers.split(","):
             top = root / "sys/fs/cgroup" / controllers
-            top = top if top.is_dir() else root / "sys/fs/cgroup" / controller
+            top = top if disk.is_folder(top) else root / "sys/fs/cgroup" / controller
         else:
             continue
         group = top / path.lstrip("/")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from headrace.devices import GPU, HOST
 from headrace.errors import UnknownName, UsageError
+from headrace.machine import disk
 from headrace.spec.cluster import Cluster, Host
 
 _NAME = re.compile(r"(?P<cloud>aws)-(?P<machine>[\w.-]+?)(?::(?P<count>[1-9]\d*))?")
@@ -89,6 +90,6 @@ def cluster_of(given: Cluster | Path | str) -> Cluster:
             )
         return given
     named = _NAME.fullmatch(str(given))
-    if named is None or Path(given).exists():
+    if named is None or disk.exists(Path(given)):
         return Cluster.load(given)
     return cloud_cluster(f"{named['cloud']}-{named['machine']}", int(named["count"] or 1))

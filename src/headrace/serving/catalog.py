@@ -12,6 +12,7 @@ from pathlib import Path
 from headrace.errors import DataError, HeadraceError, UsageError
 from headrace.export.signature import NAME, Signature, read
 from headrace.export.tensors import Array, check_lengths, not_finite
+from headrace.machine import disk
 from headrace.serving.batcher import Batcher
 from headrace.serving.metrics import ServerMetrics
 from headrace.serving.programs import ServedProgram, open_program
@@ -248,10 +249,12 @@ class Catalog:
 
 
 def _served_model(folder: Path) -> ServedModel:
-    if not folder.is_dir():
-        raise UsageError(f"{folder} {'is no folder' if folder.exists() else 'does not exist'}; name exported models")
+    if not disk.is_folder(folder):
+        raise UsageError(
+            f"{folder} {'is no folder' if disk.exists(folder) else 'does not exist'}; name exported models"
+        )
     folder = folder.resolve()
-    if (folder / NAME).exists():
+    if disk.exists(folder / NAME):
         name, numbered = read(folder).name, False
     elif any(_is_version(path) for path in folder.iterdir()):
         name, numbered = folder.name, True
@@ -266,7 +269,7 @@ def _served_model(folder: Path) -> ServedModel:
 
 
 def _is_version(path: Path) -> bool:
-    return bool(_NUMBER.fullmatch(path.name)) and not path.is_symlink() and (path / NAME).exists()
+    return bool(_NUMBER.fullmatch(path.name)) and not path.is_symlink() and disk.exists(path / NAME)
 
 
 def _state(folder: Path) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from headrace.machine import disk
 from headrace.spec.job import Job
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Checkpoints
@@ -55,7 +56,7 @@ def lines_of_kind(path: Path, kind: str) -> list[str]:
 
     A full disk takes only a part of a line; the rest follows when there is room.
     """
-    if not path.exists():
+    if not disk.exists(path):
         return []
     begin = f'{{"kind":"{kind}"'
     with path.open(encoding="utf-8", errors="replace") as stream:

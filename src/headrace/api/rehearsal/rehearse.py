@@ -16,6 +16,7 @@ from headrace.api.rehearsal.setup import RehearsalSetup, require_rehearsable
 from headrace.api.run import Run, TemporaryRunDir
 from headrace.engine.threads import ThreadEngine
 from headrace.errors import HeadraceError, UsageError
+from headrace.machine import disk
 from headrace.prediction.rehearsal.recorded import Record, read_record
 from headrace.prediction.simulation.scene import Assumptions
 from headrace.spec.cluster import Cluster
@@ -174,7 +175,7 @@ def _own_generators() -> Iterator[None]:
 def _directory(run_dir: Path | str | None) -> tuple[Path, TemporaryRunDir | None]:
     keeper = TemporaryRunDir() if run_dir is None else None
     directory = Path(run_dir).absolute() if run_dir is not None else Path(keeper.path if keeper else ".")
-    if events_path(directory, LAUNCHER).exists():
+    if disk.exists(events_path(directory, LAUNCHER)):
         raise UsageError(f"{directory} holds a run already; name another run_dir, or delete it")
     directory.mkdir(parents=True, exist_ok=True)
     return directory, keeper

@@ -25,6 +25,7 @@ from headrace.cli.survey import checks_of, measured, own_facts
 from headrace.cli.verdict import Check, Verdict, ok, problem, table, warning, worst
 from headrace.devices import HOST, accelerators, device_names, explain_auto, package_problem
 from headrace.errors import HeadraceError, UsageError
+from headrace.machine import disk
 from headrace.machine.extras import extras, half_installed, installed, lacks, remedy, requirements
 from headrace.machine.resources import core_quota, cores, memory_limit_bytes, spare_memory_bytes
 from headrace.machine.versions import TESTED_PYTHON, TESTED_TORCH, TORCH_REMEDY, minor_of, too_old, untested
@@ -112,7 +113,7 @@ def _accelerators() -> Check:
     if caught:
         return warning("accelerators", f"not usable: {caught[0].message}", "update the driver")
     for kind in accelerators():
-        if kind.driver and Path(kind.driver).exists():
+        if kind.driver and disk.exists(Path(kind.driver)):
             return warning("accelerators", f"a driver ({kind.driver}), but torch finds no {kind.title}", kind.remedy)
     return ok("accelerators", f"none; {explain_auto(HOST)}")
 
@@ -172,7 +173,7 @@ def _shared_memory() -> Iterator[Check]:
     else:
         yield ok("shared memory", "memfd and futex work")
     folder = Path("/dev/shm")
-    if not folder.is_dir():
+    if not disk.is_folder(folder):
         yield warning("/dev/shm", "not there", "mount -t tmpfs tmpfs /dev/shm")
         return
     usage = shutil.disk_usage(folder)

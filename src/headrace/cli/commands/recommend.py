@@ -23,6 +23,7 @@ from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.options import JsonOption, SettingsOption, help_option, option
 from headrace.cli.output import answering
 from headrace.errors import UnfitMachine, UsageError
+from headrace.machine import disk
 from headrace.report.format import duration, short
 
 if TYPE_CHECKING:
@@ -232,7 +233,7 @@ def _command(found: Recommendation, job: Path, machines: Cluster, file: Path, se
     trained = [str(job), "--strategy", winner.text, *(word for each in settings for word in ("--set", each))]
     if len(winner.hosts) == 1:
         return ["headrace", "train", *trained]
-    known = ["--cluster", str(file)] if file.exists() else []
+    known = ["--cluster", str(file)] if disk.exists(file) else []
     if not known or len(winner.hosts) < len(machines.hosts):
         known += ["--hosts", ",".join(winner.hosts)]
     processes = winner.candidate.devices + winner.prediction.servers

@@ -12,6 +12,7 @@ import typer
 from headrace.cli.options import JsonOption, help_option
 from headrace.cli.output import answering, show_comparison, show_run
 from headrace.errors import DataError, UnfitMachine
+from headrace.machine import disk
 from headrace.report.model.summary import Summary, summarize
 from headrace.report.model.verdict import References, compared
 from headrace.report.views.page import write_page
@@ -45,7 +46,7 @@ def report(
     """
     with answering(as_json) as answer:
         page = out or run_dir / "report.html"
-        if (run_dir / _COMPARISON).is_file():
+        if disk.is_file(run_dir / _COMPARISON):
             summaries, references = _read_comparison(run_dir)
             _write(page, summaries, references)
             show_comparison(answer, summaries, references, run_dir, page)

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from headrace.data.cache.record import front_at, front_of, is_sound
 from headrace.errors import DataError
+from headrace.machine import disk
 
 _CHUNK = 64 << 20
 _REMEMBERED = 16
@@ -245,7 +246,7 @@ def repair(folder: Path) -> None:
         if not len(entries):
             path.unlink()
             shard.entries_path.unlink(missing_ok=True)
-        elif not shard.entries_path.exists() or shard.entries_path.stat().st_size != entries.nbytes:
+        elif not disk.exists(shard.entries_path) or shard.entries_path.stat().st_size != entries.nbytes:
             part = path.with_suffix(".part")
             part.write_bytes(entries.tobytes())
             os.replace(part, shard.entries_path)

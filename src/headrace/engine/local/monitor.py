@@ -25,6 +25,7 @@ from headrace.engine.base import LivenessProbe, RunProgress
 from headrace.engine.local.fork_server import NOT_STARTED, ForkServer, describe_end
 from headrace.engine.local.scaling import ListedWorker, ScaleRequests
 from headrace.errors import PeerLost, UnfitMachine, UsageError, WorkerFailed
+from headrace.machine import disk
 from headrace.machine.disk import disk_fails, is_full, unless
 from headrace.machine.limits import explained, too_many_threads
 from headrace.spec.events import LAUNCHER, BackupReady, Failed, Lost, Notice, decode
@@ -359,7 +360,7 @@ class Monitor:
             self._events.write(Notice(LAUNCHER, self._events.now(), text))
             return True
         path = events_path(self._spec.run_dir, rank)
-        if not path.exists():
+        if not disk.exists(path):
             # The run's directory is gone, which is said at the end of the run.
             return self._page.ranks[rank].heartbeat.finished > 0
         return last_line(path).startswith(ends)

@@ -20,6 +20,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from headrace.errors import UsageError
+from headrace.machine import disk
 from headrace.machine.disk import takes_no_more, unless
 
 _LOOK_EVERY_S = 0.05
@@ -71,7 +72,7 @@ class ScaleRequests:
 
     def _take(self, wish: Path) -> str | None:
         """Removes a request and returns it; None where it was withdrawn, is no file, or is another user's."""
-        if wish.name in self._foreign or not wish.is_file():  # to open a named pipe would wait for its writer
+        if wish.name in self._foreign or not disk.is_file(wish):  # to open a named pipe would wait for its writer
             return None
         try:
             with wish.open(encoding="utf-8", errors="replace") as file:
@@ -112,7 +113,7 @@ def ask_for_states(run_dir: Path, timeout_s: float = _ANSWER_S) -> list[ListedWo
 
 def _ask(run_dir: Path, text: str, timeout_s: float) -> Any:
     folder = run_dir / "staffing"
-    if not run_dir.is_dir():
+    if not disk.is_folder(run_dir):
         raise UsageError(f"{run_dir} is no directory of a run")
     wish = folder / f"{secrets.token_hex(8)}.wish"
     try:
@@ -122,7 +123,7 @@ def _ask(run_dir: Path, text: str, timeout_s: float) -> Any:
         raise UsageError(f"{folder} cannot be written to ({error.strerror}): ask as the user of the run") from None
     answer = wish.with_suffix(".answer")
     deadline = monotonic() + timeout_s
-    while not answer.exists():
+    while not disk.exists(answer):
         if monotonic() > deadline:
             with suppress(FileNotFoundError):
                 wish.unlink()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.engine.local.fork_server import environment_of_workers
+from headrace.machine import disk
 from headrace.machine.identity import host_name
 from headrace.machine.resources import cores, spare_memory_bytes
 
@@ -65,7 +66,7 @@ class RankAgent:
 
     def folder(self, wanted: str, mark: str) -> str:
         """Returns the run's directory here: the wanted one if it has the mark, else one of this node."""
-        if (Path(wanted) / mark).exists():
+        if disk.exists(Path(wanted) / mark):
             return wanted
         self._folder = self._folder or tempfile.TemporaryDirectory(prefix="headrace-")
         return self._folder.name
@@ -109,7 +110,7 @@ class RankAgent:
 
     def file(self, path: str) -> bytes | None:
         """Returns the content of a file, None if there is none."""
-        return Path(path).read_bytes() if Path(path).is_file() else None
+        return Path(path).read_bytes() if disk.is_file(Path(path)) else None
 
     def stop(self, number: int) -> None:
         """Sends a signal to the process."""
@@ -167,7 +168,7 @@ class _Process:
         """Returns what it said last, and if it has ended its exit code and the end of its log, too."""
         if not self._ended.wait(within_s):
             return self._told
-        log = self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
+        log = self._log.read_text(encoding="utf-8", errors="replace") if disk.exists(self._log) else ""
         return {"code": self._code, "log": log[-_LOG_CHARACTERS:], **self._told}
 
     def signal(self, number: int) -> None:

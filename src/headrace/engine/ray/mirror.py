@@ -6,6 +6,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from headrace.machine import disk
 from headrace.worker.run_spec import model_path
 
 _ASK_EVERY_S = 1.0
@@ -67,7 +68,7 @@ class FolderMirror:
                 model = ray.get(each, timeout=0)
             except ray.exceptions.RayError:
                 continue  # the node is lost, and its files with it
-            if model is not None and not model_path(self._run_dir).exists():
+            if model is not None and not disk.exists(model_path(self._run_dir)):
                 model_path(self._run_dir).write_bytes(model)
 
     def _take(self, source: _Source) -> None:

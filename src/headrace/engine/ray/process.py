@@ -25,6 +25,7 @@ from headrace.engine.local.process import redirect
 from headrace.engine.shipping import unpack
 from headrace.engine.torchrun.engine import LaunchedEngine
 from headrace.errors import HeadraceError, JobError, PeerLost
+from headrace.machine import disk
 from headrace.machine.identity import machine_identity
 from headrace.shared_memory.segment import memory_file, set_length
 from headrace.tracebacks import user_traceback
@@ -53,10 +54,10 @@ def main() -> None:
     leaves = threading.Event()
     threading.Thread(target=_follow, args=(os.dup(0), leaves), name="headrace-agent", daemon=True).start()
     os.environ.update(request["environment"])
-    if Path(request["directory"]).is_dir():
+    if disk.is_folder(Path(request["directory"])):
         os.chdir(request["directory"])
     # Behind what this node has: the folders of the caller that are here, too.
-    sys.path += [path for path in request["path"] if path not in sys.path and Path(path).exists()]
+    sys.path += [path for path in request["path"] if path not in sys.path and disk.exists(Path(path))]
     log = Path(request["log"])
     log.parent.mkdir(parents=True, exist_ok=True)
     redirect(log)

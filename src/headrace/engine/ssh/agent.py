@@ -24,6 +24,7 @@ from time import monotonic
 from typing import Any
 
 from headrace.errors import PeerLost
+from headrace.machine import disk
 from headrace.machine.identity import host_name
 
 HELLO = "headrace agent: "
@@ -44,7 +45,7 @@ def main() -> None:
 
 def _hello(script: Path, port: int) -> dict[str, Any]:
     found = {name: version(name) for name in ("headrace", "torch")} | {"python": platform.python_version()}
-    digest = hashlib.sha256(script.read_bytes()).hexdigest() if script.is_file() else "nothing"
+    digest = hashlib.sha256(script.read_bytes()).hexdigest() if disk.is_file(script) else "nothing"
     # What sshd says: addresses and ports of the client and of this host.
     address = os.environ.get("SSH_CONNECTION", "").split()[2:3]
     facts = {"host": host_name(), "versions": found, "script": digest, "address": "".join(address)}

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.errors import UnfitMachine, UsageError
+from headrace.machine import disk
 from headrace.machine.temporary import temporary_folder
 
 NAME, VERSION = "onnxruntime-web", "1.30.0"
@@ -55,10 +56,10 @@ def find_runtime(given: Path | None = None, cache: Path | None = None) -> WebRun
         UnfitMachine: there is no copy, and npm cannot fetch one.
     """
     if given is not None:
-        return _read_folder(given) if given.is_dir() else _read_archive(given)
+        return _read_folder(given) if disk.is_folder(given) else _read_archive(given)
     cache = cache or Path.home() / ".cache" / "headrace"
     path = cache / _ARCHIVE
-    if not path.is_file() or not _is_known(path):
+    if not disk.is_file(path) or not _is_known(path):
         _fetch(path)
     return _read_archive(path)
 
@@ -73,7 +74,7 @@ def _fetch(path: Path) -> None:
             command = [npm, "pack", f"{NAME}@{VERSION}", "--pack-destination", str(folder)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_S, cwd=folder)
             made = folder / _ARCHIVE
-            if done.returncode or not made.is_file():
+            if done.returncode or not disk.is_file(made):
                 last = (done.stderr.strip() or "it says nothing").splitlines()[-1]
                 raise UnfitMachine(f"npm could not fetch {NAME} {VERSION}: {last:.200}; {_REMEDY}")
             if not _is_known(made):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections import defaultdict
@@ -14,6 +13,7 @@ from time import monotonic
 from typing import BinaryIO, TypeVar
 
 from headrace.errors import DataError, UsageError
+from headrace.machine import disk
 from headrace.machine.disk import disk_fails, is_full, unless
 from headrace.machine.identity import own_version
 from headrace.spec.events import Evaluated, Event, NonFinite, RunStarted, Saved, Stepped, decode
@@ -111,14 +111,14 @@ class LogTail:
     def __init__(self, file: Path, until: str, new_only: bool = False) -> None:
         self._file = file
         self._until = until
-        self._offset = file.stat().st_size if new_only and file.exists() else 0
+        self._offset = file.stat().st_size if new_only and disk.exists(file) else 0
         self._over = False
 
     def read(self) -> list[str]:
         """Returns the new lines, without their ends."""
         lines: list[str] = []
         with unless(disk_fails):
-            if self._over or not self._file.exists():
+            if self._over or not disk.exists(self._file):
                 return []
             complete, self._offset = _complete_lines(self._file, self._offset)
             lines = [line.decode(errors="replace") for line in complete]
@@ -163,10 +163,7 @@ class DiskMonitor:
             self._fails = True
 
     def _look(self) -> None:
-        try:
-            # `is_dir` would hide a disk that fails, from Python 3.14 on.
-            os.stat(self._run_dir)
-        except FileNotFoundError:
+        if not disk.is_folder(self._run_dir):
             self._gone = True
             self._say(f"{self._run_dir} is gone, with its events and checkpoints: training goes on; the model is kept")
             return
@@ -209,7 +206,7 @@ def _files(run_dir: Path) -> list[Path]:
 
     A pipe or a device of such a name is none: it would be read for ever.
     """
-    files = (file for file in (run_dir / "events").glob("*.jsonl") if file.is_file())
+    files = (file for file in (run_dir / "events").glob("*.jsonl") if disk.is_file(file))
     return sorted(files, key=lambda file: (len(file.name) * (file.stem != "launcher"), file.name))
 
 
@@ -227,7 +224,7 @@ def _why(file: Path) -> str:
     """Returns why a line may be no event: another version wrote it, or something changed it."""
     launcher = file.with_name("launcher.jsonl")
     found = []
-    if launcher.is_file():
+    if disk.is_file(launcher):
         with launcher.open("rb") as stream:
             found = _WRITTEN_BY.findall(stream.read(MOST_LINE_BYTES))
     written, here = (found[-1].decode(errors="replace") if found else ""), own_version()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.errors import UsageError
+from headrace.machine import disk
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.tables import read_json
 
@@ -44,7 +45,7 @@ class PredictedRun:
     def of_run(run_dir: Path) -> PredictedRun | None:
         """Returns what was predicted of a run, None if nothing was; raises UsageError for a file that is damaged."""
         file = run_dir / _FILE
-        if not file.exists():
+        if not disk.exists(file):
             return None
         try:
             found: PredictedRun = from_plain(PredictedRun, read_json(file, "a prediction"))

@@ -13,6 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import Self
 
 from headrace.errors import UnfitMachine, UsageError
+from headrace.machine import disk
 from headrace.report.trackers.curves import EventCurves, Tracked, TrackedPicture
 from headrace.spec.events import Event, RunEnded, RunStarted
 
@@ -155,7 +156,7 @@ class Tracker(ABC):
         self._write_all(entries)
 
     def _write_all(self, entries: list[Tracked]) -> None:
-        here = tuple(each for each in entries if not isinstance(each, TrackedPicture) or Path(each.path).is_file())
+        here = tuple(each for each in entries if not isinstance(each, TrackedPicture) or disk.is_file(Path(each.path)))
         if len(here) < len(entries) and not self._misses_pictures:
             self._misses_pictures = True
             self.say(f"{self._service} gets no pictures: they are in the run's directory on rank 0's host")

@@ -17,6 +17,7 @@ import typer
 from headrace.cli.options import JsonOption, help_option
 from headrace.cli.output import Answer, ExitCode, answering
 from headrace.errors import CorruptCheckpoint, UnfitMachine, UsageError
+from headrace.machine import disk
 from headrace.report.format import MISSING, byte_count, clean
 
 if TYPE_CHECKING:
@@ -94,14 +95,14 @@ def _found(path: Path) -> tuple[CheckpointFolder, tuple[int, ...]]:
     # Lazily: `--help` need not wait for it.
     from headrace.checkpoint import CheckpointFolder
 
-    if not path.is_dir():
+    if not disk.is_folder(path):
         raise UsageError(f"{path} is no directory; give a run directory, its checkpoints, or one of them")
     if path.is_symlink() or path.name in ("", ".."):
         # Inside, links are not followed.
         path = path.resolve()
     if one := _ONE.fullmatch(path.name):
         return CheckpointFolder(path.parent), (int(one[1]),)
-    place = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    place = path / "checkpoints" if disk.is_folder(path / "checkpoints") else path
     folder = CheckpointFolder(place)
     steps = folder.steps()
     if not steps:

@@ -13,6 +13,7 @@ from headrace.cli.commands.saved.job_of_run import job_of_run
 from headrace.cli.options import JsonOption, SettingsOption, help_option
 from headrace.cli.output import answering
 from headrace.errors import UnfitMachine, UsageError
+from headrace.machine import disk
 
 if TYPE_CHECKING:
     from headrace.export.tensors import Array
@@ -59,13 +60,13 @@ def predict(
     data. An image is cropped to its middle, resized, and its pixels are scaled to the range of the job's examples.
     """
     with answering(as_json) as answer:
-        if output is not None and (output.exists() or output.suffix not in (_LINES, _ARRAYS)):
+        if output is not None and (disk.exists(output) or output.suffix not in (_LINES, _ARRAYS)):
             raise UsageError(f"--output takes a new file {_LINES} or {_ARRAYS}, got {output}")
         # Lazily: they import torch.
         from headrace.api.exporting import predict_file, predict_with_folder
         from headrace.export.signature import NAME
 
-        if (run / NAME).exists():
+        if disk.exists(run / NAME):
             if step is not None or job_file is not None or settings:
                 raise UsageError(f"{run} is an exported model; --step, --job and --set are for the directory of a run")
             task, found = predict_with_folder(run, data)
