@@ -152,7 +152,10 @@ class TorchRunner(ProgramRunner):
         # It writes a traceback of what it raises.
         log.setLevel(logging.ERROR)
         try:
-            self._call: Callable[..., Mapping[str, Tensor]] = torch.export.load(path).module()
+            with warnings.catch_warnings():
+                # torch 2.11 says so of the bytes that it has read.
+                warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
+                self._call: Callable[..., Mapping[str, Tensor]] = torch.export.load(path).module()
         except Exception as error:  # of torch, which raises what its readers raise
             raise DataError(f"{path} cannot be loaded: {first_line(error)}") from None
         finally:

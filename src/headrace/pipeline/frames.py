@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import traceback
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
@@ -25,9 +27,35 @@ def running(codes: Collection[CodeType | None]) -> FrameType | None:
     return frame
 
 
-def running_checkpoint() -> FrameType | None:
-    """Returns the call of `torch.utils.checkpoint` that is running; None if none is."""
-    return running((_code(checkpoint),))
+def running_checkpoints() -> list[FrameType]:
+    """Returns the calls of `torch.utils.checkpoint` whose functions are running."""
+    found: list[FrameType] = []
+    inner, frame, code = None, inspect.currentframe(), _code(checkpoint)
+    while frame is not None:
+        if frame.f_code is code:
+            if inner is not None and inner.f_code.co_flags & inspect.CO_GENERATOR:
+                # It prepares, in a generator of its own, and has not called the function.
+                return []
+            found.append(frame)
+        inner, frame = frame, frame.f_back
+    return found
+
+
+@contextmanager
+def frames_cleared() -> Iterator[None]:
+    """Clears the frames of what an error ends.
+
+    torch before 2.13 saves tensors as `torch.utils.checkpoint` does for as long as the frame of a call of it that has
+    failed is kept, as an error keeps it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        each: BaseException | None = error
+        while each is not None:
+            traceback.clear_frames(each.__traceback__)
+            each = each.__cause__ or each.__context__
+        raise
 
 
 def _methods(function: Any) -> Iterator[Any]:

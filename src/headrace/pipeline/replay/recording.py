@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from headrace import internals
 from headrace.internals import TorchDispatchMode, tree_leaves
-from headrace.pipeline.frames import functions_with_backward, running, running_checkpoint
+from headrace.pipeline.frames import frames_cleared, functions_with_backward, running, running_checkpoints
 from headrace.pipeline.replay.interception import intercepted
 from headrace.pipeline.replay.structure import leaves_of, map_parts, template
 
@@ -134,7 +134,7 @@ class CallRecorder:
     def run(self, forward: Callable[[], Any]) -> Any:
         """Runs forward once; returns what it returns, and notes what it did in `found`."""
         self._python = random.getstate()
-        with intercepted(self._tracked, self), self._modes[0], self._modes[1]:
+        with frames_cleared(), intercepted(self._tracked, self), self._modes[0], self._modes[1]:
             output = forward()
         self._check_python()
         self.silent = True
@@ -159,17 +159,17 @@ class CallRecorder:
                 f"it calls {path} within a function that has its own backward, as torch.utils.checkpoint does with "
                 "use_reentrant=True; use_reentrant=False, or Pipeline(recompute='always') in its place, can be cut"
             )
-        self._note_checkpoint(path)
+        count = self._counts[path] = self._counts.get(path, 0) + 1
+        name = path if count == 1 else f"{path}:{count}"
+        self._note_checkpoint(name)
         ended = self._silence()
         needs = self._of(_arguments((args, kwargs))) | self._control
         self._inside = []
         output = original(*args, **kwargs)
         calls = self.found.calls
-        count = self._counts[path] = self._counts.get(path, 0) + 1
         # A tensor of its own tells each output apart from what it was made of.
         output = map_parts(lambda _, each: each.clone() if isinstance(each, Tensor) else each, output)
         made, tensors = template(output, (args, kwargs))
-        name = path if count == 1 else f"{path}:{count}"
         calls.append(ModuleCall(path, name, needs, made, len(tensors), self._inside))
         for index, tensor in enumerate(tensors):
             leaf = (len(calls) - 1, index)
@@ -216,20 +216,20 @@ class CallRecorder:
         if func == DEVICE and given and id(given[0]) in self._names:
             self.found.places_asked = True
 
-    def _note_checkpoint(self, path: str) -> None:
+    def _note_checkpoint(self, name: str) -> None:
         """Notes a call, or an operation (""), within `torch.utils.checkpoint`; refuses one that has several.
 
         A stage that has one of them runs all of them again in backward, and would call what another stage has.
         """
-        if (frame := running_checkpoint()) is None:
-            return
-        within = self._checkpoints.setdefault(frame, set())
-        within.add(path)
-        if len(within) > 1:
-            raise Irreplayable(
-                f"torch.utils.checkpoint runs {max(within)} and more in one function, which stages cannot recompute "
-                "in parts; Pipeline(recompute='always') in its place can be cut, or a checkpoint of the module alone"
-            )
+        for frame in running_checkpoints():
+            within = self._checkpoints.setdefault(frame, set())
+            within.add(name)
+            if len(within) > 1:
+                raise Irreplayable(
+                    f"torch.utils.checkpoint runs {max(within)} and more in one function, which stages cannot "
+                    "recompute in parts; Pipeline(recompute='always') in its place can be cut, or a checkpoint of the "
+                    "module alone"
+                )
 
     def _call_unsure(self, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         module = self._tracked[path]

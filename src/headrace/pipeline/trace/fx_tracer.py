@@ -24,7 +24,7 @@ from torch.utils import checkpoint
 
 from headrace import internals
 from headrace.devices import autocast_states
-from headrace.pipeline.frames import functions_with_backward, running
+from headrace.pipeline.frames import frames_cleared, functions_with_backward, running
 from headrace.pipeline.trace.inputs import tensors_of
 from headrace.pipeline.trace.proxies import RecordingTracer, ValueProxy, is_instance, item_of, value_of
 from headrace.pipeline.trace.recorded_forward import Recording, Untraceable, answer, execute
@@ -57,7 +57,7 @@ def record(
         raise Untraceable(module, "it has forward hooks, which would see no forward; register them on its layers")
     recorder = _Recorder(module, args, kwargs, whole)
     try:
-        with recorder.patched():
+        with frames_cleared(), recorder.patched():
             recorder.trace(module)
     except Untraceable:
         raise
