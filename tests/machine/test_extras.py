@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from headrace.machine.extras import Lack, lacks
+from headrace.machine.extras import Lack, absent, lacks
 
 WANTED = Requirement("unheard-of>=2")
 
@@ -25,4 +25,5 @@ def test_a_folder_of_its_name_is_no_module(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "unheard_of").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert lacks([WANTED]) == (Lack("unheard-of>=2", None),)
+    assert absent("unheard-of", "pytest") == ["unheard-of"]
     assert "unheard_of" not in sys.modules

@@ -23,7 +23,7 @@ from headrace.export.pooling import pooled_by_slices
 from headrace.export.predictor import Predictor
 from headrace.export.recurrent import whole_recurrent_layers
 from headrace.export.signature import TensorForm
-from headrace.machine.extras import remedy
+from headrace.machine.extras import absent, remedy
 
 BATCH, TIME = "batch", "time"
 _TORCH = str(Path(torch.__file__).parent)
@@ -189,12 +189,9 @@ class OnnxRunner(ProgramRunner):
         return {name: torch.from_numpy(array) for name, array in zip(self._outputs, found, strict=True)}
 
 
-def require(*modules: str) -> None:
+def require(*libraries: str) -> None:
     """Raises an UnfitMachine with what to install where one of the libraries for ONNX is not there."""
-    from importlib.util import find_spec
-
-    missing = [module for module in modules if find_spec(module) is None]
-    if missing:
+    if missing := absent(*libraries):
         raise UnfitMachine(
             f"ONNX needs {', '.join(missing)} (not installed): {remedy('onnx')}, or leave it out: --formats pt2"
         )

@@ -77,6 +77,11 @@ def remedy(extra: str) -> str:
     return f"pip install 'headrace[{extra}]'"
 
 
+def absent(*names: str) -> list[str]:
+    """Returns those packages that are not installed, and whose module no other package brings."""
+    return [name for name in names if installed(name) is None and not _has_module(name)]
+
+
 def installed(name: str) -> str | None:
     """Returns the version of a package, None if it is not installed."""
     try:
@@ -110,7 +115,11 @@ def _lack(requirement: Requirement) -> Lack | None:
     asked = f"{name}{requirement.specifier}"
     here = installed(name)
     if here is None:
-        # Another package may bring the module; a folder that has its name, of curves or runs, is none.
-        module = find_spec(_MODULES.get(name, name.replace("-", "_")))
-        return Lack(asked, None) if module is None or module.origin is None else None
+        return None if _has_module(name) else Lack(asked, None)
     return None if requirement.specifier.contains(here, prereleases=True) else Lack(asked, here)
+
+
+def _has_module(name: str) -> bool:
+    """Returns whether there is the module of a package; a folder that has its name, of curves or runs, is none."""
+    module = find_spec(_MODULES.get(name, name.replace("-", "_")))
+    return module is not None and module.origin is not None

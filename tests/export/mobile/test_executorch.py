@@ -85,7 +85,8 @@ def test_pooling_by_slices_is_that_of_torch(size: tuple[int, int | None] | int) 
 def test_without_executorch_the_release_that_pairs_is_named(
     cnn: tuple[hr.Job, nn.Module], version: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executorch, "find_spec", lambda name: None)
+    monkeypatch.setattr(executorch, "absent", lambda *names: list(names))
+    monkeypatch.setattr(executorch, "installed", lambda name: None)
     monkeypatch.setattr(torch, "__version__", version)
     with pytest.raises(UnfitMachine, match=f"executorch and torchao are not installed; {told}"):
         write_model(*cnn, tmp_path / "m", FACTS, choose(target="mobile"))

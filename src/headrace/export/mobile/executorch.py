@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from headrace.errors import JobError, UnfitMachine
 from headrace.export.predictor import Predictor
 from headrace.export.programs import ProgramRunner, Traced, first_line, quiet, trace, writing
 from headrace.export.signature import TensorForm
-from headrace.machine.extras import remedy
+from headrace.machine.extras import absent, installed, remedy
 from headrace.modules import copy_module
 
 MOST_EXAMPLES = 32
@@ -27,8 +25,7 @@ _PAIRS = {(2, 13): "1.4", (2, 14): "1.5"}
 
 def require_executorch() -> None:
     """Raises an UnfitMachine with what to install where ExecuTorch is not there."""
-    missing = [name for name in ("executorch", "torchao") if find_spec(name) is None]
-    if missing:
+    if missing := absent("executorch", "torchao"):
         raise UnfitMachine(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed; {_pairing()}"
         )
@@ -190,7 +187,8 @@ def _pairing() -> str:
     major, minor = (int(part) for part in version.split(".")[:2])
     paired = _PAIRS.get((major, minor))
     known = ", ".join(f"torch {a}.{b} with executorch {release}" for (a, b), release in _PAIRS.items())
-    there = "" if find_spec("executorch") is None else f"; installed is {importlib.metadata.version('executorch')}"
+    here = installed("executorch")
+    there = "" if here is None else f"; installed is {here}"
     if paired is None:
         newest = f"{remedy('mobile')} takes the newest"
         return f"for torch {version} no release of executorch was tried ({known}); {newest}{there}"

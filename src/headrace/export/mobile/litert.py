@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,14 @@ from torch import Tensor, nn
 from headrace.errors import DataError, JobError, UnfitMachine
 from headrace.export.programs import ProgramRunner, Traced, first_line, quiet, writing
 from headrace.export.signature import TensorForm
-from headrace.machine.extras import remedy
+from headrace.machine.extras import absent, remedy
 
 _TRIED = "litert-torch 0.10 with torch 2.13"
 
 
 def require_litert() -> None:
     """Raises an UnfitMachine with what to install where LiteRT is not there."""
-    missing = [name for name in ("litert-torch", "ai-edge-litert") if find_spec(name.replace("-", "_")) is None]
-    if missing:
+    if missing := absent("litert-torch", "ai-edge-litert"):
         raise UnfitMachine(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: "
             f"{remedy('litert')} brings them ({_TRIED} was tried, here is torch {torch.__version__}), or write the "
