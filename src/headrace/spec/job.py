@@ -151,6 +151,7 @@ class Share:
         of: examples of the global batch.
         epoch: counted from 0.
         round: counted from 0 over the whole run, where its number matters.
+        asked: examples that this worker had to read, of which a filter or a collate function may leave out some.
     """
 
     batch: Any
@@ -158,3 +159,4 @@ class Share:
     of: int
     epoch: int
     round: int = 0
+    asked: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 from torch import nn
@@ -28,6 +28,8 @@ Probe = Callable[[nn.Module, Any, Objective], Sequence[Finding]]
 PROBES: tuple[Probe, ...] = (probe_split_loss, probe_changing_buffers, probe_random_layers)
 _LEAST, _MOST = 4, 8
 """Examples of the batch: at least two halves of two, because BatchNorm takes no batch of one."""
+_SEEN = 16
+"""Batches of which the first with as many is taken: a filter or a collate function may leave out examples."""
 
 
 def probe(job: Job, module: nn.Module, *objectives: Objective, probes: Iterable[Probe] = PROBES) -> tuple[Finding, ...]:
@@ -70,8 +72,7 @@ def _first_share(job: Job, data: Any) -> Share | None:
     pipeline, _ = as_pipeline(data)
     count = min(_MOST, max(_LEAST, job.global_batch_size), len(pipeline))
     loader = Loader(pipeline, job.seed, count, (1,), 0, ordered=True)
-    share = next((share for share in loader.sweep(alone=True) if share.examples), None)
-    return share if share is not None and share.examples >= _LEAST else None
+    return next((share for share in islice(loader.sweep(alone=True), _SEEN) if share.examples >= _LEAST), None)
 
 
 def _left_out(reason: str, error: Exception) -> Finding:

@@ -189,9 +189,9 @@ class Loader:
         return self._share(part, self._batch_reader.read(part), asked)
 
     def _share(self, part: Part, read: ReadResult, asked: float, ready: int = 0) -> Share:
-        epoch, _, of = part
+        epoch, places, of = part
         self.counters.add(epoch, read, asked, ready)
-        return Share(read.batch, read.examples, of, epoch)
+        return Share(read.batch, read.examples, of, epoch, asked=len(places))
 
 
 _TELL_EVERY_S = 1.0

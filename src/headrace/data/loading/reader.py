@@ -16,9 +16,10 @@ from torch import Tensor
 
 from headrace.data.cache.record import Absent
 from headrace.data.cache.store import Store, store_of
+from headrace.data.pipeline.counting import counted
 from headrace.data.pipeline.order import generator
 from headrace.data.pipeline.pipeline import InputPipeline, visited
-from headrace.data.pipeline.source import SOURCE, Epoch, emptied, padded, unreadable
+from headrace.data.pipeline.source import SOURCE, Epoch, Source, emptied, padded, unreadable
 from headrace.data.pipeline.steps import Cache, Filter, Map, Step, writer
 from headrace.errors import DataError
 from headrace.trees import nbytes
@@ -75,14 +76,17 @@ class ExampleReader:
         self._collating = threading.Lock()
         stacks = pipeline.batching.pad is None and self._collator is None
         self._whole = not pipeline.steps and stacks and not self._skips and one_epoch
-        self._into = writer(pipeline.steps) if self._collator is None else None
+        # What a user's function leaves out of a batch is counted there.
+        self._counts = stacks and not self._source.stacks and type(self._source).gather is Source.gather
+        self._uncounted, self._notices = "", list[str]()
+        self._into = writer(pipeline.steps) if self._collator is None and not self._counts else None
         self._plain = pipeline.taken is None and pipeline.times == 1
         self._cache = next((step for step in pipeline.steps if isinstance(step, Cache)), None)
         self._cached = pipeline.steps.index(self._cache) if self._cache else -1
         cached_last = self._cache is not None and pipeline.steps[-1] is self._cache
         self._gathers = cached_last and stacks and self._source.stacks
         self.stages = ("source", *(step.name for step in pipeline.steps), "batch")
-        self.drops = self._skips or any(isinstance(step, Filter) for step in pipeline.steps)
+        self.drops = self._skips or self._counts or any(isinstance(step, Filter) for step in pipeline.steps)
 
     def __reduce__(self) -> tuple[type[ExampleReader], tuple[InputPipeline, int]]:
         # A lock has no copy, and the processes of a `DataLoader` may be no forks.
@@ -92,8 +96,13 @@ class ExampleReader:
         """Returns the batch of the examples at `places`, `(examples,)` int64, each below the pipeline's length."""
         if self._whole:
             began = perf_counter()
-            batch = self._source.gather(self._indices(places), Epoch(self._seed, epoch))
-            return ReadResult(batch, len(places), (), (perf_counter() - began, 0.0))
+            indices, of = self._indices(places), Epoch(self._seed, epoch)
+            if self._counts:
+                batch, count = self._counted(self._source.many(indices.tolist(), of))
+                batch = batch if count else self._nothing(epoch)
+            else:
+                batch, count = self._source.gather(indices, of), len(places)
+            return ReadResult(batch, count, (), (perf_counter() - began, 0.0), notices=self._take_notices())
         if self._gathers and (gathered := self._gathered(places)) is not None:
             return gathered
         spent: list[tuple[float, float]] = []
@@ -165,8 +174,7 @@ class ExampleReader:
         self, batch: Any, examples: int, skipped: Sequence[str], spent: Sequence[tuple[float, float]]
     ) -> ReadResult:
         seconds, waiting = zip(*spent, strict=True)
-        notices = self._store().take_notices() if self._cache else ()
-        return ReadResult(batch, examples, tuple(skipped), seconds, waiting, notices)
+        return ReadResult(batch, examples, tuple(skipped), seconds, waiting, self._take_notices())
 
     def _store(self) -> Store:
         assert self._cache is not None
@@ -290,6 +298,11 @@ class ExampleReader:
             drawing = len(self._pipeline.steps)
             with self._collating:
                 return self._collator([row.value for row in rows], keys, lambda: self._rng(rows[0], drawing))
+        if self._counts:
+            batch, count = self._counted([row.value for row in rows])
+            # Which of them are gone is not known; their number is what counts.
+            del rows[count:]
+            return batch
         return self._collated([row.value for row in rows])
 
     def _collated(self, values: Sequence[Any]) -> Any:
@@ -297,6 +310,18 @@ class ExampleReader:
         if batching.pad is not None:
             return padded(values, batching.pad, batching.pad_to)
         return self._source.collate(values)
+
+    def _counted(self, examples: Sequence[Any]) -> tuple[Any, int]:
+        """Returns the batch of a user's collate function, and how many examples it holds."""
+        batch, count, said = counted(self._source.collate, examples)
+        if said and not self._uncounted:
+            self._uncounted = said
+            self._notices.append(said)
+        return batch, count
+
+    def _take_notices(self) -> tuple[str, ...]:
+        taken, self._notices = self._notices, []
+        return (*taken, *(self._store().take_notices() if self._cache else ()))
 
     def _written(self, step: Map, rows: list[_Row], skipped: list[str]) -> Any:
         """Makes a batch into which the last step writes its results; the other fields are collated."""

@@ -176,6 +176,10 @@ class _Several(Source):
         return super().collate(examples)
 
     @property
+    def stacks(self) -> bool:
+        return all(pipeline.source.stacks for pipeline in self.pipelines)
+
+    @property
     def lasting(self) -> bool:
         return False
 

@@ -83,7 +83,11 @@ class Source(ABC):
         if not wanted:
             # The shapes are those of an example.
             return emptied(self.collate([self._named_in_errors(0, epoch)]))
-        return self.collate([self._named_in_errors(index, epoch) for index in wanted])
+        return self.collate(self.many(wanted, epoch))
+
+    def many(self, indices: list[int], epoch: Epoch) -> Sequence[Any]:
+        """Returns several examples."""
+        return [self._named_in_errors(index, epoch) for index in indices]
 
     def collate(self, examples: Sequence[Any]) -> Any:
         """Returns the batch of one or more examples."""
@@ -190,17 +194,15 @@ class DatasetSource(Source):
         except Exception as error:
             raise unreadable(self.key(index), "the data set", error) from error
 
-    def gather(self, indices: Tensor, epoch: Epoch) -> Any:
-        wanted = indices.tolist()
-        if not wanted or self._many is None:
-            return super().gather(indices, epoch)
+    def many(self, indices: list[int], epoch: Epoch) -> Sequence[Any]:
+        if self._many is None:
+            return super().many(indices, epoch)
         try:
-            examples = self._many(wanted)
+            return self._many(indices)
         except Exception as error:
-            for index in wanted:
+            for index in indices:
                 self.example(index, epoch)  # names the example, if it fails alone too
-            raise unreadable(f"one of the examples {wanted}", "the data set", error) from error
-        return self.collate(examples)
+            raise unreadable(f"one of the examples {indices}", "the data set", error) from error
 
     def collate(self, examples: Sequence[Any]) -> Any:
         return self._collate(list(examples))

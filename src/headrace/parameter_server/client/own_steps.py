@@ -119,7 +119,7 @@ class OwnStepsExchange(LeasedExchange):
         decision = self._inner.synchronize(finite)
         if not decision.apply:
             self.nonfinite = True
-        elif leases.share:
+        elif leases.weight:
             self._advance(self._round)
             self._inner.updater.apply(self._pieces, self._round)
             self._shares.append(leases.share)

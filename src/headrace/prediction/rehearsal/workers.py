@@ -150,7 +150,7 @@ class VirtualWorkers:
             worker.in_a_row = 0
         # As a loop of leases weighs them.
         weight = max(computed.weight, sys.float_info.min) if share.examples else computed.weight
-        part = share.examples / share.of if share.of else 0.0
+        part = share.asked / share.of if share.of else 0.0
         worker.examples += share.examples
         pushed = None
         if worker.accumulated is None:

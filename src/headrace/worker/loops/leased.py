@@ -90,7 +90,7 @@ class LeasedLoop(Loop):
         if share.examples:
             # Where all weights are zero, one device also makes a step, with zero gradients.
             weight = max(weight, sys.float_info.min)
-        self._leases.weigh(weight, share.examples / share.of if share.of else 0.0, computed.loss)
+        self._leases.weigh(weight, share.asked / share.of if share.of else 0.0, computed.loss)
 
     def synchronize(self) -> float:
         self.late, self.records = self._leases.late, self._leases.records
