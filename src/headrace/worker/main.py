@@ -15,6 +15,7 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.checkpoint.forms import extra_states, pack, unpack
 from headrace.checkpoint.trained_model import save_model
 from headrace.collectives.base import ProcessGroup
+from headrace.data.pipeline.order import derived
 from headrace.errors import HeadraceError, PeerLost
 from headrace.machine.limits import explained
 from headrace.machine.resources import peak_resident_bytes, resident_bytes
@@ -141,12 +142,9 @@ def _loop_of(session: WorkerSession, control: RunControl) -> Loop:
 
 def _seed(run: RunSpec, rank: int, restarts: int) -> None:
     resume = run.resume
-    if restarts == 0 and (resume is None or resume.same):
-        seed_random((run.job.seed << 16) + 1 + rank)
-    else:
-        # No rank's saved state fits, and the run has drawn numbers from its first state already.
-        step = resume.done if resume else 0
-        seed_random(hash((run.job.seed, rank, step, restarts)) % 2**63)
+    begins = restarts == 0 and (resume is None or resume.same)
+    # Else no rank's saved state fits, and the run has drawn numbers from its first state already.
+    seed_random(derived(run.job.seed, rank, 0 if begins or not resume else resume.done, restarts))
 
 
 def _wait_for_all(session: WorkerSession) -> None:

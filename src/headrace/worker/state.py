@@ -148,7 +148,7 @@ def owned_pieces(pieces: Iterable[StatePiece], plan: Plan, rank: int, spool: Spo
 def seed_random(seed: int) -> None:
     """Seeds this process's generators: torch's, numpy's and Python's."""
     seed_torch(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(divmod(seed, 2**32))
     random.seed(seed)
 
 

@@ -75,14 +75,16 @@ class BatchReader:
         # Why no processes read, "" where they may.
         self._no_processes = ""
         self.prefetcher: Prefetcher[Part] | None = None
+        self._seed = 0
 
     @property
     def readers(self) -> int:
         """The number of threads or processes that read now; 1 if it is inline."""
         return 1 if self.prefetcher is None else max(1, self.prefetcher.readers)
 
-    def run(self, parts: Iterator[Part]) -> Generator[tuple[Part, ReadResult], None, None]:
-        """Yields each part with its batch, in order."""
+    def run(self, parts: Iterator[Part], seed: int) -> Generator[tuple[Part, ReadResult], None, None]:
+        """Yields each part with its batch, in order; `seed` is that of the processes that read, if any do."""
+        self._seed = seed
         return self.run_inline(parts) if self._inline_only else self._run_ahead(parts)
 
     def run_inline(self, parts: Iterator[Part]) -> Generator[tuple[Part, ReadResult], None, None]:
@@ -228,7 +230,8 @@ class BatchReader:
         count = self._reading.count or max(2, self._cores)
         unasked = self._reading.parallel == "auto"
         try:
-            readers = ReaderProcesses(self._reader.read, count, _UNASKED_PATIENCE_S if unasked else _PATIENCE_S)
+            patience_s = _UNASKED_PATIENCE_S if unasked else _PATIENCE_S
+            readers = ReaderProcesses(self._reader.read, count, patience_s, self._seed)
         except OSError as error:
             if unasked:
                 self._no_processes = f"the system starts no further process ({error.strerror})"

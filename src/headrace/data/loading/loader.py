@@ -16,7 +16,7 @@ import torch
 from headrace.data.loading.batch_reader import BatchReader, CpuBudget
 from headrace.data.loading.reader import ExampleReader, Part, ReadResult
 from headrace.data.loading.torch_data import read_by_torch
-from headrace.data.pipeline.order import Bucketed, ExampleOrder, Rounds
+from headrace.data.pipeline.order import Bucketed, ExampleOrder, Rounds, derived
 from headrace.data.pipeline.pipeline import InputPipeline, visited
 from headrace.errors import DataError, UsageError
 from headrace.policies.roles import bounds
@@ -80,8 +80,10 @@ class Loader:
         self._pipeline = pipeline
         self._seed = seed if pipeline.seed is None else pipeline.seed
         self._rounds = Rounds(len(pipeline), pipeline.hosts, global_batch_size)
+        self._host = pipeline.hosts.mine if pipeline.hosts else 0
         self._data_rank = data_rank
         self.assign(shares)
+        self._ordered = ordered
         self._shuffled = pipeline.shuffled and not ordered
         self.rounds_per_epoch = len(self._rounds)
         self.full_batch = min(self._rounds.total, global_batch_size)
@@ -162,13 +164,13 @@ class Loader:
 
     def _shares(self, parts: Iterator[Part], start_round: int, alone: bool = False) -> Generator[Share, None, None]:
         processes = self._pipeline.processes
+        # Workers of other ranks and hosts, and evaluations, must not draw the same, nor a resumed run as its beginning.
+        seed = derived(self._seed, self._host, self._data_rank, start_round, self._ordered)
         if processes is not None and not alone:
-            # A resumed run must not repeat the random numbers of its beginning.
-            seed = self._seed + self._data_rank + (start_round << 32)
             running = read_by_torch(self._reader, processes, parts, seed)
             self.counters.parallel, self.counters.readers = "processes", processes.count
         else:
-            running = self._batch_reader.run_inline(parts) if alone else self._batch_reader.run(parts)
+            running = self._batch_reader.run_inline(parts) if alone else self._batch_reader.run(parts, seed)
         with closing(running):
             asked, ready = perf_counter(), 0
             for part, read in running:

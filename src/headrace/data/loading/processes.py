@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from headrace.data.loading.reader import ReadResult
+from headrace.data.pipeline.order import derived
 from headrace.errors import DataError, HeadraceError, RunFailed, UnfitMachine, UsageError
 from headrace.shared_memory.descriptors import CutMessage, receive_descriptors
 from headrace.shared_memory.segment import SharedSegment
@@ -55,9 +56,13 @@ class ReaderStalled(Exception):
 
 
 class ReaderProcesses:
-    """Reading processes, for any number of threads that read by them; each must make progress within `patience_s`."""
+    """Reading processes, for any number of threads that read by them; each must make progress within `patience_s`.
 
-    def __init__(self, read: Callable[[int, Tensor], ReadResult], count: int, patience_s: float) -> None:
+    `seed` is that of these processes together; no others have it.
+    """
+
+    def __init__(self, read: Callable[[int, Tensor], ReadResult], count: int, patience_s: float, seed: int = 0) -> None:
+        self._seed = seed
         self._patience_s = patience_s
         self._processes: dict[int, socket.socket] = {}
         self._idle: SimpleQueue[int] = SimpleQueue()
@@ -143,7 +148,7 @@ class ReaderProcesses:
             if pid != 0:
                 theirs.close()
                 return pid, ours
-        _seed(number)
+        seed_reader(self._seed, number)
         _become_reader(worker, theirs, [ours, *self._processes.values()], read)
 
 
@@ -181,13 +186,13 @@ def _become_reader(
         os._exit(0)
 
 
-def _seed(number: int) -> None:
-    """Seeds a fork differently, for functions that draw random numbers not from `rng`."""
-    seed = (torch.initial_seed() + number) % 2**63
+def seed_reader(seed: int, number: int) -> None:
+    """Seeds the fork with a number, for functions that draw random numbers not from `rng`."""
+    seed = derived(seed, number)
     # Not torch.manual_seed: it takes a lock of torch.cuda that another thread may have held at the fork.
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(divmod(seed, 2**32))
 
 
 def _serve(channel: socket.socket, read: Callable[[int, Tensor], ReadResult]) -> None:

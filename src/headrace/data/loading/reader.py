@@ -24,6 +24,9 @@ from headrace.data.pipeline.steps import Cache, Filter, Map, Step, writer
 from headrace.errors import DataError
 from headrace.trees import nbytes
 
+_OF_HOST = 2**48
+"""Addresses of the random numbers of a host's examples; more than it can list."""
+
 Part = tuple[int, Tensor, int]
 """What one worker reads for a round: the epoch, the places of the examples, the length of the global batch."""
 
@@ -85,6 +88,8 @@ class ExampleReader:
         self._cached = pipeline.steps.index(self._cache) if self._cache else -1
         cached_last = self._cache is not None and pipeline.steps[-1] is self._cache
         self._gathers = cached_last and stacks and self._source.stacks
+        # Hosts that list examples of their own number them alike.
+        self._first = _OF_HOST * pipeline.hosts.mine if pipeline.hosts else 0
         self.stages = ("source", *(step.name for step in pipeline.steps), "batch")
         self.drops = self._skips or self._counts or any(isinstance(step, Filter) for step in pipeline.steps)
 
@@ -283,7 +288,7 @@ class ExampleReader:
     def _rng(self, row: _Row, position: int) -> np.random.Generator:
         # A cache draws no numbers: the steps after it draw the same as without it.
         drawing = position - (0 <= self._cached < position)
-        return generator(row.epoch.seed, row.epoch.number, row.index, drawing)
+        return generator(row.epoch.seed, row.epoch.number, self._first + row.index, drawing)
 
     def _make(self, rows: list[_Row], skipped: list[str]) -> Any:
         if self._into:

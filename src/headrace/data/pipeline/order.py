@@ -117,6 +117,12 @@ def generator(seed: int, epoch: int, index: int, transform: int = 0) -> np.rando
     return np.random.Generator(_philox(seed, _EXAMPLES, (0, transform, epoch, index)))
 
 
+def derived(*numbers: int) -> int:
+    """Returns a seed of 64 bits for what numbers name: rank, epoch, process; sums of them would come twice."""
+    # With their number: numpy takes zeros at the end for none.
+    return int(np.random.SeedSequence((len(numbers), *numbers)).generate_state(1, np.uint64)[0])
+
+
 def _philox(seed: int, stream: int, counter: tuple[int, int, int, int]) -> np.random.Philox:
     key = np.array((seed % _WORD, stream), dtype=np.uint64)
     return np.random.Philox(key=key, counter=np.array(counter, dtype=np.uint64))

@@ -57,6 +57,8 @@ _OF_WORKERS = {
     "TOKENIZERS_PARALLELISM": "false",
     # What the library has to say of a model it says in the launcher, which checks the job, once.
     "TRANSFORMERS_VERBOSITY": "error",
+    # hash() of text is the same in all of them, and in every run.
+    "PYTHONHASHSEED": "0",
 }
 """Not set for the launcher: job files tokenize data there."""
 _TUNED = ((MMAP_THRESHOLD, _KEPT_BYTES), (TRIM_THRESHOLD, 2**31 - 1), (TOP_PAD, _SPARE_BYTES))
