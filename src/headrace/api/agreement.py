@@ -10,11 +10,29 @@ from headrace.api.checks import JobInfo
 from headrace.data import as_pipeline
 from headrace.data.cache.fingerprint import fingerprint
 from headrace.data.pipeline.source import ArraySource
+from headrace.engine.torchrun.agreement import require_same
+from headrace.engine.torchrun.store import gather, of_first
 from headrace.machine.identity import versions
 from headrace.strategies import Strategy
+from headrace.worker.attributes import SameBuild
 
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")
 """In the text of a function: another one in each process."""
+
+
+def require_alike(info: JobInfo, strategy: Strategy, encrypt: bool) -> None:
+    """Compares the facts of all ranks, and gives the model the attributes of rank 0's; all ranks call it together.
+
+    Raises:
+        UsageError: some rank has other facts than rank 0.
+        JobError: an attribute cannot be replaced.
+    """
+    require_same(facts_of(info, strategy, encrypt))
+    build = info.job.model
+    if isinstance(build, SameBuild):
+        text = build.text()
+        if len(set(gather(fingerprint(text)))) > 1:
+            build.take(of_first(lambda: text), info.module)
 
 
 def facts_of(info: JobInfo, strategy: Strategy, encrypt: bool) -> Mapping[str, str]:

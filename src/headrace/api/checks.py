@@ -15,6 +15,7 @@ from headrace.api.probes.finding import drawn, names_of, without_compilers
 from headrace.api.probes.layers import modes_text
 from headrace.api.probes.sets import Sets, find_sets, try_loss
 from headrace.api.probes.special_layers import NoSparseGradients, lazy_tensors, refuse_sparse_layers
+from headrace.api.probes.untouched import same_generators, untouched
 from headrace.batches import arguments, call, form, select_target
 from headrace.data import InputPipeline, Loader, as_pipeline
 from headrace.data.pipeline.combined import check_cache_folders
@@ -36,6 +37,7 @@ from headrace.training.embeddings.updater import RowUpdater, check_tables
 from headrace.training.optimizer import build, is_elementwise, require_lbfgs, state_copies
 from headrace.training.update import make, plain
 from headrace.training.whole_model import cut
+from headrace.worker.attributes import SameBuild
 from headrace.worker.evaluations.accumulated import accumulates, check_accumulated
 from headrace.worker.session import alone, make_module, objective_of
 
@@ -91,7 +93,8 @@ def inspect_job(job: Job, closures: bool = False) -> JobInfo:
     pipeline, said_of_data = as_pipeline(job.data)
     notices = (*notice_of_torch(), *said_of_data)
     check_cache_folders(*(data for data in (pipeline, job.eval_data) if isinstance(data, InputPipeline)))
-    with torch.random.fork_rng(devices=[]):
+    users = (job.loss, job.task, job.metrics, job.inputs, job.target)
+    with torch.random.fork_rng(devices=[]), untouched(*users), same_generators():
         job, module, said = _made(job)
         sets = find_sets(job, module)
         weighed, more = _try(job, module, job.data, "data", sets)
@@ -219,9 +222,13 @@ def _made(job: Job) -> tuple[Job, nn.Module, tuple[str, ...]]:
     """Returns the job that runs, its model in the modes that it trains in, and what the user is told of it."""
     given = isinstance(job.model, nn.Module)
     what = "the model cannot be copied; give a function that builds it" if given else "the model cannot be built"
+    build = None if given else job.model if isinstance(job.model, SameBuild) else SameBuild(job.model)
+    job = replace(job, model=build or job.model)
     module = _guarded(what, lambda: make_module(job))
     if not isinstance(module, nn.Module):
         raise JobError(f"the job's model must be or return a torch.nn.Module, got {type(module).__name__}")
+    if build is not None and build.quick:
+        build.compare(make_module(replace(job, model=build.build)))
     refuse_sparse_layers(module)
     came_in_eval = not module.training
     set_train_modes(module)

@@ -32,6 +32,7 @@ from headrace.report.model.summary import summarize
 from headrace.spec.events import RunStarted
 from headrace.spec.job import Job, JobSource
 from headrace.training.update import AVERAGE
+from headrace.worker.attributes import give_text
 from headrace.worker.run_spec import model_path
 from headrace.worker.state import LoadedCheckpoint, making_sense
 
@@ -218,6 +219,8 @@ def _load_checkpoint(module: nn.Module, checkpoint: Checkpoint) -> None:
             )
         stored.load_module(module)
         stored.load_buffers(module, 0, stored.ranks)
+        if drawn := stored.description.get("drawn"):
+            give_text(module, drawn)
         named = dict(module.named_parameters())
         with torch.no_grad():
             for piece in stored.pieces():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 
-from headrace.api.agreement import facts_of
+from headrace.api.agreement import require_alike
 from headrace.api.checks import JobInfo, check_options, check_split, inspect_job
 from headrace.api.probes.memory_format import settle_memory_format
 from headrace.api.probes.probing import run_probes
@@ -24,7 +24,6 @@ from headrace.devices import AUTO, notice_of_auto
 from headrace.engine.base import LEFT, TERMINATED, Engine, Terminated
 from headrace.engine.dynamo import postpone_compiler
 from headrace.engine.local.engine import kept_engine
-from headrace.engine.torchrun.agreement import require_same
 from headrace.engine.torchrun.elastic_workers.leader_file import find_leader
 from headrace.engine.torchrun.engine import LaunchedEngine
 from headrace.engine.torchrun.refusal import tell_uncaught
@@ -299,7 +298,7 @@ def _planned(
     job = info.job
     chosen.check(job.options)
     if (ranks or 1) > 1:
-        require_same(facts_of(info, chosen, arguments.encrypt))
+        require_alike(info, chosen, arguments.encrypt)
         cluster = join(cluster)
     for kind in cluster.kinds:
         check_options(job.options, kind)

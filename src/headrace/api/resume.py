@@ -29,6 +29,7 @@ from headrace.spec.plain import to_plain
 from headrace.spec.plan import Plan
 from headrace.training.optimizer import build
 from headrace.training.update import group_settings, make, plain
+from headrace.worker.attributes import SameBuild
 from headrace.worker.run_spec import SNAPSHOTS, AttemptInfo, ResumePoint, RunSpec
 from headrace.worker.session import alone
 from headrace.worker.state import making_sense
@@ -262,6 +263,9 @@ def _resume(spec: RunSpec, info: JobInfo, request: ResumeRequest) -> tuple[Resum
     checkpoint, wrong = find(spec.run_dir, True if isinstance(request.resume, bool) else request.resume)
     resume, changes = resumption(checkpoint, spec.description, info, request.reset_optimizer)
     rounds = spec.rounds_of(info.examples)
+    if isinstance(spec.job.model, SameBuild) and (drawn := checkpoint.description.get("drawn")):
+        with making_sense(checkpoint.path):
+            spec.job.model.take(drawn, info.module)
     kept, damaged = _snapshots(spec, request, resume, rounds)
     resume = replace(resume, snapshots=kept)
     notices = [*_left_out((*wrong, *damaged)), f"goes on from {checkpoint.path}"]

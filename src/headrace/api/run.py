@@ -37,7 +37,9 @@ from headrace.spec.job import Job
 from headrace.spec.plan import Plan
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.embeddings.saving import load_rows
+from headrace.worker.attributes import load_attributes
 from headrace.worker.run_spec import RENDEZVOUS, events_path, model_path
+from headrace.worker.session import make_module
 
 _LOCK = "lock"
 
@@ -222,9 +224,19 @@ class Run:
                 f"there is no {path}: the run ended before a model was saved, or no worker was on this host: then name "
                 "a run_dir on a file system of all hosts"
             )
-        module = copy_module(self.template)
+        module = self._untrained()
         load_model(module, path)
         return module.eval()
+
+    def _untrained(self) -> nn.Module:
+        try:
+            return copy_module(self.template)
+        except Exception:
+            if isinstance(self.job.model, nn.Module):
+                raise
+        # Of a lock or an open file there is no copy.
+        with torch.random.fork_rng(devices=[]):
+            return make_module(self.job)
 
     @cached_property
     def summary(self) -> Summary:
@@ -367,3 +379,4 @@ def load_model(module: nn.Module, path: Path) -> None:
     module.load_state_dict(state)
     load_rows(sparse_layers(module), saved)
     forms.load_extra_states(module, saved)
+    load_attributes(module, path.parent)

@@ -27,6 +27,12 @@ def machine_identity() -> str:
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
+def process_numbers() -> frozenset[int]:
+    """Returns numbers that are another one in each process by their nature: its id, its parent's, its rank."""
+    ranks = (os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK"))
+    return frozenset({os.getpid(), os.getppid(), *(int(rank) for rank in ranks if rank.isdecimal())})
+
+
 def require_working_directory() -> None:
     """Raises:
     UnfitMachine: the directory that this process works in was deleted; libraries below torch end a process there.

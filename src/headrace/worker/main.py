@@ -30,6 +30,7 @@ from headrace.training.compute import Compute
 from headrace.training.embeddings.layer import local_stats, sparse_layers
 from headrace.training.embeddings.saving import rows_of_layers
 from headrace.training.synchronization import DataLeases, PeriodicSync
+from headrace.worker.attributes import SameBuild
 from headrace.worker.control import RunControl
 from headrace.worker.evaluations.evaluation import average
 from headrace.worker.events import EventWriter, InputReporter
@@ -222,6 +223,8 @@ def leave_model(run: RunSpec, rank: int, group: ProcessGroup, compute: Compute) 
         extra |= rows_of_layers(sparse_layers(compute.module))
         remedy = "resume=True (--resume) goes on from the last checkpoint" if run.checkpoints else "train again"
         save_model(compute.module, tensors, extra, model_path(run.run_dir), (rank, roles[rank].host), remedy)
+        if isinstance(run.job.model, SameBuild):
+            run.job.model.save(run.run_dir)
     # Under a launcher every rank continues with the saved model.
     group.barrier()
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -137,13 +139,23 @@ def seed_torch(seed: int) -> None:
 
 
 def make_module(job: Job) -> nn.Module:
-    """Makes the job's model from its seed, or copies the one that it is; rows of its sparse embeddings come later."""
+    """Makes the job's model from its seed, or copies the one that it is; rows of its sparse embeddings come later.
+
+    Python's and numpy's generators are seeded meanwhile, too, and then are as they were.
+    """
     seed_torch(job.seed)
     if isinstance(job.model, nn.Module):
         return with_tables(copy_module(job.model), job.seed)
-    with deferred_tables() as put_tables:
-        module = job.model()
-        return put_tables(module, job.seed) if isinstance(module, nn.Module) else module
+    python, numpy = random.getstate(), np.random.get_state()
+    random.seed(job.seed)
+    np.random.seed(job.seed)
+    try:
+        with deferred_tables() as put_tables:
+            module = job.model()
+            return put_tables(module, job.seed) if isinstance(module, nn.Module) else module
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def build_module(job: Job) -> nn.Module:

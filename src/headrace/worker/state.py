@@ -26,6 +26,7 @@ from headrace.training.compute import Compute
 from headrace.training.embeddings.pieces import is_row_piece, is_row_value
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import AVERAGE, PARAMETER
+from headrace.worker.attributes import drawn_of
 from headrace.worker.evaluations.early_stopping import EarlyStopper
 from headrace.worker.evaluations.evaluation import average
 from headrace.worker.session import WorkerSession, seed_torch
@@ -73,6 +74,7 @@ class WorkerState:
         tensors |= extra_states(self._model, self._replica.compute.has_state_of)
         description = {
             **self._run.description,
+            **drawn_of(self._run.job),
             "epoch": done // self._rounds_per_epoch,
             "round_of_epoch": done % self._rounds_per_epoch,
             "settings": self._replica.exchange.settings(),

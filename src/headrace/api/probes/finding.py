@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from headrace import internals
+from headrace.api.probes.untouched import same_generators, untouched
 from headrace.batches import call
 from headrace.engine.dynamo import has_compiler
-from headrace.modules import restore, stateful_modules
+from headrace.modules import stateful_modules
 from headrace.training.whole_model import Objective
 
 NAMED = 3
@@ -31,6 +31,7 @@ class Scope(StrEnum):
     PIECES = "several micro-batches in one process"
     EQUALITY = "a comparison with one device"
     EVALUATION = "evaluations, whatever the strategy"
+    STATE = "what checkpoints have not, whatever the strategy"
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,9 @@ def names_of(names: list[str]) -> str:
 
 
 def loss_of(module: nn.Module, batch: Any, objective: Objective) -> Any:
-    """Runs the model and the loss."""
+    """Runs the model and the loss, which it leaves as it was."""
     # A loss of a part of the model may be made of gradients.
-    with torch.set_grad_enabled(objective.model is not None):
+    with torch.set_grad_enabled(objective.model is not None), untouched(objective.loss):
         return objective.of(module, batch)
 
 
@@ -79,29 +80,17 @@ def run_forward(module: nn.Module, batch: Any, objective: Objective) -> None:
 @contextmanager
 def trial(module: nn.Module) -> Iterator[None]:
     """Runs without gradients and without compilers; afterwards, the module and all generators are as they were."""
-    # Attributes of script modules live in TorchScript, and forward does not replace them.
-    parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
-    attributes = [(part, dict(vars(part)), dict(internals.buffers(part))) for part in parts]
-    frozen = (parameter for parameter in module.parameters() if not parameter.requires_grad)
-    values = [(tensor, tensor.detach().clone()) for tensor in (*frozen, *module.buffers())]
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     states = [(part, copy.deepcopy(part.get_extra_state())) for _, part in stateful_modules(module)]
-    python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), without_compilers():
+        with ExitStack() as stack:
+            for each in (torch.random.fork_rng(devices=[]), same_generators(), torch.no_grad(), without_compilers()):
+                stack.enter_context(each)
+            stack.enter_context(untouched(module, but=trained))
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for part, held, buffers in attributes:
-            vars(part).clear()
-            vars(part).update(held)
-            internals.buffers(part).clear()
-            internals.buffers(part).update(buffers)
         for part, state in states:
             part.set_extra_state(state)
-        with torch.no_grad():
-            for tensor, value in values:
-                restore(tensor, value)
 
 
 @contextmanager

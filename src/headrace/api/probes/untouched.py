@@ -1,0 +1,193 @@
+"""Leaves a user's objects as they were: whatever a trial changes in them, however deep, is put back.
+
+with untouched(job.loss, module): ...   attributes, containers, arrays, tensors, generators, closures, globals
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from headrace.modules import restore, same_values
+
+_MOST = 100_000
+"""Objects that are looked at: an attribute may lead to anything, a data set of a million examples, too."""
+_MOST_BYTES = 1 << 28
+"""Of the tensors and arrays that are copied."""
+_FOREIGN = ("torch", "numpy", "builtins", "threading", "logging", "_thread", "io", "abc", "typing", "headrace")
+"""Libraries whose objects are not looked into."""
+_VALUES = (bool, int, float, complex, str, bytes, type, ModuleType)
+
+
+@contextmanager
+def untouched(*roots: Any, but: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Puts back what its body changes in objects, but in some tensors."""
+    state = _State(but)
+    for root in roots:
+        state.enter(root)
+    try:
+        yield
+    finally:
+        state.put_back()
+
+
+@contextmanager
+def same_generators() -> Iterator[None]:
+    """Puts the global generators of numpy and Python back to where they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+class _State:
+    def __init__(self, but: Iterable[Tensor]) -> None:
+        self._seen: dict[int, Any] = {id(each): each for each in but}
+        self._undo: list[Callable[[], object]] = []
+        self._bytes = 0
+
+    def put_back(self) -> None:
+        for undo in self._undo:
+            undo()
+
+    def enter(self, value: Any) -> None:
+        waiting = [value]
+        while waiting and len(self._seen) < _MOST:
+            value = waiting.pop()
+            if value is None or isinstance(value, _VALUES) or id(value) in self._seen:
+                continue
+            # Held, so that no other object gets its id.
+            self._seen[id(value)] = value
+            waiting += self._note(value)
+
+    def _note(self, value: Any) -> Iterable[Any]:
+        """Notes how to put a value back; returns what is inside."""
+        if isinstance(value, Tensor):
+            self._note_tensor(value)
+        elif isinstance(value, np.ndarray):
+            if value.flags.writeable and value.dtype != object and self._fits(value.nbytes):
+                self._undo.append(partial(np.copyto, value, value.copy()))
+        elif isinstance(value, dict):
+            self._undo.append(partial(_refill, value, dict(value)))
+            return value.values()
+        elif isinstance(value, list | deque | set):
+            self._undo.append(partial(_refill, value, list(value)))
+            return value
+        elif isinstance(value, tuple | frozenset):
+            return value
+        elif isinstance(value, random.Random):
+            self._undo.append(partial(value.setstate, value.getstate()))
+        elif isinstance(value, torch.Generator):
+            self._undo.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, np.random.Generator):
+            self._undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+        elif isinstance(value, np.random.RandomState):
+            self._undo.append(partial(value.set_state, value.get_state()))
+        else:
+            return self._note_object(value)
+        return ()
+
+    def _note_object(self, value: Any) -> Iterable[Any]:
+        if isinstance(value, CellType):
+            content = _content(value)
+            self._undo.append(partial(_set_content, value, content))
+            return content
+        if isinstance(value, FunctionType):
+            return (*(value.__closure__ or ()), *(value.__defaults__ or ()), vars(value), *self._note_globals(value))
+        if isinstance(value, MethodType):
+            return value.__self__, value.__func__
+        if isinstance(value, partial):
+            return value.func, value.args, value.keywords
+        if isinstance(value, torch.jit.ScriptModule):
+            return (*value.parameters(), *value.buffers())
+        if isinstance(value, nn.Module) or type(value).__module__.partition(".")[0] not in _FOREIGN:
+            state: Any = getattr(value, "__dict__", None)
+            slots = [name for kind in type(value).__mro__ for name in _slots(kind) if _has(value, name)]
+            for name in slots:
+                self._undo.append(partial(setattr, value, name, getattr(value, name)))
+            inside = [getattr(value, name) for name in slots]
+            return [state, *inside] if isinstance(state, dict) else inside
+        return ()
+
+    def _note_globals(self, function: FunctionType) -> list[Any]:
+        """Notes the variables of a function's module that it names: numbers, containers, tensors and functions."""
+        space = function.__globals__
+        if function.__module__ is None or function.__module__.partition(".")[0] in _FOREIGN:
+            return []
+        names = [name for name in function.__code__.co_names if name in space]
+        kinds = (int, float, Tensor, np.ndarray, list, dict, set, deque, FunctionType)
+        found = {name: space[name] for name in names if isinstance(space[name], kinds)}
+        self._undo.append(partial(space.update, found))
+        return list(found.values())
+
+    def _note_tensor(self, tensor: Tensor) -> None:
+        if tensor.is_meta or not self._fits(tensor.nbytes if tensor.layout is torch.strided else 0):
+            return
+        value = tensor.detach().clone()
+
+        def undo() -> None:
+            # By their values: writing to `.data` counts up no version.
+            if not same_values(tensor, value):
+                with torch.no_grad():
+                    restore(tensor, value)
+
+        self._undo.append(undo)
+
+    def _fits(self, size: int) -> bool:
+        self._bytes += size
+        return self._bytes <= _MOST_BYTES
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Puts a container's content back, if it is another one."""
+    if isinstance(container, dict):
+        if len(container) == len(content) and all(
+            key is other and value is content[other]
+            for (key, value), other in zip(container.items(), content, strict=True)
+        ):
+            return
+    elif len(container) == len(content) and all(map(_is, container, content)):
+        return
+    container.clear()
+    (container.extend if isinstance(container, list | deque) else container.update)(content)
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other
+
+
+_NOTHING = object()
+
+
+def _content(cell: CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # nothing yet
+        return []
+
+
+def _set_content(cell: CellType, content: list[Any]) -> None:
+    now = _content(cell)
+    for value in content:
+        if not now or now[0] is not value:
+            cell.cell_contents = value
+
+
+def _slots(kind: type) -> Iterable[str]:
+    named: Any = vars(kind).get("__slots__", ())
+    return [named] if isinstance(named, str) else [each for each in named if each not in ("__dict__", "__weakref__")]
+
+
+def _has(value: Any, name: str) -> bool:
+    return getattr(value, name, _NOTHING) is not _NOTHING
