@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from headrace.api.rehearsal.rehearse import Rehearsal, rehearse
     from headrace.api.run import Run
     from headrace.api.setup import setup
+    from headrace.api.verification.verification import Verification
+    from headrace.api.verification.verify import verify
     from headrace.averaging.outer_steps import Elastic, Nesterov
     from headrace.averaging.period import AutoPeriod
     from headrace.engine.ray.engine import RayEngine
@@ -111,6 +113,7 @@ __all__ = [
     "TensorParallel",
     "ThreadEngine",
     "Unconnected",
+    "Verification",
     "WandB",
     "Worker",
     "calibrate",
@@ -130,6 +133,7 @@ __all__ = [
     "simulate",
     "summary",
     "tasks",
+    "verify",
 ]
 
 # Where each name is imported from when it is first used: `import headrace` alone does not import torch.
@@ -142,6 +146,8 @@ _MODULES = {
     "api.rehearsal.rehearse": ("Rehearsal", "rehearse"),
     "api.run": ("Run",),
     "api.setup": ("setup",),
+    "api.verification.verification": ("Verification",),
+    "api.verification.verify": ("verify",),
     "averaging.outer_steps": ("Elastic", "Nesterov"),
     "averaging.period": ("AutoPeriod",),
     "engine.ray.engine": ("RayEngine",),

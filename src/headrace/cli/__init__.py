@@ -27,6 +27,7 @@ from headrace.cli.commands.saved.predict import predict
 from headrace.cli.commands.saved.serve import serve
 from headrace.cli.commands.simulate import rehearse, simulate
 from headrace.cli.commands.train import compare, train
+from headrace.cli.commands.verification.verify import verify
 from headrace.cli.commands.watch import watch
 from headrace.cli.commands.workers import workers
 from headrace.cli.options import help_option
@@ -42,6 +43,7 @@ _EXAMPLES = """
   headrace profile job.py
   headrace train job.py --strategy mirrored --workers 2
   headrace compare job.py --strategies one_device,mirrored --workers 2
+  headrace verify job.py --strategy mirrored --workers 2
   headrace report runs/a
   headrace watch runs/a
   headrace simulate model.toml --cluster cluster.toml --strategy mirrored
@@ -60,6 +62,7 @@ _EXAMPLES = """
 COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
     "compare": compare,
+    "verify": verify,
     "report": report,
     "watch": watch,
     "simulate": simulate,

@@ -1,0 +1,276 @@
+"""Other forms of a job: a few rounds of it, in double precision, without what is random, without a suspect."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from headrace.data import InputPipeline, Loader, as_pipeline, from_arrays
+from headrace.internals import BatchNorm
+from headrace.modules import same_values
+from headrace.spec.job import Job
+from headrace.spec.options import Options
+from headrace.spec.parameter_sets import ParameterSet
+from headrace.trees import map_leaves
+
+Change = Callable[[nn.Module], nn.Module]
+
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def shorten(job: Job, rounds: int, batch: int | None = None, examples: int | None = None) -> Job:
+    """Returns the job's first rounds.
+
+    Of a large data set only the first examples: two epochs of them fit into the rounds, and the last batch of each is
+    short and odd.
+    """
+    data = as_pipeline(job.data)[0]
+    batch = batch or job.global_batch_size
+    wanted = examples or max(1, (rounds + 1) // 2 - 1) * batch + batch // 2 + 1 - batch // 2 % 2
+    evaluation = job.eval_data
+    if evaluation is not None:
+        evaluation = as_pipeline(evaluation)[0]
+        evaluation = evaluation.take(min(len(evaluation), 2 * batch + 1)) if evaluation.hosts is None else evaluation
+    options = replace(job.options, early_stopping=None, eval_every=None)
+    return replace(
+        job,
+        data=data.take(wanted) if len(data) > wanted and data.hosts is None else data,
+        eval_data=evaluation,
+        global_batch_size=batch,
+        epochs=None,
+        steps=rounds,
+        options=options,
+    )
+
+
+@dataclass(frozen=True)
+class _Built:
+    """Builds a job's model, and changes it."""
+
+    build: Callable[[], nn.Module]
+    change: Change
+
+    def __call__(self) -> nn.Module:
+        return self.change(self.build())
+
+
+def with_model(job: Job, change: Change) -> Job:
+    """Returns the job whose model is changed when it is built; a model that is given is changed where it is."""
+    if isinstance(job.model, nn.Module):
+        return replace(job, model=change(job.model))
+    return replace(job, model=_Built(job.model, change))
+
+
+def doubled(job: Job) -> Job:
+    """Returns the job in double precision: its model, and the floating-point numbers of its data."""
+    made = replace(job, data=_in_double(job.data))
+    if job.eval_data is not None:
+        made = replace(made, eval_data=_in_double(job.eval_data))
+    return with_model(made, nn.Module.double)
+
+
+def _in_double(data: Any) -> InputPipeline:
+    pipeline = as_pipeline(data)[0].map(_widened)
+    collator = pipeline.batching.collate
+    if collator is None or isinstance(collator.function, _Keeps):
+        return pipeline
+    return replace(
+        pipeline, batching=replace(pipeline.batching, collate=replace(collator, function=_Wide(collator.function)))
+    )
+
+
+@dataclass(frozen=True)
+class _Wide:
+    """A collator whose batches are in double precision."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, examples: Any, **given: Any) -> Any:
+        return _widened(self.function(examples, **given))
+
+
+@runtime_checkable
+class _Keeps(Protocol):
+    """A collator with a generator of its own, as those of transformers that mask tokens: it makes whole numbers."""
+
+    generator: Any
+
+
+def _widened(tree: Any) -> Any:
+    def wide(_: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return leaf.double()
+        return leaf.astype(np.float64) if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "f" else leaf
+
+    return map_leaves(wide, tree)
+
+
+def frozen_data(job: Job) -> Job:
+    """Returns the job on the examples as they are read once, so that every reader gets the same."""
+    pipeline = as_pipeline(job.data)[0]
+    loader = Loader(pipeline, job.seed, job.global_batch_size, (1,), 0, ordered=True)
+    batches = [share.batch for share in loader.sweep(alone=True) if share.examples]
+    whole = _joined(batches)
+    made = from_arrays(*whole) if isinstance(whole, tuple) else from_arrays(whole)
+    return replace(job, data=made.shuffle(pipeline.seed) if pipeline.shuffled else made)
+
+
+def _joined(batches: Sequence[Any]) -> Any:
+    first = batches[0]
+    if isinstance(first, Mapping):
+        return {name: _joined([batch[name] for batch in batches]) for name in first}
+    if isinstance(first, tuple | list):
+        return tuple(_joined(list(parts)) for parts in zip(*batches, strict=True))
+    return torch.cat(list(batches))
+
+
+def reads_alike(job: Job) -> bool:
+    """Returns whether the first batches are the same when they are read again."""
+    pipeline = as_pipeline(job.data)[0]
+    loaders = [Loader(pipeline, job.seed, job.global_batch_size, (1,), 0) for _ in range(2)]
+    pairs = zip(*(loader.rounds(0, 2) for loader in loaders), strict=True)
+    return all(_same(one.batch, two.batch) for one, two in pairs)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return same_values(one, other)
+    if isinstance(one, Mapping):
+        return all(_same(one[name], other[name]) for name in one)
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+def without_random_layers(module: nn.Module) -> nn.Module:
+    """Puts dropout and BatchNorm layers into eval mode for good."""
+    for part in module.modules():
+        if isinstance(part, (*_DROPOUT, BatchNorm)):
+            part.eval()
+        elif isinstance(getattr(part, "dropout", None), float):
+            part.dropout = 0.0  # type: ignore[assignment]
+    return module
+
+
+def without_hooks(module: nn.Module) -> nn.Module:
+    """Returns a copy whose parameters and modules have no hooks."""
+    # torch copies parameters without their hooks.
+    made = copy.deepcopy(module)
+    for part in made.modules():
+        for name, hooks in vars(part).items():
+            if name.endswith("_hooks") and isinstance(hooks, dict):
+                hooks.clear()
+    return made
+
+
+def _sgd(optimizer: Any) -> Any:
+    made = partial(torch.optim.SGD, lr=0.05)
+    return replace(optimizer, optimizer=made) if isinstance(optimizer, ParameterSet) else made
+
+
+def _without_optimizer(job: Job) -> Job:
+    chosen = job.optimizer
+    if isinstance(chosen, Mapping):
+        return replace(job, optimizer={name: _sgd(each) for name, each in chosen.items()})
+    return replace(job, optimizer=_sgd(chosen))
+
+
+def _mean_square(output: Any, target: Any) -> Tensor:
+    """A loss without a state, a mean over examples: of the squares of every number that the model returns."""
+    if isinstance(output, Tensor):
+        return output.square().mean()
+    parts = output.values() if isinstance(output, Mapping) else output
+    return torch.stack([_mean_square(part, None) for part in parts if _holds(part)]).sum()
+
+
+def _holds(tree: Any) -> bool:
+    if isinstance(tree, Tensor):
+        return tree.is_floating_point()
+    return isinstance(tree, Mapping | tuple | list) and bool(tree)
+
+
+def _without_loss(job: Job) -> Job:
+    return replace(job, task=None, loss=_mean_square, metrics=None, eval_data=None)
+
+
+SUSPECTS: Mapping[str, tuple[str, Callable[[Job], Job]]] = {
+    "hooks": ("hooks on the model's parameters and modules", lambda job: with_model(job, without_hooks)),
+    "options": ("the job's options (clipping, schedule, averages ...)", lambda job: replace(job, options=Options())),
+    "optimizer": ("the job's optimizer: with plain SGD they are equal", _without_optimizer),
+    "loss": ("the job's loss: with the mean of the squared outputs they are equal", _without_loss),
+    "random layers": (
+        "BatchNorm or dropout layers: in eval mode they are equal",
+        lambda job: with_model(job, without_random_layers),
+    ),
+}
+"""What may be the cause of a difference: the words that say so, and the job without it."""
+
+
+@contextmanager
+def keeping(job: Job) -> Iterator[None]:
+    """Puts back, at the end, what a job's own objects hold now: its model, if it is one, and its loss.
+
+    Trained changes them where they are: the plain loop copies nothing.
+    """
+    losses = list(job.loss.values()) if isinstance(job.loss, Mapping) else [job.loss]
+    modules = [each for each in (job.model, *losses) if isinstance(each, nn.Module)]
+    holders = [vars(part) for module in modules for part in module.modules()]
+    holders += [vars(each) for each in losses if not isinstance(each, nn.Module | type) and _has_attributes(each)]
+    same = {id(each): each for module in modules for each in (*module.modules(), *_tensors(module))}
+    tensors = [(each, each.detach().clone(), each.requires_grad) for module in modules for each in _tensors(module)]
+    held = [(holder, {name: _copied(name, value, same) for name, value in holder.items()}) for holder in holders]
+    try:
+        yield
+    finally:
+        for tensor, value, trained in tensors:
+            tensor.grad = None
+            if tensor.dtype == value.dtype:
+                tensor.detach().copy_(value)
+            else:
+                tensor.data = value
+            tensor.requires_grad_(trained)
+        for holder, values in held:
+            _put_back(holder, values)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _has_attributes(value: object) -> bool:
+    return isinstance(getattr(value, "__dict__", None), dict)
+
+
+_OF_MODULES = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict)}
+"""Attributes of every module: dicts of its parts, parameters, buffers and hooks."""
+
+
+def _copied(name: str, value: Any, same: dict[int, Any]) -> Any:
+    """Returns a copy of an attribute; what is part of a model is that part itself."""
+    if name in _OF_MODULES:
+        return dict(value)
+    try:
+        return copy.deepcopy(value, dict(same))
+    except (TypeError, RuntimeError, ValueError, AttributeError):
+        # A lock, a file: nothing that training changes.
+        return value
+
+
+def _put_back(holder: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for name in holder.keys() - values.keys():
+        del holder[name]
+    for name, value in values.items():
+        if name in _OF_MODULES:
+            holder[name].clear()
+            holder[name].update(value)
+        else:
+            holder[name] = value

@@ -1,0 +1,80 @@
+"""What training is: PyTorch's own steps, in one process, over whole global batches. `headrace verify` compares runs
+with what this file computes, so read it: the user's model, loss, optimizer and hooks as they are, and no strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from headrace.metrics import Mean, weigh
+from headrace.modules import frozen_until
+from headrace.spec.job import Job, Share
+from headrace.training.whole_model import HALF, Objective
+
+Lend = Callable[[int], AbstractContextManager[None]]
+
+
+class PlainLoop:
+    """Trains parameters of `model`, round by round: `begin`, then `differentiate` or `backward`, then `update`.
+
+    A round has one piece, the whole global batch, or as many micro-batches as the job accumulates. In references of
+    strategies it has the workers' shares, and `lend(worker)` lends that worker's buffers and random numbers to forward.
+    """
+
+    def __init__(self, job: Job, model: nn.Module, objective: Objective, epoch: int, lend: Lend) -> None:
+        self.options, self.model, self.objective, self.lend = job.options, model, objective, lend
+        self.optimizer: torch.optim.Optimizer = job.optimizer(list(model.named_parameters()))  # type: ignore[operator]
+        self.schedule = self.options.schedule(self.optimizer) if self.options.schedule else None
+        self.schedule_every = epoch if self.options.schedule_every == "epoch" else 1
+        self.averages: dict[str, Tensor] = {}
+        self.done, self.loss = 0, 0.0
+
+    def begin(self, pieces: Sequence[tuple[int, Share]]) -> None:
+        self.pieces = pieces
+        (self.objective.model or self.model).zero_grad()
+
+    def differentiate(self) -> None:
+        half = HALF.get(self.options.precision)
+        losses: list[tuple[Tensor | Mean, int]] = []
+        for worker, piece in self.pieces:
+            with self.lend(worker), torch.autocast("cpu", half, enabled=half is not None):
+                losses.append((self.objective.of(self.model, piece.batch), piece.examples))
+        if len(losses) == 1:
+            return self.backward(losses[0][0])
+        sums = [weigh(loss, examples) for loss, examples in losses]
+        weight = float(sum(weight for _, weight in sums))
+        for total, _ in sums:
+            (total / weight if weight else total * 0).backward()
+        self.loss = sum(float(total.detach()) for total, _ in sums) / (weight or 1.0)
+
+    def backward(self, loss: Tensor | Mean) -> None:
+        mean = (loss.total / loss.weight if loss.weight else loss.total * 0) if isinstance(loss, Mean) else loss
+        mean.backward()
+        self.loss = float(mean.detach())
+
+    def update(self) -> None:
+        options = self.options
+        for name, epoch in frozen_until(self.model).items():
+            if self.pieces[0][1].epoch < epoch:
+                self.model.get_parameter(name).grad = None
+        if options.clip_value is not None:
+            nn.utils.clip_grad_value_(self.model.parameters(), options.clip_value)
+        if options.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), options.clip_norm)
+        self.done += 1
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] *= min(1.0, self.done / max(1, options.warmup))
+        self.optimizer.step()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        if self.schedule and self.done % self.schedule_every == 0:
+            self.schedule.step()
+        if options.ema_decay is not None:
+            for name, parameter in self.model.named_parameters():
+                average = self.averages.setdefault(name, parameter.detach().clone())
+                average.lerp_(parameter.detach(), 1 - options.ema_decay)

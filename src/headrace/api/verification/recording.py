@@ -1,0 +1,275 @@
+"""What is compared of a training: losses, and after each round parameters, buffers and optimizer state, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.api.run import Run
+from headrace.api.verification.plain_loop import PlainLoop
+from headrace.batches import call, select_target
+from headrace.checkpoint import CheckpointFolder
+from headrace.collectives.threads import ThreadCollective, ThreadGroup
+from headrace.data import Loader, as_pipeline
+from headrace.metrics import weigh
+from headrace.modules import evaluating, names_of_sets, parameters_and_buffers, parts_of
+from headrace.policies.roles import bounds
+from headrace.spec.events import Stepped
+from headrace.spec.job import Job, Share
+from headrace.spec.parameter_sets import loss_name
+from headrace.training.batch_norm import averaged_buffers
+from headrace.training.optimizer import StatePiece
+from headrace.training.update import AVERAGE
+from headrace.training.whole_model import cut
+from headrace.worker.evaluations.accumulated import Accumulated, accumulates
+from headrace.worker.session import alone, objective_of
+from headrace.worker.state import random_states, restore_random_states, seed_random
+
+KINDS = ("parameters", "buffers", "optimizer state")
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass
+class Trained:
+    """One training, in numbers.
+
+    Attributes:
+        losses: of each round, the mean over the global batch.
+        rounds: after so many rounds, by kind: tensors by name; optimizer state by parameter and key.
+        metrics: of the evaluation at the end.
+        model: parameters and buffers of the model that is returned, with averaged weights if there are any.
+        outputs: of that model for the first examples.
+        drew: whether forward drew random numbers.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    rounds: dict[int, dict[str, Tensors]] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    model: Tensors = field(default_factory=dict)
+    outputs: Tensors = field(default_factory=dict)
+    drew: bool = False
+
+    @property
+    def last(self) -> int:
+        """Rounds that are done after the last one."""
+        return max(self.rounds)
+
+
+class Workers:
+    """Buffers and random numbers of each worker, of one model in one process.
+
+    Args:
+        seeds: of each worker's random numbers; with one worker these are the process's own.
+    """
+
+    def __init__(self, module: nn.Module, seeds: Sequence[int]) -> None:
+        self._module, self._one = module, len(seeds) == 1
+        self._device = torch.device("cpu")
+        self._states: list[tuple[list[Tensor], dict[str, Tensor]]] = []
+        self.drew = False
+        for seed in reversed(seeds):
+            seed_random(seed)
+            self._states.insert(0, ([], {}) if self._one else (self._buffers(), random_states(self._device)))
+
+    def _buffers(self) -> list[Tensor]:
+        return [buffer.clone() for buffer in self._module.buffers()]
+
+    @contextmanager
+    def lend(self, worker: int) -> Iterator[None]:
+        """Meanwhile the model has a worker's buffers, and the process its random numbers."""
+        if self._one:
+            before = torch.get_rng_state()
+            yield
+            self.drew = self.drew or not torch.equal(before, torch.get_rng_state())
+            return
+        buffers, random = self._states[worker]
+        self._put(buffers)
+        restore_random_states(random, self._device)
+        yield
+        self._states[worker] = self._buffers(), random_states(self._device)
+
+    def combined(self) -> None:
+        """Leaves the mean of the workers' running statistics in the model; other buffers are the first worker's."""
+        if self._one:
+            return
+        self._put(self._states[0][0])
+        means = {id(each) for each in averaged_buffers(self._module)}
+        every = zip(*(buffers for buffers, _ in self._states), strict=True)
+        with torch.no_grad():
+            for buffer, values in zip(self._module.buffers(), every, strict=True):
+                if id(buffer) in means:
+                    buffer.copy_(torch.stack([value.double() for value in values]).mean(0))
+
+    def _put(self, values: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for buffer, value in zip(self._module.buffers(), values, strict=True):
+                buffer.copy_(value)
+
+
+def train_plainly(job: Job, module: nn.Module, shares: Sequence[int], seeds: Sequence[int]) -> Trained:
+    """Trains a job by the plain loop, the shares of a global batch one after the other."""
+    found, count = Trained(), job.steps or 0
+    pipeline = as_pipeline(job.data)[0]
+    loaders = [Loader(pipeline, job.seed, job.global_batch_size, shares, rank) for rank in range(len(shares))]
+    rounds = zip(*(islice(loader.rounds(), count) for loader in loaders), strict=True)
+    workers = Workers(module, seeds)
+    loops = loops_of(job, module, loaders[0].rounds_per_epoch, workers)
+    found.rounds[0] = {**tensors_of(module), "optimizer state": {}}
+    for round_, each in enumerate(rounds):
+        loop = loops[job.turns.at(round_) if job.turns else ""]
+        loop.begin(pieces_of(each, loop.options.accumulate))
+        loop.differentiate()
+        loop.update()
+        workers.combined()
+        found.losses.append(loop.loss)
+        found.rounds[round_ + 1] = {**tensors_of(module), "optimizer state": dict(_states(loops.values()))}
+    adopt_averages(loops.values())
+    found.model = tensors_in(module)
+    found.drew = workers.drew
+    examine(job, module, found)
+    return found
+
+
+def pieces_of(shares: Sequence[Share], accumulate: int) -> list[tuple[int, Share]]:
+    """Returns the micro-batches of the workers' shares of a global batch, each with its worker."""
+    pieces = []
+    for worker, share in enumerate(shares):
+        ends = bounds(share.examples, (1,) * min(accumulate, share.examples))
+        for start, stop in ends:
+            batch = cut(share.batch, start, stop, share.examples) if len(ends) > 1 else share.batch
+            pieces.append((worker, replace(share, batch=batch, examples=stop - start)))
+    return pieces
+
+
+def loops_of(job: Job, module: nn.Module, epoch: int, workers: Workers) -> dict[str, PlainLoop]:
+    """Returns the plain loop, or one for each set of parameters that takes turns."""
+    if not job.sets:
+        return {"": PlainLoop(job, module, objective_of(job), epoch, workers.lend)}
+    loops = {}
+    for name, part in parts_of(module, names_of_sets(module, job.sets)).items():
+        own = alone(job, name)
+        loops[name] = PlainLoop(own, part, replace(objective_of(own), model=module), epoch, workers.lend)
+    return loops
+
+
+@torch.no_grad()
+def adopt_averages(loops: Iterable[PlainLoop]) -> None:
+    """Gives the models their averaged weights, if there are any."""
+    for loop in loops:
+        for name, average in loop.averages.items():
+            loop.model.get_parameter(name).copy_(average)
+
+
+def tensors_in(module: nn.Module) -> Tensors:
+    """Returns copies of the tensors of a model's state."""
+    return {name: each.detach().clone() for name, each in module.state_dict().items() if isinstance(each, Tensor)}
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensors]:
+    """Returns copies of a model's parameters and of the buffers that belong to its state."""
+    found: dict[str, Tensors] = {"parameters": {}, "buffers": {}}
+    for name, tensor in parameters_and_buffers(module):
+        kind, _, own = name.partition("/")
+        found[f"{kind}s"][own] = tensor.detach().clone()
+    return found
+
+
+def _states(loops: Iterable[PlainLoop]) -> Iterator[tuple[str, Tensor]]:
+    for loop in loops:
+        for parameter, tensor in loop.model.named_parameters():
+            for key, value in loop.optimizer.state.get(tensor, {}).items():
+                if isinstance(value, Tensor | bool | int | float):
+                    yield f"{parameter}/{key}", torch.as_tensor(value).detach().clone().flatten()
+
+
+def read_run(run: Run) -> Trained:
+    """Reads what a run has left: its events, its checkpoints and its model."""
+    found = Trained(losses=losses_of(run), metrics=run.metrics)
+    folder = CheckpointFolder(run.run_dir / "checkpoints")
+    for step in folder.steps():
+        checkpoint = folder.open(step)
+        by_kind: dict[str, Tensors] = {kind: {} for kind in KINDS}
+        pieces = []
+        for rank in checkpoint.ranks:
+            for name, tensor in checkpoint.read(rank).items():
+                kind, _, own = name.partition("/")
+                if kind in ("parameter", "buffer"):
+                    by_kind[f"{kind}s"][own] = tensor
+                elif kind == "state":
+                    pieces.append(StatePiece.parse(own, tensor))
+        by_kind["optimizer state"] = _joined(pieces)
+        found.rounds[step] = by_kind
+    found.model = tensors_in(run.model)
+    return found
+
+
+def losses_of(run: Run) -> list[float]:
+    """Returns the loss of each round of a run, the mean over the global batch."""
+    sums: dict[int, tuple[float, float]] = {}
+    for event in sorted(run.events, key=lambda event: event.rank):
+        if isinstance(event, Stepped):
+            total, weight = sums.get(event.step, (0.0, 0.0))
+            own = 0.0 if event.loss is None else event.weight
+            sums[event.step] = total + (event.loss or 0.0) * own, weight + own
+    return [total / weight if weight else 0.0 for _, (total, weight) in sorted(sums.items())]
+
+
+def _joined(pieces: Sequence[StatePiece]) -> Tensors:
+    """Returns whole tensors, flat, of the pieces of optimizer state that the ranks have saved."""
+    parts: dict[str, dict[int, Tensor]] = {}
+    for piece in pieces:
+        if piece.key != AVERAGE:
+            parts.setdefault(f"{piece.parameter}/{piece.key}", {})[piece.start] = piece.value.flatten()
+    return {name: torch.cat([own[start] for start in sorted(own)]) for name, own in parts.items()}
+
+
+def examine(job: Job, module: nn.Module, found: Trained) -> None:
+    """Notes what a trained model gives: metrics of the evaluation data, and the outputs of the first examples."""
+    data = as_pipeline(job.data if job.eval_data is None else job.eval_data)[0]
+    loader = Loader(data, job.seed, min(job.global_batch_size, len(data)), (1,), 0, ordered=True)
+    with evaluating(module), torch.no_grad():
+        first = next(share.batch for share in loader.sweep(alone=True) if share.examples)
+        found.outputs = flat(call(module, first, job.inputs))
+        if job.eval_data is not None:
+            found.metrics = evaluate(job, module, loader)
+
+
+def evaluate(job: Job, module: nn.Module, loader: Loader) -> dict[str, float]:
+    """Returns loss and metrics over the evaluation data, each example once."""
+    losses = {loss_name(name): loss for name, loss in job.loss.items()} if isinstance(job.loss, Mapping) else {}
+    measures: dict[str, Any] = {} if losses else {"loss": objective_of(job).loss}
+    measures |= {**(job.task.metrics if job.task else {}), **(job.metrics or {})}
+    joined = {name: Accumulated(name, each, job.task) for name, each in measures.items() if accumulates(each)}
+    sums: dict[str, tuple[float, float]] = {}
+    for share in loader.sweep():
+        output, target = call(module, share.batch, job.inputs), select_target(share.batch, job.target)
+        values = {name: loss(module, share.batch) for name, loss in losses.items()}
+        values |= {name: each(output, target) for name, each in measures.items() if name not in joined}
+        for name, value in values.items():
+            total, weight = weigh(value, share.examples, name)
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = before[0] + float(total), before[1] + float(weight)
+        for each in joined.values():
+            each.add(output, target)
+    alone = ThreadCollective(ThreadGroup(1), 0)
+    return {name: total / weight for name, (total, weight) in sums.items() if weight} | {
+        name: each.total(alone) for name, each in joined.items()
+    }
+
+
+def flat(tree: Any, name: str = "output") -> Tensors:
+    """Returns the tensors of a tree by their place in it."""
+    if isinstance(tree, Tensor):
+        return {name: tree.detach().clone()}
+    if isinstance(tree, Mapping):
+        items: Sequence[tuple[Any, Any]] = list(tree.items())
+    else:
+        items = list(enumerate(tree)) if isinstance(tree, tuple | list) else []
+    return {key: each for place, child in items for key, each in flat(child, f"{name}.{place}").items()}

@@ -1,0 +1,176 @@
+"""What strategies compute that differ from one device by definition: plain loops in one process, a model a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from headrace.api.verification.plain_loop import PlainLoop
+from headrace.api.verification.recording import Trained, Workers, examine, pieces_of, tensors_in, tensors_of
+from headrace.averaging.outer_steps import Elastic, Nesterov
+from headrace.data import Loader, as_pipeline
+from headrace.modules import copy_module
+from headrace.spec.job import Job
+from headrace.strategies import Gossip, ParameterAveraging, Strategy, Unconnected
+from headrace.strategies.gossip import neighbours
+from headrace.training.batch_norm import averaged_buffers
+from headrace.worker.session import objective_of
+
+Reference = Callable[[Job, Callable[[], nn.Module], Sequence[int], Sequence[int]], Trained]
+"""Takes a job, what builds its model, the shares of the workers, and the seeds of their random numbers."""
+
+
+class Copies:
+    """A plain loop for each worker, over its share of every global batch, all from the same weights.
+
+    Attributes:
+        models: of each worker.
+        examples: of each worker's share in the current round.
+    """
+
+    def __init__(self, job: Job, build: Callable[[], nn.Module], shares: Sequence[int], seeds: Sequence[int]) -> None:
+        self._job, self.recording = job, Trained()
+        pipeline = as_pipeline(job.data)[0]
+        self.models = [build() for _ in shares]
+        lent = [Workers(model, [seed, seed]) for model, seed in zip(self.models, seeds, strict=True)]
+        self._loops: list[PlainLoop] = []
+        loaders = [Loader(pipeline, job.seed, job.global_batch_size, shares, rank) for rank in range(len(shares))]
+        for model, workers in zip(self.models, lent, strict=True):
+            self._loops.append(PlainLoop(job, model, objective_of(job), loaders[0].rounds_per_epoch, workers.lend))
+        self._shares = zip(*(loader.rounds(0, job.steps) for loader in loaders), strict=True)
+        self.mean = copy_module(self.models[0])
+        self.recording.rounds[0] = self._tensors(self.mean)
+        self.examples = [0] * len(shares)
+
+    def rounds(self, mixed: Callable[[int], None] = lambda done: None) -> Iterator[int]:
+        """Does every worker's step of each round; yields how many rounds are done.
+
+        `mixed` is called when all gradients of a round are there, before the updates.
+        """
+        for done, shares in enumerate(self._shares, 1):
+            self.examples = [share.examples for share in shares]
+            active = [loop for loop, share in zip(self._loops, shares, strict=True) if share.examples]
+            for loop, share in zip(self._loops, shares, strict=True):
+                loop.begin(pieces_of([share], self._job.options.accumulate))
+            for loop in active:
+                loop.differentiate()
+            mixed(done)
+            for loop in active:
+                loop.update()
+            total = sum(loop.loss * count for loop, count in zip(self._loops, self.examples, strict=True) if count)
+            self.recording.losses.append(total / sum(self.examples))
+            yield done
+
+    def average(self, weights: Sequence[float]) -> None:
+        """Puts the weighted mean of the workers' parameters into `mean`, and that of their running statistics."""
+        with torch.no_grad():
+            for target, *every in zip(*map(nn.Module.parameters, [self.mean, *self.models]), strict=True):
+                target.copy_(sum(w * each for w, each in zip(weights, every, strict=True)) / sum(weights))
+            for target, *buffers in zip(*map(averaged_buffers, [self.mean, *self.models]), strict=True):
+                target.copy_(torch.stack(buffers).mean(0))
+
+    def note(self, done: int, model: nn.Module) -> None:
+        """Notes the trained model as it is after so many rounds."""
+        self.recording.rounds[done] = self._tensors(model)
+
+    def result(self, model: nn.Module) -> Trained:
+        """Returns the recording of a training whose result is such a model."""
+        self.recording.model = tensors_in(model)
+        examine(self._job, model, self.recording)
+        return self.recording
+
+    def _tensors(self, model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+        return tensors_of(model)
+
+
+def averaging(
+    strategy: ParameterAveraging, job: Job, build: Callable[[], nn.Module], shares: Sequence[int], seeds: Sequence[int]
+) -> Trained:
+    """Local SGD (Stich, 2019): all go on from the mean, weighted by the examples of each since the last time.
+
+    DiLoCo (Douillard et al., 2023): how far the mean has moved is a gradient for SGD with Nesterov momentum. EASGD
+    (Zhang et al., 2015): workers are pulled towards a center, and the center towards them.
+    """
+    copies, since = Copies(job, build, shares, seeds), [0.0] * len(shares)
+    outer = Nesterov() if strategy.outer == "nesterov" else Elastic() if strategy.outer == "elastic" else strategy.outer
+    center = copy_module(copies.models[0])
+    alpha = outer.beta / len(shares) if isinstance(outer, Elastic) else 0.0
+    step = torch.optim.SGD(center.parameters(), lr=1.0)
+    if isinstance(outer, Nesterov):
+        step = torch.optim.SGD(center.parameters(), outer.lr, outer.momentum, nesterov=outer.momentum > 0)
+    for done in copies.rounds():
+        since = [before + now for before, now in zip(since, copies.examples, strict=True)]
+        if done > strategy.post_local and done % strategy.period and done != job.steps:  # type: ignore[operator]
+            continue
+        if isinstance(outer, Elastic):
+            _pull(center, copies.models, alpha)
+        else:
+            copies.average(since if any(since) else [1.0] * len(shares))
+            for pulled, mean in zip(center.parameters(), copies.mean.parameters(), strict=True):
+                pulled.grad = pulled.detach() - mean.detach()
+            step.step()
+            for model in copies.models:
+                _copy(center, model)
+        since = [0.0] * len(shares)
+        copies.note(done, center)
+    return copies.result(center)
+
+
+def _pull(center: nn.Module, models: Sequence[nn.Module], alpha: float) -> None:
+    with torch.no_grad():
+        for pulled, *every in zip(*map(nn.Module.parameters, [center, *models]), strict=True):
+            apart = [each - pulled for each in every]
+            for each, distance in zip(every, apart, strict=True):
+                each -= alpha * distance
+            pulled += alpha * torch.stack(apart).sum(0)
+
+
+def _copy(source: nn.Module, target: nn.Module) -> None:
+    with torch.no_grad():
+        for one, other in zip(source.parameters(), target.parameters(), strict=True):
+            other.copy_(one)
+
+
+def gossip(
+    strategy: Gossip, job: Job, build: Callable[[], nn.Module], shares: Sequence[int], seeds: Sequence[int]
+) -> Trained:
+    """Lian et al., 2017, algorithm 1: a gradient at the own parameters, the mean of the neighbourhood, the step."""
+    world = len(shares)
+    copies = Copies(job, build, shares, seeds)
+
+    def mix(done: int) -> None:
+        if done % strategy.period:
+            return
+        groups = [[rank, *neighbours(strategy.topology, rank, world, job.seed, done - 1)] for rank in range(world)]
+        for every in zip(*map(nn.Module.parameters, copies.models), strict=True):
+            before = torch.stack([each.detach() for each in every])
+            for each, group in zip(every, groups, strict=True):
+                each.data.copy_(before[sorted(set(group))].mean(0))
+
+    for done in copies.rounds(mix):
+        copies.average([1.0] * world)
+        copies.note(done, copies.mean)
+    return copies.result(copies.mean)
+
+
+def unconnected(job: Job, build: Callable[[], nn.Module], shares: Sequence[int], seeds: Sequence[int]) -> Trained:
+    """Each worker trains a model on its share; the first one's is the result."""
+    copies = Copies(job, build, shares, seeds)
+    for done in copies.rounds():
+        copies.note(done, copies.models[0])
+    return copies.result(copies.models[0])
+
+
+def reference_of(strategy: Strategy) -> Reference | None:
+    """Returns the plain loops of a strategy that has such; None for another."""
+    if isinstance(strategy, Unconnected):
+        return unconnected
+    if isinstance(strategy, Gossip):
+        return lambda *given: gossip(strategy, *given)
+    if isinstance(strategy, ParameterAveraging):
+        plain = strategy.via == "all_reduce" and isinstance(strategy.period, int)
+        if plain and not strategy.average_optimizer_state and strategy.codec == "plain":
+            return lambda *given: averaging(strategy, *given)
+    return None

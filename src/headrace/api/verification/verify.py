@@ -1,0 +1,336 @@
+"""verify: trains a job's first rounds by a plain loop and under a strategy, and compares all that can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import nn
+
+from headrace.api.fit import FitArguments, run_job
+from headrace.api.rehearsal.rehearse import rehearse
+from headrace.api.run import Run, TemporaryRunDir
+from headrace.api.verification.differences import (
+    DIFFERS,
+    DOUBLE,
+    EXACT,
+    SINGLE,
+    SKIPPED,
+    Row,
+    Tolerance,
+    compare_numbers,
+    compare_recordings,
+    compare_tensors,
+)
+from headrace.api.verification.jobs import (
+    SUSPECTS,
+    doubled,
+    frozen_data,
+    keeping,
+    reads_alike,
+    shorten,
+    with_model,
+    without_random_layers,
+)
+from headrace.api.verification.recording import Trained, examine, losses_of, read_run, tensors_in, train_plainly
+from headrace.api.verification.references import reference_of
+from headrace.api.verification.verification import Verification
+from headrace.engine.base import Engine
+from headrace.engine.local.engine import kept_engine
+from headrace.errors import HeadraceError, JobError, UsageError
+from headrace.modules import copy_module, set_train_modes
+from headrace.spec.job import Job
+from headrace.spec.options import Checkpoints, require_count
+from headrace.spec.plan import Plan
+from headrace.strategies import Downpour, ParameterServer, Strategy, resolve
+from headrace.worker.session import make_module, seed_torch
+
+PLAIN = "a plain PyTorch loop"
+BY_SHARES = "a plain PyTorch loop over the workers' shares, one after the other"
+OWN = "plain PyTorch loops, one a worker, that mix as the strategy defines it"
+REPLAY = "a replay of the run's recorded order of pushes in one process"
+
+_DEFINITIONS = {
+    "parameter_averaging": "each worker steps alone between two averages",
+    "gossip": "each worker steps alone, and averages with its neighbours",
+    "unconnected": "each worker trains a model of its own",
+}
+_ASYNCHRONOUS = "a gradient may be of older parameters, by the order in which workers push"
+
+
+def verify(
+    job: Job,
+    strategy: str | Strategy = "mirrored",
+    *,
+    rounds: int = 6,
+    double: bool = False,
+    examples: int | None = None,
+    run_dir: Path | str | None = None,
+    engine: Engine | None = None,
+    say: Callable[[str], object] = lambda line: None,
+) -> Verification:
+    """Trains a job's first rounds twice from the same start, and compares the two: the proof for this job.
+
+    Once by a plain PyTorch loop in this process: the job's own model object, loss, optimizer and hooks; afterwards
+    they are as they were. Once under the strategy with its real processes, and from the middle on again in new ones.
+
+    Args:
+        job: what is trained.
+        strategy: how, by name or as a value.
+        rounds: how many.
+        double: in double precision. Without, single precision is tried first, and double precision decides where the
+            two are farther apart than rounding explains.
+        examples: so many of the data; None for two epochs within the rounds.
+        run_dir: where the runs' files go; None for a directory that is deleted.
+        engine: as of `fit`.
+        say: is told what is done.
+
+    Raises:
+        UsageError, DataError, UnfitMachine, RunFailed: as of `fit`.
+
+    Examples:
+        >>> hr.verify(job, hr.CentralStorage(workers=2), rounds=2).equal
+        True
+    """
+    require_count("rounds", rounds, 2)
+    began, chosen = perf_counter(), resolve(strategy)
+    keeper = TemporaryRunDir() if run_dir is None else None
+    folder = Path(keeper.path if keeper else run_dir or ".").absolute()
+    threads = torch.get_num_threads()
+    # The same sums in the same order, however many cores there are.
+    torch.set_num_threads(1)
+    try:
+        with nullcontext(engine) if engine else kept_engine() as own:
+            found = _Session(job, chosen, folder, own, rounds, examples, say).verified(double)
+        return replace(found, seconds=perf_counter() - began)
+    finally:
+        torch.set_num_threads(threads)
+        if keeper:
+            keeper.delete()
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One comparison of a job under a strategy."""
+
+    job: Job
+    plan: Plan
+    reference: str
+    rows: Sequence[Row]
+    notes: Sequence[str] = ()
+
+    @property
+    def equal(self) -> bool:
+        return all(row.verdict != DIFFERS for row in self.rows)
+
+
+class _Session:
+    def __init__(
+        self,
+        job: Job,
+        strategy: Strategy,
+        folder: Path,
+        engine: Engine,
+        rounds: int,
+        examples: int | None,
+        say: Callable[[str], object],
+    ) -> None:
+        self._strategy, self._folder, self._engine, self._say = strategy, folder, engine, say
+        self._job = shorten(job, rounds, examples=examples)
+        self._runs = 0
+        self._checked = False
+
+    def verified(self, double: bool) -> Verification:
+        """Compares; in double precision where single precision leaves a doubt; and searches the cause."""
+        job, notes = self._job, []
+        if not reads_alike(job):
+            job = frozen_data(job)
+            notes.append(
+                "the data are other ones when they are read again: they draw random numbers without a seed (a "
+                "parameter rng gets a generator that has one); compared on examples that were read once"
+            )
+        trial, precision = self._trial(job, double), "double" if double else "single"
+        if not trial.equal and not double:
+            self._say("they are farther apart than rounding in single precision explains; again in double precision")
+            try:
+                trial, precision = self._trial(job, True), "double"
+            except JobError as error:
+                notes.append(f"the job cannot be run in double precision, so rounding is not ruled out: {error}")
+        cause = "" if trial.equal else self._cause(job, precision == "double")
+        return Verification(
+            strategy=self._strategy.name,
+            workers=trial.plan.workers,
+            rounds=job.steps or 0,
+            batch=job.global_batch_size,
+            examples=len(trial.job.data),
+            precision=precision,
+            reference=trial.reference,
+            rows=tuple(trial.rows),
+            notes=(*notes, *trial.notes),
+            cause=cause,
+        )
+
+    def _cause(self, job: Job, double: bool) -> str:
+        """Tries again without one suspect after the other."""
+        for name, (words, without) in SUSPECTS.items():
+            self._say(f"again without {name}")
+            try:
+                if self._trial(without(job), double).equal:
+                    return f"{words}"
+            except HeadraceError:
+                continue
+        return "none of " + ", ".join(SUSPECTS) + " alone: with each left out it differs, too"
+
+    def _trial(self, job: Job, double: bool) -> _Trial:
+        job = doubled(job) if double else job
+        strategy, notes = self._strategy, list[str]()
+        tolerance = DOUBLE if double else SINGLE
+        if strategy.equals_one_device or _in_step(strategy):
+            return self._beside_plain(job, strategy, tolerance)
+        reference = reference_of(strategy)
+        run = self._run(job, strategy)
+        if reference is not None:
+            with keeping(job):
+                own = reference(job, partial(_copy_of_model, job), run.plan.shares, _seeds(job, run.plan.replicas))
+            rows = self._rows(job, strategy, run, own, tolerance)
+            notes.append(f"{strategy.name} differs from one device by definition: {_DEFINITIONS[strategy.name]}")
+            return _Trial(job, run.plan, OWN, rows, notes)
+        return self._asynchronous(job, strategy, run, tolerance)
+
+    def _beside_plain(self, job: Job, strategy: Strategy, tolerance: Tolerance) -> _Trial:
+        """Compares a strategy that equals one device with it, as far as the model's layers let it."""
+        plain, notes = self._plain(job, (1,)), []
+        run = self._run(job, strategy)
+        words = PLAIN
+        coupled = plain.drew or (_changes_buffers(plain) and job.options.batch_norm != "sync")
+        if coupled and run.plan.replicas > 1 and run.plan.replicas == run.plan.workers:
+            notes.append(_why_coupled(plain))
+            plain, words = self._plain(job, run.plan.shares), BY_SHARES
+        elif coupled and run.plan.workers > 1:
+            job = with_model(job, without_random_layers)
+            plain, run = self._plain(job, (1,)), self._run(job, strategy)
+            notes.append(
+                "dropout and BatchNorm differ by definition where a model is divided (each part draws its own numbers, "
+                "and normalises micro-batches): compared with these layers in eval mode"
+            )
+        return _Trial(job, run.plan, words, self._rows(job, strategy, run, plain, tolerance), notes)
+
+    def _asynchronous(self, job: Job, strategy: Strategy, run: Run, tolerance: Tolerance) -> _Trial:
+        """Replays the recorded order of pushes in one process, and compares one worker with the plain loop."""
+        rows, notes, words = [], [f"{strategy.name} differs from one device by definition: {_ASYNCHRONOUS}"], REPLAY
+        try:
+            with keeping(job):
+                replayed = rehearse(job, from_run=run.run_dir, run_dir=self._folder / f"replay-{self._runs}").run
+        except UsageError as error:
+            notes.append(f"its own order of pushes cannot be replayed: {error}")
+        else:
+            other = Trained(losses=losses_of(replayed), model=tensors_in(replayed.model), metrics=replayed.metrics)
+            rows = self._rows(job, strategy, run, other, tolerance, resumes=False)
+        one = _one_worker(strategy)
+        if one is None:
+            rows = rows or [Row("losses", SKIPPED, why="there is no reference for these options")]
+        else:
+            single = self._beside_plain(job, one, tolerance)
+            rows += [replace(row, what=f"{row.what}, one worker") for row in single.rows]
+            words += " and, with one worker, a plain PyTorch loop"
+        return _Trial(job, run.plan, words, rows, notes)
+
+    def _plain(self, job: Job, shares: Sequence[int]) -> Trained:
+        with keeping(job):
+            return train_plainly(job, _own_module(job), shares, _seeds(job, len(shares)))
+
+    def _run(self, job: Job, strategy: Strategy, resume: Path | None = None) -> Run:
+        self._runs += 1
+        saving = Checkpoints(every_steps=1, every_s=None, keep=(job.steps or 0) + 1)
+        arguments = FitArguments(
+            device="cpu",
+            run_dir=self._folder / f"run-{self._runs}",
+            on_event=None,
+            timeout_s=10.0,
+            engine=self._engine,
+            seconds=None,
+            checkpoints=saving if strategy.one_model else False,
+            resume=resume or False,
+            reset_optimizer=False,
+            check=not self._checked,
+        )
+        self._checked = True
+        with keeping(job):
+            return run_job(job, None, strategy, arguments)
+
+    def _rows(
+        self, job: Job, strategy: Strategy, run: Run, plain: Trained, tolerance: Tolerance, resumes: bool = True
+    ) -> list[Row]:
+        ours = read_run(run)
+        rows = compare_recordings(ours, plain, tolerance)
+        # Where each worker has a model of its own, metrics are means over these.
+        evaluates = bool(plain.metrics) and strategy.one_model
+        if evaluates:
+            rows += compare_numbers("evaluation in the run", ours.metrics, plain.metrics, tolerance)
+        rows += compare_tensors("run.model", ours.model, plain.model, tolerance)
+        here = Trained()
+        with keeping(job):
+            examine(job, run.model, here)
+        if evaluates:
+            rows += compare_numbers("run.model evaluated here", here.metrics, ours.metrics, tolerance)
+        rows += compare_tensors("run.model's outputs", here.outputs, plain.outputs, tolerance)
+        steps = sorted(step for step in ours.rounds if 0 < step < (job.steps or 0))
+        if steps and resumes:
+            middle = steps[len(steps) // 2]
+            resumed = read_run(self._run(job, strategy, run.run_dir / "checkpoints" / f"step-{middle:08d}"))
+            last = max(ours.rounds)
+            every = {f"{kind}/{name}": each for kind, own in ours.rounds[last].items() for name, each in own.items()}
+            again = {f"{kind}/{name}": each for kind, own in resumed.rounds[last].items() for name, each in own.items()}
+            rows += compare_tensors("resumed run", again, every, EXACT)
+        return rows
+
+
+def _own_module(job: Job) -> nn.Module:
+    """Returns the model that the plain loop trains: the user's own object, or what the user's function builds."""
+    if isinstance(job.model, nn.Module):
+        seed_torch(job.seed)
+        module = job.model
+    else:
+        module = make_module(job)
+    set_train_modes(module)
+    return module
+
+
+def _seeds(job: Job, workers: int) -> list[int]:
+    return [(job.seed << 16) + 1 + rank for rank in range(workers)]
+
+
+def _copy_of_model(job: Job) -> nn.Module:
+    """Returns a model for one of several workers in one process."""
+    module = copy_module(job.model) if isinstance(job.model, nn.Module) else make_module(job)
+    set_train_modes(module)
+    return module
+
+
+def _one_worker(strategy: Strategy) -> Strategy | None:
+    """Returns an asynchronous strategy with one worker, where that is a plain loop by definition; else None."""
+    if isinstance(strategy, ParameterServer):
+        return replace(strategy, workers=1, backup_workers=0)
+    if isinstance(strategy, Downpour):
+        return replace(strategy, workers=1, fetch_every=1, push_every=1, warmstart_steps=0, overlap=False)
+    return None
+
+
+def _in_step(strategy: Strategy) -> bool:
+    """Whether servers apply the workers' gradients of a round as one step."""
+    return isinstance(strategy, ParameterServer) and strategy.staleness_bound == 0 and not strategy.backup_workers
+
+
+def _changes_buffers(plain: Trained) -> bool:
+    first, last = plain.rounds[0]["buffers"], plain.rounds[plain.last]["buffers"]
+    return any(not torch.equal(each, last[name]) for name, each in first.items() if each.is_floating_point())
+
+
+def _why_coupled(plain: Trained) -> str:
+    what = "each worker draws its own dropout" if plain.drew else "each worker's BatchNorm normalises by its own share"
+    return f"{what}, so one device differs by definition: compared with a plain loop that does the same"

@@ -1,0 +1,1 @@
+"""What proves that a strategy computes what one process does."""

@@ -1,0 +1,201 @@
+"""verify finds equal what is equal, and says what differs, where it begins, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headrace as hr
+from headrace.api.verification import plain_loop
+from headrace.api.verification.differences import DIFFERS, EQUAL
+from headrace.api.verification.page import write_page
+from headrace.api.verification.verification import plain_values
+from headrace.strategies import Strategy
+
+draws = torch.Generator().manual_seed(1)
+X = torch.randn(40, 4, generator=draws)
+DATA = X, torch.randint(0, 3, (40,), generator=draws)
+
+
+def dense() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def job(**changes: Any) -> hr.Job:
+    made = hr.Job(
+        model=dense,
+        task=hr.tasks.multiclass(3),
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        data=DATA,
+        eval_data=DATA,
+        global_batch_size=8,
+        epochs=3,
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def verified(job: hr.Job, strategy: Strategy, **more: Any) -> hr.Verification:
+    return hr.verify(job, strategy, rounds=4, engine=hr.ThreadEngine(), **more)
+
+
+SERVED = hr.ParameterServer(workers=2, staleness_bound=0)
+
+
+@pytest.mark.slow
+@pytest.mark.each_value
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        hr.OneDevice(),
+        hr.Mirrored(workers=2),
+        hr.CentralStorage(workers=2),
+        hr.Pipeline(stages=2),
+        SERVED,
+        hr.ParameterServer(workers=2),
+        hr.Downpour(workers=2),
+        hr.LocalSGD(workers=2, period=2),
+        hr.DiLoCo(workers=2, period=2),
+        hr.EASGD(workers=2, period=2),
+        hr.Gossip(workers=2),
+        hr.Unconnected(workers=2),
+    ],
+    ids=lambda strategy: strategy.name,
+)
+def test_a_plain_job_is_equal_under_every_strategy(strategy: Strategy) -> None:
+    found = verified(job(), strategy, double=True)
+    assert found.equal, str(found)
+    assert {row.what for row in found.rows if row.verdict == EQUAL} >= {"losses", "run.model"}
+    assert max(len(line) for line in str(found).splitlines()) <= 80
+
+
+def test_what_is_compared_and_how_much_of_the_data() -> None:
+    found = verified(job(), hr.Mirrored(workers=2))
+    assert found.equal, str(found)
+    assert (found.strategy, found.workers, found.rounds, found.batch, found.examples) == ("mirrored", 2, 4, 8, 13)
+    compared = {row.what: row.verdict for row in found.rows}
+    assert set(compared.values()) == {EQUAL}
+    assert list(compared) == [
+        *("losses", "parameters", "optimizer state", "evaluation in the run"),
+        *("run.model", "run.model evaluated here", "run.model's outputs", "resumed run"),
+    ]
+
+
+def clamped() -> nn.Module:
+    model = dense()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    return model
+
+
+def summed(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, target, reduction="sum")
+
+
+@pytest.mark.slow
+def test_a_difference_is_said_with_its_place_and_its_cause() -> None:
+    found = verified(job(task=None, loss=summed), hr.Mirrored(workers=2))
+    assert not found.equal
+    first = next(row for row in found.rows if row.what == "parameters")
+    assert (first.verdict, first.round, first.name) == (DIFFERS, 0, "0.weight")
+    assert first.by > 1e-3
+    assert "the job's loss" in found.cause
+    assert "likely cause: the job's loss" in str(found)
+    # Each worker's hook sees the gradient of its share, and a limit on parts is none on their sum.
+    assert "hooks" in verified(job(model=clamped), hr.Mirrored(workers=2)).cause
+
+
+def test_rounding_in_single_precision_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a gradient but rounding's, Adam makes whole steps; double precision tells."""
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden: Tensor = self.before(x)
+            return hidden - hidden.mean(1, keepdim=True) + 1e3 * hidden.mean() - 1e3 * hidden.mean().detach()
+
+    found = verified(job(model=Flat, optimizer=partial(torch.optim.Adam, lr=0.1)), hr.Mirrored(workers=2))
+    assert found.precision in ("single", "double")
+    assert found.equal, str(found)
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh())
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.body(x))
+        return output
+
+
+@pytest.mark.slow
+def test_local_batch_norm_is_compared_with_shares_and_divided_models_without() -> None:
+    found = verified(job(model=Normalised, data=tuple(each[:24] for each in DATA)), hr.Mirrored(workers=2), examples=16)
+    assert found.equal, str(found)
+    assert "over the workers' shares" in found.reference
+    assert "BatchNorm normalises by its own share" in found.notes[0]
+    synced = job(model=Normalised, options=hr.Options(batch_norm="sync"))
+    assert verified(synced, hr.Mirrored(workers=2), double=True).reference == "a plain PyTorch loop"
+    staged = verified(job(model=Normalised), hr.Pipeline(stages=2), double=True)
+    assert staged.equal, str(staged)
+    assert "eval mode" in staged.notes[0]
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return X[index] + torch.rand(4), DATA[1][index]
+
+
+def test_data_that_draw_without_a_seed_are_said_and_read_once() -> None:
+    found = verified(job(data=Noisy()), hr.OneDevice())
+    assert found.equal, str(found)
+    assert "without a seed" in found.notes[0]
+
+
+def test_a_given_model_and_loss_are_as_before() -> None:
+    class Counting(nn.Module):
+        calls = 0
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            self.calls += 1
+            return nn.functional.cross_entropy(output, target)
+
+    model, loss = dense(), Counting()
+    model.eval()
+    weight, before = model[0].weight, model[0].weight.detach().clone()  # type: ignore[index]
+    found = verified(job(model=model, task=None, loss=loss), hr.OneDevice())
+    assert found.rows[0].verdict == EQUAL
+    assert model[0].weight is weight  # type: ignore[index]
+    assert torch.equal(weight, before)
+    assert (weight.dtype, weight.grad, model.training, loss.calls) == (torch.float32, None, False, 0)
+
+
+def test_the_plain_loop_can_be_read() -> None:
+    lines = Path(plain_loop.__file__).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 80
+    assert not [line for line in lines if "headrace.strategies" in line]
+
+
+def test_a_page_and_json(tmp_path: Path) -> None:
+    found = verified(job(), hr.OneDevice())
+    write_page(tmp_path / "verify.html", found, "job <a>")
+    text = (tmp_path / "verify.html").read_text(encoding="utf-8")
+    assert "job &lt;a&gt;" in text
+    assert "resumed run" in text
+    document = json.loads(json.dumps(plain_values(found)))
+    assert document["equal"] is True
+    assert document["rows"][0]["what"] == "losses"
