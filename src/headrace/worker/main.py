@@ -15,7 +15,6 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.checkpoint.forms import extra_states, pack, unpack
 from headrace.checkpoint.trained_model import save_model
 from headrace.collectives.base import ProcessGroup
-from headrace.data.pipeline.order import derived
 from headrace.errors import HeadraceError, PeerLost
 from headrace.machine.limits import explained
 from headrace.machine.resources import peak_resident_bytes, resident_bytes
@@ -46,7 +45,7 @@ from headrace.worker.session import (
     build_module,
     build_replica,
 )
-from headrace.worker.state import LoadedCheckpoint, making_sense, seed_random
+from headrace.worker.state import LoadedCheckpoint, making_sense, seed_worker
 from headrace.worker.worker import Worker, train
 
 _LOOK_EVERY_S = 0.001
@@ -145,7 +144,7 @@ def _seed(run: RunSpec, rank: int, restarts: int) -> None:
     resume = run.resume
     begins = restarts == 0 and (resume is None or resume.same)
     # Else no rank's saved state fits, and the run has drawn numbers from its first state already.
-    seed_random(derived(run.job.seed, rank, 0 if begins or not resume else resume.done, restarts))
+    seed_worker(run.job.seed, rank, 0 if begins or not resume else resume.done, restarts)
 
 
 def _wait_for_all(session: WorkerSession) -> None:

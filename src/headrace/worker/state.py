@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from headrace.checkpoint import Checkpoint
 from headrace.checkpoint.forms import extra_states, load_extra_states
 from headrace.checkpoint.spool import Spool
+from headrace.data.pipeline.order import derived
 from headrace.devices import HOST, random_state, set_random_state
 from headrace.errors import CorruptCheckpoint, HeadraceError
 from headrace.modules import parameters_and_buffers, restore
@@ -145,6 +146,11 @@ def owned_pieces(pieces: Iterable[StatePiece], plan: Plan, rank: int, spool: Spo
         for piece in pieces
         if piece.parameter not in copied and (leads or piece.parameter not in shared)
     }
+
+
+def seed_worker(seed: int, rank: int, done: int = 0, restarts: int = 0) -> None:
+    """Seeds the generators of a worker of a job, that begins after so many rounds."""
+    seed_random(derived(seed, rank, done, restarts))
 
 
 def seed_random(seed: int) -> None:

@@ -19,10 +19,10 @@ Lend = Callable[[int], AbstractContextManager[None]]
 
 
 class PlainLoop:
-    """Trains parameters of `model`, round by round: `begin`, then `differentiate` or `backward`, then `update`.
+    """Trains parameters of `model` in rounds: `begin`, then `differentiate` or `backward`, then `update`.
 
-    A round has one piece, the whole global batch, or as many micro-batches as the job accumulates. In references of
-    strategies it has the workers' shares, and `lend(worker)` lends that worker's buffers and random numbers to forward.
+    A round has one piece, the whole global batch, or the job's micro-batches; or, in references of strategies, the
+    workers' shares, and `lend(worker)` lends a worker's buffers and random numbers to a forward pass.
     """
 
     def __init__(self, job: Job, model: nn.Module, objective: Objective, epoch: int, lend: Lend) -> None:
@@ -30,26 +30,27 @@ class PlainLoop:
         self.optimizer: torch.optim.Optimizer = job.optimizer(list(model.named_parameters()))  # type: ignore[operator]
         self.schedule = self.options.schedule(self.optimizer) if self.options.schedule else None
         self.schedule_every = epoch if self.options.schedule_every == "epoch" else 1
-        self.averages: dict[str, Tensor] = {}
-        self.done, self.loss = 0, 0.0
+        self.done, self.loss, self.averages = 0, 0.0, dict[str, Tensor]()
 
     def begin(self, pieces: Sequence[tuple[int, Share]]) -> None:
         self.pieces = pieces
         (self.objective.model or self.model).zero_grad()
 
     def differentiate(self) -> None:
-        half = HALF.get(self.options.precision)
-        losses: list[tuple[Tensor | Mean, int]] = []
+        half, self.loss, weights = HALF.get(self.options.precision), 0.0, 0.0
+        examples = sum(piece.examples for _, piece in self.pieces)
         for worker, piece in self.pieces:
             with self.lend(worker), torch.autocast("cpu", half, enabled=half is not None):
-                losses.append((self.objective.of(self.model, piece.batch), piece.examples))
-        if len(losses) == 1:
-            return self.backward(losses[0][0])
-        sums = [weigh(loss, examples) for loss, examples in losses]
-        weight = float(sum(weight for _, weight in sums))
-        for total, _ in sums:
-            (total / weight if weight else total * 0).backward()
-        self.loss = sum(float(total.detach()) for total, _ in sums) / (weight or 1.0)
+                loss = self.objective.of(self.model, piece.batch)
+            if len(self.pieces) == 1:
+                return self.backward(loss)
+            total, weight = weigh(loss, piece.examples)
+            (total if isinstance(loss, Mean) else loss * (piece.examples / examples)).backward()
+            self.loss, weights = self.loss + float(total.detach()), weights + float(weight)
+        self.loss /= weights or 1.0
+        for parameter in self.model.parameters() if isinstance(loss, Mean) else ():
+            if parameter.grad is not None:
+                parameter.grad /= weights or 1.0
 
     def backward(self, loss: Tensor | Mean) -> None:
         mean = (loss.total / loss.weight if loss.weight else loss.total * 0) if isinstance(loss, Mean) else loss
@@ -57,24 +58,23 @@ class PlainLoop:
         self.loss = float(mean.detach())
 
     def update(self) -> None:
-        options = self.options
         for name, epoch in frozen_until(self.model).items():
             if self.pieces[0][1].epoch < epoch:
                 self.model.get_parameter(name).grad = None
-        if options.clip_value is not None:
-            nn.utils.clip_grad_value_(self.model.parameters(), options.clip_value)
-        if options.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), options.clip_norm)
+        if self.options.clip_value is not None:
+            nn.utils.clip_grad_value_(self.model.parameters(), self.options.clip_value)
+        if self.options.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip_norm)
         self.done += 1
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
-            group["lr"] *= min(1.0, self.done / max(1, options.warmup))
+            group["lr"] *= min(1.0, self.done / max(1, self.options.warmup))
         self.optimizer.step()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         if self.schedule and self.done % self.schedule_every == 0:
             self.schedule.step()
-        if options.ema_decay is not None:
+        if self.options.ema_decay is not None:
             for name, parameter in self.model.named_parameters():
                 average = self.averages.setdefault(name, parameter.detach().clone())
-                average.lerp_(parameter.detach(), 1 - options.ema_decay)
+                average.lerp_(parameter.detach(), 1 - self.options.ema_decay)

@@ -29,7 +29,7 @@ from headrace.training.update import AVERAGE
 from headrace.training.whole_model import cut
 from headrace.worker.evaluations.accumulated import Accumulated, accumulates
 from headrace.worker.session import alone, objective_of
-from headrace.worker.state import random_states, restore_random_states, seed_random
+from headrace.worker.state import random_states, restore_random_states, seed_worker
 
 KINDS = ("parameters", "buffers", "optimizer state")
 
@@ -66,16 +66,17 @@ class Workers:
     """Buffers and random numbers of each worker, of one model in one process.
 
     Args:
-        seeds: of each worker's random numbers; with one worker these are the process's own.
+        seed: of the job.
+        ranks: of the workers. Where there is one, its random numbers are the process's own, unless it is `apart`.
     """
 
-    def __init__(self, module: nn.Module, seeds: Sequence[int]) -> None:
-        self._module, self._one = module, len(seeds) == 1
+    def __init__(self, module: nn.Module, seed: int, ranks: Sequence[int], apart: bool = False) -> None:
+        self._module, self._one = module, len(ranks) == 1 and not apart
         self._device = torch.device("cpu")
         self._states: list[tuple[list[Tensor], dict[str, Tensor]]] = []
         self.drew = False
-        for seed in reversed(seeds):
-            seed_random(seed)
+        for rank in reversed(ranks):
+            seed_worker(seed, rank)
             self._states.insert(0, ([], {}) if self._one else (self._buffers(), random_states(self._device)))
 
     def _buffers(self) -> list[Tensor]:
@@ -95,7 +96,7 @@ class Workers:
         yield
         self._states[worker] = self._buffers(), random_states(self._device)
 
-    def combined(self) -> None:
+    def combined(self, weights: Sequence[float]) -> None:
         """Leaves the mean of the workers' running statistics in the model; other buffers are the first worker's."""
         if self._one:
             return
@@ -105,7 +106,8 @@ class Workers:
         with torch.no_grad():
             for buffer, values in zip(self._module.buffers(), every, strict=True):
                 if id(buffer) in means:
-                    buffer.copy_(torch.stack([value.double() for value in values]).mean(0))
+                    parts = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+                    buffer.copy_(torch.tensordot(parts, torch.stack(values).double(), 1))
 
     def _put(self, values: Sequence[Tensor]) -> None:
         with torch.no_grad():
@@ -113,21 +115,26 @@ class Workers:
                 buffer.copy_(value)
 
 
-def train_plainly(job: Job, module: nn.Module, shares: Sequence[int], seeds: Sequence[int]) -> Trained:
-    """Trains a job by the plain loop, the shares of a global batch one after the other."""
+def train_plainly(job: Job, module: nn.Module, shares: Sequence[int], by_examples: bool = False) -> Trained:
+    """Trains a job by the plain loop, the shares of a global batch one after the other.
+
+    `by_examples` weighs the workers' running statistics by how many examples each has had.
+    """
     found, count = Trained(), job.steps or 0
     pipeline = as_pipeline(job.data)[0]
     loaders = [Loader(pipeline, job.seed, job.global_batch_size, shares, rank) for rank in range(len(shares))]
     rounds = zip(*(islice(loader.rounds(), count) for loader in loaders), strict=True)
-    workers = Workers(module, seeds)
+    workers = Workers(module, job.seed, range(len(shares)))
     loops = loops_of(job, module, loaders[0].rounds_per_epoch, workers)
     found.rounds[0] = {**tensors_of(module), "optimizer state": {}}
+    seen = [float(not by_examples)] * len(shares)
     for round_, each in enumerate(rounds):
         loop = loops[job.turns.at(round_) if job.turns else ""]
         loop.begin(pieces_of(each, loop.options.accumulate))
         loop.differentiate()
         loop.update()
-        workers.combined()
+        seen = [before + share.examples * by_examples for before, share in zip(seen, each, strict=True)]
+        workers.combined(seen)
         found.losses.append(loop.loss)
         found.rounds[round_ + 1] = {**tensors_of(module), "optimizer state": dict(_states(loops.values()))}
     adopt_averages(loops.values())

@@ -18,8 +18,8 @@ from headrace.strategies.gossip import neighbours
 from headrace.training.batch_norm import averaged_buffers
 from headrace.worker.session import objective_of
 
-Reference = Callable[[Job, Callable[[], nn.Module], Sequence[int], Sequence[int]], Trained]
-"""Takes a job, what builds its model, the shares of the workers, and the seeds of their random numbers."""
+Reference = Callable[[Job, Callable[[], nn.Module], Sequence[int]], Trained]
+"""Takes a job, what builds its model, and the shares of the workers."""
 
 
 class Copies:
@@ -30,11 +30,11 @@ class Copies:
         examples: of each worker's share in the current round.
     """
 
-    def __init__(self, job: Job, build: Callable[[], nn.Module], shares: Sequence[int], seeds: Sequence[int]) -> None:
+    def __init__(self, job: Job, build: Callable[[], nn.Module], shares: Sequence[int]) -> None:
         self._job, self.recording = job, Trained()
         pipeline = as_pipeline(job.data)[0]
         self.models = [build() for _ in shares]
-        lent = [Workers(model, [seed, seed]) for model, seed in zip(self.models, seeds, strict=True)]
+        lent = [Workers(model, job.seed, [rank], apart=True) for rank, model in enumerate(self.models)]
         self._loops: list[PlainLoop] = []
         loaders = [Loader(pipeline, job.seed, job.global_batch_size, shares, rank) for rank in range(len(shares))]
         for model, workers in zip(self.models, lent, strict=True):
@@ -68,8 +68,16 @@ class Copies:
         with torch.no_grad():
             for target, *every in zip(*map(nn.Module.parameters, [self.mean, *self.models]), strict=True):
                 target.copy_(sum(w * each for w, each in zip(weights, every, strict=True)) / sum(weights))
-            for target, *buffers in zip(*map(averaged_buffers, [self.mean, *self.models]), strict=True):
-                target.copy_(torch.stack(buffers).mean(0))
+        self.average_buffers(self.mean)
+
+    @torch.no_grad()
+    def average_buffers(self, model: nn.Module, weights: Sequence[float] = ()) -> None:
+        """Gives a model the mean of the workers' running statistics, and the first worker's other buffers."""
+        parts = torch.tensor(weights or [1.0] * len(self.models), dtype=torch.float64)
+        for target, buffer in zip(model.buffers(), self.models[0].buffers(), strict=True):
+            target.copy_(buffer)
+        for target, *every in zip(*map(averaged_buffers, [model, *self.models]), strict=True):
+            target.copy_(torch.tensordot(parts / parts.sum(), torch.stack(every).double(), 1))
 
     def note(self, done: int, model: nn.Module) -> None:
         """Notes the trained model as it is after so many rounds."""
@@ -85,15 +93,13 @@ class Copies:
         return tensors_of(model)
 
 
-def averaging(
-    strategy: ParameterAveraging, job: Job, build: Callable[[], nn.Module], shares: Sequence[int], seeds: Sequence[int]
-) -> Trained:
+def averaging(strategy: ParameterAveraging, job: Job, build: Callable[[], nn.Module], shares: Sequence[int]) -> Trained:
     """Local SGD (Stich, 2019): all go on from the mean, weighted by the examples of each since the last time.
 
     DiLoCo (Douillard et al., 2023): how far the mean has moved is a gradient for SGD with Nesterov momentum. EASGD
     (Zhang et al., 2015): workers are pulled towards a center, and the center towards them.
     """
-    copies, since = Copies(job, build, shares, seeds), [0.0] * len(shares)
+    copies, since = Copies(job, build, shares), [0.0] * len(shares)
     outer = Nesterov() if strategy.outer == "nesterov" else Elastic() if strategy.outer == "elastic" else strategy.outer
     center = copy_module(copies.models[0])
     alpha = outer.beta / len(shares) if isinstance(outer, Elastic) else 0.0
@@ -104,10 +110,15 @@ def averaging(
         since = [before + now for before, now in zip(since, copies.examples, strict=True)]
         if done > strategy.post_local and done % strategy.period and done != job.steps:  # type: ignore[operator]
             continue
+        weights = since if any(since) and not isinstance(outer, Elastic) else [1.0] * len(shares)
+        copies.average_buffers(center, weights)
+        for model in copies.models:
+            for one, other in zip(averaged_buffers(center), averaged_buffers(model), strict=True):
+                other.copy_(one)
         if isinstance(outer, Elastic):
             _pull(center, copies.models, alpha)
         else:
-            copies.average(since if any(since) else [1.0] * len(shares))
+            copies.average(weights)
             for pulled, mean in zip(center.parameters(), copies.mean.parameters(), strict=True):
                 pulled.grad = pulled.detach() - mean.detach()
             step.step()
@@ -133,18 +144,16 @@ def _copy(source: nn.Module, target: nn.Module) -> None:
             other.copy_(one)
 
 
-def gossip(
-    strategy: Gossip, job: Job, build: Callable[[], nn.Module], shares: Sequence[int], seeds: Sequence[int]
-) -> Trained:
+def gossip(strategy: Gossip, job: Job, build: Callable[[], nn.Module], shares: Sequence[int]) -> Trained:
     """Lian et al., 2017, algorithm 1: a gradient at the own parameters, the mean of the neighbourhood, the step."""
     world = len(shares)
-    copies = Copies(job, build, shares, seeds)
+    copies = Copies(job, build, shares)
 
     def mix(done: int) -> None:
         if done % strategy.period:
             return
         groups = [[rank, *neighbours(strategy.topology, rank, world, job.seed, done - 1)] for rank in range(world)]
-        for every in zip(*map(nn.Module.parameters, copies.models), strict=True):
+        for every in zip(*([*each.parameters(), *averaged_buffers(each)] for each in copies.models), strict=True):
             before = torch.stack([each.detach() for each in every])
             for each, group in zip(every, groups, strict=True):
                 each.data.copy_(before[sorted(set(group))].mean(0))
@@ -155,9 +164,9 @@ def gossip(
     return copies.result(copies.mean)
 
 
-def unconnected(job: Job, build: Callable[[], nn.Module], shares: Sequence[int], seeds: Sequence[int]) -> Trained:
+def unconnected(job: Job, build: Callable[[], nn.Module], shares: Sequence[int]) -> Trained:
     """Each worker trains a model on its share; the first one's is the result."""
-    copies = Copies(job, build, shares, seeds)
+    copies = Copies(job, build, shares)
     for done in copies.rounds():
         copies.note(done, copies.models[0])
     return copies.result(copies.models[0])

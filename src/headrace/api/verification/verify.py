@@ -196,7 +196,7 @@ class _Session:
         run = self._run(job, strategy)
         if reference is not None:
             with keeping(job):
-                own = reference(job, partial(_copy_of_model, job), run.plan.shares, _seeds(job, run.plan.replicas))
+                own = reference(job, partial(_copy_of_model, job), run.plan.shares)
             rows = self._rows(job, strategy, run, own, tolerance)
             notes.append(f"{strategy.name} differs from one device by definition: {_DEFINITIONS[strategy.name]}")
             return _Trial(job, run.plan, OWN, rows, notes)
@@ -210,7 +210,7 @@ class _Session:
         coupled = plain.drew or (_changes_buffers(plain) and job.options.batch_norm != "sync")
         if coupled and run.plan.replicas > 1 and run.plan.replicas == run.plan.workers:
             notes.append(_why_coupled(plain))
-            plain, words = self._plain(job, run.plan.shares), BY_SHARES
+            plain, words = self._plain(job, run.plan.shares, by_examples=not strategy.lock_step), BY_SHARES
         elif coupled and run.plan.workers > 1:
             job = with_model(job, without_random_layers)
             plain, run = self._plain(job, (1,)), self._run(job, strategy)
@@ -240,9 +240,9 @@ class _Session:
             words += " and, with one worker, a plain PyTorch loop"
         return _Trial(job, run.plan, words, rows, notes)
 
-    def _plain(self, job: Job, shares: Sequence[int]) -> Trained:
+    def _plain(self, job: Job, shares: Sequence[int], by_examples: bool = False) -> Trained:
         with keeping(job):
-            return train_plainly(job, _own_module(job), shares, _seeds(job, len(shares)))
+            return train_plainly(job, _own_module(job), shares, by_examples)
 
     def _run(self, job: Job, strategy: Strategy, resume: Path | None = None) -> Run:
         self._runs += 1
@@ -299,10 +299,6 @@ def _own_module(job: Job) -> nn.Module:
         module = make_module(job)
     set_train_modes(module)
     return module
-
-
-def _seeds(job: Job, workers: int) -> list[int]:
-    return [(job.seed << 16) + 1 + rank for rank in range(workers)]
 
 
 def _copy_of_model(job: Job) -> nn.Module:

@@ -27,7 +27,7 @@ from headrace.training.clipping import all_finite
 from headrace.training.compute import Compute
 from headrace.worker.losses import MOST_IN_A_ROW
 from headrace.worker.run_spec import RunSpec
-from headrace.worker.state import random_states, restore_random_states, seed_random
+from headrace.worker.state import random_states, restore_random_states, seed_worker
 
 _CPU = torch.device("cpu")
 
@@ -207,7 +207,7 @@ class VirtualWorkers:
 
     def _begin(self, number: int, layouts: Sequence[ShardLayout]) -> VirtualWorker:
         kept = random_states(_CPU)
-        seed_random((self._run.job.seed << 16) + 1 + number)
+        seed_worker(self._run.job.seed, number)
         own = torch.get_rng_state()
         restore_random_states(kept, _CPU)
         buffers = [buffer.detach().clone() for buffer in self.live.buffers()]

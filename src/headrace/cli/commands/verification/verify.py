@@ -58,7 +58,7 @@ def verify(
     as_json: JsonOption = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
-    """Prove that a strategy trains a job as a plain PyTorch loop does.
+    """Prove that a strategy trains as a plain loop does.
 
     The first rounds are trained twice from the same start, by such a loop and by the strategy's own processes, and
     compared: losses, parameters, buffers, optimizer state, evaluations, the model that comes back, a resumed run.
