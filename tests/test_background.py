@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from headrace.background import BackgroundThread
+from headrace.machine.background import BackgroundThread
 
 
 @contextmanager
@@ -73,9 +73,9 @@ def test_a_waiter_waits_for_the_task_of_its_time() -> None:
 
 def test_a_thread_that_has_ended_in_a_task_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where memory is short: what ends a task cannot be noted."""
-    monkeypatch.setattr("headrace.background._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("headrace.machine.background._LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    monkeypatch.setattr("headrace.background._Task.fail", _out_of_memory)
+    monkeypatch.setattr("headrace.machine.background._Task.fail", _out_of_memory)
     background = BackgroundThread("test")
     background.start(fail)
     with pytest.raises(RuntimeError, match="the thread headrace-test has ended in the middle of a task"):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from headrace import internals
 from headrace.errors import UsageError
+from headrace.hooks import carry_hooks
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.options import require_count
 from headrace.spec.parameter_sets import ParameterSet, divide
@@ -63,7 +66,7 @@ def describe(module: nn.Module, sliceable: bool = True) -> ModelSpec:
 
 
 def copy_module(module: nn.Module) -> nn.Module:
-    """Returns a deep copy."""
+    """Returns a deep copy, with the hooks and the attributes of parameters, which `copy.deepcopy` leaves out."""
     # Of sparse tensors that are stored by row or column, torch makes no deep copies.
     compressed = (
         value
@@ -71,7 +74,14 @@ def copy_module(module: nn.Module) -> nn.Module:
         for value in (*internals.buffers(part).values(), *vars(part).values())
         if isinstance(value, Tensor) and value.layout not in (torch.strided, torch.sparse_coo)
     )
-    return copy.deepcopy(module, {id(tensor): tensor.clone() for tensor in compressed})
+    memo: dict[int, Any] = {id(tensor): tensor.clone() for tensor in compressed}
+    copied = copy.deepcopy(module, memo)
+    if not isinstance(module, torch.jit.ScriptModule):
+        for parameter in module.parameters():
+            if (attributes := vars(parameter)) and (other := memo.get(id(parameter))) is not None:
+                vars(other).update(copy.deepcopy(attributes, memo))
+        carry_hooks(module.parameters(), copied, memo)
+    return copied
 
 
 def frozen(
@@ -193,20 +203,107 @@ class TrainedParameters:
         until = frozen_until(module)
         self.every = list(named.values())
         self._begins = [until.get(name, 0) for name in named]
+        self._frozen = {name: each for name, each in module.named_parameters() if name not in named}
         self.last_begin = max(self._begins, default=0)
 
     def in_epoch(self, epoch: int) -> list[nn.Parameter]:
-        """Returns those that are trained in an epoch."""
-        if epoch >= self.last_begin:
-            return self.every
-        return [parameter for parameter, begin in zip(self.every, self._begins, strict=True) if begin <= epoch]
+        """Returns those that are trained in an epoch, without those that user code has frozen since.
 
-    def all_of(self, gradients: Sequence[Tensor | None], epoch: int) -> Sequence[Tensor | None]:
-        """Returns one gradient for each, from those of `in_epoch`; None for those that are frozen."""
-        if epoch >= self.last_begin:
+        Raises:
+            UsageError: user code trains one that was frozen when the run began.
+        """
+        self.require_frozen()
+        if epoch >= self.last_begin and all(map(_REQUIRES_GRAD, self.every)):
+            return self.every
+        pairs = zip(self.every, self._begins, strict=True)
+        return [parameter for parameter, begin in pairs if begin <= epoch and parameter.requires_grad]
+
+    def require_frozen(self) -> None:
+        """Raises UsageError if user code trains one that was frozen when the run began."""
+        if any(map(_REQUIRES_GRAD, self._frozen.values())):
+            names = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+            raise UsageError(
+                f"{', '.join(map(repr, names)):.200}: requires_grad was False when the run began and is True now; "
+                "neither the exchange nor checkpoints know of it; use hr.frozen(model, pattern, until_epoch=...), or "
+                "build the model with all trained that ever is, and freeze it in the loop before the first step"
+            )
+
+    def all_of(self, live: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Returns one gradient for each, from those of `live`; None for those that are frozen."""
+        if live is self.every:
             return gradients
-        rest = iter(gradients)
-        return [next(rest) if begin <= epoch else None for begin in self._begins]
+        known = dict(zip(map(id, live), gradients, strict=True))
+        return [known.get(id(parameter)) for parameter in self.every]
+
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+class FixedParameters:
+    """Refuses a change of `requires_grad` where it cannot be followed; `why` says why not."""
+
+    def __init__(self, named: Mapping[str, Tensor], why: str) -> None:
+        self._named, self._why = dict(named), why
+        self._flags = [parameter.requires_grad for parameter in self._named.values()]
+
+    def require(self) -> None:
+        """Raises UsageError if one is not as it was."""
+        if [*map(_REQUIRES_GRAD, self._named.values())] == self._flags:
+            return
+        pairs = zip(self._named.items(), self._flags, strict=True)
+        changed = [name for (name, parameter), flag in pairs if parameter.requires_grad != flag]
+        raise UsageError(
+            f"requires_grad of {', '.join(map(repr, changed)):.200} has changed since the run began, and {self._why}; "
+            "use hr.frozen(model, pattern, until_epoch=...)"
+        )
+
+
+class ReadGradients:
+    """Gradients that user code may read between backward and update, and not change; `why` says why not."""
+
+    def __init__(self, named: Mapping[str, Tensor], why: str) -> None:
+        self._named, self._why = named, why
+        self._seen: dict[str, tuple[Tensor, Tensor] | None] = {}
+
+    def look(self) -> None:
+        """Keeps copies of them."""
+        for name, parameter in self._named.items():
+            gradient = parameter.grad
+            self._seen[name] = None if gradient is None else (gradient, _bytes(gradient).clone())
+
+    def forget(self) -> None:
+        """Drops the copies."""
+        self._seen.clear()
+
+    def require_unchanged(self) -> None:
+        """Raises UsageError if one is not as it was."""
+        for name, seen in self._seen.items():
+            gradient = self._named[name].grad
+            if seen is None if gradient is None else seen and gradient is seen[0] and _same(gradient, seen[1]):
+                continue
+            raise UsageError(
+                f".grad of {name!r} was changed between worker.backward(loss) and worker.update(), where {self._why}, "
+                "so that what is changed there is not sent; use Options(clip_norm=...) or clip_value, change the loss, "
+                "or use mirrored, whose workers have whole gradients"
+            )
+        self._seen.clear()
+
+
+def held_part(tensor: Tensor) -> Tensor:
+    """Returns what this process has of a tensor that may be divided among several (a `DTensor`)."""
+    # Where that is not imported, there is none.
+    divided = sys.modules.get("torch.distributed.tensor")
+    part: Tensor = internals.local_part(tensor) if divided and isinstance(tensor, divided.DTensor) else tensor
+    return part
+
+
+def _bytes(gradient: Tensor) -> Tensor:
+    """Returns the elements that this process has of a gradient."""
+    return held_part(gradient).detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _same(gradient: Tensor, copy: Tensor) -> bool:
+    return torch.equal(_bytes(gradient), copy)
 
 
 def move(module: nn.Module, device: str) -> None:

@@ -18,7 +18,7 @@ import headrace as hr
 from belongings import belongings, left_since
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import JobError, WorkerFailed
-from headrace.training.whole_model import CompiledModule
+from headrace.training.fixed_shapes.graph_mode import CompiledModule
 from strategies.contract_models import COUNTS, MODELS, VARIANTS, Case, dense
 from strategies.contract_runs import distance, drive, train
 from strategies.test_contract import DOUBLE, ROWS, assert_equal, on_one_device

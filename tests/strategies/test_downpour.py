@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import headrace as hr
 from cover import in_turn
-from headrace.background import BackgroundThread
 from headrace.data import Loader, as_pipeline
 from headrace.errors import UsageError
+from headrace.machine.background import BackgroundThread
 from headrace.spec.events import NonFinite, ServerStats
 from strategies.contract_models import BATCH, COUNTS, MODELS, VARIANTS, verb_by_verb
 from strategies.contract_options import OPTIONS

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import headrace as hr
-from headrace.background import BackgroundThread
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import InfeasiblePlan, NonFiniteLoss, UsageError
+from headrace.machine.background import BackgroundThread
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import ServerStats, Stepped
 from headrace.strategies import resolve

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from headrace.spec.job import Share
 from headrace.spec.options import Options
 from headrace.training import gradients as module
-from headrace.training.whole_model import Objective, WholeModel
+from headrace.training.compute import Objective
+from headrace.training.whole_model import WholeModel
 
 WIDTH = 8
 ONES = Share((torch.ones(2, WIDTH), torch.ones(2, 1)), 2, 2, 0)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from headrace.errors import DataError, UsageError
 from headrace.spec.job import Share
 from headrace.spec.options import Options
-from headrace.training.whole_model import Objective, WholeModel, cut
+from headrace.training.compute import Objective
+from headrace.training.whole_model import WholeModel, cut
 from training.test_whole_model import Kept, module, part, weighted
 
 

@@ -18,7 +18,8 @@ from headrace.collectives.threads import ThreadCollective
 from headrace.metrics import Mean
 from headrace.spec.job import Share
 from headrace.training.batch_norm import synchronise_batch_norm
-from headrace.training.whole_model import Objective, WholeModel
+from headrace.training.compute import Objective
+from headrace.training.whole_model import WholeModel
 
 
 class Kept:

@@ -179,6 +179,8 @@ class ServedAveragingExchange(ServedExchange):
     initial parameters into the servers.
     """
 
+    keeps_writes = True
+
     def __init__(
         self,
         config: ServedAveragingConfig,

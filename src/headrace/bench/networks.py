@@ -27,7 +27,7 @@ from headrace.errors import JobError
 from headrace.machine.allocator import give_back
 from headrace.machine.resources import spare_memory_bytes
 from headrace.report.format import byte_count
-from headrace.training.whole_model import CompiledModule
+from headrace.training.fixed_shapes.graph_mode import CompiledModule
 
 BATCH = 16
 _SIDE = 224

@@ -22,9 +22,10 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.errors import JobError
+from headrace.hooks import hang, hooks_of
 from headrace.shared_memory.segment import memory_file, set_length
 
 _LARGE_BYTES = 64 * 1024
@@ -91,6 +92,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(value) is Tensor and not value.requires_grad and _is_part(value):
             # torch would send the whole storage with each tensor: all examples with each example of a list.
             return value.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if isinstance(value, nn.Parameter) and any(hooks := hooks_of(value)):
+            # torch sends none. As state, because they may refer to the parameter.
+            make, parts = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return make, parts, hooks, None, None, hang
         if type(value) is CodeType:
             # cloudpickle 3.1 sends code without its file, and tracebacks would show neither file nor line.
             make, parts = self.dispatch_table[CodeType](value)

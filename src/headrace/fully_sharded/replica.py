@@ -13,18 +13,19 @@ from torch import Tensor
 from headrace.batches import call, select_target
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.fully_sharded.sharding import ShardedModule
+from headrace.fully_sharded.units import refuse_hooks
 from headrace.metrics import Mean, weigh
-from headrace.modules import frozen_until, restore
+from headrace.modules import FixedParameters, ReadGradients, frozen_until, restore
 from headrace.policies.roles import bounds
 from headrace.spec.job import Share
 from headrace.spec.options import Options, require_plain_forward
 from headrace.training.clipping import GradientClipper, LossScale, StepDecision
-from headrace.training.compute import Compute, Computed
+from headrace.training.compute import Compute, Computed, Objective
 from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import UsedParameters, require_graph
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import Updater
-from headrace.training.whole_model import HALF, Objective, cut
+from headrace.training.whole_model import HALF, cut
 from headrace.trees import widened
 
 
@@ -65,9 +66,13 @@ class ShardedModel(Compute):
         self._scale = scale
         self._until = frozen_until(sharded.module)
         self._mark = torch.zeros(())
+        named = dict(sharded.module.named_parameters())
+        self._flags = FixedParameters(named, "the gradients of a unit are summed as one")
+        trained = {name: each for name, each in named.items() if each.requires_grad}
+        self._gradients = ReadGradients(trained, "a worker has a part of each parameter")
 
     def run(self, share: Share) -> Computed:
-        self._sharded.begin()
+        self._begin()
         largest = -(-share.of // self._group.world)
         turns = max(1, min(self._options.accumulate, largest))
         pieces = min(turns, share.examples)
@@ -81,14 +86,30 @@ class ShardedModel(Compute):
             losses.append((self._differentiate(self._loss(batch), stop - start, share), stop - start))
         return self._finish(losses, share.epoch)
 
-    def backward(self, loss: Tensor | Mean, share: Share) -> Computed:
+    def backward(self, loss: Tensor | Mean, share: Share, adds: bool = False) -> Computed:
         require_plain_forward(self._options)
-        self._sharded.begin()
+        if not adds:
+            self._begin()
+        weight = float(loss.weight if isinstance(loss, Mean) else share.examples)
+        (all_weight,) = self._group.sum([weight]) if isinstance(loss, Mean) else (float(share.of),)
+        mean = _summand(loss) / weight if isinstance(loss, Mean) and weight else _summand(loss)
         if share.examples == 0:
             with self._sharded.silent():
-                _summand(loss).backward()
-            return self._finish([], share.epoch)
-        return self._finish([(self._differentiate(loss, share.examples, share), share.examples)], share.epoch)
+                mean.backward()
+            return Computed(None, 0.0)
+        self._scaled(require_graph(mean) * (weight / all_weight if all_weight else 0.0)).backward()
+        self._gradients.look()
+        return Computed(mean.detach() if weight else None, weight)
+
+    def send(self, share: Share) -> None:
+        self._gradients.require_unchanged()
+        self._tell_seen(share.epoch)
+
+    def _begin(self) -> None:
+        self._flags.require()
+        refuse_hooks(self._sharded.hooked())
+        self._sharded.begin()
+        self._gradients.forget()
 
     @torch.no_grad()
     def predict(self, batch: Any) -> Any:
@@ -150,14 +171,17 @@ class ShardedModel(Compute):
         if self._objective.weighed or any(isinstance(loss, Mean) for loss, _ in losses):
             (all_weight,) = self._group.sum([own])
             self._sharded.divide(all_weight)
-        # The gradients of a unit are summed as one, also of what is frozen in this epoch, whose sum is left out.
-        seen = {name for name in self._sharded.own.seen if self._until.get(name, 0) <= epoch}
-        self._used.publish([self._mark if name in seen else None for name in self._sharded.pieces])
+        self._tell_seen(epoch)
         if not own:
             return Computed(None, own)
         if len(losses) == 1 and not isinstance(losses[0][0], Mean):
             return Computed(losses[0][0], own)
         return Computed(torch.stack([total for total, _ in weighed]).sum() / own, own)
+
+    def _tell_seen(self, epoch: int) -> None:
+        # The gradients of a unit are summed as one, also of what is frozen in this epoch, whose sum is left out.
+        seen = {name for name in self._sharded.own.seen if self._until.get(name, 0) <= epoch}
+        self._used.publish([self._mark if name in seen else None for name in self._sharded.pieces])
 
 
 class ShardedExchange(UpdatingExchange):

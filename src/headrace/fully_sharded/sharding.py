@@ -20,6 +20,7 @@ from headrace.collectives.base import Collective, ProcessGroup
 from headrace.errors import UnfitMachine
 from headrace.fully_sharded.link import CollectiveLink, OwnGradients, SharedLink, UnitGather, UnitLink, UnitScatter
 from headrace.fully_sharded.units import is_kept_whole, unit_parameters, written
+from headrace.hooks import hooks_of
 from headrace.modules import parameters_and_buffers
 from headrace.spec.plan import Segment
 from headrace.training.gradients import divide
@@ -96,6 +97,7 @@ class ShardedModule:
         self._parts = self._shard(units, guards, set(kept.values()), reshard, closing)
         self._watch(names)
         self._parameters = dict(module.named_parameters())
+        self._hooks = {name: hooks_of(self._parameters[name]) for name in self.whole}
         self.pieces = {
             name: each if name in kept else nn.Parameter(_local(each))
             for name, each in self._parameters.items()
@@ -149,6 +151,11 @@ class ShardedModule:
         self.own.seen.clear()
         for name in self.pieces:
             self._parameters[name].grad = self.pieces[name].grad = None
+
+    def hooked(self) -> list[str]:
+        """Returns the names of the parameters that user code has hung hooks on, which would see no gradient."""
+        pairs = self._parameters.items()
+        return [name for name, parameter in pairs if hooks_of(parameter) != self._hooks.get(name, ((), ()))]
 
     @contextmanager
     def silent(self) -> Iterator[None]:

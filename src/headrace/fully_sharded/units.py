@@ -68,6 +68,16 @@ def written(parameter: str) -> UsageError:
     )
 
 
+def refuse_hooks(names: Sequence[str]) -> None:
+    """Raises UsageError for parameters that have hooks, which would see no gradient of a whole parameter."""
+    if names:
+        raise UsageError(
+            f"{', '.join(map(repr, names)):.200}: fully_sharded divides the parameter among the workers, so that its "
+            "hooks (register_hook, register_post_accumulate_grad_hook) would see no gradient; use mirrored or "
+            "central_storage, or change the loss or Options(clip_norm=...)"
+        )
+
+
 def is_kept_whole(parameter: Tensor) -> bool:
     """Tells whether every rank holds a parameter: it has no rows to divide."""
     return parameter.dim() == 0 or parameter.numel() == 0

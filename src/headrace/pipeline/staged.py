@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,8 +14,9 @@ from torch import Tensor
 from headrace.batches import select_target
 from headrace.collectives.base import ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
+from headrace.hooks import called, hooked_parameters, silenced
 from headrace.metrics import Mean, weigh
-from headrace.modules import frozen_until
+from headrace.modules import TrainedParameters, frozen_until
 from headrace.pipeline.channels import Channels
 from headrace.pipeline.runner import MicroBatch, Runner, explain_out_of_memory
 from headrace.pipeline.stage import TracedModel
@@ -24,12 +26,12 @@ from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
 from headrace.training.clipping import GradientClipper, StepDecision
-from headrace.training.compute import Compute, Computed
+from headrace.training.compute import Compute, Computed, Objective
 from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import GradientSink, assign, divide, require_graph
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import Updater
-from headrace.training.whole_model import ModelParallelGroup, Objective, WholeModel, cut
+from headrace.training.whole_model import ModelParallelGroup, WholeModel, cut
 from headrace.trees import widened
 
 _FEWER_COPIES = "use more stages, or an optimizer that keeps less: SGD nothing, momentum one copy, Adam two"
@@ -69,6 +71,7 @@ class StagedModel(Compute):
         self.mates = ThreadCollective(ThreadGroup(1), 0)
         self.trained = {name: each for name, each in part.parameters().items() if each.requires_grad}
         self._trained = list(self.trained.values())
+        self._flags = TrainedParameters(part.module)
         until = frozen_until(part.module)
         self._until = {name: until[name] for name in self.trained if name in until}
 
@@ -79,6 +82,7 @@ class StagedModel(Compute):
             if self.sink is not None:
                 self.sink.store_nothing()
             return Computed(None, 0.0)
+        self._flags.require_frozen()
         batch = self.place(share.batch)
         held = [parameter.grad for parameter in self._trained]
         if self.sink is not None:
@@ -92,7 +96,10 @@ class StagedModel(Compute):
             piece = cut(batch, start, stop, share.examples, "micro_batches")
             finish = partial(self._finish, piece, stop - start, share, losses, index)
             micro_batches.append(MicroBatch(self._traced.inputs(piece), finish))
-        self.runner.run(micro_batches)
+        hooked = bool(hooked_parameters(self.trained))
+        # Hooks see what they would on one device, the whole gradient.
+        with silenced(self._trained) if hooked else nullcontext():
+            self.runner.run(micro_batches)
         self.in_flight, self.passes = self.runner.in_flight, self.runner.passes
         self.moved_bytes = self._channels.moved_bytes()
         self._part.sum_tied(self._channels)
@@ -106,6 +113,9 @@ class StagedModel(Compute):
         if self._objective.weighed:
             (all_weight,) = self._total([own])
             divide(gradients, all_weight)
+        if hooked:
+            called(self._trained, share.examples / share.of)
+            gradients = [parameter.grad for parameter in self._trained]
         if self.sink is not None:
             self.sink.store(gradients)
             assign(self._trained, held)

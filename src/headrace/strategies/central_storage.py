@@ -116,7 +116,7 @@ class CentralStorage(Strategy):
             broadcast(module, group)
         if plan.min_workers:
             return self._elastic_replica(context, always)
-        copy = CentralCopy(module, model, group, context.device)
+        copy = CentralCopy(module, model, group, context.device, context.own_loop)
         segments = [segment for segment in plan.segments if segment.owner == rank]
         template = build(context.optimizer, module.named_parameters())
         exchange = CentralStorageExchange(segments, model, group, copy, template, context.updater, context.clipper())

@@ -26,15 +26,16 @@ from headrace.spec.options import Options
 from headrace.spec.plan import Segment
 from headrace.training.batch_norm import synchronise_batch_norm
 from headrace.training.clipping import GradientClipper, LossScale
-from headrace.training.compute import Compute
+from headrace.training.compute import Compute, Objective
 from headrace.training.embeddings.exchange import TablesExchange
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.embeddings.updater import RowUpdater
 from headrace.training.exchange import Replica
+from headrace.training.fixed_shapes.graph_mode import CompiledModule
 from headrace.training.gradients import GradientSink, SharedGradients
 from headrace.training.optimizer import build
 from headrace.training.update import Updater
-from headrace.training.whole_model import CompiledModule, ModelParallelGroup, Objective, WholeModel
+from headrace.training.whole_model import ModelParallelGroup, WholeModel
 
 _HOST = torch.device("cpu")
 
@@ -69,6 +70,7 @@ class WorkerContext:
         closing: closes what a strategy has opened, when the worker ends, however it does.
         servers: what it knows of them.
         sample: returns a batch of the training data's first two examples.
+        own_loop, callbacks: whether user code sees the model between rounds: a loop of its own, or callbacks.
         inside: of a replica that several ranks hold together, where `module`, `model` and `group` are those of what
             this rank holds; None where each rank has a replica.
     """
@@ -86,6 +88,8 @@ class WorkerContext:
     closing: ExitStack = field(default_factory=ExitStack)
     servers: ServerDirectory = field(default_factory=ServerDirectory)
     sample: Callable[[], Any] = tuple
+    own_loop: bool = False
+    callbacks: bool = False
     inside: ModelParallelGroup | None = None
 
     @cached_property

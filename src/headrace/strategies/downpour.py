@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headrace.background import BackgroundThread
 from headrace.errors import UsageError
+from headrace.machine.background import BackgroundThread
 from headrace.parameter_server.client.data_leases import ServerDataLeases, fixed_span, leases_between
 from headrace.parameter_server.client.downpour import Background, DownpourExchange, LocalSteps, ServerLinks
 from headrace.parameter_server.client.exchange import ReplicaGroup

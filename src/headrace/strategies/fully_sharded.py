@@ -26,7 +26,8 @@ from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective
 from headrace.devices import HOST
 from headrace.errors import InfeasiblePlan, UsageError
-from headrace.fully_sharded.units import AUTO, find_units
+from headrace.fully_sharded.units import AUTO, find_units, refuse_hooks
+from headrace.hooks import hooked_parameters
 from headrace.modules import without_data
 from headrace.policies.roles import data_parallel_plan
 from headrace.policies.sharding import evenly, rows
@@ -95,6 +96,7 @@ class FullySharded(Strategy):
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
         # Only to refuse what cannot be sharded before any process starts.
         find_units(probe.module, self.units)
+        refuse_hooks(hooked_parameters(dict(probe.module.named_parameters())))
         return model
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:

@@ -134,7 +134,8 @@ class Mirrored(Strategy):
         shares = summing is None and (group.world > 1 or not group.fixed)
         copies = place != context.device or (shares and may_write_gradients(updater.optimizer))
         exchange = MirroredExchange(
-            updater, context.clipper(views), reduction, parameters, context.model.parameter_bytes, copies
+            *(updater, context.clipper(views), reduction, parameters),
+            *(context.model.parameter_bytes, copies, context.own_loop or context.callbacks),
         )
         elastic = None if group.fixed else MirroredState(exchange)
         replica = Replica(context.whole_model(reduction.sink, always), exchange, elastic=elastic)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from headrace import internals
+from headrace.hooks import hooked_parameters
 from headrace.internals import ConvNd
 from headrace.modules import TRACING, without_data
 from headrace.tensor_parallel.layers import is_transposed
@@ -56,8 +57,9 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Returns whether hooks of the user's run around a module's forward or backward, or its forward is its own."""
-    return internals.module_hooks(module) or "forward" in vars(module)
+    """Returns whether hooks of the user's see values or gradients of a module, or its forward is its own."""
+    hooked = internals.module_hooks(module) or hooked_parameters(dict(module.named_parameters()))
+    return bool(hooked) or "forward" in vars(module)
 
 
 def splittable(module: nn.Module) -> dict[str, tuple[nn.Module, Splittable]]:

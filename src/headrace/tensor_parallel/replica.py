@@ -15,7 +15,7 @@ from headrace.collectives.threads import ThreadCollective
 from headrace.devices import HOST, random_state, set_random_state
 from headrace.errors import UsageError
 from headrace.metrics import Mean
-from headrace.modules import parameters_and_buffers
+from headrace.modules import ReadGradients, parameters_and_buffers
 from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.tensor_parallel.collectives import all_gather
@@ -200,6 +200,8 @@ class SplitModel(Compute):
         self._whole = whole
         self._split = split
         self._aligned = False
+        trained = {name: each for name, each in whole.module.named_parameters() if each.requires_grad}
+        self._gradients = ReadGradients(trained, "a device has slices of parameters")
         # Before the first forward, which may be one in the user's own loop. ScriptModules take no hooks.
         if not isinstance(whole.module, torch.jit.ScriptModule):
             whole.module.register_forward_pre_hook(self._align)
@@ -208,8 +210,14 @@ class SplitModel(Compute):
         self._align()
         return self._loss_of_one(self._whole.run(share))
 
-    def backward(self, loss: Tensor | Mean, share: Share) -> Computed:
-        return self._loss_of_one(self._whole.backward(loss, share))
+    def backward(self, loss: Tensor | Mean, share: Share, adds: bool = False) -> Computed:
+        computed = self._loss_of_one(self._whole.backward(loss, share, adds))
+        self._gradients.look()
+        return computed
+
+    def send(self, share: Share) -> None:
+        self._gradients.require_unchanged()
+        self._whole.send(share)
 
     def predict(self, batch: Any) -> Any:
         return self._whole.predict(batch)

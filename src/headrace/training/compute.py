@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from headrace.batches import call, select_target
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import UsageError
 from headrace.metrics import Mean
@@ -28,6 +29,30 @@ class Computed:
 
     loss: Tensor | None
     weight: float
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss, `loss(output, target)`, and how `inputs` and `target` are selected from a batch, as in `Job`.
+
+    `weighed` tells whether the loss is a `Mean`, whose total weight is a sum over workers. Where a part of a model is
+    trained, `model` is the whole one, and the loss is `loss(model, batch)`.
+    """
+
+    loss: Callable[..., Any]
+    inputs: Any = None
+    target: Any = None
+    weighed: bool = False
+    model: nn.Module | None = None
+
+    def of(self, forward: Callable[..., Any], batch: Any) -> Tensor | Mean:
+        """Returns the loss of a batch, whose output `forward` makes."""
+        if self.model is not None:
+            taken = self.model, batch
+        else:
+            taken = call(forward, batch, self.inputs), select_target(batch, self.target)
+        loss: Tensor | Mean = self.loss(*taken)
+        return loss
 
 
 class Compute(ABC):
@@ -56,13 +81,23 @@ class Compute(ABC):
     def run(self, share: Share) -> Computed:
         """Computes this share's contribution to the gradient of the global batch's mean loss, for the exchange."""
 
-    def backward(self, loss: Tensor | Mean, share: Share) -> Computed:
-        """Does so from the caller's own loss, the mean over the share.
+    def backward(self, loss: Tensor | Mean, share: Share, adds: bool = False) -> Computed:
+        """Leaves the gradient of the caller's own loss, the mean over the share, in `.grad`, until `send`.
+
+        It is the one of this loss; `adds` adds it to those of other losses of the round. Where a loss is a `Mean`, it
+        is scaled so that the mean over workers, weighted by their examples, is the gradient of the global mean.
 
         Raises:
             UsageError: the strategy computes forward and backward together.
         """
         raise UsageError("the strategy computes whole steps; use worker.step(batch)")
+
+    def send(self, share: Share) -> None:  # noqa: B027  (where there is no `backward`, there is nothing to send)
+        """Contributes what is in `.grad`, for the exchange: the gradients of `backward`, as the caller has left them.
+
+        Raises:
+            UsageError: the caller has changed them, and the strategy cannot follow.
+        """
 
     @abstractmethod
     def predict(self, batch: Any) -> Any:

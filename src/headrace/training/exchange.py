@@ -30,9 +30,11 @@ class Exchange(SwappableWeights):
     Attributes:
         pulled: versions of the servers' parameters that this worker took over at the begin of the round, as of
             `Stepped`; () without servers.
+        keeps_writes: whether what user code writes to this worker's parameters between rounds stays.
     """
 
     pulled: tuple[int, ...] = ()
+    keeps_writes: bool = True
 
     @abstractmethod
     def begin(self, round_: int) -> None:
@@ -153,7 +155,12 @@ class ReducingExchange(UpdatingExchange):
         self._used = used
         self._gradients = gradients
         self._missing: tuple[int, ...] = ()
-        assign(self._parameters, gradients)
+        self._put()
+
+    def _put(self) -> None:
+        """Puts the sums into `.grad`, for the optimizer."""
+        missing = [i for i, index in enumerate(self._indices) if index in self._missing]
+        assign(self._parameters, self._gradients, missing)
 
     @abstractmethod
     def reduce(self) -> Reduced:
@@ -168,7 +175,7 @@ class ReducingExchange(UpdatingExchange):
         decision = self._clipper.clip(measured, held, finite)
         if missing != self._missing:
             self._missing = missing
-            assign(self._parameters, self._gradients, [i for i, index in enumerate(self._indices) if index in missing])
+            self._put()
         return decision
 
     def update(self, round_: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -132,6 +132,14 @@ class GradientPlaces(Protocol):
         """
 
 
+@runtime_checkable
+class EarlySink(Protocol):
+    """A sink that takes gradients as soon as backward has made them, by a hook of its own on each parameter."""
+
+    def sending(self) -> AbstractContextManager[None]:
+        """Lets one backward pass send early, whose gradients go to the sink as they are."""
+
+
 class UsedParameters:
     """Finds the trainable parameters that no worker has a gradient for in this round.
 
@@ -233,6 +241,11 @@ def assign(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], mis
         parameter.grad = gradient
     for index in missing:
         parameters[index].grad = None
+
+
+def times(gradients: Sequence[Tensor | None], factor: float) -> list[Tensor | None]:
+    """Returns gradients times a factor, in new memory."""
+    return [None if gradient is None else gradient * factor for gradient in gradients]
 
 
 def divide(gradients: Sequence[Tensor | None], weight: float) -> None:

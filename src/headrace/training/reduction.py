@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,14 @@ from headrace.spec.model import ParameterSpec
 from headrace.training.clipping import GradientClipper
 from headrace.training.elastic import ElasticState
 from headrace.training.exchange import Reduced, ReducingExchange
-from headrace.training.gradients import FlatGradients, FlatLayout, GradientSink, SharedGradients, UsedParameters
+from headrace.training.gradients import (
+    FlatGradients,
+    FlatLayout,
+    GradientSink,
+    SharedGradients,
+    UsedParameters,
+    assign,
+)
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import Updater
 
@@ -194,6 +202,7 @@ class OverlappedReduction(Reduction):
         self._missing = list(self._sizes)
         self._arrived = [False] * len(parameters)
         self._sent = 0
+        self._sends = False
         self._waits: list[Callable[[], None]] = []
         for index, parameter in enumerate(parameters):
             parameter.register_hook(partial(self._take, index))
@@ -226,7 +235,19 @@ class OverlappedReduction(Reduction):
             wait()
         self._waits.clear()
 
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """See `EarlySink`."""
+        self._sends = True
+        try:
+            yield
+        finally:
+            self._sends = False
+
     def _take(self, index: int, gradient: Tensor) -> None:
+        # Also called where user code asks autograd for gradients.
+        if not self._sends:
+            return
         self._views[index].copy_(gradient)
         self._arrived[index] = True
         self._missing[self._bucket_of[index]] -= 1
@@ -254,7 +275,8 @@ class MirroredExchange(ReducingExchange):
 
     `parameters` are this worker's trainable parameters, in order. If `copies`, the optimizer gets a copy of the sum on
     their device, because the result lies elsewhere, or is read by all workers of the host and might be written to; so
-    it does where the sum lies in another order of memory than a parameter.
+    it does where the sum lies in another order of memory than a parameter. If `hides`, the sum is in `.grad` during the
+    update alone, so that user code between two rounds sees nothing that other workers read or write.
     """
 
     def __init__(
@@ -265,8 +287,9 @@ class MirroredExchange(ReducingExchange):
         parameters: Sequence[nn.Parameter],
         parameter_bytes: int,
         copies: bool,
+        hides: bool = False,
     ) -> None:
-        self._reduction = reduction
+        self._reduction, self._hides = reduction, hides
         self._views = reduction.layout.views(reduction.result)
         # Fused kernels go over memory, so that gradients must lie in the order of their parameters.
         apart = any(view.stride() != each.stride() for view, each in zip(self._views, parameters, strict=True))
@@ -295,7 +318,16 @@ class MirroredExchange(ReducingExchange):
     def update(self, round_: int) -> None:
         if self._private:
             foreach_copy_(self._private, self._views)
+        if not self._hides:
+            super().update(round_)
+            return
+        super()._put()
         super().update(round_)
+        assign(self._parameters, [None] * len(self._parameters))
+
+    def _put(self) -> None:
+        if not self._hides:
+            super()._put()
 
 
 class MirroredState(ElasticState):

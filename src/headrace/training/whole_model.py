@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from headrace import internals
-from headrace.batches import call, select_target
+from headrace.batches import call
 from headrace.collectives.base import ProcessGroup
-from headrace.errors import DataError, JobError, UnfitMachine, UsageError
-from headrace.machine.versions import minor_of
+from headrace.errors import DataError, UsageError
+from headrace.hooks import called, silenced
 from headrace.metrics import Mean, weigh
 from headrace.modules import TrainedParameters, has_reentrant_checkpoint, is_dense
 from headrace.policies.roles import bounds
@@ -25,117 +23,27 @@ from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options, require_plain_forward
 from headrace.training.clipping import LossScale
-from headrace.training.compute import Compute, Computed
+from headrace.training.compute import Compute, Computed, Objective
 from headrace.training.embeddings.layer import sparse_layers
-from headrace.training.gradients import DirectGradients, GradientPlaces, GradientSink, assign, divide, require_graph
+from headrace.training.fixed_shapes.graph_mode import GraphMode
+from headrace.training.gradients import (
+    DirectGradients,
+    EarlySink,
+    GradientPlaces,
+    GradientSink,
+    assign,
+    divide,
+    require_graph,
+    times,
+)
 from headrace.training.optimizer import StateSlices
 from headrace.trees import map_leaves, map_tensors, widened
 
-
-class GraphMode(ABC):
-    """How a model runs as compiled programs.
-
-    Attributes:
-        pads: whether it makes all batches one length, and so takes them from the host.
-    """
-
-    pads: ClassVar[bool] = False
-
-    @abstractmethod
-    def loss(self, objective: Objective, batch: Any, share: Share) -> Tensor | Mean:
-        """Runs forward and loss."""
-
-    def predict(self, module: nn.Module, batch: Any, inputs: Any) -> Any:
-        """Runs forward for other batches than those of training: eager, since each would be compiled for few."""
-        return call(module, batch, inputs)
-
-    @abstractmethod
-    def errors(self) -> AbstractContextManager[None]:
-        """Makes a `JobError` with the remedy of what the compiler raises, in forward or in backward."""
-
-
-def one_compiling_process() -> None:
-    """Keeps inductor from starting a pool of processes, which would outlive a worker that is killed.
-
-    Raises:
-        UnfitMachine: in a thread of its own where torch cannot compile there.
-    """
-    if threading.current_thread() is not threading.main_thread() and minor_of(torch.__version__) < (2, 12):
-        raise UnfitMachine(
-            f"torch {torch.__version__} ends the process when a thread compiles, and ThreadEngine has threads: "
-            "leave out engine=, or pip install 'torch>=2.12'"
-        )
-    with warnings.catch_warnings():
-        # torch imports modules here that it has deprecated itself.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        inductor = internals.inductor()
-    inductor.compile_threads = 1
-
-
-@contextmanager
-def compiler_errors(remedy: str) -> Iterator[None]:
-    """Makes a `JobError` of what the compiler raises."""
-    cannot, of_the_model = internals.compiler_errors()
-    try:
-        yield
-    except cannot as error:
-        # Of an exception that the model itself raises, the compiler's words hide what it says.
-        own = isinstance(error.__cause__, of_the_model)
-        said = " ".join(str(error.__cause__ if own else error).partition("\n\n")[0].split())
-        raise JobError(f"the model cannot be compiled: {type(error).__name__}: {said:.400}; {remedy}") from error
-
-
-class CompiledModule(GraphMode):
-    """A module and its compiled form, which runs batches of at least `full` examples.
-
-    Compiled kernels differ by a last bit from eager ones, so which form runs depends on the round alone. The parameters
-    must lie where they will stay.
-    """
-
-    def __init__(self, module: nn.Module, full: int) -> None:
-        one_compiling_process()
-        self._module = module
-        self._compiled: Callable[..., Any] = torch.compile(module)
-        self._full = full
-
-    def forward(self, examples: int) -> Callable[..., Any]:
-        """Returns the form that runs so many examples."""
-        # The last batch of an epoch is short: compiling for its shapes takes longer than running it.
-        return self._compiled if examples >= self._full else self._module
-
-    def loss(self, objective: Objective, batch: Any, share: Share) -> Tensor | Mean:
-        return objective.of(self.forward(share.of), batch)
-
-    def errors(self) -> AbstractContextManager[None]:
-        return compiler_errors("use compile=False")
-
-
 HALF: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PLAIN = Options()
-
-
-@dataclass(frozen=True)
-class Objective:
-    """The loss, `loss(output, target)`, and how `inputs` and `target` are selected from a batch, as in `Job`.
-
-    `weighed` tells whether the loss is a `Mean`, whose total weight is a sum over workers. Where a part of a model is
-    trained, `model` is the whole one, and the loss is `loss(model, batch)`.
-    """
-
-    loss: Callable[..., Any]
-    inputs: Any = None
-    target: Any = None
-    weighed: bool = False
-    model: nn.Module | None = None
-
-    def of(self, forward: Callable[..., Any], batch: Any) -> Tensor | Mean:
-        """Returns the loss of a batch, whose output `forward` makes."""
-        if self.model is not None:
-            taken = self.model, batch
-        else:
-            taken = call(forward, batch, self.inputs), select_target(batch, self.target)
-        loss: Tensor | Mean = self.loss(*taken)
-        return loss
+# In every step of every model, which is why these are no calls of `internals`.
+_gradient_hooks = attrgetter(internals.gradient_hooks.name)
+_accumulation_hooks = attrgetter(internals.accumulation_hooks.name)
 
 
 class WholeModel(Compute):
@@ -177,6 +85,7 @@ class WholeModel(Compute):
         self._sparse = tuple(sparse_layers(module))
         self._direct: DirectGradients | None = None
         # Compiled kernels make the gradients of all layers themselves.
+        self._early = sink if isinstance(sink, EarlySink) else None
         if isinstance(sink, GradientPlaces) and graph is None:
             self._direct = DirectGradients(module, self._trained.every, sink)
         self.device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
@@ -194,16 +103,47 @@ class WholeModel(Compute):
             with self._direct.installed() if self._direct else nullcontext():
                 return self._contribute(self._loss(batch, share), share)
 
-    def backward(self, loss: Tensor | Mean, share: Share) -> Computed:
-        """Differentiates the loss of the caller's own forward.
+    def backward(self, loss: Tensor | Mean, share: Share, adds: bool = False) -> Computed:
+        """See `Compute`.
 
         Raises:
             UsageError: the options say how forward is run.
         """
         if self._graph is not None and self._graph.pads:
-            return super().backward(loss, share)
+            return super().backward(loss, share, adds)
         require_plain_forward(self._options)
-        return self._contribute(loss, share)
+        if not adds:
+            assign(self._trained.every, [None] * len(self._trained.every))
+        part, computed = self._part(loss, share)
+        if not share.examples:
+            self._take_part(part, share)
+            # As of other shares, there is one to read.
+            assign(self._trained.every, [torch.zeros_like(each) for each in self._trained.every])
+            return Computed(None, 0.0)
+        require_graph(part)
+        if share.examples == share.of:
+            self._add(part, share.epoch)
+            return computed
+        # Of the part, as in a step, since hooks of modules may look at sizes.
+        before = [parameter.grad for parameter in self._trained.every]
+        assign(self._trained.every, [None] * len(before))
+        with silenced(self._trained.every):
+            self._add(part, share.epoch)
+        called(self._trained.every, share.examples / share.of, before)
+        return computed
+
+    def send(self, share: Share) -> None:
+        if share.examples == 0:
+            assign(self._trained.every, [None] * len(self._trained.every))
+            self._leave_nothing()
+            return
+        gradients = [each.grad for each in self._trained.every]
+        if share.examples != share.of:
+            gradients = times(gradients, share.examples / share.of)
+        if self._sink is not None:
+            self._sink.store(gradients)
+            gradients = [None] * len(gradients)
+        assign(self._trained.every, gradients)
 
     @torch.no_grad()
     def predict(self, batch: Any) -> Any:
@@ -226,41 +166,49 @@ class WholeModel(Compute):
         return nullcontext() if self._half is None else torch.autocast(self.device.type, self._half)
 
     def _contribute(self, loss: Tensor | Mean, share: Share) -> Computed:
-        """Differentiates this share's part of the global mean, from `loss`, the mean over the share.
-
-        An empty share's loss is needed only because its layers and its weight take part in collectives.
-        """
-        if isinstance(loss, Mean):
-            weight = float(loss.weight)
-            (all_weight,) = self._total([weight])
-            part = loss.total / all_weight if all_weight else loss.total * 0
-            mean = loss.total.detach() / weight if weight else None
-        else:
-            weight = float(share.examples)
-            part = loss if share.examples == share.of else loss * (share.examples / share.of)
-            mean = loss.detach()
+        """Differentiates this share's part of the global mean, from `loss`, the mean over the share."""
+        part, computed = self._part(loss, share)
         if share.examples == 0:
-            if self._always:
-                # As the others do, whose layers exchange something in backward, too.
-                torch.autograd.grad(part, self._trained.in_epoch(share.epoch), allow_unused=True)
+            self._take_part(part, share)
             return self._leave_nothing()
         require_graph(part)
         if self._sink is None:
             self._add(self._scaled(part), share.epoch)
         else:
-            self._sink.store(self._gradients(self._scaled(part), share.epoch))
-        return Computed(mean, weight)
+            self._sink.store(self._gradients(self._scaled(part), share))
+        return computed
 
-    def _gradients(self, loss: Tensor, epoch: int) -> Sequence[Tensor | None]:
-        if self._is_plain(loss):
-            leaves, live = self._leaves(), self._trained.in_epoch(epoch)
-            with self._direct.writing() if self._direct else nullcontext():
+    def _part(self, loss: Tensor | Mean, share: Share) -> tuple[Tensor, Computed]:
+        """Returns this share's part of the global mean, and what is known of its loss."""
+        if not isinstance(loss, Mean):
+            part = loss if share.examples == share.of else loss * (share.examples / share.of)
+            return part, Computed(loss.detach(), float(share.examples))
+        weight = float(loss.weight)
+        (all_weight,) = self._total([weight])
+        part = loss.total / all_weight if all_weight else loss.total * 0
+        return part, Computed(loss.total.detach() / weight if weight else None, weight)
+
+    def _take_part(self, loss: Tensor, share: Share) -> None:
+        """Does what other workers do, whose layers exchange something in backward, too; this share is empty."""
+        if self._always:
+            torch.autograd.grad(loss, self._trained.in_epoch(share.epoch), allow_unused=True)
+
+    def _gradients(self, loss: Tensor, share: Share) -> Sequence[Tensor | None]:
+        hooked = self._is_hooked()
+        apart = hooked and share.examples != share.of
+        if self._is_plain(loss) and not apart and not any(map(_accumulation_hooks, self._trained.every)):
+            leaves, live = self._leaves(), self._trained.in_epoch(share.epoch)
+            early = self._early.sending() if self._early and not hooked else nullcontext()
+            with self._direct.writing() if self._direct else nullcontext(), early:
                 found = torch.autograd.grad(loss, [*live, *leaves], allow_unused=True)
             assign(leaves, found[len(live) :])
-            return self._trained.all_of(found[: len(live)], epoch)
+            return self._trained.all_of(live, found[: len(live)])
         held = [parameter.grad for parameter in self._trained.every]
         assign(self._trained.every, [None] * len(held))
-        self._add(loss, epoch)
+        with silenced(self._trained.every) if apart else nullcontext():
+            self._add(loss, share.epoch)
+        if apart:
+            called(self._trained.every, share.examples / share.of)
         gradients = [parameter.grad for parameter in self._trained.every]
         assign(self._trained.every, held)
         return gradients
@@ -268,6 +216,7 @@ class WholeModel(Compute):
     def _add(self, loss: Tensor, epoch: int) -> None:
         """Adds the gradients of what is trained in an epoch to `.grad`."""
         if epoch >= self._trained.last_begin and self._objective.model is None:
+            self._trained.require_frozen()
             loss.backward()
         elif self._is_plain(loss):
             loss.backward(inputs=[*self._trained.in_epoch(epoch), *self._leaves()])
@@ -276,6 +225,16 @@ class WholeModel(Compute):
                 "hr.frozen(..., until_epoch=...) and several optimizers leave out gradients, and "
                 "torch.utils.checkpoint(use_reentrant=True) in forward makes all of them; use use_reentrant=False"
             )
+
+    def _is_hooked(self) -> bool:
+        """Tells whether hooks of the user's see gradients of parameters.
+
+        They are called with that of the share's own mean, so that one which adds something adds it once for all shares.
+        """
+        seen = [*map(_gradient_hooks, self._trained.every)]
+        if self._early:
+            seen = [hooks and len(hooks) > 1 for hooks in seen]
+        return any(seen) or any(map(_accumulation_hooks, self._trained.every))
 
     def _is_plain(self, loss: Tensor) -> bool:
         """Tells whether autograd may be asked for the gradients of some tensors alone."""
@@ -288,21 +247,25 @@ class WholeModel(Compute):
         held = [parameter.grad for parameter in self._trained.every]
         if self._sink is not None:
             assign(self._trained.every, [None] * len(held))
-        means = False
+        means, hooked = False, self._is_hooked()
         totals, weights = [], []
-        for start, stop in bounds(share.examples, (1,) * pieces):
-            loss = self._loss(cut(batch, start, stop, share.examples), share)
-            means = isinstance(loss, Mean)
-            total, weight = weigh(loss, stop - start)
-            # The weight of a part of a `Mean` is known when all have been weighed.
-            self._add(self._scaled(total if means else total / share.of), share.epoch)
-            totals.append(total.detach())
-            weights.append(weight)
+        # Hooks see what they would on one device, the whole gradient.
+        with silenced(self._trained.every) if hooked else nullcontext():
+            for start, stop in bounds(share.examples, (1,) * pieces):
+                loss = self._loss(cut(batch, start, stop, share.examples), share)
+                means = isinstance(loss, Mean)
+                total, weight = weigh(loss, stop - start)
+                # The weight of a part of a `Mean` is known when all have been weighed.
+                self._add(self._scaled(total if means else total / share.of), share.epoch)
+                totals.append(total.detach())
+                weights.append(weight)
         own = float(sum(weights))
-        gradients = [parameter.grad for parameter in self._trained.every]
         if means:
             (all_weight,) = self._total([own])
-            divide([*gradients, *(leaf.grad for leaf in self._leaves())], all_weight)
+            divide([each.grad for each in (*self._trained.every, *self._leaves())], all_weight)
+        if hooked:
+            called(self._trained.every, share.examples / share.of)
+        gradients = [parameter.grad for parameter in self._trained.every]
         if self._sink is not None:
             self._sink.store(gradients)
             assign(self._trained.every, held)

@@ -78,7 +78,6 @@ def work(
         session, reporter = group.together(lambda: _build(run, role, group, page, module, events, closing))
         compute, control = session.replica.compute, RunControl(session, closing)
         loop = _loop_of(session, control)
-        worker = Worker(session, control, loop)
         with building or nullcontext():
             # One that still builds its model draws from the generator that this seeds.
             _seed(run, rank, restarts)
@@ -86,6 +85,7 @@ def work(
             control.resume(stored)
             del stored
         closing.enter_context(loop)
+        worker = Worker(session, control, loop)
         events.write(WorkerStarted(rank, events.now(), role.host, os.getpid(), role.device, role.threads))
         with reporter.until_end(session.loader.counters):
             (run.train or train)(worker)

@@ -19,11 +19,11 @@ from typing import Any
 
 from torch import Tensor
 
-from headrace.background import BackgroundThread
 from headrace.checkpoint import Checkpoint, CheckpointFolder, FileRecord
 from headrace.checkpoint.manifest import file_name
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import CorruptCheckpoint, RunFailed
+from headrace.machine.background import BackgroundThread
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Event, Notice, Saved
 from headrace.worker.events import EventWriter

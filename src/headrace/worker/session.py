@@ -29,12 +29,13 @@ from headrace.spec.job import Job, Share
 from headrace.spec.parameter_sets import one_optimizer
 from headrace.spec.plan import Plan, Role, exchanges_in_host_memory, name_of
 from headrace.strategies.context import BatchInfo, WorkerContext
+from headrace.training.compute import Objective
 from headrace.training.embeddings.building import deferred_tables, with_tables
 from headrace.training.exchange import Replica, UpdatingExchange
 from headrace.training.turns.compute import TurnsCompute
 from headrace.training.turns.elastic import TurnsState
 from headrace.training.turns.exchange import TurnsExchange
-from headrace.training.whole_model import Objective, use_channels_last
+from headrace.training.whole_model import use_channels_last
 from headrace.worker.evaluations.evaluation import Evaluation
 from headrace.worker.events import EventWriter, InputReporter
 from headrace.worker.run_spec import RENDEZVOUS, RunSpec
@@ -212,6 +213,8 @@ def build_context(
         closing=closing,
         servers=find_servers(run.plan, role.rank, page, group, run.timeout_s),
         sample=lambda: sample_of(run.job),
+        own_loop=run.train is not None,
+        callbacks=bool(run.callbacks),
     )
 
 

@@ -20,6 +20,7 @@ from headrace.worker.control import RunControl
 from headrace.worker.loops.base import Loop
 from headrace.worker.losses import NonFiniteHandler
 from headrace.worker.session import WorkerSession
+from headrace.worker.write_guard import WriteGuard, guard_of_loop
 
 
 def train(worker: Worker) -> None:
@@ -66,6 +67,11 @@ class Worker:
         self.turn = ""
         self._turns = run.job.turns
         self._computed: Computed | None = None
+        self._guard: WriteGuard | None = None
+        if run.train is not None and not self._exchange.keeps_writes:
+            self._guard = guard_of_loop(self.model, run.strategy.name)
+            self._guard.look()
+        self._in_round = self._begun = self._sends = False
         self._times = [0.0, 0.0, 0.0, 0.0]
 
     @property
@@ -98,18 +104,26 @@ class Worker:
 
     def batches(self) -> Iterator[Any]:
         """Yields this worker's share of every global batch, on its device; where data is leased, what it gets."""
+        if self._guard:
+            self._guard.require_unchanged()
         self._control.save_first(self._session.run.job.options.on_nonfinite == "rollback")
         try:
             with closing(self._loop.shares()) as shares:
                 for share in shares:
+                    self._computed, self._begun, self._in_round = None, False, True
                     if self._turns:
                         self.turn = self._turns.at(self._progress.round)
+                    if self._session.run.train is not None:
+                        # Before the loop's own forward.
+                        self._loop.attempt(self._prepare)
                     began = perf_counter()
                     batch = self._compute.place(share.batch)
                     self._times[0] = self._progress.waited_s + perf_counter() - began
                     self._progress.waited_s = 0.0
                     yield batch
+                    self._require_update()
         finally:
+            self._in_round = False
             self._losses.read()
             self._session.events.flush()
 
@@ -120,30 +134,43 @@ class Worker:
         losses are read later, many at a time, so as not to wait for each. Also where another worker was lost
         meanwhile, and the run goes on: then the round is not done, and `batches` yields its data again.
         """
+        if self._sends:
+            raise UsageError("worker.step(batch) after worker.backward(loss); call worker.update() between the two")
         self._begin(lambda: self._compute.run(self._loop.part(batch)))
         return self.update()
 
     def backward(self, loss: Tensor | Mean) -> None:
-        """Differentiates a loss of one's own, the mean over this worker's share: the first half of `step`."""
-        self._begin(lambda: self._compute.backward(loss, self._loop.part(None)))
+        """Differentiates a loss of one's own, the mean over this worker's share: the first half of `step`.
+
+        Its gradient is in `.grad` until `update`, which sends what is there. A second loss of the round is added.
+        """
+        earlier = self._computed
+
+        def differentiate() -> Computed:
+            computed = self._compute.backward(loss, self._loop.part(None), adds=earlier is not None)
+            return computed if earlier is None else _sum(earlier, computed)
+
+        self._sends = True
+        self._begin(differentiate)
 
     def update(self) -> float | None:
         """Synchronizes and updates: the second half of `step`.
 
         Where workers do not go in lockstep, it returns when this worker has its next data, or is where all meet.
         """
+        computed, sends = self._computed, self._sends
+        self._computed, self._begun, self._sends = None, False, False
         if self._loop.spoilt:
             return None
-        if self._computed is None:
+        if computed is None:
             raise UsageError("worker.update() without a worker.backward(loss) before it")
-        computed, self._computed = self._computed, None
         began = perf_counter()
         loss = self._losses.now(computed.loss)
         finite = loss is None or math.isfinite(loss)
         if loss is not None and not finite:
             self._nonfinite.tell(self.rank, loss)
         self._loop.weigh(computed)
-        if not self._loop.attempt(lambda: self._synchronize(finite, began)):
+        if not self._loop.attempt(lambda: self._synchronize(finite, began, sends)):
             return None
         if self._loop.late or not self._loop.records:
             # The data counts when it is leased again, or has counted before.
@@ -153,6 +180,8 @@ class Worker:
         self._record(computed, loss)
         self._control.callbacks.stepped(loss, self.turn)
         self._loop.advance()
+        if self._guard:
+            self._guard.look()
         return loss
 
     def evaluate(self) -> dict[str, float]:
@@ -177,17 +206,40 @@ class Worker:
         return metrics
 
     def _begin(self, compute: Callable[[], Computed]) -> None:
+        if not self._in_round:
+            raise UsageError(
+                "a step outside of `for batch in worker.batches()`: what it trains on is this worker's share of a "
+                "round; take all data, also episodes of one's own, by that loop"
+            )
         began = perf_counter()
 
         def act() -> None:
-            self._nonfinite.before()
-            self._exchange.begin(self._progress.round)
+            if not self._begun:
+                self._prepare()
             self._computed = compute()
 
         self._loop.attempt(act)
         self._times[1] = perf_counter() - began
 
-    def _synchronize(self, finite: bool, began: float) -> None:
+    def _prepare(self) -> None:
+        """Begins a round."""
+        self._nonfinite.before()
+        self._exchange.begin(self._progress.round)
+        self._begun = True
+
+    def _require_update(self) -> None:
+        if self._guard and not self._sends:
+            self._guard.require_unchanged()
+        if self._computed is not None and not self._loop.spoilt:
+            raise UsageError(
+                f"the loop on rank {self.rank} went on without worker.update() after worker.backward(loss) in round "
+                f"{self._progress.round}; call it for every batch: for the gradients of several batches together, make "
+                "the job's global_batch_size larger"
+            )
+
+    def _synchronize(self, finite: bool, began: float, sends: bool) -> None:
+        if sends:
+            self._compute.send(self._loop.part(None))
         decision = self._exchange.synchronize(finite)
         if self._loop.commits:
             self._session.group.commit()
@@ -222,3 +274,13 @@ class Worker:
         )
         self._losses.note(head, computed.loss, loss, self._times)
         self._session.events.passed(progress.round, self._compute.in_flight, self._compute.passes)
+
+
+def _sum(one: Computed, other: Computed) -> Computed:
+    """Returns the sum of two losses of a round, which are means over as much."""
+    if one.weight != other.weight:
+        raise UsageError(
+            f"the losses of a round weigh {one.weight:g} and {other.weight:g}, so that the mean over workers of their "
+            "sum is not the sum of their means; give worker.backward one loss, their sum, or hr.Mean of one weight"
+        )
+    return Computed(None if one.loss is None or other.loss is None else one.loss + other.loss, one.weight)

@@ -19,7 +19,8 @@ from headrace.batches import examples_of
 from headrace.checkpoint.forms import extra_states
 from headrace.internals import BatchNorm
 from headrace.modules import restore, same_values, stateful_modules
-from headrace.training.whole_model import Objective, cut
+from headrace.training.compute import Objective
+from headrace.training.whole_model import cut
 
 _NUDGE = 1e-2
 """Relative change of the weights, so that a copy of them that follows them in forward has to move."""

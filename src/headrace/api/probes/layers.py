@@ -9,7 +9,7 @@ from torch import nn
 
 from headrace.api.probes.finding import Finding, Scope, drawn, names_of, run_forward, trial
 from headrace.internals import DropoutNd
-from headrace.training.whole_model import Objective
+from headrace.training.compute import Objective
 
 
 def probe_random_layers(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:

@@ -18,7 +18,8 @@ from headrace.data import Loader, as_pipeline
 from headrace.errors import DataError
 from headrace.spec.job import Job, Share
 from headrace.spec.plan import Plan, cuts_shares
-from headrace.training.whole_model import Objective, cut
+from headrace.training.compute import Objective
+from headrace.training.whole_model import cut
 from headrace.worker.evaluations.accumulated import accumulates
 from headrace.worker.session import objectives_of
 

@@ -20,7 +20,8 @@ from headrace.api.probes.finding import Finding, Scope, drawn, loss_of, trial
 from headrace.batches import examples_of
 from headrace.internals import BatchNorm
 from headrace.metrics import Mean, weigh
-from headrace.training.whole_model import Objective, cut
+from headrace.training.compute import Objective
+from headrace.training.whole_model import cut
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-4}
 _HALF_TOLERANCE = 0.05

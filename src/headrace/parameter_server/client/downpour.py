@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from headrace.background import BackgroundThread
 from headrace.collectives.base import ProcessGroup
 from headrace.internals import foreach_add_, foreach_copy_
+from headrace.machine.background import BackgroundThread
 from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.client.data_leases import BackgroundWork, ServerDataLeases
 from headrace.parameter_server.client.exchange import GradientAccumulator, ReplicaGroup, ServedExchange, alike

@@ -236,6 +236,7 @@ class ServedExchange(Exchange):
     `group` is the workers, or those that hold the same part of the model; `rows` moves those of tables.
     """
 
+    keeps_writes = False
     _pushes_each: ClassVar[bool] = False
     """Whether each gradient is pushed before the next one is computed."""
 

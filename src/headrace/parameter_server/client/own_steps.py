@@ -89,6 +89,8 @@ class OwnStepsExchange(LeasedExchange):
     and its replacement begins with none. `first` is the run's first round.
     """
 
+    keeps_writes = True
+
     def __init__(
         self,
         leases: ServerDataLeases,

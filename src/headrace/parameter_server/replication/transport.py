@@ -18,7 +18,7 @@ from time import monotonic, sleep
 
 from torch import Tensor
 
-from headrace.background import BackgroundThread
+from headrace.machine.background import BackgroundThread
 from headrace.parameter_server.replication import machine
 from headrace.parameter_server.replication.log import (
     LONGEST,

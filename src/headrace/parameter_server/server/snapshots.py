@@ -27,12 +27,12 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from headrace.background import BackgroundThread
 from headrace.checkpoint import forms
 from headrace.checkpoint.header import NAMES, PREFIX, TensorEntry, encode, length, parse
 from headrace.checkpoint.storage import Storage
 from headrace.checkpoint.tensors import views
 from headrace.errors import CorruptCheckpoint
+from headrace.machine.background import BackgroundThread
 from headrace.parameter_server.core.leases import intervals_of, numbers_in
 from headrace.parameter_server.core.shard import ShardState
 from headrace.parameter_server.server.coordinator import CoordinatorState, MembershipState

@@ -18,7 +18,7 @@ from headrace.modules import has_reentrant_checkpoint, set_train_modes
 from headrace.pipeline.layer_cost import LayerTiming, between, clock, kept_bytes, place, typical
 from headrace.pipeline.profile import limited_threads, loss_of
 from headrace.pipeline.trace.tracing import unchanged
-from headrace.training.whole_model import Objective
+from headrace.training.compute import Objective
 
 _LEAST, _MOST = 5, 200
 """Repetitions that count."""

@@ -73,6 +73,7 @@ class ElasticStorageExchange(ReducingExchange):
         clipper: GradientClipper,
         scale: LossScale | None,
     ) -> None:
+        self.keeps_writes = False
         self._cut = cut
         self._model = model
         self._group = group

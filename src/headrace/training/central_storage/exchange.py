@@ -28,15 +28,20 @@ class CentralCopy:
     """The one copy, every worker's gradients, and the way between them and a device.
 
     `parameters` is the one copy, `(layout.nbytes,)` uint8, in host memory. The module's parameters become views: of
-    the one copy on a CPU, of one flat buffer on another device.
+    the one copy on a CPU, of one flat buffer on another device, or where a loop of the user's own may
+    write to them (`own_loop`): what all workers write alike is then written once.
     """
 
-    def __init__(self, module: nn.Module, model: ModelSpec, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, model: ModelSpec, group: ProcessGroup, device: torch.device, own_loop: bool = False
+    ) -> None:
         self.layout, self.parameters = share_parameters(module, model, group)
         self.gradients = shared = SharedGradients(model.trainable, group)
         self._own = self._local = shared.regions[group.rank]
         self._near = self.parameters
         self.sink = shared.sink
+        if own_loop and group.world > 1:
+            self._near = torch.empty_like(self.parameters, device=device)
         if device.type != "cpu":
             for region in (self.parameters, self._own):
                 register_host_memory(region, device)
@@ -50,6 +55,10 @@ class CentralCopy:
         """Copies the parameters to the device."""
         if self._near is not self.parameters:
             self._near.copy_(self.parameters)
+
+    def near(self, segment: Segment, specs: Mapping[str, ParameterSpec]) -> Tensor | None:
+        """Returns a segment's place in this worker's own parameters; None where they are the one copy."""
+        return None if self._near is self.parameters else cut_segment(self.layout, self._near, segment, specs)
 
     def bring(self) -> None:
         """Copies this worker's gradients to host memory."""
@@ -105,6 +114,8 @@ class CentralStorageExchange(ReducingExchange):
         layout = copy.gradients.layout
 
         pieces = [nn.Parameter(cut_segment(copy.layout, copy.parameters, segment, specs)) for segment in segments]
+        near = [(piece.detach(), copy.near(each, specs)) for piece, each in zip(pieces, segments, strict=True)]
+        self._near = [(piece, here) for piece, here in near if here is not None]
         own, *self._others = [
             [cut_segment(layout, region, segment, specs) for segment in segments]
             for region in (copy.gradients.regions[group.rank], *_without(copy.gradients.regions, group.rank))
@@ -129,13 +140,23 @@ class CentralStorageExchange(ReducingExchange):
         self._group.moved_bytes += self._traffic
         return self._sums, self._sums
 
+    def update(self, round_: int) -> None:
+        self._give()
+        super().update(round_)
+
     def publish(self) -> None:
         self._group.barrier()
         self._copy.fetch()
 
+    def _give(self) -> None:
+        """Brings what this worker has of its segments to the one copy, since user code may have written to it."""
+        for piece, near in self._near:
+            piece.copy_(near)
+
     def swap_weights(self, averaged: bool) -> None:
         # No rank may still read what is changed.
         self._group.barrier()
+        self._give()
         super().swap_weights(averaged)
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:

@@ -37,7 +37,7 @@ class TablesExchange(Exchange):
     def __init__(
         self, inner: Exchange, layers: Sequence[SparseEmbedding], updater: RowUpdater, group: ProcessGroup
     ) -> None:
-        self._inner = inner
+        self._inner, self.keeps_writes = inner, inner.keeps_writes
         self._layers = layers
         self._updater = updater
         self._group = group

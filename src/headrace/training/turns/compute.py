@@ -29,8 +29,11 @@ class TurnsCompute(Compute):
     def run(self, share: Share) -> Computed:
         return self._computes[self._order.at(share.round)].run(share)
 
-    def backward(self, loss: Tensor | Mean, share: Share) -> Computed:
-        return self._computes[self._order.at(share.round)].backward(loss, share)
+    def backward(self, loss: Tensor | Mean, share: Share, adds: bool = False) -> Computed:
+        return self._computes[self._order.at(share.round)].backward(loss, share, adds)
+
+    def send(self, share: Share) -> None:
+        self._computes[self._order.at(share.round)].send(share)
 
     def predict(self, batch: Any) -> Any:
         return self._any.predict(batch)

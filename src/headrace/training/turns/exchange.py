@@ -35,6 +35,7 @@ class _SetExchanges(Exchange):
 
     def __init__(self, exchanges: Mapping[str, UpdatingExchange], holders: Mapping[str, str]) -> None:
         self._exchanges = exchanges
+        self.keeps_writes = all(each.keeps_writes for each in exchanges.values())
         self._holders = holders
 
     def swap_weights(self, averaged: bool) -> None:

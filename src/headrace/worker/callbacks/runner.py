@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from headrace.errors import UsageError
@@ -11,6 +12,7 @@ from headrace.training.synchronization import DataLeases
 from headrace.training.update import ScalesRates
 from headrace.worker.callbacks.callback import Callback, Moment, RunActions
 from headrace.worker.session import WorkerSession
+from headrace.worker.write_guard import guard_of_callbacks
 
 
 class CallbackRunner:
@@ -26,29 +28,37 @@ class CallbackRunner:
         self._callbacks: tuple[Callback, ...] = session.run.callbacks
         self._factor: float | None = None
         actions = RunActions(self._log_values, self._log_picture, self._stop, self._set_factor)
-        self._moment = Moment(session.replica.compute.module, session.run.run_dir, actions)
+        module = session.replica.compute.module
+        self._moment = Moment(module, session.run.run_dir, actions)
+        alone = session.group.world == 1 and session.replica.exchange.keeps_writes
+        self._guard = guard_of_callbacks(module) if self._callbacks and not alone else None
 
     def stepped(self, loss: float | None, turn: str = "") -> None:
         """Calls them after a step of this worker."""
         self._moment.loss, self._moment.turn = loss, turn
-        for callback, moment in self._here():
-            callback.on_step(moment)
+        with self._here() as (callbacks, moment):
+            for callback in callbacks:
+                callback.on_step(moment)
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Calls them after an evaluation."""
-        for callback, moment in self._here():
-            callback.on_evaluation(moment, metrics)
+        with self._here() as (callbacks, moment):
+            for callback in callbacks:
+                callback.on_evaluation(moment, metrics)
 
     def saved(self, event: Saved) -> None:
         """Calls them when a checkpoint is on the disk."""
         path = self._session.run.run_dir / "checkpoints" / f"step-{event.step:08d}"
-        for callback, moment in self._here():
-            callback.on_checkpoint(moment, path)
+        with self._here() as (callbacks, moment):
+            for callback in callbacks:
+                callback.on_checkpoint(moment, path)
 
     def ended(self) -> None:
         """Calls them at the end of the run."""
-        for callback, moment in self._here():
-            callback.on_end(moment)
+        # What is changed then is in the model that is left.
+        with self._here(guarded=False) as (callbacks, moment):
+            for callback in callbacks:
+                callback.on_end(moment)
 
     def ask(self, next_synchronization: int) -> None:
         """Lets rank 0 announce that the learning rate changes at the next synchronization."""
@@ -69,13 +79,21 @@ class CallbackRunner:
         assert isinstance(exchange, ScalesRates)
         exchange.scale_rates(factor)
 
-    def _here(self) -> list[tuple[Callback, Moment]]:
+    @contextmanager
+    def _here(self, guarded: bool = True) -> Iterator[tuple[tuple[Callback, ...], Moment]]:
+        """Yields those that are called in this process, and what they get; `guarded` refuses writes to parameters."""
         session, moment = self._session, self._moment
         if not self._callbacks or session.group.rank != 0:
-            return []
+            yield (), moment
+            return
         moment.step = session.progress.done
         moment.epoch = moment.step // session.loader.rounds_per_epoch
-        return [(callback, moment) for callback in self._callbacks]
+        guard = self._guard if guarded else None
+        if guard:
+            guard.look()
+        yield self._callbacks, moment
+        if guard:
+            guard.require_unchanged(flags=True)
 
     def _log_values(self, values: Mapping[str, float]) -> None:
         events = self._session.events
