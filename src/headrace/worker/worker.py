@@ -18,9 +18,9 @@ from headrace.spec.job import Share
 from headrace.training.compute import Computed
 from headrace.worker.control import RunControl
 from headrace.worker.loops.base import Loop
+from headrace.worker.loops.write_guard import WriteGuard, guard_of_loop
 from headrace.worker.losses import NonFiniteHandler
 from headrace.worker.session import WorkerSession
-from headrace.worker.write_guard import WriteGuard, guard_of_loop
 
 
 def train(worker: Worker) -> None:
