@@ -67,11 +67,12 @@ class Workers:
 
     Args:
         seed: of the job.
-        ranks: of the workers. Where there is one, its random numbers are the process's own, unless it is `apart`.
+        ranks: of the workers. Where there is one, its random numbers are the process's own, unless `apart`,
+            with a model of its own.
     """
 
     def __init__(self, module: nn.Module, seed: int, ranks: Sequence[int], apart: bool = False) -> None:
-        self._module, self._one = module, len(ranks) == 1 and not apart
+        self._module, self._one, self._apart = module, len(ranks) == 1 and not apart, apart
         self._device = torch.device("cpu")
         self._states: list[tuple[list[Tensor], dict[str, Tensor]]] = []
         self.drew = False
@@ -91,7 +92,8 @@ class Workers:
             self.drew = self.drew or not torch.equal(before, torch.get_rng_state())
             return
         buffers, random = self._states[worker]
-        self._put(buffers)
+        if not self._apart:
+            self._put(buffers)
         restore_random_states(random, self._device)
         yield
         self._states[worker] = self._buffers(), random_states(self._device)
