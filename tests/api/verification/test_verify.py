@@ -177,11 +177,28 @@ def test_a_given_model_and_loss_are_as_before() -> None:
     model, loss = dense(), Counting()
     model.eval()
     weight, before = model[0].weight, model[0].weight.detach().clone()  # type: ignore[index]
+    weight.register_hook(lambda gradient: gradient * 2)
     found = verified(job(model=model, task=None, loss=loss), hr.OneDevice())
     assert found.rows[0].verdict == EQUAL
     assert model[0].weight is weight  # type: ignore[index]
     assert torch.equal(weight, before)
     assert (weight.dtype, weight.grad, model.training, loss.calls) == (torch.float32, None, False, 0)
+
+
+def verb_by_verb(worker: Any) -> None:
+    for inputs, target in worker.batches():
+        worker.backward(nn.functional.cross_entropy(worker.model(inputs), target) / 2)
+        worker.backward(nn.functional.cross_entropy(worker.model(inputs), target) / 2)
+        worker.update()
+        if worker.epoch_ended:
+            worker.evaluate()
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own() -> None:
+    found = verified(job(), hr.Mirrored(workers=2), train=verb_by_verb, double=True)
+    assert found.equal, str(found)
+    assert next(row for row in found.rows if row.what == "evaluation in the run").verdict == EQUAL
 
 
 def test_the_plain_loop_can_be_read() -> None:

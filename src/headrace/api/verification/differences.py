@@ -122,12 +122,12 @@ def _number_gaps(
 def _gaps(
     kind: str, ours: Mapping[str, Tensor], other: Mapping[str, Tensor], plain: Trained, tolerance: Tolerance
 ) -> Iterator[_Gap]:
-    if kind == "parameters":
+    if kind == "parameters" and 0 in plain.rounds:
         start = plain.rounds[0][kind]
         moved = max((_largest(other[name].double() - start[name].double()) for name in other), default=0.0)
         yield from _tensor_gaps(ours, other, tolerance, moved)
         return
-    if kind == "buffers":
+    if kind != "optimizer state":
         yield from _tensor_gaps(ours, other, tolerance, math.inf)
         return
     # Second moments are small numbers: what is compared with is the largest one of their kind.

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from headrace.api.probes.untouched import untouched
 from headrace.data import InputPipeline, Loader, as_pipeline, from_arrays
 from headrace.internals import BatchNorm
-from headrace.modules import same_values
+from headrace.modules import copy_module, restore, same_values
 from headrace.spec.job import Job
 from headrace.spec.options import Options
 from headrace.spec.parameter_sets import ParameterSet
@@ -63,9 +64,9 @@ class _Built:
 
 
 def with_model(job: Job, change: Change) -> Job:
-    """Returns the job whose model is changed when it is built; a model that is given is changed where it is."""
+    """Returns the job whose model is changed when it is built; of one that is given, it is a copy."""
     if isinstance(job.model, nn.Module):
-        return replace(job, model=change(job.model))
+        return replace(job, model=change(copy_module(job.model)))
     return replace(job, model=_Built(job.model, change))
 
 
@@ -216,61 +217,19 @@ SUSPECTS: Mapping[str, tuple[str, Callable[[Job], Job]]] = {
 
 @contextmanager
 def keeping(job: Job) -> Iterator[None]:
-    """Puts back, at the end, what a job's own objects hold now: its model, if it is one, and its loss.
+    """Puts back, at the end, what a job's own objects hold now: its model, if it is one, its loss and what they reach.
 
-    Trained changes them where they are: the plain loop copies nothing.
+    Training changes them where they are: the plain loop copies nothing.
     """
     losses = list(job.loss.values()) if isinstance(job.loss, Mapping) else [job.loss]
-    modules = [each for each in (job.model, *losses) if isinstance(each, nn.Module)]
-    holders = [vars(part) for module in modules for part in module.modules()]
-    holders += [vars(each) for each in losses if not isinstance(each, nn.Module | type) and _has_attributes(each)]
-    same = {id(each): each for module in modules for each in (*module.modules(), *_tensors(module))}
-    tensors = [(each, each.detach().clone(), each.requires_grad) for module in modules for each in _tensors(module)]
-    held = [(holder, {name: _copied(name, value, same) for name, value in holder.items()}) for holder in holders]
-    try:
-        yield
-    finally:
-        for tensor, value, trained in tensors:
-            tensor.grad = None
-            if tensor.dtype == value.dtype:
-                tensor.detach().copy_(value)
-            else:
-                tensor.data = value
-            tensor.requires_grad_(trained)
-        for holder, values in held:
-            _put_back(holder, values)
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
-def _has_attributes(value: object) -> bool:
-    return isinstance(getattr(value, "__dict__", None), dict)
-
-
-_OF_MODULES = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict)}
-"""Attributes of every module: dicts of its parts, parameters, buffers and hooks."""
-
-
-def _copied(name: str, value: Any, same: dict[int, Any]) -> Any:
-    """Returns a copy of an attribute; what is part of a model is that part itself."""
-    if name in _OF_MODULES:
-        return dict(value)
-    try:
-        return copy.deepcopy(value, dict(same))
-    except (TypeError, RuntimeError, ValueError, AttributeError):
-        # A lock, a file: nothing that training changes.
-        return value
-
-
-def _put_back(holder: dict[str, Any], values: Mapping[str, Any]) -> None:
-    for name in holder.keys() - values.keys():
-        del holder[name]
-    for name, value in values.items():
-        if name in _OF_MODULES:
-            holder[name].clear()
-            holder[name].update(value)
-        else:
-            holder[name] = value
+    given = [each for each in (job.model, *losses) if isinstance(each, nn.Module)]
+    tensors = [tensor for module in given for tensor in (*module.parameters(), *module.buffers())]
+    kept = [(tensor, tensor.detach().clone(), tensor.requires_grad) for tensor in tensors]
+    with untouched(job.model, *losses, job.optimizer, but=tensors):
+        try:
+            yield
+        finally:
+            for tensor, value, trained in kept:
+                tensor.grad = None
+                restore(tensor.detach(), value)
+                tensor.requires_grad_(trained)

@@ -20,11 +20,9 @@ Lend = Callable[[int], AbstractContextManager[None]]
 
 
 class PlainLoop:
-    """Trains parameters of `model` in rounds: `begin`, then `differentiate` or `backward`, then `update`.
-
-    A round has one piece, the whole global batch, or the job's micro-batches; or, in references of strategies, the
-    workers' shares, and `lend(worker)` lends a worker's buffers and random numbers to a forward pass.
-    """
+    """Trains parameters of `model` in rounds: `begin`, `differentiate` or `backward`, `update`. A round has one
+    piece, the whole global batch, or the job's micro-batches; or, in references of strategies, the workers' shares, and
+    `lend(worker)` lends a worker's buffers and random numbers to a forward pass."""
 
     def __init__(self, job: Job, model: nn.Module, objective: Objective, epoch: int, lend: Lend) -> None:
         self.options, self.model, self.objective, self.lend = job.options, model, objective, lend

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -13,20 +13,19 @@ from torch import Tensor, nn
 
 from headrace.api.run import Run
 from headrace.api.verification.plain_loop import PlainLoop
+from headrace.api.verification.plain_worker import PlainWorker
 from headrace.batches import call, select_target
 from headrace.checkpoint import CheckpointFolder
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import Loader, as_pipeline
 from headrace.metrics import weigh
 from headrace.modules import evaluating, names_of_sets, parameters_and_buffers, parts_of
-from headrace.policies.roles import bounds
 from headrace.spec.events import Stepped
-from headrace.spec.job import Job, Share
+from headrace.spec.job import Job
 from headrace.spec.parameter_sets import loss_name
 from headrace.training.batch_norm import averaged_buffers
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import AVERAGE
-from headrace.training.whole_model import cut
 from headrace.worker.evaluations.accumulated import Accumulated, accumulates
 from headrace.worker.session import alone, objective_of
 from headrace.worker.state import random_states, restore_random_states, seed_worker
@@ -117,10 +116,23 @@ class Workers:
                 buffer.copy_(value)
 
 
-def train_plainly(job: Job, module: nn.Module, shares: Sequence[int], by_examples: bool = False) -> Trained:
+def _usual(worker: PlainWorker) -> None:
+    for batch in worker.batches():
+        worker.step(batch)
+
+
+def train_plainly(
+    job: Job,
+    module: nn.Module,
+    shares: Sequence[int] = (1,),
+    by_examples: bool = False,
+    train: Callable[[Any], None] | None = None,
+) -> Trained:
     """Trains a job by the plain loop, the shares of a global batch one after the other.
 
-    `by_examples` weighs the workers' running statistics by how many examples each has had.
+    Args:
+        by_examples: weighs the workers' running statistics by how many examples each has had.
+        train: a loop of the user's own.
     """
     found, count = Trained(), job.steps or 0
     pipeline = as_pipeline(job.data)[0]
@@ -130,31 +142,24 @@ def train_plainly(job: Job, module: nn.Module, shares: Sequence[int], by_example
     loops = loops_of(job, module, loaders[0].rounds_per_epoch, workers)
     found.rounds[0] = {**tensors_of(module), "optimizer state": {}}
     seen = [float(not by_examples)] * len(shares)
-    for round_, each in enumerate(rounds):
-        loop = loops[job.turns.at(round_) if job.turns else ""]
-        loop.begin(pieces_of(each, loop.options.accumulate))
-        loop.differentiate()
-        loop.update()
-        seen = [before + share.examples * by_examples for before, share in zip(seen, each, strict=True)]
+
+    def note(worker: PlainWorker) -> None:
+        for rank, share in enumerate(worker.shares):
+            seen[rank] += share.examples * by_examples
         workers.combined(seen)
-        found.losses.append(loop.loss)
-        found.rounds[round_ + 1] = {**tensors_of(module), "optimizer state": dict(_states(loops.values()))}
+        found.losses.append(worker.loop.loss)
+        found.rounds[worker.round + 1] = {**tensors_of(module), "optimizer state": dict(_states(loops.values()))}
+
+    def measure() -> dict[str, float]:
+        examine(job, module, found)
+        return found.metrics
+
+    (train or _usual)(PlainWorker(job, module, loops, rounds, loaders[0].rounds_per_epoch, note, measure))
     adopt_averages(loops.values())
     found.model = tensors_in(module)
     found.drew = workers.drew
     examine(job, module, found)
     return found
-
-
-def pieces_of(shares: Sequence[Share], accumulate: int) -> list[tuple[int, Share]]:
-    """Returns the micro-batches of the workers' shares of a global batch, each with its worker."""
-    pieces = []
-    for worker, share in enumerate(shares):
-        ends = bounds(share.examples, (1,) * min(accumulate, share.examples))
-        for start, stop in ends:
-            batch = cut(share.batch, start, stop, share.examples) if len(ends) > 1 else share.batch
-            pieces.append((worker, replace(share, batch=batch, examples=stop - start)))
-    return pieces
 
 
 def loops_of(job: Job, module: nn.Module, epoch: int, workers: Workers) -> dict[str, PlainLoop]:

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from headrace.api.verification.plain_loop import PlainLoop
-from headrace.api.verification.recording import Trained, Workers, examine, pieces_of, tensors_in, tensors_of
+from headrace.api.verification.plain_worker import pieces_of
+from headrace.api.verification.recording import Trained, Workers, examine, tensors_in, tensors_of
 from headrace.averaging.outer_steps import Elastic, Nesterov
 from headrace.data import Loader, as_pipeline
 from headrace.modules import copy_module

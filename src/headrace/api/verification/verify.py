@@ -47,8 +47,10 @@ from headrace.modules import copy_module, set_train_modes
 from headrace.spec.job import Job
 from headrace.spec.options import Checkpoints, require_count
 from headrace.spec.plan import Plan
-from headrace.strategies import Downpour, ParameterServer, Strategy, resolve
+from headrace.strategies import Downpour, OneDevice, ParameterServer, Strategy, resolve
+from headrace.training.embeddings.layer import sparse_layers
 from headrace.worker.session import make_module, seed_torch
+from headrace.worker.worker import Worker
 
 PLAIN = "a plain PyTorch loop"
 BY_SHARES = "a plain PyTorch loop over the workers' shares, one after the other"
@@ -67,6 +69,7 @@ def verify(
     job: Job,
     strategy: str | Strategy = "mirrored",
     *,
+    train: Callable[[Worker], None] | None = None,
     rounds: int = 6,
     double: bool = False,
     examples: int | None = None,
@@ -82,6 +85,7 @@ def verify(
     Args:
         job: what is trained.
         strategy: how, by name or as a value.
+        train: a loop of the user's own, as of `launch`; None for the usual one.
         rounds: how many.
         double: in double precision. Without, single precision is tried first, and double precision decides where the
             two are farther apart than rounding explains.
@@ -106,7 +110,7 @@ def verify(
     torch.set_num_threads(1)
     try:
         with nullcontext(engine) if engine else kept_engine() as own:
-            found = _Session(job, chosen, folder, own, rounds, examples, say).verified(double)
+            found = _Session(job, chosen, train, folder, own, (rounds, examples), say).verified(double)
         return replace(found, seconds=perf_counter() - began)
     finally:
         torch.set_num_threads(threads)
@@ -134,13 +138,14 @@ class _Session:
         self,
         job: Job,
         strategy: Strategy,
+        train: Callable[[Worker], None] | None,
         folder: Path,
         engine: Engine,
-        rounds: int,
-        examples: int | None,
+        length: tuple[int, int | None],
         say: Callable[[str], object],
     ) -> None:
-        self._strategy, self._folder, self._engine, self._say = strategy, folder, engine, say
+        self._strategy, self._train, self._folder, self._engine, self._say = strategy, train, folder, engine, say
+        rounds, examples = length
         self._job = shorten(job, rounds, examples=examples)
         self._runs = 0
         self._checked = False
@@ -192,7 +197,7 @@ class _Session:
         tolerance = DOUBLE if double else SINGLE
         if strategy.equals_one_device or _in_step(strategy):
             return self._beside_plain(job, strategy, tolerance)
-        reference = reference_of(strategy)
+        reference = reference_of(strategy) if self._train is None else None
         run = self._run(job, strategy)
         if reference is not None:
             with keeping(job):
@@ -204,11 +209,15 @@ class _Session:
 
     def _beside_plain(self, job: Job, strategy: Strategy, tolerance: Tolerance) -> _Trial:
         """Compares a strategy that equals one device with it, as far as the model's layers let it."""
+        with keeping(job):
+            has_tables = any(sparse_layers(_own_module(job)))
+        if has_tables:
+            return self._beside_one_device(job, strategy, tolerance)
         plain, notes = self._plain(job, (1,)), []
         run = self._run(job, strategy)
         words = PLAIN
         coupled = plain.drew or (_changes_buffers(plain) and job.options.batch_norm != "sync")
-        if coupled and run.plan.replicas > 1 and run.plan.replicas == run.plan.workers:
+        if coupled and run.plan.replicas > 1 and run.plan.replicas == run.plan.workers and self._train is None:
             notes.append(_why_coupled(plain))
             plain, words = self._plain(job, run.plan.shares, by_examples=not strategy.lock_step), BY_SHARES
         elif coupled and run.plan.workers > 1:
@@ -220,10 +229,21 @@ class _Session:
             )
         return _Trial(job, run.plan, words, self._rows(job, strategy, run, plain, tolerance), notes)
 
+    def _beside_one_device(self, job: Job, strategy: Strategy, tolerance: Tolerance) -> _Trial:
+        """Compares with one process of headrace's own, where the plain loop cannot do what it does."""
+        alone = self._run(job, OneDevice())
+        plain, run = read_run(alone), self._run(job, strategy)
+        with keeping(job):
+            examine(job, alone.model, plain)
+        notes = ["rows of sparse embeddings are made and updated by headrace alone: compared with its one_device"]
+        return _Trial(job, run.plan, "a run under one_device", self._rows(job, strategy, run, plain, tolerance), notes)
+
     def _asynchronous(self, job: Job, strategy: Strategy, run: Run, tolerance: Tolerance) -> _Trial:
         """Replays the recorded order of pushes in one process, and compares one worker with the plain loop."""
         rows, notes, words = [], [f"{strategy.name} differs from one device by definition: {_ASYNCHRONOUS}"], REPLAY
         try:
+            if self._train is not None:
+                raise UsageError("a replay has the usual loop, and this one is of your own")
             with keeping(job):
                 replayed = rehearse(job, from_run=run.run_dir, run_dir=self._folder / f"replay-{self._runs}").run
         except UsageError as error:
@@ -242,7 +262,7 @@ class _Session:
 
     def _plain(self, job: Job, shares: Sequence[int], by_examples: bool = False) -> Trained:
         with keeping(job):
-            return train_plainly(job, _own_module(job), shares, by_examples)
+            return train_plainly(job, _own_module(job), shares, by_examples, self._train)
 
     def _run(self, job: Job, strategy: Strategy, resume: Path | None = None) -> Run:
         self._runs += 1
@@ -261,7 +281,7 @@ class _Session:
         )
         self._checked = True
         with keeping(job):
-            return run_job(job, None, strategy, arguments)
+            return run_job(job, self._train, strategy, arguments)
 
     def _rows(
         self, job: Job, strategy: Strategy, run: Run, plain: Trained, tolerance: Tolerance, resumes: bool = True
