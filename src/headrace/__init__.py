@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from headrace.api.comparison import Comparison, compare
     from headrace.api.fit import fit, launch
     from headrace.api.model_profile import profile
+    from headrace.api.plain_script.setup import setup
     from headrace.api.probes.learning_rate import LearningRates, find_learning_rate
     from headrace.api.probes.model_summary import ModelSummary, summary
     from headrace.api.rehearsal.rehearse import Rehearsal, rehearse
     from headrace.api.run import Run
-    from headrace.api.setup import setup
     from headrace.api.verification.verification import Verification
     from headrace.api.verification.verify import verify
     from headrace.averaging.outer_steps import Elastic, Nesterov
@@ -145,9 +145,9 @@ _MODULES = {
     "api.probes.model_summary": ("ModelSummary", "summary"),
     "api.rehearsal.rehearse": ("Rehearsal", "rehearse"),
     "api.run": ("Run",),
-    "api.setup": ("setup",),
     "api.verification.verification": ("Verification",),
     "api.verification.verify": ("verify",),
+    "api.plain_script.setup": ("setup",),
     "averaging.outer_steps": ("Elastic", "Nesterov"),
     "averaging.period": ("AutoPeriod",),
     "engine.ray.engine": ("RayEngine",),

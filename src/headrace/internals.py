@@ -75,6 +75,7 @@ MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_bac
 SPARSE_ARGUMENTS = {"aten::embedding": 4, "aten::_embedding_bag": 5, "aten::_embedding_bag_forward_only": 5}
 """The operations of embeddings: where `sparse` is among the arguments."""
 TP_PLAN = "_tp_plan"  # where a model of the transformers library keeps its plan of tensor parallelism
+SAVED = "_saved_"  # how an attribute is called that holds what a node of autograd's graph has saved
 ABC_STATE = "_abc_impl"  # what Python keeps in an abstract class about its subclasses
 
 
@@ -360,10 +361,9 @@ def without_compiler(mode: type) -> type:
     return mode
 
 
-def usage_error_of_typer() -> type[Any]:
+def usage_error_of_typer() -> Any:
     """Returns the root of typer's usage errors, for which it has no public name."""
-    root: type[Any] = importlib.import_module("typer").BadParameter.__mro__[1]
-    return root
+    return importlib.import_module("typer").BadParameter.__mro__[1]
 
 
 def name_ranks(mesh: Any, name: str, ranks: Any) -> None:

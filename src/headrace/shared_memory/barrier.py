@@ -47,6 +47,10 @@ class FinishedRanks:
         """The ranks whose loops have ended."""
         return [rank for rank, heartbeat in enumerate(self._heartbeats) if heartbeat.finished]
 
+    def rounds(self, peer: int) -> int:
+        """Returns after how many rounds a peer's loop has ended; -1 if it has not."""
+        return self._heartbeats[peer].finished - 1
+
     def check(self, peer: int, rank: int, came: Callable[[], bool]) -> None:
         """Raises a UsageError if a peer's loop has ended, this rank's has not, and the peer has not come (`came`)."""
         # A peer writes its end after its last barrier, so `came` is asked after it.
@@ -57,7 +61,7 @@ class FinishedRanks:
     def error(self, peer: int, waiting: str) -> UsageError:
         """Returns the error of a rank that waits for a peer whose loop has ended."""
         return UsageError(
-            f"the loop on {self.names[peer]} ended after {self._heartbeats[peer].finished - 1} rounds and {waiting} "
+            f"the loop on {self.names[peer]} ended after {self.rounds(peer)} rounds and {waiting} "
             "still waits for it; a training loop must do the same rounds on every worker"
         )
 

@@ -61,11 +61,11 @@ class BufferSync:
             )
         averaged = [each for each in buffers if self._mean and (each.is_floating_point() or each.is_complex())]
         chosen = {id(buffer) for buffer in averaged}
-        _copy_first([buffer for buffer in buffers if id(buffer) not in chosen], group)
-        _average(averaged, group, weight / total if total else 1 / group.world)
+        copy_first([buffer for buffer in buffers if id(buffer) not in chosen], group)
+        average(averaged, group, weight / total if total else 1 / group.world)
 
 
-def _average(buffers: list[Tensor], group: ProcessGroup, part: float) -> None:
+def average(buffers: list[Tensor], group: ProcessGroup, part: float) -> None:
     for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
         same = [buffer for buffer in buffers if buffer.dtype == dtype]
         # Sums of half precision would lose what a slow average moves by.
@@ -78,7 +78,7 @@ def _average(buffers: list[Tensor], group: ProcessGroup, part: float) -> None:
             buffer.copy_(value.view(buffer.shape))
 
 
-def _copy_first(buffers: list[Tensor], group: ProcessGroup) -> None:
+def copy_first(buffers: list[Tensor], group: ProcessGroup) -> None:
     if not buffers:
         return
     # Bytes, because not every type of numbers can be sent.
@@ -92,4 +92,4 @@ def _copy_first(buffers: list[Tensor], group: ProcessGroup) -> None:
 
 def copy_first_buffers(module: nn.Module, group: ProcessGroup) -> None:
     """Copies rank 0's buffers to workers that had no example, and so no forward that changes theirs."""
-    _copy_first(synced_buffers(module), group)
+    copy_first(synced_buffers(module), group)

@@ -33,9 +33,12 @@ def counted(collate: Callable[[Sequence[Any]], Any], examples: Sequence[Any]) ->
             "that leaves out examples gets lists of which none is left: let it return None for those, or let the data "
             "set give None for a broken example"
         ) from error
-    if batch is None:
-        return None, 0, ""
-    return batch, *_count(set(_lengths(batch)), given, given - broken)
+    return batch, *count_in(batch, given, given - broken)
+
+
+def count_in(batch: Any, given: int, whole: int) -> tuple[int, str]:
+    """Returns how many of `given` examples a batch holds, `whole` of which were not None; a line if that is unclear."""
+    return (0, "") if batch is None else _count(set(_lengths(batch)), given, whole)
 
 
 def _count(lengths: set[int], given: int, whole: int) -> tuple[int, str]:

@@ -23,18 +23,17 @@ from torch.utils.data import (
 )
 
 import headrace as hr
-from headrace.api.setup import ShareLoader, _Synchronizer
-from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.engine.local.engine import launch_script
 from headrace.errors import UsageError
 
 WAYS = ["plain", "clip", "accumulate", "scheduler", "adamw", "in order", "unused", "batch of one", "fused"]
+WAYS += ["seeded", "chosen", "closure", "unfrozen", "readers"]
 
 TRAIN = '''
 import json, os, sys
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 import headrace as hr
 
 class Net(nn.Module):
@@ -63,10 +62,27 @@ def train(strategy, way):
     size = {"batch of one": 17}.get(way, 10)
     shuffled = torch.Generator().manual_seed(5)
     loader = DataLoader(data, batch_size=size, shuffle=way != "in order", generator=shuffled)
+    if way == "seeded":
+        loader = DataLoader(data, size, shuffle=True)
+    elif way == "chosen":
+        loader = DataLoader(data, size, sampler=WeightedRandomSampler(torch.arange(51) + 1.0, 37))
+    elif way == "readers":
+        loader = DataLoader(data, size, shuffle=True, num_workers=2, persistent_workers=True)
+    elif way == "unfrozen":
+        model.body[0].requires_grad_(False)
     model, optimizer, loader = hr.setup(model, optimizer, loader, strategy=strategy)
     step = 0
     for epoch in range(3):
+        model.body[0].requires_grad_(way != "unfrozen" or epoch > 0)
         for inputs, targets in loader:
+            if way == "closure":
+                def closure():
+                    optimizer.zero_grad()
+                    loss = nn.functional.mse_loss(model(inputs), targets)
+                    loss.backward()
+                    return loss
+                optimizer.step(closure)
+                continue
             if way != "accumulate" or step % 2 == 0:
                 optimizer.zero_grad()
             nn.functional.mse_loss(model(inputs), targets).backward()
@@ -192,8 +208,8 @@ class _Backwards(Sampler[int]):
         return 10
 
 
-def test_the_order_of_samplers() -> None:
-    """Every process gets its share of each batch, so one that divides the data among processes is replaced."""
+def test_samplers_give_the_order() -> None:
+    """Every process gets its share of each batch, so one that divides the data among processes gives all of it."""
     model, optimizer, loader = parts()
     inputs = loader.dataset.tensors[0]  # type: ignore[attr-defined]
 
@@ -202,37 +218,29 @@ def test_the_order_of_samplers() -> None:
         assert len(shares) == 3
         return torch.cat([batch[0] for batch in shares])
 
-    for shuffling in (DistributedSampler(inputs, 2, 0), _Backwards(), RandomSampler(inputs)):
+    for shuffling in (DistributedSampler(inputs, 2, 0), RandomSampler(inputs)):
         found = seen(shuffling)
         assert not torch.equal(found, inputs)
         assert torch.equal(found.sort(0).values, inputs.sort(0).values)
     for sequential in (DistributedSampler(inputs, 2, 0, shuffle=False), SequentialSampler(inputs)):
         assert torch.equal(seen(sequential), inputs)
+    assert torch.equal(seen(_Backwards()), inputs.flip(0))
 
 
-class Refused(torch.autograd.Function):
-    """Fails in backward, where `.grad` of what comes after it is there already."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor) -> Tensor:
-        return inputs.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ValueError("planted")
+def test_without_a_loader_there_are_no_shares() -> None:
+    model, optimizer, _ = parts()
+    assert hr.setup(model, optimizer, None) == (model, optimizer, None)
 
 
-def test_a_backward_that_has_failed_is_followed_by_one_that_synchronizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _, loader = parts()
-    group = ThreadCollective(ThreadGroup(1), 0)
-    synchronizer, counts = _Synchronizer(model, group, ShareLoader(loader, group)), []
-    reduce = synchronizer._reduction.reduce
-    monkeypatch.setattr(synchronizer._reduction, "reduce", lambda: (counts.append(1), reduce())[1])
-    with pytest.raises(ValueError, match="planted"):
-        model(Refused.apply(torch.ones(3, 2, requires_grad=True))).sum().backward()
-    for _ in range(2):
-        model(torch.ones(3, 2)).sum().backward()
-    assert len(counts) == 2
+def test_a_loader_may_be_given_again() -> None:
+    model, optimizer, loader = parts()
+    _, _, shares = hr.setup(model, optimizer, loader)
+    assert hr.setup(*parts()[:2], shares)[2] is shares
+
+
+def test_a_reduction_that_setup_does_not_know() -> None:
+    with pytest.raises(UsageError, match="no reduction 'total'"):
+        hr.setup(*parts(), reduction="total")
 
 
 DIFFERENT = """
@@ -252,3 +260,44 @@ def test_processes_with_seeds_of_their_own_are_refused(tmp_path: Path, capfd: py
     assert launch_script(tmp_path / "script.py", [], 2) == UsageError.exit_code
     # Rank 0's output, or that of the rank that failed first.
     assert "the seed of the loader's generator differs" in "".join(capfd.readouterr())
+
+
+APART = """
+import os, sys, random, numpy, torch, headrace as hr
+torch.manual_seed(0), numpy.random.seed(0), random.seed(0)
+model = torch.nn.Linear(2, 1)
+rank, way = int(os.environ["RANK"]), sys.argv[1]
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 2)), 4)
+model, optimizer, loader = hr.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+draws = torch.rand(()).item(), numpy.random.rand(), random.random(), model.weight.sum().item()
+with open(sys.argv[2] + str(rank), "w") as file:
+    print(*draws, file=file)
+for epoch in range(2):
+    for (inputs,) in loader:
+        if way == "ends" and (rank, epoch) == (1, 1):
+            sys.exit(0)
+        optimizer.zero_grad()
+        loss = model(inputs).square()
+        (loss.sum() if way == "sum" else loss.mean()).backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("right", ""),
+        ("ends", "the script on rank 1 has ended after 2 backward passes, and rank 0 waits for it at loss.backward()"),
+        ("sum", "the loss is a sum (SumBackward0 over [2, 1]), where this process has 2 of a batch of 4 examples"),
+    ],
+)
+def test_processes_draw_for_themselves_and_end_together(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], way: str, message: str
+) -> None:
+    (tmp_path / "script.py").write_text(APART)
+    code = launch_script(tmp_path / "script.py", [way, str(tmp_path / "rank")], 2)
+    assert code == (UsageError.exit_code if message else 0)
+    assert message in "".join(capfd.readouterr())
+    first, second = ((tmp_path / f"rank{rank}").read_text().split() for rank in range(2))
+    assert [one == other for one, other in zip(first, second, strict=True)] == [False, False, False, True]

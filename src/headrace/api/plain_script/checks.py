@@ -1,0 +1,100 @@
+"""What is checked of a script's model, optimizer and loader before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sized
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.hooks import RemovableHandle
+
+from headrace.api.plain_script.meeting import Meeting
+from headrace.api.plain_script.shares import ShareLoader
+from headrace.data.cache.fingerprint import fingerprint
+from headrace.errors import UsageError
+from headrace.internals import BatchNorm
+from headrace.policies.roles import bounds
+
+
+def check_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises a UsageError for a model or an optimizer that several processes cannot train."""
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if devices != {"cpu"}:
+        raise UsageError(f"setup works on CPU models, this one is on {', '.join(sorted(devices))}; use hr.fit there")
+    known = {id(parameter) for parameter in model.parameters()}
+    strange = sum(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"])
+    if strange:
+        raise UsageError(f"{strange} of the optimizer's parameters are not the model's; make it from the model")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UsageError("SparseAdam takes sparse gradients, and setup sums dense ones; use Adam")
+
+
+def facts_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any] | ShareLoader | None
+) -> dict[str, str]:
+    """Returns what must be the same in all processes, by name: else they go through different batches."""
+    shapes = [(name, tuple(each.shape), str(each.dtype)) for name, each in model.named_parameters()]
+    facts = {
+        "the model": f"{len(shapes)} parameters with digest {fingerprint(shapes)[:12]}",
+        "the optimizer": f"{type(optimizer).__name__} of {len(optimizer.param_groups)} parameter groups",
+    }
+    return facts if loader is None else {**facts, **_facts_of_loader(loader)}
+
+
+def _facts_of_loader(loader: DataLoader[Any] | ShareLoader) -> Mapping[str, str]:
+    generator: torch.Generator | None = loader.generator
+    dataset = loader.dataset
+    seed = "none" if generator is None else str(generator.initial_seed())
+    return {
+        "batch_size": str(loader.batch_size),
+        "drop_last": str(loader.drop_last),
+        "the sampler": f"{type(loader.batch_sampler).__name__} of {type(loader.sampler).__name__}",
+        "the seed of the loader's generator": seed,
+        "the data": f"{len(dataset):,} examples" if isinstance(dataset, Sized) else "of no length",
+    }
+
+
+def guard_batch_norm(model: nn.Module, shares: ShareLoader | None, meeting: Meeting) -> None:
+    """Says what BatchNorm does in several processes, and refuses shares that it cannot normalise when it first runs."""
+    layers = [module for module in model.modules() if isinstance(module, BatchNorm) and module.training]
+    if not layers:
+        return
+    meeting.say(
+        "BatchNorm normalises each process's share of a batch by itself, as other systems do, so the result is not "
+        "that of one process; its running statistics are averaged after each backward pass. hr.fit with "
+        "hr.Options(batch_norm='sync') normalises over the whole batch"
+    )
+    sizes = _last_shares(shares, meeting.world) if shares is not None else None
+    if sizes is None:
+        return
+    whole, last = sizes
+    handles: dict[nn.Module, RemovableHandle] = {}
+
+    def check(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        handles.pop(layer).remove()
+        # Of an image, each pixel is a value.
+        values = inputs[0].numel() // max(1, inputs[0].shape[1] * len(inputs[0]))
+        if min(last) * values < 2:
+            raise UsageError(
+                f"the last batch of {sum(last)} examples is divided into {' + '.join(map(str, last))}, and BatchNorm "
+                f"needs two values a channel in each process; give the loader drop_last=True, or a batch size other "
+                f"than {sum(whole)}"
+            )
+
+    handles |= {layer: layer.register_forward_pre_hook(check) for layer in layers}
+
+
+def _last_shares(shares: ShareLoader, world: int) -> tuple[list[int], list[int]] | None:
+    """Returns how a whole batch and the last one are divided; None where that is not known."""
+    batches: Any = shares.batch_sampler
+    if type(batches) is not BatchSampler or not isinstance(batches.sampler, Sized):
+        return None
+    left = len(batches.sampler) % batches.batch_size
+    last = batches.batch_size if batches.drop_last or not left else left
+    return _divided(batches.batch_size, world), _divided(last, world)
+
+
+def _divided(count: int, world: int) -> list[int]:
+    return [stop - start for start, stop in bounds(count, (1,) * world)]

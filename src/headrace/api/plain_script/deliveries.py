@@ -1,0 +1,92 @@
+"""Which share of a batch is a backward pass of? Gradients are weighted by its examples."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from headrace.errors import UsageError
+from headrace.trees import map_tensors
+
+
+class Delivery:
+    """A share that a loader has given to the script: so many `examples` of a batch `of` so many on all ranks."""
+
+    def __init__(self, examples: int, of: int, batch: Any) -> None:
+        self.examples, self.of = examples, of
+        self._tensors: list[weakref.ref[Tensor]] = []
+        map_tensors(lambda tensor: self._tensors.append(weakref.ref(tensor)), batch)
+
+    @property
+    def lives(self) -> bool:
+        """Whether the script still has some of its tensors, and may train on it."""
+        return any(tensor() is not None for tensor in self._tensors)
+
+
+class Deliveries:
+    """What loaders have given to the script of this process, and which of it a backward pass is of.
+
+    That matters where ranks have unequal parts of a batch, since gradients are weighted by examples. It is the last
+    share; but shares that came since the last backward pass, and that the script still has, may be meant as well.
+
+    Attributes:
+        batches: how many, of all loaders.
+        epoch, index: of the last batch: how many iterations began before its own, and its place there.
+        order: a digest of the examples of all batches so far.
+        last: the last share.
+    """
+
+    def __init__(self) -> None:
+        self.batches = self.epoch = self.index = self.order = 0
+        self._iterations = -1
+        self._fresh: list[Delivery] = []
+        self.last: Delivery | None = None
+        self._over: list[Delivery] = []
+
+    def begin(self) -> int:
+        """Notes that an iteration begins; returns its number."""
+        self._iterations += 1
+        return self._iterations
+
+    def add(self, share: Delivery, epoch: int, index: int, order: int) -> None:
+        self.batches += 1
+        self.epoch, self.index = epoch, index
+        self.order = zlib.crc32(order.to_bytes(4, "little"), self.order)
+        self.last = share
+        self._fresh.append(share)
+        self._over = []
+
+    def end(self, shares: Iterable[Delivery]) -> None:
+        """Notes that an iteration has given all its shares: a script that has them in a list may still train on any."""
+        self._over = list(shares)
+
+    def leave(self, shares: Iterable[Delivery]) -> None:
+        """Notes that an iteration was left before its end: its shares were to be looked at, or are trained on."""
+        left = set(shares)
+        self._fresh = [share for share in self._fresh if share not in left]
+
+    def current(self) -> Delivery | None:
+        """Returns the share of which the current backward pass is; None before the first.
+
+        Raises:
+            UsageError: it may be one of several, whose parts of their batches differ.
+        """
+        last = self.last
+        fresh = [share for share in self._fresh if share is last or share.lives]
+        # While several may be meant, none counts as done.
+        self._fresh = fresh if len(fresh) > 1 else []
+        meant = fresh or [share for share in self._over if share is last or share.lives]
+        parts = sorted({(share.examples, share.of) for share in meant})
+        if any(examples * parts[0][1] != parts[0][0] * of for examples, of in parts):
+            listed = " and ".join(f"{examples} of {of}" for examples, of in parts[:3])
+            raise UsageError(
+                f"this process has shares of {listed} examples that its loaders gave before this backward pass, and "
+                "gradients are weighted by that part: which of them the loss is of is not known. Call backward() for "
+                "each batch before the next one is taken, or let all ranks have equal parts: drop_last=True, and a "
+                "batch size that the number of processes divides"
+            )
+        return last

@@ -1,0 +1,214 @@
+"""setup: a plain training script, three lines changed, in several processes.
+
+    model, optimizer, loader = hr.setup(model, optimizer, loader, strategy="mirrored")
+
+The loop stays: `loss.backward()`, `optimizer.step()`. The loader's batch size is the global one; each process
+gets its share of every batch, and gradients are weighted by examples.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from typing import Any, overload
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from headrace.api.plain_script.checks import check_parts, facts_of, guard_batch_norm
+from headrace.api.plain_script.gradients import Synchronizer
+from headrace.api.plain_script.loss import watch_losses
+from headrace.api.plain_script.meeting import SETUP, Meeting
+from headrace.api.plain_script.shares import ShareLoader
+from headrace.api.plain_script.steps import CentralParameters, SynchronizedSteps
+from headrace.engine.torchrun.agreement import require_same
+from headrace.engine.torchrun.group import LaunchedGroup
+from headrace.engine.torchrun.refusal import tell_uncaught
+from headrace.engine.torchrun.secret import NOT_ENCRYPTED
+from headrace.engine.torchrun.store import launched_ranks
+from headrace.errors import UnknownName, UsageError
+from headrace.machine.identity import versions
+from headrace.machine.resources import cores
+from headrace.machine.versions import notice_of_torch
+from headrace.policies.roles import threads_per_worker
+from headrace.strategies.broadcast import broadcast
+
+_STRATEGIES = ("central_storage", "mirrored", "one_device")
+_REDUCTIONS = ("mean", "sum")
+
+
+@overload
+def setup(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[Any] | ShareLoader,
+    strategy: str = "mirrored",
+    *,
+    reduction: str | None = None,
+    timeout_s: float = 10.0,
+    encrypt: bool = True,
+) -> tuple[nn.Module, torch.optim.Optimizer, ShareLoader]: ...
+
+
+@overload
+def setup(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: None,
+    strategy: str = "mirrored",
+    *,
+    reduction: str | None = None,
+    timeout_s: float = 10.0,
+    encrypt: bool = True,
+) -> tuple[nn.Module, torch.optim.Optimizer, None]: ...
+
+
+def setup(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[Any] | ShareLoader | None,
+    strategy: str = "mirrored",
+    *,
+    reduction: str | None = None,
+    timeout_s: float = 10.0,
+    encrypt: bool = True,
+) -> tuple[nn.Module, torch.optim.Optimizer, ShareLoader | None]:
+    """Makes a plain script one worker of many: run it with `headrace launch script.py --workers 2`, or torchrun.
+
+    Without a launcher it is one worker, and trains as before.
+
+    Args:
+        model: on the CPU; every process gets rank 0's weights.
+        optimizer: over this model's parameters; it stays the same object, so schedulers may hold it.
+        loader: its batches are divided, in the order that its samplers give them in the script alone. None where each
+            process makes batches of its own, of equal size (episodes, samples that are drawn).
+        strategy: "mirrored", "central_storage" or "one_device".
+        reduction: of the loss, over examples. "mean": gradients are weighted by examples. "sum": they are added. None
+            stands for a mean, and a loss that is a sum is refused in its first backward pass.
+        timeout_s: a process without a sign of life for this long counts as lost.
+        encrypt: False leaves gradients between hosts unencrypted, for networks that are trusted.
+
+    Raises:
+        UnknownName: another strategy or reduction.
+        UsageError: the launcher's processes do not fit the strategy, or differ in strategy, model, batch size, seed
+            or length of the data; the model is on another device, or its parameters are not the optimizer's; the
+            loader's batches cannot be divided. From `loss.backward()`, `optimizer.step()` and the loader: the
+            processes do different things, or what they have in common differs.
+        PeerLost: from `loss.backward()`, where another process was lost.
+
+    Examples:
+        >>> model, data = torch.nn.Linear(4, 1), torch.utils.data.TensorDataset(torch.zeros(8, 4))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loader = torch.utils.data.DataLoader(data, batch_size=4)
+        >>> model, optimizer, loader = hr.setup(model, optimizer, loader)
+        >>> for (inputs,) in loader:
+        ...     optimizer.zero_grad()
+        ...     model(inputs).square().mean().backward()
+        ...     optimizer.step()
+    """
+    if strategy not in _STRATEGIES:
+        raise UnknownName("strategy for plain scripts", strategy, _STRATEGIES)
+    if reduction is not None and reduction not in _REDUCTIONS:
+        raise UnknownName("reduction", reduction, _REDUCTIONS)
+    ranks = launched_ranks() or 1
+    if strategy == "one_device" and ranks > 1:
+        raise UsageError(f"one_device is one process and the launcher started {ranks}; use strategy='mirrored'")
+    if ranks == 1:
+        for line in notice_of_torch():
+            sys.stderr.write(f"headrace: {line}\n")
+        return model, optimizer, _share(loader, None)
+    check_parts(model, optimizer)
+    facts = {"strategy": strategy, "reduction": str(reduction), **facts_of(model, optimizer, loader)}
+    return model, optimizer, _script(timeout_s, encrypt, facts).add(model, optimizer, loader, strategy, reduction)
+
+
+class _Script:
+    """What `setup` has made in this process of a launcher; several calls share one group of processes."""
+
+    def __init__(self, timeout_s: float, encrypt: bool, facts: dict[str, str]) -> None:
+        tell_uncaught()
+        require_same({**versions(), **facts})
+        launched = LaunchedGroup(timeout_s, encrypt)
+        self.meeting = Meeting(launched.host)
+        self._synchronizers: list[Synchronizer] = []
+        self._central: dict[int, CentralParameters] = {}
+        self._loaders: dict[int, ShareLoader] = {}
+        self._known: set[tuple[int, int]] = set()
+        self._watches = False
+
+        def leave() -> None:
+            # An exception that ends a script says why by itself.
+            if "last_value" not in vars(sys):
+                launched.page.ranks[launched.rank].heartbeat.finished = 1 + self.meeting.passes
+            launched.close()
+
+        atexit.register(leave)
+        torch.set_num_threads(threads_per_worker(cores(), launched.mates))
+        for line in notice_of_torch():
+            self.meeting.say(line)
+        if not encrypt and len(set(launched.hosts)) > 1:
+            self.meeting.say(NOT_ENCRYPTED)
+
+    def join_again(self, facts: dict[str, str]) -> None:
+        """Compares what another call of `setup` is given."""
+        self.meeting.meet(SETUP)
+        self.meeting.require_same(facts, "every process needs the same")
+
+    def add(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: DataLoader[Any] | ShareLoader | None,
+        strategy: str,
+        reduction: str | None,
+    ) -> ShareLoader | None:
+        """Lets a model be trained by all processes; returns this one's shares."""
+        meeting = self.meeting
+        shares = loader if isinstance(loader, ShareLoader) else self._loaders.get(id(loader), _share(loader, meeting))
+        if loader is not None and shares is not None:
+            self._loaders[id(loader)] = shares
+        known = next((one for one in self._synchronizers if one.model is model), None)
+        if known is None:
+            broadcast(model, meeting.group)
+            if strategy == "central_storage":
+                if not meeting.group.one_memory:
+                    raise UsageError(
+                        "central_storage keeps one copy in one host's memory, and there are several; use mirrored"
+                    )
+                self._central[id(model)] = CentralParameters(model, meeting)
+            known = Synchronizer(model, meeting, len(self._synchronizers), reduction == "sum")
+            self._synchronizers.append(known)
+            guard_batch_norm(model, shares, meeting)
+            if reduction is None and not self._watches:
+                self._watches = True
+                watch_losses(meeting)
+        central = self._central.get(id(model))
+        if central:
+            known.check_values = central.check
+        if (id(model), id(optimizer)) not in self._known:
+            self._known.add((id(model), id(optimizer)))
+            SynchronizedSteps(optimizer, known, meeting, central)
+        # After the weights, which all ranks draw alike.
+        meeting.part()
+        meeting.say(
+            f"{meeting.world} processes divide each batch, in the order of the script alone; from here on each draws "
+            "random numbers of its own (dropout, noise), so a script that draws some has another result than alone"
+        )
+        return shares
+
+
+_scripts: list[_Script] = []
+"""The one of this process, if a launcher has started it and there was a setup."""
+
+
+def _script(timeout_s: float, encrypt: bool, facts: dict[str, str]) -> _Script:
+    if _scripts:
+        _scripts[0].join_again(facts)
+    else:
+        _scripts.append(_Script(timeout_s, encrypt, facts))
+    return _scripts[0]
+
+
+def _share(loader: DataLoader[Any] | ShareLoader | None, meeting: Meeting | None) -> ShareLoader | None:
+    return loader if loader is None or isinstance(loader, ShareLoader) else ShareLoader(loader, meeting)

@@ -1,0 +1,216 @@
+"""A process's share of every batch of a user's loader, in the order that the script alone would take.
+
+the loader's batch sampler   | 4 0 7 2 | 6 1 9 3 | 8 5 |    drawn alike on every rank
+rank 0 reads                 | 4 0     | 6 1     | 8   |    by a loader with the user's data set, collate function
+rank 1 reads                 |     7 2 |     9 3 |   5 |    and reading processes
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from headrace.api.plain_script.deliveries import Delivery
+from headrace.api.plain_script.meeting import Meeting
+from headrace.data.pipeline.counting import count_in
+from headrace.data.pipeline.source import emptied
+from headrace.errors import UsageError
+from headrace.policies.roles import bounds
+from headrace.trees import map_tensors
+
+_DRAW_FIRST = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+"""Samplers that draw a whole epoch's order when they are first asked."""
+
+_OPTIONS = (
+    *("collate_fn", "num_workers", "pin_memory", "timeout"),
+    *("worker_init_fn", "multiprocessing_context", "persistent_workers"),
+)
+_Part = tuple[int, int, int]
+"""Of a batch: this rank's examples, those of all ranks, and a digest of which they are."""
+
+
+class ShareLoader:
+    """Iterates over this process's share of every batch of a `DataLoader`; has the loader's other attributes, too.
+
+    Attributes:
+        loader: the user's own. Its samplers may be told an epoch, or anything else, between two iterations.
+    """
+
+    def __init__(self, loader: DataLoader[Any], meeting: Meeting | None = None) -> None:
+        _require_batches(loader, meeting is not None)
+        self.loader = loader
+        self._meeting = meeting
+        self._parts = _Parts(self)
+        self._seeds = torch.Generator()
+        self._reader: DataLoader[Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        # Before there is a loader, as when it is unpickled, nothing has attributes.
+        return getattr(vars(self)["loader"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "loader" or name.startswith("_"):
+            vars(self)[name] = value
+        else:
+            setattr(self.loader, name, value)
+
+    def __len__(self) -> int:
+        return len(self._batch_sampler())
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._meeting is None:
+            return iter(self.loader) if self._replaced() is None else iter(self._new_reader(self._batch_sampler()))
+        batches, meeting = self._batch_sampler(), self._meeting
+        with meeting.begin_iteration():
+            chosen, seed = iter(batches), self._base_seed()
+        self._seeds.manual_seed(meeting.reader_seed(seed))
+        parts = deque[_Part]()
+        self._parts.next = self._divide(chosen, parts, meeting)
+        if self._reader is None or not self.loader.persistent_workers:
+            self._reader = self._new_reader(self._parts)
+        return self._give(iter(self._reader), parts, meeting)
+
+    def _give(self, shares: Iterator[Any], parts: deque[_Part], meeting: Meeting) -> Iterator[Any]:
+        deliveries, given = meeting.deliveries, list[Delivery]()
+        epoch, index, passes = deliveries.begin(), 0, meeting.passes
+        trains = threading.current_thread() is meeting.thread
+        try:
+            for batch in shares:
+                # A script that never calls backward may train in a way that no process tells the others.
+                if trains and index and not meeting.passes and index.bit_count() == 1:
+                    meeting.compare()
+                examples, of, order = parts.popleft()
+                if examples == 0:
+                    batch = emptied(batch)
+                elif self.loader.collate_fn is not default_collate:
+                    examples = self._count(batch, examples, meeting)
+                share = Delivery(examples, of, batch)
+                deliveries.add(share, epoch, index, order)
+                given = [*(one for one in given if one.lives), share]
+                index += 1
+                yield batch
+                del batch
+        except GeneratorExit:
+            deliveries.leave(given)
+            raise
+        deliveries.end(given)
+        if trains and index and meeting.passes == passes:
+            meeting.compare()
+
+    def _count(self, batch: Any, given: int, meeting: Meeting) -> int:
+        lengths: list[int] = []
+        map_tensors(lambda tensor: lengths.extend(tensor.shape), batch)
+        if given in lengths:
+            return given
+        examples, said = count_in(batch, given, given)
+        if said:
+            meeting.say(said)
+        return examples
+
+    def _divide(self, batches: Iterator[Any], parts: deque[_Part], meeting: Meeting) -> Iterator[list[Any]]:
+        sampler: Any = self.loader.batch_sampler
+        often = not (type(sampler) is BatchSampler and type(sampler.sampler) in _DRAW_FIRST)
+        first = True
+        while True:
+            with meeting.drawing() if first or often else nullcontext():
+                taken = next(batches, None)
+            if taken is None:
+                return
+            first = False
+            batch = list(taken)
+            start, stop = bounds(len(batch), (1,) * meeting.world)[meeting.rank]
+            parts.append((stop - start, len(batch), zlib.crc32(repr(batch).encode())))
+            # An empty batch has the form of one with an example.
+            yield batch[start:stop] or batch[:1]
+
+    def _base_seed(self) -> int:
+        """Draws what a `DataLoader` draws when an iteration begins, so that samplers draw what follows."""
+        if self._reader is not None and self.loader.persistent_workers:
+            return int(self._seeds.initial_seed())
+        return int(torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator).item())
+
+    def _new_reader(self, batches: Any) -> DataLoader[Any]:
+        names = (*_OPTIONS, "prefetch_factor") if self.loader.num_workers else _OPTIONS
+        options = {name: getattr(self.loader, name) for name in names}
+        return DataLoader(self.loader.dataset, batch_sampler=batches, generator=self._seeds, **options)
+
+    def _batch_sampler(self) -> Any:
+        replaced = self._replaced()
+        if replaced is None:
+            return self.loader.batch_sampler
+        return BatchSampler(replaced, self.loader.batch_size or 1, self.loader.drop_last)
+
+    def _replaced(self) -> DistributedSampler[Any] | None:
+        """Returns a sampler that takes all examples in the order of one that takes a rank's part; None for others."""
+        sampler: Any = self.loader.sampler
+        if type(self.loader.batch_sampler) is not BatchSampler or type(sampler) is not DistributedSampler:
+            return None
+        every = copy.copy(sampler)
+        every.num_replicas, every.rank = 1, 0
+        every.num_samples = every.total_size = len(self.loader.dataset)  # type: ignore[arg-type]
+        return every
+
+
+class _Parts:
+    """The batch sampler of a rank's own reader: each iteration of it takes what `next` is then."""
+
+    def __init__(self, shares: ShareLoader) -> None:
+        self.next: Iterator[list[Any]] = iter(())
+        self._shares = weakref.ref(shares)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self.next
+
+    def __len__(self) -> int:
+        shares = self._shares()
+        return len(shares) if shares is not None else 0
+
+
+def _require_batches(loader: Any, divides: bool) -> None:
+    """Raises a UsageError for a loader whose batches cannot be divided."""
+    if not isinstance(loader, DataLoader):
+        raise UsageError(
+            f"the loader is a {type(loader).__name__}, and setup divides the batches of a torch DataLoader; give one, "
+            "or None where every process makes batches of its own"
+        )
+    if loader.batch_sampler is None:
+        raise UsageError("the loader has no batch_size, so there is no global batch to split; give it one")
+    if not divides:
+        return
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise UsageError(
+            f"{type(loader).__name__} iterates in a way of its own, which setup would leave out, because it divides "
+            "the batches of a torch DataLoader; give a DataLoader, and put what it adds into the loop"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise UsageError(
+            f"{type(loader.dataset).__name__} is an IterableDataset: its examples have no index, so a batch of them "
+            "cannot be divided; give the loader list(dataset), or a data set with __len__ and __getitem__"
+        )
+    sampler: Any = loader.sampler
+    if isinstance(sampler, DistributedSampler) and (
+        type(sampler) is not DistributedSampler or type(loader.batch_sampler) is not BatchSampler
+    ):
+        raise UsageError(
+            f"{type(sampler).__name__} takes one rank's part of the data, and setup divides every batch itself: half "
+            "of the data would be left out. Give the loader a sampler of all examples"
+        )

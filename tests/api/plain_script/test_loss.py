@@ -1,0 +1,96 @@
+"""Losses that are sums over examples are told apart from means, by their graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from headrace.api.plain_script.loss import require_mean, watch_losses
+from headrace.api.plain_script.meeting import Meeting
+from headrace.collectives.threads import ThreadCollective, ThreadGroup
+from headrace.errors import UsageError
+
+EXAMPLES, BATCH = 4, 8
+MODEL = nn.Linear(5, 3)
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+SUMS: dict[str, Loss] = {
+    "sum": lambda outputs, _: outputs.square().sum(),
+    "by name": lambda outputs, targets: functional.mse_loss(outputs, targets, reduction="sum"),
+    "over the batch's size": lambda outputs, targets: functional.mse_loss(outputs, targets, reduction="sum") / BATCH,
+    "of several": lambda outputs, targets: (
+        functional.l1_loss(outputs, targets)
+        + functional.binary_cross_entropy_with_logits(outputs, targets, reduction="sum")
+    ),
+    "cross entropy": lambda outputs, targets: functional.cross_entropy(outputs, targets.argmax(1), reduction="sum"),
+    "halved": lambda outputs, _: -0.5 * (1 + outputs - outputs.exp()).sum(),
+    "of sums": lambda outputs, _: outputs.square().sum(1).sum(),
+    "log probability": lambda outputs, _: -torch.distributions.Normal(outputs, 1.0).log_prob(torch.zeros(())).sum() * 2,
+}
+MEANS: dict[str, Loss] = {
+    "mean": lambda outputs, targets: functional.mse_loss(outputs, targets),
+    "by hand": lambda outputs, _: outputs.square().sum() / len(outputs),
+    "over all": lambda outputs, _: outputs.square().sum() / outputs.numel(),
+    "of sums": lambda outputs, _: outputs.square().sum(1).mean(),
+    "batch mean": lambda outputs, targets: functional.kl_div(outputs, targets.softmax(1), reduction="batchmean"),
+    "with a penalty": lambda outputs, _: (
+        outputs.square().mean()
+        + MODEL.weight.abs().sum()
+        + 0.1 * sum(each.square().sum() for each in MODEL.parameters())
+    ),
+    "of stacked losses": lambda outputs, _: torch.stack([outputs.square().mean()] * EXAMPLES).sum(),
+    "scaled": lambda outputs, targets: functional.cross_entropy(outputs, targets.argmax(1)) * 65536 / 2,
+}
+
+
+def meeting() -> Meeting:
+    return Meeting(ThreadCollective(ThreadGroup(1), 0))
+
+
+def loss_of(loss: Loss) -> Tensor:
+    drawn = torch.Generator().manual_seed(0)
+    inputs = torch.randn(EXAMPLES, 5, generator=drawn)
+    # Random numbers in forward make no difference.
+    outputs = functional.dropout(MODEL(inputs), 0.1)
+    return loss(outputs, torch.rand(EXAMPLES, 3, generator=drawn))
+
+
+@pytest.mark.parametrize("kind", SUMS)
+def test_a_sum_is_refused_with_the_remedy(kind: str) -> None:
+    with pytest.raises(UsageError, match=r"the loss is a sum .*reduction='sum'"):
+        require_mean(meeting(), loss_of(SUMS[kind]), EXAMPLES, BATCH)
+
+
+@pytest.mark.parametrize("kind", MEANS)
+def test_a_mean_is_not(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    require_mean(meeting(), loss_of(MEANS[kind]), EXAMPLES, BATCH)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_sum_over_another_number_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        same = meeting()
+        require_mean(same, loss_of(lambda outputs, _: outputs.square().sum() / 37), EXAMPLES, BATCH)
+        require_mean(same, loss_of(lambda outputs, _: outputs.square().sum() / 37), EXAMPLES, BATCH)
+    assert capfd.readouterr().err.count("the loss is a sum (SumBackward0 over [4, 3]) divided by 37") == 2
+
+
+def test_of_one_example_a_sum_and_a_mean_are_told_apart() -> None:
+    outputs = MODEL(torch.ones(1, 5))
+    require_mean(meeting(), outputs.square().sum() / len(outputs), 1, 2)
+    with pytest.raises(UsageError, match="the loss is a sum"):
+        require_mean(meeting(), outputs.square().sum(), 1, 2)
+
+
+def test_the_first_passes_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = torch.autograd.backward
+    monkeypatch.setattr(torch.autograd, "backward", plain)
+    watched = meeting()
+    watch_losses(watched)
+    for _ in range(10):
+        assert MODEL(torch.ones(2, 5)).square().mean().backward() is None
+    assert torch.autograd.backward is plain
