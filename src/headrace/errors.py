@@ -14,6 +14,7 @@
         ├── WorkerFailed          a worker raised; carries rank, host and the worker's own traceback
         ├── NonFiniteLoss         the loss of a step is NaN or infinite
         ├── NonFiniteGradient     the loss is finite, its gradient is not
+        ├── RanksDiffer           a worker's copy of the model is no longer that of the others
         ├── PeerLost              a process was killed, vanished or froze: exit code 4
         ├── PeersApart            two processes live and do not reach each other: exit code 4
         ├── ForkServerLost        the process that starts the workers has ended: exit code 4
@@ -43,6 +44,7 @@ __all__ = [
     "NonFiniteLoss",
     "PeerLost",
     "PeersApart",
+    "RanksDiffer",
     "Replaced",
     "RunFailed",
     "ServerRefused",
@@ -221,6 +223,31 @@ class NonFiniteGradient(RunFailed):
 
 def _in_a_row(row: int) -> str:
     return f", the {row}th bad round in a row" if row > 3 else ""
+
+
+class RanksDiffer(RunFailed):
+    """A worker's copy of the model is no longer that of the others, which the strategy keeps equal.
+
+    Args:
+        rank, other: the worker that differs, and one that most are like.
+        name: the first parameter or buffer that differs.
+        what: its name, how much of it differs, and by how much.
+        done: rounds that were done.
+        strategy: its name.
+
+    Attributes:
+        rank, name, done: the arguments.
+    """
+
+    def __init__(self, rank: int, other: int, name: str, what: str, done: int, strategy: str) -> None:
+        super().__init__(
+            f"after {done} round{'s' if done != 1 else ''} rank {rank} has another {what} than rank {other}, and "
+            f"{strategy} keeps them equal; something changes it on one worker alone: a forward, loss, hook or loop "
+            "that writes to it, random numbers, or the memory of that machine"
+        )
+        self.rank = rank
+        self.name = name
+        self.done = done
 
 
 class PeerLost(RunFailed):

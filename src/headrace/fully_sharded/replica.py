@@ -122,6 +122,9 @@ class ShardedModel(Compute):
     def attend(self) -> None:
         self.predict(self._sample)
 
+    def equal_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self._sharded.pieces[name]) for name in self._sharded.pieces if name in self._sharded.whole)
+
     def whole_tensors(self, leads: bool) -> Iterator[tuple[str, Tensor]]:
         return self._sharded.whole_tensors(leads)
 

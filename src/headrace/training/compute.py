@@ -14,7 +14,7 @@ from headrace.batches import call, select_target
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import UsageError
 from headrace.metrics import Mean
-from headrace.modules import parameters_and_buffers
+from headrace.modules import is_dense, parameters_and_buffers
 from headrace.spec.events import StagePass
 from headrace.spec.job import Share
 from headrace.trees import map_tensors
@@ -105,6 +105,12 @@ class Compute(ABC):
 
     def attend(self) -> None:  # noqa: B027  (most workers predict by themselves)
         """Takes part in what others predict, where this worker has no examples and they need its parameters."""
+
+    def equal_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields by name the parameters that are the same on this rank's `mates` whenever these have synchronized."""
+        for name, parameter in self.module.named_parameters():
+            if not parameter.is_meta and is_dense(parameter):
+                yield name, parameter
 
     def whole_tensors(self, leads: bool) -> Iterator[tuple[str, Tensor]]:
         """Yields the parameters and buffers that this rank saves, whole, one at a time, by checkpoint name.

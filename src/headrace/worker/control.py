@@ -7,6 +7,7 @@ from time import monotonic
 
 from headrace.worker.callbacks.runner import CallbackRunner
 from headrace.worker.evaluations.early_stopping import EarlyStopper
+from headrace.worker.guard import EqualityGuard
 from headrace.worker.losses import LossReader
 from headrace.worker.saving import Saver
 from headrace.worker.session import WorkerSession
@@ -18,6 +19,7 @@ class RunControl:
 
     Attributes:
         callbacks: the user's.
+        guard: compares the workers' copies of the model.
         statistics_weight: weight of this worker's running statistics in their mean over the workers.
     """
 
@@ -25,6 +27,7 @@ class RunControl:
         run, group, page = session.run, session.group, session.page
         self.stopper = EarlyStopper(run.job.options.early_stopping)
         self.callbacks = CallbackRunner(session)
+        self.guard = EqualityGuard(session)
         self.statistics_weight = 1.0
         self._progress = session.progress
         self._group = group
@@ -112,4 +115,5 @@ class RunControl:
         # A loss that was not read yet may be NaN, and then this state must not be saved.
         self.losses.read()
         done = self._progress.done
+        self.guard.compare(evaluates=False)
         self._saver.save(done, self._state.take(done, self.statistics_weight), began)

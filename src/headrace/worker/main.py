@@ -171,6 +171,7 @@ def _finish(session: WorkerSession, control: RunControl, loop: Loop) -> None:
     group.together(replica.adopt_trained_weights)
     if session.run.job.options.ema_decay is not None:
         group.together(replica.exchange.adopt_averaged_weights)
+    group.together(lambda: control.guard.compare(evaluates=True))
 
 
 def _ended(session: WorkerSession, moved_bytes: int, runtime_bytes: int) -> WorkerEnded:

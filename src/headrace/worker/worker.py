@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -254,10 +255,11 @@ class Worker:
             self._nonfinite.bad(decision, self._progress.round)
         self._times[2:] = synchronized - began, perf_counter() - synchronized
         self._times[2] += self._loop.synchronize()
+        self._control.guard.after_round(self._progress.done)
 
     def _measure(self) -> tuple[dict[str, float], int]:
         assert self._session.evaluation is not None
-        return self._session.evaluation.run(self._control.statistics_weight)
+        return self._session.evaluation.run(self._control.statistics_weight, partial(self._control.guard.compare, True))
 
     def _record(self, computed: Computed, loss: float | None) -> None:
         progress, share, counts = self._progress, self._progress.share, self._compute.counts

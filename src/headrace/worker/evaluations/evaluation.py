@@ -34,10 +34,11 @@ class Evaluation:
         self._group = group
         self._mates = replica.compute.mates or group
 
-    def run(self, weight: float) -> tuple[dict[str, float], int]:
+    def run(self, weight: float, check: Callable[[], object] = int) -> tuple[dict[str, float], int]:
         """Returns the metrics, the same on every worker, and how many examples were counted.
 
-        `weight` is that of this worker's running statistics in their mean.
+        `weight` is that of this worker's running statistics in their mean; `check` is called when averages are in
+        place.
         """
         job, task = self._job, self._job.task
         losses, measures = _losses_of(job)
@@ -49,6 +50,7 @@ class Evaluation:
         sums = [0.0] * (2 * len(means) + 1)
         module = self._replica.compute.module
         with self._replica.trained_weights(), self._averaged(weight), evaluating(module):
+            check()
             for share in self._loader(self._group.rank, self._group.world).sweep():
                 if share.examples:
                     self._measure(share, losses, measures, accumulated, sums)
