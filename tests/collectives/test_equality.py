@@ -31,9 +31,22 @@ def test_the_rank_that_is_not_like_the_others_is_named(world: int, odd: int) -> 
     def act(host: ThreadCollective) -> Difference | None:
         return find_difference(tensors_of(host, odd, b=1.5, c=9), host)
 
-    expected = Difference("b", odd, int(odd == 0), elements=1, of=6, largest=0.5, others=1)
+    # Of two that differ from each other, the first is taken for right.
+    expected = Difference("b", odd, int(odd == 0), elements=1, of=6, largest=0.5)
     assert together(world, act) == [expected] * world
-    assert str(expected) == "'b' (1 of 6 elements, by up to 0.5), and 1 more tensor"
+    assert str(expected) == "'b' (1 of 6 elements, by up to 0.5)"
+
+
+def test_what_rounding_explains_is_no_difference_and_more_is() -> None:
+    def act(host: ThreadCollective) -> list[Difference | None]:
+        tensors = tensors_of(host, 1, b=1.0001, c=4)
+        return [find_difference(tensors, host, rounding) for rounding in (1e-3, 0.5, 0.0)]
+
+    for rough, rougher, exact in together(3, act):
+        assert rough == Difference("c", 1, 0, elements=1, of=4, largest=1.0)
+        assert rougher is None
+        assert exact is not None
+        assert exact.name == "b"
 
 
 def test_the_last_bit_is_a_difference() -> None:
@@ -43,7 +56,7 @@ def test_the_last_bit_is_a_difference() -> None:
         value = above if host.rank else 1.0
         return find_difference([("x", torch.tensor([value, value], dtype=torch.float64))], host)
 
-    assert together(2, act) == [Difference("x", 1, 0, elements=2, of=2, largest=above - 1.0, others=0)] * 2
+    assert together(2, act) == [Difference("x", 1, 0, elements=2, of=2, largest=above - 1.0)] * 2
 
 
 def test_nan_is_a_difference_from_a_number_and_none_from_itself() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from headrace.averaging.local_steps import LocalStepsExchange, check_local_steps, refuse_moving_average
 from headrace.averaging.mixing import ParameterMixing
+from headrace.errors import RanksDiffer
 from headrace.policies.roles import data_parallel_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -23,6 +24,7 @@ from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.clipping import HEALTHY, StepDecision
 from headrace.training.exchange import Replica, UpdatingExchange
 from headrace.training.optimizer import StatePiece
+from headrace.worker.guard import EqualityGuard
 from strategies import references
 from strategies.contract_checks import (
     CHECKS,
@@ -235,8 +237,19 @@ FAULTS: dict[str, tuple[Row, Check, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_fails_its_row_and_the_message_says_why(fault: str, tmp_path: Path) -> None:
+def test_a_fault_fails_its_row_and_the_message_says_why(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     row, check, message = FAULTS[fault]
+    # Which would find some of them first; the rows also hold for what is not equal on all workers.
+    monkeypatch.setattr(EqualityGuard, "compare", lambda guard, evaluates: None)
     with pytest.raises((AssertionError, pytest.fail.Exception)) as failed:
         check(row, 5, tmp_path)
     assert failed.match(f"(?s){message}")
+
+
+@pytest.mark.parametrize("fault", ["another model", "takes every option", "alone"])
+def test_the_guard_of_every_run_finds_copies_that_are_apart(fault: str, tmp_path: Path) -> None:
+    row, check, _ = FAULTS[fault]
+    with pytest.raises(RanksDiffer, match=r"after \d rounds? rank \d has another '0\.weight' \(24 of 24 elements"):
+        check(row, 5, tmp_path)
