@@ -24,7 +24,7 @@ from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.clipping import HEALTHY, StepDecision
 from headrace.training.exchange import Replica, UpdatingExchange
 from headrace.training.optimizer import StatePiece
-from headrace.worker.guard import EqualityGuard
+from headrace.worker.guards.equality import EqualityGuard
 from strategies import references
 from strategies.contract_checks import (
     CHECKS,

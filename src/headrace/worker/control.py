@@ -7,7 +7,7 @@ from time import monotonic
 
 from headrace.worker.callbacks.runner import CallbackRunner
 from headrace.worker.evaluations.early_stopping import EarlyStopper
-from headrace.worker.guard import EqualityGuard
+from headrace.worker.guards.equality import EqualityGuard
 from headrace.worker.losses import LossReader
 from headrace.worker.saving import Saver
 from headrace.worker.session import WorkerSession

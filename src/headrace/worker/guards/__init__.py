@@ -1,0 +1,1 @@
+"""Guards of a run: what would make it train something else, without a word, ends it."""
