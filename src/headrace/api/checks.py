@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from headrace.api.probes.finding import drawn, names_of, without_compilers
-from headrace.api.probes.layers import modes_text
+from headrace.api.probes.finding import drawn, names_of, trial, without_compilers
+from headrace.api.probes.layers import modes_text, refuse_share_of_one
 from headrace.api.probes.sets import Sets, find_sets, try_loss
 from headrace.api.probes.special_layers import NoSparseGradients, lazy_tensors, refuse_sparse_layers
 from headrace.api.probes.untouched import same_generators, untouched
@@ -165,21 +165,56 @@ def _try(job: Job, module: nn.Module, data: object, what: str, sets: Sets) -> tu
     share, notices = _first_share(job, data, what)
     if job.options.accumulate > 1 and what == "data" and share.examples > 1:
         cut(share.batch, 0, 1, share.examples)
-    with evaluating(module), torch.no_grad(), without_compilers(), NoSparseGradients(module):
-        output = _run(job, module, share.batch, what)
-        target = select_target(share.batch, job.target)
-        if job.task:
-            job.task.check(output, target)
-        weighed = _try_losses(job, module, (output, target), share, what, sets)
-        metrics = {**(job.task.metrics if job.task else {}), **(job.metrics or {})}
-        for name, metric in metrics.items():
-            failure = f"the metric {name!r} cannot be computed on {what}"
-            if accumulates(metric):
-                taken = (name, metric, job.task, output, target, share.examples)
-                _guarded(failure, partial(check_accumulated, *taken))
-            else:
-                weigh(_guarded(failure, partial(metric, output, target)), share.examples, name)
-    return weighed, notices
+    trained = [each for each in module.parameters() if each.requires_grad]
+    with evaluating(module), torch.no_grad(), without_compilers(), untouched(module, but=trained):
+        try:
+            with NoSparseGradients(module):
+                weighed, output, target = _try_model(job, module, share, what, sets)
+        except HeadraceError as error:
+            failure = error
+        else:
+            _try_metrics(job, output, target, share, what)
+            return weighed, notices
+    return _try_in_train_mode(job, module, share, what, sets, failure), notices
+
+
+def _try_in_train_mode(
+    job: Job, module: nn.Module, share: Share, what: str, sets: Sets, failure: HeadraceError
+) -> bool:
+    """Tries a model whose loss fails in eval mode, as that of detection models; raises `failure` if it fails here, too.
+
+    Returns whether the loss is a `Mean`.
+    """
+    try:
+        with trial(module), untouched(job.loss, job.task), NoSparseGradients(module):
+            weighed, *_ = _try_model(job, module, share, what, sets)
+    except HeadraceError:
+        raise failure from failure.__cause__
+    if what != "data":
+        raise type(failure)(
+            f"{failure}. In train mode it can: evaluations run the model in eval mode, where it returns something "
+            f"else; let loss and metrics take that, or leave {what} out and evaluate run.model"
+        ) from failure.__cause__
+    return weighed
+
+
+def _try_model(job: Job, module: nn.Module, share: Share, what: str, sets: Sets) -> tuple[bool, Any, Any]:
+    """Runs model and loss in the mode that they are in; returns whether the loss is a `Mean`, output and target."""
+    output = _run(job, module, share.batch, what)
+    target = select_target(share.batch, job.target)
+    if job.task:
+        job.task.check(output, target)
+    return _try_losses(job, module, (output, target), share, what, sets), output, target
+
+
+def _try_metrics(job: Job, output: Any, target: Any, share: Share, what: str) -> None:
+    metrics = {**(job.task.metrics if job.task else {}), **(job.metrics or {})}
+    for name, metric in metrics.items():
+        failure = f"the metric {name!r} cannot be computed on {what}"
+        if accumulates(metric):
+            _guarded(failure, partial(check_accumulated, name, metric, job.task, output, target, share.examples))
+        else:
+            weigh(_guarded(failure, partial(metric, output, target)), share.examples, name)
 
 
 def _try_losses(job: Job, module: nn.Module, taken: tuple[Any, Any], share: Share, what: str, sets: Sets) -> bool:
@@ -190,8 +225,8 @@ def _try_losses(job: Job, module: nn.Module, taken: tuple[Any, Any], share: Shar
         return isinstance(loss, Mean)
     means = set()
     for name, own in sets.items():
-        trial = partial(try_loss, name, objective_of(alone(job, name)).loss, module, own, share)
-        means.add(isinstance(_guarded(f"the loss of {name!r} cannot be computed on {what}", trial), Mean))
+        attempt = partial(try_loss, name, objective_of(alone(job, name)).loss, module, own, share)
+        means.add(isinstance(_guarded(f"the loss of {name!r} cannot be computed on {what}", attempt), Mean))
     if len(means) > 1:
         raise UsageError(
             f"some of the losses of {', '.join(sets)} are hr.Mean and others plain scalars; return hr.Mean from all, "
@@ -355,3 +390,4 @@ def check_split(job: Job, info: JobInfo, plan: Plan) -> None:
         )
     if info.examples < count:
         raise DataError(f"{plural(info.examples, 'example')} for {count} workers; use fewer workers, or give more data")
+    refuse_share_of_one(job, info.module, plan, info.examples)

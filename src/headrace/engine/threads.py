@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from types import FunctionType
+from typing import Any
 
 import torch
 
@@ -52,7 +56,9 @@ class ThreadEngine(Engine):
                 if rank >= workers:
                     serve(spec, rank, page, ThreadCollective(group, 0).check)
                 else:
-                    work(spec, rank, ThreadCollective(group, rank), page, building)
+                    # As a process has it, a worker has a loss of its own, whose state it may change.
+                    own = replace(spec, job=replace(spec.job, loss=_copied(spec.job.loss)))
+                    work(own, rank, ThreadCollective(group, rank), page, building)
             except BaseException as error:  # raised by the caller below
                 errors.setdefault(rank, error)
                 group.abort(rank)
@@ -87,3 +93,13 @@ class ThreadEngine(Engine):
 
     def close(self) -> None:
         """Nothing is left when `run` returns."""
+
+
+def _copied(loss: Any) -> Any:
+    """Returns a copy of an object that is a loss; of a function, which may have closed over anything, itself."""
+    if loss is None or isinstance(loss, FunctionType):
+        return loss
+    try:
+        return copy.deepcopy(loss)
+    except Exception:  # whatever a user's object raises that has no copy
+        return loss

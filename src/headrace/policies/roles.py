@@ -11,7 +11,19 @@ from headrace.errors import InfeasiblePlan, UsageError
 from headrace.policies.sharding import everywhere
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec, ParameterSpec
-from headrace.spec.plan import Plan, Role, Segment
+from headrace.spec.plan import Plan, Role, Segment, has_stages
+
+
+def pieces_of(plan: Plan, examples: int, micro_batches: int) -> list[int]:
+    """Returns how many examples of a global batch are computed at a time, by workers without stages in so many."""
+    inner = plan.options.get("inner")
+    options = inner if isinstance(inner, Mapping) else plan.options
+    if has_stages(plan):
+        chosen = options.get("micro_batches")
+        micro_batches = chosen if isinstance(chosen, int) else 1
+    shares = [stop - start for start, stop in bounds(examples, plan.data_shares)]
+    parts = (bounds(share, (1,) * micro_batches) for share in shares)
+    return [stop - start for own in parts for start, stop in own if stop > start]
 
 
 def worker_roles(strategy: str, workers: int | None, cluster: Cluster, spread: bool = False) -> tuple[Role, ...]:

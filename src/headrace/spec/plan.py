@@ -216,6 +216,11 @@ def cuts_shares(plan: Plan) -> bool:
     return bool(plan.partition) and options.get("micro_batches") != 1
 
 
+def has_stages(plan: Plan) -> bool:
+    """Whether a replica's share is computed from stage to stage."""
+    return bool(plan.partition)
+
+
 def outlives_workers(plan: Plan) -> bool:
     """Whether the run goes on without a lost worker."""
     return plan.replaces or plan.min_workers > 0

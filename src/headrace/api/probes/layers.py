@@ -8,7 +8,14 @@ from typing import Any
 from torch import nn
 
 from headrace.api.probes.finding import Finding, Scope, drawn, names_of, run_forward, trial
-from headrace.internals import DropoutNd
+from headrace.batches import call
+from headrace.data import Loader, as_pipeline
+from headrace.errors import UsageError
+from headrace.internals import BatchNorm, DropoutNd
+from headrace.policies.roles import pieces_of
+from headrace.report.format import plural
+from headrace.spec.job import Job
+from headrace.spec.plan import Plan
 from headrace.training.compute import Objective
 
 
@@ -30,6 +37,35 @@ def probe_random_layers(module: nn.Module, batch: Any, objective: Objective) -> 
             "set them to 0 to compare strategies to the last digit",
             Scope.EQUALITY,
         ),
+    )
+
+
+def refuse_share_of_one(job: Job, module: nn.Module, plan: Plan, examples: int) -> None:
+    """Raises a UsageError where a share or micro-batch will have one example, which BatchNorm in train mode refuses."""
+    if job.options.batch_norm == "sync" or not any(isinstance(each, BatchNorm) for each in module.modules()):
+        return
+    batch = min(job.global_batch_size, examples)
+    last = examples % batch if job.steps is None or job.steps >= -(-examples // batch) else 0
+    pieces = {size: pieces_of(plan, size, job.options.accumulate) for size in (batch, last) if size}
+    ones = [size for size, found in pieces.items() if 1 in found]
+    pipeline, _ = as_pipeline(job.data)
+    loader = Loader(pipeline, job.seed, 1, (1,), 0, ordered=True)
+    # How many examples a filter leaves is not known before.
+    if not ones or pipeline.hosts is not None or loader.drops:
+        return
+    with trial(module):
+        try:
+            call(module, next(share.batch for share in loader.sweep(alone=True)), job.inputs)
+            return
+        except ValueError as error:
+            # Not of layers whose channels have more than one value, as of pictures.
+            if "more than 1 value per channel" not in str(error):
+                return
+    which = "each batch" if ones[0] == batch else "the last batch of an epoch"
+    raise UsageError(
+        f"{which} has {plural(ones[0], 'example')}, in parts of {' + '.join(map(str, pieces[ones[0]]))}, and BatchNorm "
+        f"computes no statistics of one; use another global_batch_size, leave examples out (of {examples}), use fewer "
+        "workers or micro-batches, or Options(batch_norm='sync')"
     )
 
 

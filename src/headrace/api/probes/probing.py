@@ -9,15 +9,16 @@ from typing import Any
 from torch import nn
 
 from headrace.api.checks import JobInfo
+from headrace.api.probes.carried_state import CARRIED, COUNTED, probe_carried_state
 from headrace.api.probes.changing_buffers import probe_changing_buffers
 from headrace.api.probes.finding import Finding, Scope
 from headrace.api.probes.layers import probe_random_layers
 from headrace.api.probes.split_loss import probe_split_loss, probe_split_metrics
 from headrace.batches import call, select_target
 from headrace.data import Loader, as_pipeline
-from headrace.errors import DataError
+from headrace.errors import DataError, JobError
 from headrace.spec.job import Job, Share
-from headrace.spec.plan import Plan, cuts_shares
+from headrace.spec.plan import Plan, cuts_shares, has_stages
 from headrace.training.compute import Objective
 from headrace.training.whole_model import cut
 from headrace.worker.evaluations.accumulated import accumulates
@@ -26,7 +27,7 @@ from headrace.worker.session import objectives_of
 Probe = Callable[[nn.Module, Any, Objective], Sequence[Finding]]
 """Takes the model, a small batch and the objective; leaves the model as it was."""
 
-PROBES: tuple[Probe, ...] = (probe_split_loss, probe_changing_buffers, probe_random_layers)
+PROBES: tuple[Probe, ...] = (probe_split_loss, probe_changing_buffers, probe_random_layers, probe_carried_state)
 _LEAST, _MOST = 4, 8
 """Examples of the batch: at least two halves of two, because BatchNorm takes no batch of one."""
 _SEEN = 16
@@ -87,17 +88,27 @@ def _left_out(reason: str, error: Exception) -> Finding:
 
 
 def run_probes(info: JobInfo, plan: Plan) -> tuple[str, ...]:
-    """Runs the probes that find what a run under a plan says, and returns its lines."""
+    """Runs the probes that find what a run under a plan says, and returns its lines.
+
+    Raises:
+        JobError: forward carries something from batch to batch, and the plan has stages, which do not.
+    """
     job, accumulate = info.job, info.job.options.accumulate
     findings = probe_metrics(job, info.module)
-    if _scopes(plan, accumulate):
-        findings += probe(job, info.module, *objectives_of(job, info.module, info.weighed))
+    probes = PROBES if _scopes(plan, accumulate) else (probe_carried_state,)
+    findings += probe(job, info.module, *objectives_of(job, info.module, info.weighed), probes=probes)
+    lost = (CARRIED, COUNTED) if cuts_shares(plan) else (CARRIED,)
+    if has_stages(plan) and (carried := [each for each in findings if each.what in lost]):
+        raise JobError(
+            f"{plan.strategy} runs each micro-batch by stages, which carry nothing to the next one, and forward does: "
+            f"{carried[0].where}; {carried[0].remedy}, or use a strategy that runs the whole model, as mirrored"
+        )
     return said_by(findings, plan, accumulate)
 
 
 def said_by(findings: Iterable[Finding], plan: Plan, accumulate: int) -> tuple[str, ...]:
     """Returns the lines that a run under a plan says."""
-    scopes = {*_scopes(plan, accumulate), Scope.EVALUATION}
+    scopes = {*_scopes(plan, accumulate), Scope.EVALUATION, Scope.STATE}
     return tuple(finding.line for finding in findings if finding.scope in scopes)
 
 

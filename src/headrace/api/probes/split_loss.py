@@ -22,10 +22,15 @@ from headrace.internals import BatchNorm
 from headrace.metrics import Mean, weigh
 from headrace.training.compute import Objective
 from headrace.training.whole_model import cut
+from headrace.trees import map_tensors
+from headrace.worker.session import seed_torch
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-4}
 _HALF_TOLERANCE = 0.05
 _WHERE = "the loss"
+_DRAWS = 3
+_RANDOM = 0.25
+"""How far from 2 the ratio of two sums may be, whose random numbers differ."""
 
 
 def probe_split_loss(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
@@ -34,17 +39,53 @@ def probe_split_loss(module: nn.Module, batch: Any, objective: Objective) -> Seq
     if count < 2:
         return ()
     with trial(module):
-        module.eval()
         _use_running_statistics(module)
         before = drawn()
-        loss = loss_of(module, batch, objective)
+        loss = _settled(module, batch, objective)
         if drawn() != before:
             # Two runs on the same batch would differ.
+            ratio = _ratio_of_twice(module, batch, objective, count)
+            if abs(ratio - 2) < _RANDOM:
+                return (_sum(f"that of a batch and the same once more is {ratio:.3g} times that of the batch"),)
             return (_undecided("the model draws random numbers in eval mode, too"),)
         whole = _value(loss, count)
         parts = [_value(loss_of(module, part, objective), length) for part, length in _parts(batch, count)]
-    apart = _compare(whole, parts, _tolerance(module, loss))
+    tolerance = _tolerance(module, loss)
+    apart = _compare(whole, parts, tolerance)
+    if apart and not isinstance(loss, Mean):
+        total, added = apart[0], sum(value / length for value, length in parts)
+        if abs(total - added) <= tolerance * abs(total):
+            return (_sum(f"that of a batch of {count} examples, {total:.6g}, is the sum of its parts' losses"),)
     return (_finding(isinstance(loss, Mean), count, *apart),) if apart else ()
+
+
+def _settled(module: nn.Module, batch: Any, objective: Objective) -> Any:
+    """Returns the loss of a batch in eval mode; in train mode, but for BatchNorm, where it cannot be computed there."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        return loss_of(module, batch, objective)
+    except Exception:
+        # Of a model that gives losses in train mode, and predictions in eval mode.
+        for part, mode in modes:
+            part.training = mode and not isinstance(part, BatchNorm)
+        return loss_of(module, batch, objective)
+
+
+def _ratio_of_twice(module: nn.Module, batch: Any, objective: Objective, count: int) -> float:
+    """Returns the loss of a batch and the same once more over that of the batch: 1 for a mean, 2 for a sum."""
+
+    def mean_of(given: Any, examples: int) -> float:
+        values = []
+        for seed in range(_DRAWS):
+            seed_torch(seed)
+            total, weight = _value(loss_of(module, given, objective), examples)
+            values.append(total / weight if weight else math.nan)
+        return sum(values) / len(values)
+
+    once = mean_of(batch, count)
+    twice = mean_of(map_tensors(lambda tensor: torch.cat([tensor, tensor]), batch), 2 * count)
+    return twice / once if once else math.nan
 
 
 def probe_split_metrics(
@@ -111,6 +152,17 @@ def _finding(weighed: bool, count: int, one: float, mean: float) -> Finding:
         "hr.tasks.own_loss(ignore_index=-100); a loss over the whole batch (contrastive) is another loss on shares"
     )
     return Finding(found, _WHERE, remedy, Scope.SHARES)
+
+
+def _sum(found: str) -> Finding:
+    return Finding(
+        f"it is a sum over the examples, as of reduction='sum' or .sum(): {found}; shares are weighted as means, so N "
+        "workers train with 1/N of one device's gradient",
+        _WHERE,
+        "return the mean (reduction='mean'), with the learning rate times the examples of a batch, or "
+        "hr.Mean(total=loss, weight=examples)",
+        Scope.SHARES,
+    )
 
 
 def _undecided(reason: str) -> Finding:

@@ -1,0 +1,118 @@
+"""Does a forward change what the next one computes, by something that is neither a parameter nor a buffer?
+
+A hidden state that is carried on, a counter of steps: each worker has its own, and no checkpoint has it. One batch is
+computed alone, and after another one, with the same random numbers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from headrace import internals
+from headrace.api.probes.finding import Finding, Scope, loss_of, names_of, run_forward, trial
+from headrace.api.probes.untouched import untouched
+from headrace.batches import examples_of
+from headrace.metrics import weigh
+from headrace.modules import stateful_modules
+from headrace.training.compute import Objective
+from headrace.training.whole_model import cut
+from headrace.worker.attributes import AttributeWalk, attributes_of, copied, same
+from headrace.worker.session import seed_torch
+
+CARRIED = (
+    "forward carries it from batch to batch outside of parameters and buffers, so each worker carries its own, and no "
+    "checkpoint has it"
+)
+COUNTED = (
+    "each forward changes it, and it is neither a parameter nor a buffer, so each worker has its own, it changes with "
+    "each micro-batch, and no checkpoint has it"
+)
+
+
+def probe_carried_state(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
+    """Compares the loss of a batch with that after another batch, which the model or the loss has seen."""
+    count = examples_of(batch)
+    half = count // 2
+    if not half:
+        return ()
+    first, second = (cut(batch, start, start + half, count, "a probe") for start in (0, half))
+    alone, _ = _loss_after(module, objective, second, None)
+    findings = []
+    for owner in (module, objective.loss):
+        after, changed = _loss_after(module, objective, second, first, owner)
+        if abs(after - alone) > 8 * _epsilon(module) * abs(alone):
+            findings.append(_of_model(changed) if owner is module else _of_loss(list(changed)))
+    return findings
+
+
+def _loss_after(
+    module: nn.Module, objective: Objective, batch: Any, before: Any | None, owner: Any = None
+) -> tuple[float, dict[str, Any]]:
+    """Returns the loss of a batch after one before it, of which the owner alone keeps what it has changed.
+
+    Also the attributes of the owner that changed.
+    """
+    changed: dict[str, Any] = {}
+    with trial(module), untouched(objective.loss):
+        if before is not None:
+            states = [(part, part.get_extra_state()) for _, part in stateful_modules(module)]
+            with ExitStack() as stack:
+                # What is saved is another matter.
+                plain = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+                stack.enter_context(untouched(*map(internals.buffers, plain), *module.parameters()))
+                start = _values(owner)
+                if owner is module:
+                    run_forward(module, before, objective)
+                else:
+                    stack.enter_context(untouched(module))
+                    objective.of(module, before)
+                now = _values(owner)
+                changed |= {path: now[path] for path in now if path not in start or not same(now[path], start[path])}
+            for part, state in states:
+                part.set_extra_state(state)
+        seed_torch(0)
+        random.seed(0)
+        np.random.seed(0)
+        total, weight = weigh(loss_of(module, batch, objective), examples_of(batch))
+    return float(total) / max(float(weight), 1e-30), changed
+
+
+def _values(owner: Any) -> Mapping[str, Any]:
+    if isinstance(owner, nn.Module):
+        found = attributes_of(owner)
+    else:
+        walk = AttributeWalk(set())
+        walk.visit("", owner, None)
+        found = walk.found
+    return {path.lstrip("."): copied(each.value) for path, each in found.items()}
+
+
+def _epsilon(module: nn.Module) -> float:
+    types = {each.dtype for each in module.parameters() if each.is_floating_point()}
+    return max((torch.finfo(dtype).eps for dtype in types), default=0.0)
+
+
+def _of_model(changed: Mapping[str, Any]) -> Finding:
+    counts = changed and all(isinstance(value, int | float) for value in changed.values())
+    return Finding(
+        COUNTED if counts else CARRIED,
+        f"the model's {names_of(list(changed))}" if changed else "the model",
+        "keep it in a buffer (register_buffer), or return it from get_extra_state",
+        Scope.STATE,
+    )
+
+
+def _of_loss(names: list[str]) -> Finding:
+    return Finding(
+        "it changes from call to call, so each worker has its own, and no checkpoint has it",
+        f"the loss ({names_of(names)})" if names else "the loss",
+        "give an nn.Module as the loss, and keep it there in a buffer (register_buffer)",
+        Scope.STATE,
+    )
