@@ -6,10 +6,10 @@ import contextlib
 import re
 import subprocess
 import sys
-import time
 import types
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -114,15 +114,23 @@ def test_whether_a_file_is_cached_is_asked_of_the_kernel(tmp_path: Path) -> None
     assert storage._is_cached(file)
 
 
-def test_short_acts_are_repeated_between_looks_at_the_clock() -> None:
-    counted = []
-    times = repeat(lambda: counted.append(1), CPU, 0.01)
-    assert len(times) >= 2
-    assert len(counted) > 10 * len(times)
+def test_short_acts_are_repeated_between_looks_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(settings, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def act(seconds: float) -> None:
+        now[0] += seconds
+        counted.append(seconds)
+
+    counted: list[float] = []
+    times = repeat(partial(act, 2**-20), CPU, 2**-6)
+    # Two calls measure how many fit in 2 ms.
+    assert times == [2**-20] * 8
+    assert len(counted) == 2 + 8 * 2097
     # The first call is not counted, and one that takes long is made twice more.
-    slow = []
-    assert len(repeat(lambda: (slow.append(1), time.sleep(0.02)), CPU, 0.001)) == 2
-    assert len(slow) == 3
+    counted.clear()
+    assert repeat(partial(act, 0.5), CPU, 0.001) == [0.5, 0.5]
+    assert len(counted) == 3
 
 
 class Small(nn.Module):

@@ -82,7 +82,7 @@ def test_layers_that_cannot_be_parted_are_measured_together() -> None:
 
 
 def test_a_layer_with_a_hundred_times_the_work_takes_longer() -> None:
-    model = mlp(4, 512, 4)
+    model = mlp(4, 2048, 4)
     found = profile(model, Objective(total), (torch.randn(64, 4), None), seconds=0, threads=1)
     seconds = {layer.name: layer.forward_s + layer.backward_s for layer in found.layers}
     assert max(seconds, key=seconds.__getitem__) == "2"

@@ -261,13 +261,16 @@ def test_a_link_that_misses_a_frame_ends(port: RemoteServerTransport, monkeypatc
 def test_who_does_not_begin_with_its_layout_is_never_heard(
     port: RemoteServerTransport, link: ClientTransport, raw: Raw, parts: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.transport.remote_server._FAREWELL_S", 0.05)
+    # Until all three are there.
+    monkeypatch.setattr("headrace.transport.remote_server._FAREWELL_S", DEADLINE_S)
     for _ in range(3):
         raw().send_multipart(parts)
     deadline = monotonic() + DEADLINE_S
     while len(port._guard._connections) < 4:
         assert monotonic() < deadline
         assert port.receive(0.05) == []
+    for peer in port._peers.values():
+        peer.until = None if peer.until is None else monotonic()
     # It does not go by itself, so it is cut off.
     cut_off(port, 1)
     still_served(port, link)

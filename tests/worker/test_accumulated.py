@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -169,6 +170,28 @@ class OfFirst(Metric):
 
 
 TASK = dataclasses.replace(hr.tasks.multiclass(3), name="mine", scores_and_labels=None)
+
+
+class Extremes(Metric):
+    """Its state is infinite at first, and then large: no mean."""
+
+    def __init__(self, reduce: str) -> None:
+        super().__init__()
+        self.add_state("best", torch.tensor(-math.inf if reduce == "max" else math.inf), dist_reduce_fx=reduce)
+        self._reduce = getattr(torch, reduce)
+
+    def update(self, predictions: Tensor, labels: Tensor) -> None:
+        self.best = self._reduce(torch.stack([self.best, self._reduce(predictions) * 1e6]))
+
+    def compute(self) -> Tensor:
+        return self.best
+
+
+@pytest.mark.parametrize("reduce", ["max", "min"])
+def test_extremes_are_no_means(reduce: str) -> None:
+    run = hr.fit(job_of({"own": Extremes(reduce)}), hr.Mirrored(2), engine=hr.ThreadEngine(), device="cpu")
+    expected = getattr(torch, reduce)(run.model(INPUTS).softmax(1)) * 1e6
+    assert run.metrics["own"] == pytest.approx(float(expected.detach()), rel=1e-6)
 
 
 @pytest.mark.parametrize(

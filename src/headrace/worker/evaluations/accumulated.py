@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from headrace.collectives.base import ProcessGroup, gather_bytes
@@ -108,11 +107,13 @@ class Accumulated:
         """Raises UsageError where states of ranks are averaged, as if all had as many examples."""
         for part, _ in self._parts():
             before: dict[str, Any] = part.metric_state
-            part.sync(dist_sync_fn=lambda tensor, group=None: [tensor, tensor + 2], distributed_available=lambda: True)
+            part.sync(
+                dist_sync_fn=lambda tensor, group=None: [tensor, tensor + 2 * _beyond(tensor)],
+                distributed_available=lambda: True,
+            )
             after: dict[str, Any] = part.metric_state
             part.unsync()
-            # A mean of x and x + 2 is neither their sum nor one of them.
-            if any(isinstance(own, Tensor) and torch.equal(after[name], own + 1) for name, own in before.items()):
+            if any(isinstance(own, Tensor) and _is_mean(after[name], own) for name, own in before.items()):
                 raise UsageError(f"the metric {self._name!r} averages states of workers: {_JOINED}")
 
     def _parts(self) -> Iterator[tuple[Metric, list[str]]]:
@@ -122,6 +123,19 @@ class Accumulated:
         parts: list[Any] = [module for module in self._metric.modules() if isinstance(module, torchmetrics.Metric)]
         for number, part in enumerate(parts):
             yield part, [f"{number}.{name}" for name in part.metric_state]
+
+
+def _beyond(tensor: Tensor) -> int:
+    """Returns a number of at least twice each element of a tensor.
+
+    The mean of x and x + 2 of it is then as far from their sum and from each of them as that, however it is rounded.
+    """
+    return 2 * math.ceil(max(1.0, float(tensor.double().abs().nan_to_num(0.0, 0.0).max()))) if tensor.numel() else 2
+
+
+def _is_mean(found: Tensor, own: Tensor) -> bool:
+    apart = found.double() - own.double() - _beyond(own)
+    return bool((apart.abs() <= _TOLERANCE * _beyond(own)).all())
 
 
 class _Exchange:
