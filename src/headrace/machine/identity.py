@@ -88,3 +88,16 @@ def can_paint(stream: TextIO) -> bool:
     if os.environ.get("CI", "").lower() not in ("", "0", "false"):
         return False
     return os.environ.get("TERM") != "dumb" and stream.isatty()
+
+
+STEPS_FOLDER, STEPS = "HEADRACE_VERIFY_FOLDER", "HEADRACE_VERIFY_STEPS"
+"""Variables with which `headrace verify` runs a plain script."""
+
+
+def verified_steps() -> tuple[Path, int] | None:
+    """Returns where this process of a script is to write its models, and after how many steps to end.
+
+    None where `headrace verify` does not run it.
+    """
+    folder = os.environ.get(STEPS_FOLDER)
+    return (Path(folder) / f"rank-{os.environ.get('RANK', 0)}", int(os.environ[STEPS])) if folder else None

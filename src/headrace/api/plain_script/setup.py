@@ -22,6 +22,7 @@ from headrace.api.plain_script.loss import watch_losses
 from headrace.api.plain_script.meeting import SETUP, Meeting
 from headrace.api.plain_script.shares import ShareLoader
 from headrace.api.plain_script.steps import CentralParameters, SynchronizedSteps
+from headrace.api.verification.script_steps import record_steps
 from headrace.engine.torchrun.agreement import require_same
 from headrace.engine.torchrun.group import LaunchedGroup
 from headrace.engine.torchrun.refusal import tell_uncaught
@@ -117,10 +118,13 @@ def setup(
     if ranks == 1:
         for line in notice_of_torch():
             sys.stderr.write(f"headrace: {line}\n")
+        record_steps(model, optimizer, loader, strategy)
         return model, optimizer, _share(loader, None)
     check_parts(model, optimizer)
     facts = {"strategy": strategy, "reduction": str(reduction), **facts_of(model, optimizer, loader)}
-    return model, optimizer, _script(timeout_s, encrypt, facts).add(model, optimizer, loader, strategy, reduction)
+    shares = _script(timeout_s, encrypt, facts).add(model, optimizer, loader, strategy, reduction)
+    record_steps(model, optimizer, loader, strategy)
+    return model, optimizer, shares
 
 
 class _Script:

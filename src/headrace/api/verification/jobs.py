@@ -151,6 +151,12 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def random_layers(module: nn.Module) -> str:
+    """Returns the kinds of layers by which N workers differ from one by definition; "" for none."""
+    kinds = {type(part).__name__ for part in module.modules() if isinstance(part, (*_DROPOUT, BatchNorm))}
+    return ", ".join(sorted(kinds))
+
+
 def without_random_layers(module: nn.Module) -> nn.Module:
     """Puts dropout and BatchNorm layers into eval mode for good."""
     for part in module.modules():

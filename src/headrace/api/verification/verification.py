@@ -90,10 +90,10 @@ def where(row: Row) -> str:
 
 def answer(found: Verification) -> str:
     """Returns the last sentence."""
-    took = f"({duration(found.seconds)})"
+    took = f" ({duration(found.seconds)})" if found.seconds else ""
     if found.equal:
-        return f"equal: {found.strategy} computes what it is compared with {took}"
-    return f"differs; likely cause: {found.cause} {took}"
+        return f"equal: {found.strategy} computes what it is compared with{took}"
+    return f"differs{f'; likely cause: {found.cause}' if found.cause else ''}{took}"
 
 
 def plain_values(found: Verification) -> dict[str, Any]:

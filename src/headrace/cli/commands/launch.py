@@ -93,11 +93,11 @@ def launch(
         refuse_launcher("launch")
         check_file(script, "script")
         given = tuple(arguments or ())
-        with _stdout_for_results(as_json):
+        with stdout_for_results(as_json):
             if hosts or cluster:
                 destinations = _destinations(hosts, cluster)
                 workers = workers or len(destinations)
-                trained = _is_job(script)
+                trained = is_job(script)
                 what = _training(script, given, cluster) if trained else (str(script), *given)
                 usual = Distribution.CYCLIC if trained and has_backups(given) else Distribution.BLOCK
                 chosen = distribution or usual
@@ -134,7 +134,7 @@ def _refuse_for_hosts(
 
 def _refuse_job(script: Path, arguments: Sequence[str]) -> None:
     """Raises UsageError for a job file that as a script would end without having trained anything."""
-    if _is_job(script) and _only_defines(script):
+    if is_job(script) and _only_defines(script):
         words = shlex.join(["headrace", "train", str(script), *arguments])
         raise UsageError(
             f"{script} defines a job, and as a script it trains nothing; train it on this machine by {words}, or name "
@@ -160,7 +160,7 @@ def _called(body: Sequence[ast.stmt]) -> Iterator[ast.Attribute | ast.Name]:
 
 
 @contextlib.contextmanager
-def _stdout_for_results(keep_clean: bool) -> Iterator[None]:
+def stdout_for_results(keep_clean: bool) -> Iterator[None]:
     """Meanwhile processes inherit stderr as their stdout, where stdout must carry one document alone."""
     if not keep_clean:
         yield
@@ -218,7 +218,7 @@ def _destinations(text: str | None, cluster: Path | None) -> list[tuple[str, str
     return [(known[name], name) if known else (name, "") for name in names]
 
 
-def _is_job(script: Path) -> bool:
+def is_job(script: Path) -> bool:
     """Whether a file defines `job`, so that it is trained and not run; it is not run to find out."""
     try:
         body = ast.parse(script.read_text(encoding="utf-8")).body

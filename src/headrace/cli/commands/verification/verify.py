@@ -1,17 +1,22 @@
-"""`headrace verify`: a job's first rounds under a strategy beside a plain PyTorch loop."""
+"""`headrace verify`: a job's first rounds, or a script's first steps, under a strategy and in one process."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.combinations import resolved
+from headrace.cli.combinations import refuse_idle, resolved
+from headrace.cli.commands.launch import is_job, stdout_for_results
 from headrace.cli.engines import own_engine, refuse_launcher
-from headrace.cli.jobfile import find_job, load_job
+from headrace.cli.jobfile import check_file, find_job, load_job
 from headrace.cli.options import (
-    JobFile,
     JsonOption,
     RunDirOption,
     ServersOption,
@@ -24,18 +29,34 @@ from headrace.cli.options import (
     option,
 )
 from headrace.cli.output import ExitCode, answering
-from headrace.errors import UnfitMachine
+from headrace.errors import RunFailed, UnfitMachine
+from headrace.machine.identity import STEPS, STEPS_FOLDER
+
+if TYPE_CHECKING:
+    from headrace.api.verification.verification import Verification
 
 _EXAMPLES = """
   headrace verify job.py --workers 2
   headrace verify job.py --strategy "pipeline(stages=2)" --double
   headrace verify job.py --workers 2 --rounds 12 --html verify.html
   headrace verify job.py --workers 2 --json | jq .equal
+  headrace verify script.py --workers 2
 """
+
+_FileArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="JOB.py|SCRIPT.py", show_default=False, help="A job's file; or a script that calls `headrace.setup`."
+    ),
+]
 
 
 def verify(
-    path: JobFile,
+    path: _FileArgument,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGUMENTS", show_default=False, help="What a script finds in sys.argv."),
+    ] = None,
     strategy: Annotated[
         str,
         typer.Option(
@@ -67,25 +88,19 @@ def verify(
     with answering(as_json) as answer:
         refuse_launcher("verify")
         check_strategies([strategy])
-        find_job(path)
-        # In this order: the engine forks this process, which must not have run the job file before.
-        with own_engine() as engine:
-            job, chosen = load_job(path, settings or ()), resolved(strategy, workers, servers)
-            # Lazily: they import torch.
-            from headrace.api.verification.page import write_page
-            from headrace.api.verification.verification import plain_values, table
-            from headrace.api.verification.verify import verify as verified
+        check_file(path, "job file")
+        if is_job(path):
+            refuse_idle({" ".join(arguments or ()): bool(arguments)}, "for a script, and this file defines a job")
+            found = _of_job(path, strategy, (workers, servers), settings or (), rounds, examples, double, run_dir)
+        else:
+            given = {"--strategy": strategy != "mirrored", "--servers": servers is not None, "--double": double}
+            given |= {"--examples": examples is not None, "--set": bool(settings), "--run-dir": run_dir is not None}
+            refuse_idle(given, "for a job, and this file is a script, which has its own; leave it out")
+            with stdout_for_results(keep_clean=True):
+                found = _of_script(path, arguments or (), workers or 2, rounds)
+        from headrace.api.verification.page import write_page
+        from headrace.api.verification.verification import plain_values, table
 
-            found = verified(
-                job,
-                chosen,
-                rounds=rounds,
-                double=double,
-                examples=examples,
-                run_dir=run_dir,
-                engine=engine,
-                say=lambda line: typer.echo(line, err=True),
-            )
         if html:
             try:
                 write_page(html, found, job_name(path))
@@ -94,3 +109,54 @@ def verify(
         answer.give(plain_values(found), "\n".join([*table(found), *([f"page: {html}"] if html else [])]))
     if not found.equal:
         raise typer.Exit(ExitCode.RUN_FAILED)
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+def _of_job(
+    path: Path,
+    strategy: str,
+    counts: tuple[int | None, int | None],
+    settings: Sequence[str],
+    rounds: int,
+    examples: int | None,
+    double: bool,
+    run_dir: Path | None,
+) -> Verification:
+    find_job(path)
+    # In this order: the engine forks this process, which must not have run the job file before.
+    with own_engine() as engine:
+        job, chosen = load_job(path, settings), resolved(strategy, *counts)
+        # Lazily: it imports torch.
+        from headrace.api.verification.verify import verify as verified
+
+        more = {"rounds": rounds, "double": double, "examples": examples, "run_dir": run_dir}
+        return verified(job, chosen, engine=engine, say=_say, **more)  # type: ignore[arg-type]
+
+
+def _of_script(script: Path, arguments: Sequence[str], workers: int, rounds: int) -> Verification:
+    """Runs a script alone and launched, until each has made so many steps."""
+    # Lazily: they import torch.
+    from headrace.api.verification.script_steps import compare_scripts
+    from headrace.engine.local.engine import launch_script
+
+    def alone() -> int:
+        return subprocess.run([sys.executable, str(script), *arguments], check=False).returncode
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, run in (("alone", alone), ("launched", lambda: launch_script(script, arguments, workers))):
+            _say(f"{script.name}, {name}")
+            _run_recorded(run, script, Path(folder) / name, rounds)
+        return compare_scripts(script, Path(folder) / "alone", Path(folder) / "launched", workers)
+
+
+def _run_recorded(run: Callable[[], int], script: Path, folder: Path, rounds: int) -> None:
+    os.environ |= {STEPS_FOLDER: str(folder), STEPS: str(rounds)}
+    try:
+        code = run()
+    finally:
+        del os.environ[STEPS_FOLDER], os.environ[STEPS]
+    if code:
+        raise RunFailed(f"{script}, {folder.name}, ended with exit code {code}; what it said stands above")
