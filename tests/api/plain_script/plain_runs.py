@@ -73,7 +73,7 @@ def trained(
     build: Callable[[], nn.Module] = network,
     optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
     central: bool = False,
-    adds: bool = False,
+    reduction: str | None = None,
     loader: Callable[[], DataLoader[Any]] = loader_of,
 ) -> list[Tensor]:
     """Returns the parameters and buffers after a script, alone or as one rank."""
@@ -82,7 +82,7 @@ def trained(
     batches: Any = loader()
     if meeting is not None:
         placed = CentralParameters(model, meeting) if central else None
-        synchronizer = Synchronizer(model, meeting, 0, adds)
+        synchronizer = Synchronizer(model, meeting, 0, reduction)
         if placed:
             synchronizer.check_values = placed.check
         SynchronizedSteps(optimizer, synchronizer, meeting, placed)

@@ -102,7 +102,7 @@ def rooted(model: Any, optimizer: Any, batches: Any, _: object) -> None:
 
 def alike(script: Any, world: int = 3, **options: Any) -> None:
     expected = trained(
-        script, None, **{name: value for name, value in options.items() if name not in ("central", "adds")}
+        script, None, **{name: value for name, value in options.items() if name not in ("central", "reduction")}
     )
     for result in on_ranks(lambda meeting: trained(script, meeting, **options), world):
         assert not isinstance(result, Exception), result
@@ -140,7 +140,7 @@ def sums(model: Any, optimizer: Any, batches: Any, _: object) -> None:
 
 
 def test_sums_are_added() -> None:
-    alike(sums, adds=True, optimizer_of=lambda model: torch.optim.SGD(model.parameters(), 0.01))
+    alike(sums, reduction="sum", optimizer_of=lambda model: torch.optim.SGD(model.parameters(), 0.01))
 
 
 def test_running_statistics_are_one_and_are_weighted_by_examples() -> None:
@@ -241,6 +241,35 @@ def test_ranks_that_differ_are_told_where(script: Any, message: str) -> None:
     # A thread that raises ends the others' waits.
     assert {type(result) for result in results} <= {UsageError, PeerLost}, results
     assert message in said(results)
+
+
+def choosing(model: Any, optimizer: Any, batches: Any, _: object) -> None:
+    """Trains on hard examples alone, of which the shares have unequal numbers."""
+    for inputs, targets in batches:
+        chosen = targets[:, 0] > -0.3
+        optimizer.zero_grad()
+        functional.mse_loss(model(inputs[chosen]), targets[chosen]).backward()
+        optimizer.step()
+
+
+def halving(model: Any, optimizer: Any, batches: Any, _: object) -> None:
+    """Gives the model its examples in two parts, and sequences with the batch in another place."""
+    for inputs, targets in batches:
+        middle = len(inputs) // 2
+        outputs = torch.cat([model(inputs[:middle]), model(inputs[middle:])])
+        optimizer.zero_grad()
+        functional.mse_loss(outputs, targets).backward()
+        optimizer.step()
+
+
+def test_unequal_parts_of_shares_are_refused() -> None:
+    alike(halving)
+    message = said(on_ranks(lambda meeting: trained(choosing, meeting)))
+    assert "examples of the shares of ranks 0, 1 and so on, and gradients are weighted by all" in message
+    assert not any(
+        isinstance(result, Exception)
+        for result in on_ranks(lambda meeting: trained(choosing, meeting, reduction="mean"))
+    )
 
 
 def clamping(model: Any, optimizer: Any, batches: Any, _: object) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from headrace import internals
 from headrace.api.plain_script.buffers import ChangedBuffers
+from headrace.api.plain_script.forwards import ForwardCounts
 from headrace.api.plain_script.meeting import BACKWARD, Meeting
 from headrace.collectives.digest import digests, ranks_apart
 from headrace.errors import UsageError
@@ -27,20 +28,21 @@ class Synchronizer:
     Parameters may be frozen, unfrozen and added while the script runs, on all ranks alike.
 
     Args:
-        adds: the loss is a sum over the examples, so the gradients of the shares are added.
+        reduction: of the loss, over examples. "sum": the gradients of the shares are added. None for a mean, of which
+            it is checked that it is over whole shares.
 
     Attributes:
         optimizers: those that step over the parameters, as far as they are known.
         check_values: what else is checked when parameters are compared.
     """
 
-    def __init__(self, model: nn.Module, meeting: Meeting, number: int, adds: bool = False) -> None:
+    def __init__(self, model: nn.Module, meeting: Meeting, number: int, reduction: str | None = None) -> None:
         self.model = model
         self.number = number
         self.check_values: Callable[[], None] = lambda: None
         self.optimizers: list[torch.optim.Optimizer] = []
         self._meeting = meeting
-        self._adds = adds
+        self._adds = reduction == "sum"
         self._names: dict[int, str] = {}
         self._watched: list[nn.Parameter] = []
         self._facts: list[tuple[bool, torch.dtype]] = []
@@ -53,6 +55,7 @@ class Synchronizer:
         self._backward_pass = self._noted = -1
         self._watch()
         self._buffers = ChangedBuffers(model, meeting)
+        self._forwards = ForwardCounts(model, meeting.deliveries) if reduction is None else None
         meeting.comparisons.append(self._compare)
 
     def foreign(self, parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -117,7 +120,8 @@ class Synchronizer:
         changed = self._follow()
         share = meeting.deliveries.current()
         own = 1 if share is None else share.examples
-        examples = meeting.meet(BACKWARD, self.number, self._state, self._states, own)
+        chosen = self._forwards.take() if self._forwards else 0
+        examples = meeting.meet(BACKWARD, self.number, self._state, self._states, own, chosen)
         if changed:
             self._reduction = self._reduce_by()
             self._views = self._reduction.layout.views(self._reduction.result)
@@ -163,7 +167,9 @@ class Synchronizer:
 
     def _follow(self) -> bool:
         """Looks for parameters that are new, trained for the first time or of another type; returns whether any is."""
-        if self._meeting.checks or self._count() != self._listed or self._meeting.deliveries.index == 0:
+        shares = self._meeting.deliveries
+        begins = shares.batches > 0 and shares.index == 0
+        if self._meeting.checks or begins or self._count() != self._listed:
             self._watch()
         facts = [(parameter.requires_grad, parameter.dtype) for parameter in self._watched]
         if facts == self._facts:

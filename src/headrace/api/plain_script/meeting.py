@@ -50,6 +50,7 @@ class _Record(NamedTuple):
     state: int
     options: int
     examples: int
+    chosen: int
 
     @property
     def where(self) -> str:
@@ -138,6 +139,7 @@ class Meeting:
         state: int = 0,
         states: Callable[[], Mapping[str, str]] | None = None,
         examples: int = 0,
+        chosen: int = 0,
     ) -> list[int]:
         """Compares what all ranks do; returns the examples of each.
 
@@ -146,6 +148,7 @@ class Meeting:
             model: the number of its setup.
             state: a digest of `states`, which says what it is of, by name.
             examples: of this rank's share.
+            chosen: of which so many were trained on; 0 for all.
 
         Raises:
             UsageError: the ranks differ.
@@ -154,7 +157,7 @@ class Meeting:
         shares = self.deliveries
         own = _Record(
             *(act, model, self.passes, self.steps, shares.batches, shares.epoch, shares.index, shares.order),
-            *(state, self._options_digest(), examples),
+            *(state, self._options_digest(), examples, chosen),
         )
         try:
             rows = self.group.gather(torch.tensor(own, dtype=torch.int64).view(torch.uint8)).view(torch.int64)
@@ -184,9 +187,10 @@ class Meeting:
 
     def _compare(self, records: Sequence[_Record], states: Callable[[], Mapping[str, str]] | None) -> None:
         first = records[0]
-        # The last field may differ.
-        other = next((rank for rank, record in enumerate(records) if record[:-1] != first[:-1]), 0)
+        # The last two fields may differ.
+        other = next((rank for rank, record in enumerate(records) if record[:-2] != first[:-2]), 0)
         if not other:
+            _require_same_parts(records)
             return
         theirs = records[other]
         if theirs[:7] != first[:7]:
@@ -232,6 +236,20 @@ class Meeting:
             for name in _OPTIONS
             if name in group
         }
+
+
+def _require_same_parts(records: Sequence[_Record]) -> None:
+    """Raises a UsageError where ranks have trained on unequal parts of their shares, by whose sizes they count."""
+    if not any(record.chosen for record in records):
+        return
+    parts = [(record.chosen or record.examples, record.examples) for record in records if record.examples]
+    if any(chosen * parts[0][1] != parts[0][0] * examples for chosen, examples in parts):
+        listed = ", ".join(f"{chosen} of {examples}" for chosen, examples in parts[:4])
+        raise UsageError(
+            f"the model got {listed} examples of the shares of ranks 0, 1 and so on, and gradients are weighted by all "
+            "examples of a share. Choose examples in the data set or by a sampler; or multiply their losses by 0 or 1 "
+            "and divide the sum by len(batch); hr.setup(..., reduction=...) leaves this check out"
+        )
 
 
 def _plain(value: Any) -> Any:

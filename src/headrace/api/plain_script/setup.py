@@ -181,7 +181,7 @@ class _Script:
                         "central_storage keeps one copy in one host's memory, and there are several; use mirrored"
                     )
                 self._central[id(model)] = CentralParameters(model, meeting)
-            known = Synchronizer(model, meeting, len(self._synchronizers), reduction == "sum")
+            known = Synchronizer(model, meeting, len(self._synchronizers), reduction)
             self._synchronizers.append(known)
             guard_batch_norm(model, shares, meeting)
             if reduction is None and not self._watches:
