@@ -12,9 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from headrace.api.probes.finding import drawn, names_of, trial, without_compilers
-from headrace.api.probes.layers import modes_text, refuse_share_of_one
+from headrace.api.probes.layers import (
+    NoSparseGradients,
+    lazy_tensors,
+    modes_text,
+    refuse_share_of_one,
+    refuse_sparse_layers,
+)
+from headrace.api.probes.losses import check_loss_parameters, join_loss
 from headrace.api.probes.sets import Sets, find_sets, try_loss
-from headrace.api.probes.special_layers import NoSparseGradients, lazy_tensors, refuse_sparse_layers
 from headrace.api.probes.untouched import same_generators, untouched
 from headrace.batches import arguments, call, form, select_target
 from headrace.data import InputPipeline, Loader, as_pipeline
@@ -72,10 +78,10 @@ class JobInfo:
     sets: Sets = field(default_factory=dict)
 
 
-def inspect_job(job: Job, closures: bool = False) -> JobInfo:
+def inspect_job(job: Job, closures: bool = False, whole_model: bool = True) -> JobInfo:
     """Builds the job's model and runs it on two examples, with loss and metrics.
 
-    `closures` is that of the strategy.
+    `closures` and `whole_model` are those of the strategy.
 
     Raises:
         JobError: the model cannot be built or run, or its optimizer not be made.
@@ -95,10 +101,11 @@ def inspect_job(job: Job, closures: bool = False) -> JobInfo:
     check_cache_folders(*(data for data in (pipeline, job.eval_data) if isinstance(data, InputPipeline)))
     users = (job.loss, job.task, job.metrics, job.inputs, job.target)
     with torch.random.fork_rng(devices=[]), untouched(*users), same_generators():
-        job, module, said = _made(job)
+        job, module, said = _made(join_loss(job, whole_model))
         sets = find_sets(job, module)
         weighed, more = _try(job, module, job.data, "data", sets)
         notices += (*said, *more)
+        check_loss_parameters(job, module, lambda: _first_share(job, job.data, "data")[0])
         if job.eval_data is not None:
             notices += _eval_notices(job)
             notices += _try(job, module, job.eval_data, "eval_data", sets)[1]
@@ -220,12 +227,12 @@ def _try_metrics(job: Job, output: Any, target: Any, share: Share, what: str) ->
 def _try_losses(job: Job, module: nn.Module, taken: tuple[Any, Any], share: Share, what: str, sets: Sets) -> bool:
     """Computes the loss, or each set's; `taken` is output and target. Returns whether it is a `Mean`."""
     if not sets:
-        loss = _guarded(f"the loss cannot be computed on {what}", lambda: objective_of(job).loss(*taken))
+        loss = _guarded(f"the loss cannot be computed on {what}", lambda: objective_of(job, module).loss(*taken))
         weigh(loss, share.examples, "the loss")
         return isinstance(loss, Mean)
     means = set()
     for name, own in sets.items():
-        attempt = partial(try_loss, name, objective_of(alone(job, name)).loss, module, own, share)
+        attempt = partial(try_loss, name, objective_of(alone(job, name), module).loss, module, own, share)
         means.add(isinstance(_guarded(f"the loss of {name!r} cannot be computed on {what}", attempt), Mean))
     if len(means) > 1:
         raise UsageError(

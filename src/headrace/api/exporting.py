@@ -26,7 +26,7 @@ from headrace.export.signature import Signature, TensorForm, form_of, open_file,
 from headrace.export.tensors import Array, check_lengths, not_finite
 from headrace.export.writing import examples_of, write_model
 from headrace.machine import disk
-from headrace.modules import parameters_and_buffers
+from headrace.modules import LOSS, parameters_and_buffers, without_loss
 from headrace.report.model.events import EventLog, of_kind, read_log
 from headrace.report.model.summary import summarize
 from headrace.spec.events import RunStarted
@@ -93,9 +93,11 @@ def trained(job: Job, run_dir: Path, step: int | None = None) -> tuple[nn.Module
     if step is None and disk.is_file(path):
         with making_sense(path):
             load_model(module, path)
+        without_loss(module)
         return module.eval(), None
     checkpoint = _checkpoint(run_dir, step)
     _load_checkpoint(module, checkpoint)
+    without_loss(module)
     return module.eval(), checkpoint
 
 
@@ -212,6 +214,10 @@ def _load_checkpoint(module: nn.Module, checkpoint: Checkpoint) -> None:
         stored = LoadedCheckpoint(checkpoint)
         wanted = {name: tensor.shape for name, tensor in parameters_and_buffers(module)}
         found = stored.shapes()
+        if not any(f"/{LOSS}." in name for name in found):
+            # One under stages or slices, whose buffers are each worker's own.
+            without_loss(module)
+            wanted = {name: shape for name, shape in wanted.items() if f"/{LOSS}." not in name}
         if differ := sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name)):
             raise CheckpointMismatch(
                 checkpoint.path,

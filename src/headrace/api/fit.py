@@ -16,6 +16,7 @@ from headrace.api.checks import JobInfo, check_options, check_split, inspect_job
 from headrace.api.probes.memory_format import settle_memory_format
 from headrace.api.probes.probing import run_probes
 from headrace.api.probes.sets import plan_of, require_turns
+from headrace.api.probes.untouched import untouched
 from headrace.api.resume import IF_SAVED, ResumeRequest, describe_run
 from headrace.api.run import Run, TemporaryRunDir
 from headrace.api.supervision import supervise
@@ -294,7 +295,7 @@ def _planned(
     if isinstance(job, Job) and chosen.sparse_names():
         job = replace(job, model=made_sparse(job.model, chosen.sparse_names()))
     require_turns(job, chosen)
-    info = replace(inspect_job(job, chosen.closures), told=arguments.told)
+    info = replace(inspect_job(job, chosen.closures, chosen.whole_model), told=arguments.told)
     job = info.job
     chosen.check(job.options)
     if (ranks or 1) > 1:
@@ -340,11 +341,11 @@ def _inspected(
 
     def layers(request: ProfileRequest) -> tuple[LayerSpec, ...]:
         def measured() -> str:
-            return json.dumps(to_plain(measure(job, info.module, objective, request, cluster.device)))
+            with untouched(objective.loss):
+                return json.dumps(to_plain(measure(job, info.module, objective, request, cluster.device)))
 
         # One process measures for all, so that all make the same plan.
-        text = of_first(measured) if shares_measure else measured()
-        found = from_plain(MeasuredLayers, json.loads(text))
+        found = from_plain(MeasuredLayers, json.loads(of_first(measured) if shares_measure else measured()))
         notices.extend(found.notices)
         return found.layers
 

@@ -243,7 +243,7 @@ class _Measuring:
         self._seconds = seconds
         self._engine = engine
         self._say = say
-        self._objective = objective_of(info.job, info.weighed)
+        self._objective = objective_of(info.job, info.module, info.weighed)
         self._module = info.module if device == "cpu" else copy.deepcopy(info.module).to(device)
         self._autocast = HALF.get(info.job.options.precision)
         self._has_layers = True

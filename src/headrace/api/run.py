@@ -10,7 +10,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from headrace.export.signature import Signature
 from headrace.export.writing import write_model
 from headrace.machine import disk
 from headrace.machine.temporary import delete_with_process, forget
-from headrace.modules import copy_module, is_dense, restore
+from headrace.modules import LOSS, LossOfModel, copy_module, is_dense, restore, without_loss
 from headrace.report.model.events import EventLog, read_log
 from headrace.report.model.summary import Summary, summarize
 from headrace.report.views.page import page_fragment, write_page
@@ -226,7 +226,14 @@ class Run:
             )
         module = self._untrained()
         load_model(module, path)
+        vars(self)["_loss"] = without_loss(module)
         return module.eval()
+
+    @property
+    def loss(self) -> Any:
+        """The job's loss; one that is a module with parameters or buffers as it was trained with the model."""
+        module, loss = self.model, self.job.loss
+        return (vars(self)["_loss"] if isinstance(loss, LossOfModel) else loss) if module is not None else loss
 
     def _untrained(self) -> nn.Module:
         try:
@@ -349,7 +356,7 @@ class Run:
             strategy=self.plan.strategy,
             metrics=self.metrics,
         )
-        return write_model(self.job, self.model, Path(path), facts, choice)
+        return write_model(replace(self.job, loss=self.loss), self.model, Path(path), facts, choice)
 
     def _repr_html_(self) -> str:
         """Returns what a notebook shows."""
@@ -368,6 +375,8 @@ def load_model(module: nn.Module, path: Path) -> None:
         raise CorruptCheckpoint(
             path, f"it is not the whole model that was saved: {error}", "name a checkpoint by --step, or train again"
         ) from None
+    if not any(name.startswith(f"{LOSS}.") for name in saved):
+        without_loss(module)
     # It also holds the versions of the modules' forms, which a module may ask for.
     state = module.state_dict(keep_vars=True)
     with torch.no_grad():

@@ -71,6 +71,7 @@ class FullySharded(Strategy):
 
     name = "fully_sharded"
     equals_one_device = True
+    whole_model = False
     collectives = True
 
     def __post_init__(self) -> None:

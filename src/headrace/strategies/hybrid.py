@@ -72,6 +72,7 @@ class Hybrid(ServedStrategy):
 
     name = "hybrid"
     equals_one_device = True
+    whole_model = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, TensorParallel | Pipeline | FullySharded):

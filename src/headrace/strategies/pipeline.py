@@ -85,6 +85,7 @@ class Pipeline(Strategy):
 
     name = "pipeline"
     equals_one_device = True
+    whole_model = False
 
     def __post_init__(self) -> None:
         check_count("stages", self.stages)

@@ -31,6 +31,7 @@ class Strategy(ABC):
         fixed_shapes: whether all steps have the same shapes, as devices need that compile a program for every shape.
         collectives: whether workers exchange tensors between devices, not through host memory.
         mixes_devices: whether its workers may be on devices of several kinds, or on accelerators of several hosts.
+        whole_model: whether each worker runs the whole model with all parameters, so that a loss can be a part of it.
         snapshots: whether servers' snapshots that are taken at different moments can be used together.
 
     Examples:
@@ -50,6 +51,7 @@ class Strategy(ABC):
     collectives: ClassVar[bool] = False
     mixes_devices: ClassVar[bool] = False
     snapshots: ClassVar[bool] = True
+    whole_model: ClassVar[bool] = True
 
     def sparse_names(self) -> tuple[str, ...]:
         """Returns patterns of the names of embeddings that are sparse though the model does not say so."""

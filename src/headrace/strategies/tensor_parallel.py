@@ -72,6 +72,7 @@ class TensorParallel(Strategy):
 
     name = "tensor_parallel"
     equals_one_device = True
+    whole_model = False
     collectives = True
 
     def __post_init__(self) -> None:

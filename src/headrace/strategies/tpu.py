@@ -53,6 +53,7 @@ class TPU(Strategy):
 
     name = "tpu"
     equals_one_device = True
+    whole_model = False
     fixed_shapes = True
     collectives = True
 

@@ -20,7 +20,7 @@ from headrace.data import CpuBudget, Hosts, InputPipeline, Loader, as_pipeline
 from headrace.devices import use
 from headrace.errors import UsageError
 from headrace.machine.resources import cores
-from headrace.modules import copy_module, move, names_of_sets, parts_of, set_train_modes
+from headrace.modules import copy_module, loss_in, move, names_of_sets, parts_of, set_train_modes, with_loss
 from headrace.parameter_server.replication.directory import find_servers
 from headrace.policies.roles import threads_per_worker
 from headrace.shared_memory.control_page import ControlPage
@@ -146,14 +146,14 @@ def make_module(job: Job) -> nn.Module:
     """
     seed_torch(job.seed)
     if isinstance(job.model, nn.Module):
-        return with_tables(copy_module(job.model), job.seed)
+        return with_loss(with_tables(copy_module(job.model), job.seed), job.loss)
     python, numpy = random.getstate(), np.random.get_state()
     random.seed(job.seed)
     np.random.seed(job.seed)
     try:
         with deferred_tables() as put_tables:
             module = job.model()
-            return put_tables(module, job.seed) if isinstance(module, nn.Module) else module
+            return with_loss(put_tables(module, job.seed), job.loss) if isinstance(module, nn.Module) else module
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
@@ -166,9 +166,9 @@ def build_module(job: Job) -> nn.Module:
     return module
 
 
-def objective_of(job: Job, weighed: bool = False) -> Objective:
-    """Returns the loss of the job's model, and what it takes."""
-    loss = job.task.loss if job.task else job.loss
+def objective_of(job: Job, module: nn.Module, weighed: bool = False) -> Objective:
+    """Returns the loss of the job's model, which may be a part of it, and what it takes."""
+    loss = job.task.loss if job.task else loss_in(module, job.loss)
     assert callable(loss)  # Job holds that it has one of them
     return Objective(loss, job.inputs, job.target, weighed)
 
@@ -176,8 +176,8 @@ def objective_of(job: Job, weighed: bool = False) -> Objective:
 def objectives_of(job: Job, module: nn.Module, weighed: bool = False) -> tuple[Objective, ...]:
     """Returns the loss, or one for each set of parameters that is trained in turns."""
     if not job.sets:
-        return (objective_of(job, weighed),)
-    return tuple(replace(objective_of(alone(job, name), weighed), model=module) for name in job.sets)
+        return (objective_of(job, module, weighed),)
+    return tuple(replace(objective_of(alone(job, name), module, weighed), model=module) for name in job.sets)
 
 
 def alone(job: Job, name: str) -> Job:
@@ -202,7 +202,7 @@ def build_context(
     return WorkerContext(
         module=module,
         model=run.model,
-        objective=objective_of(run.job, run.weighed),
+        objective=objective_of(run.job, module, run.weighed),
         optimizer=one_optimizer(run.job.optimizer, run.strategy.name),
         options=run.job.options,
         group=group,

@@ -50,7 +50,7 @@ def found(model: Any, loss: Any = None, data: Any = None, **changes: Any) -> tup
         }
     )
     info = inspect_job(job)
-    return probe(info.job, info.module, objective_of(info.job, info.weighed))
+    return probe(info.job, info.module, objective_of(info.job, info.module, info.weighed))
 
 
 def of(findings: tuple[Finding, ...], scope: Scope) -> list[str]:
@@ -266,7 +266,8 @@ def test_a_probe_leaves_everything_as_it_was(each: Any, model: Callable[[], nn.M
     next(iter(module.children())).eval()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     modes, before_it = [part.training for part in module.modules()], drawn()
-    each(module, rows(8), objective_of(hr.Job(model, lambda _: None, (), 1, loss=nn.CrossEntropyLoss(), steps=1)))
+    job = hr.Job(model, lambda _: None, (), 1, loss=nn.CrossEntropyLoss(), steps=1)
+    each(module, rows(8), objective_of(job, module))
     assert [part.training for part in module.modules()] == modes
     assert drawn() == before_it
     for name, tensor in module.state_dict().items():

@@ -71,10 +71,12 @@ def loss_of(module: nn.Module, batch: Any, objective: Objective) -> Any:
 
 def run_forward(module: nn.Module, batch: Any, objective: Objective) -> None:
     """Runs what of the model a step runs forward."""
-    if objective.model is None:
-        call(module, batch, objective.inputs)
-    else:
+    if objective.model is not None:
         loss_of(module, batch, objective)
+    elif any(part is objective.loss for part in module.children()):
+        objective.of(module, batch)
+    else:
+        call(module, batch, objective.inputs)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from headrace.modules import restore, same_values
 
 _MOST = 100_000
 """Objects that are looked at: an attribute may lead to anything, a data set of a million examples, too."""
-_MOST_BYTES = 1 << 28
+_MOST_BYTES = 1 << 26
 """Of the tensors and arrays that are copied."""
 _FOREIGN = ("torch", "numpy", "builtins", "threading", "logging", "_thread", "io", "abc", "typing", "headrace")
 """Libraries whose objects are not looked into."""
@@ -51,9 +51,16 @@ def same_generators() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
+def reachable(root: Any) -> list[Any]:
+    """Returns what an object leads to: its attributes, what it has closed over, and so on."""
+    state = _State(())
+    state.enter(root)
+    return list(state.seen.values())
+
+
 class _State:
     def __init__(self, but: Iterable[Tensor]) -> None:
-        self._seen: dict[int, Any] = {id(each): each for each in but}
+        self.seen: dict[int, Any] = {id(each): each for each in but}
         self._undo: list[Callable[[], object]] = []
         self._bytes = 0
 
@@ -63,12 +70,12 @@ class _State:
 
     def enter(self, value: Any) -> None:
         waiting = [value]
-        while waiting and len(self._seen) < _MOST:
+        while waiting and len(self.seen) < _MOST:
             value = waiting.pop()
-            if value is None or isinstance(value, _VALUES) or id(value) in self._seen:
+            if value is None or isinstance(value, _VALUES) or id(value) in self.seen:
                 continue
             # Held, so that no other object gets its id.
-            self._seen[id(value)] = value
+            self.seen[id(value)] = value
             waiting += self._note(value)
 
     def _note(self, value: Any) -> Iterable[Any]:
@@ -126,7 +133,7 @@ class _State:
         if function.__module__ is None or function.__module__.partition(".")[0] in _FOREIGN:
             return []
         names = [name for name in function.__code__.co_names if name in space]
-        kinds = (int, float, Tensor, np.ndarray, list, dict, set, deque, FunctionType)
+        kinds = (int, float, Tensor, np.ndarray, list, dict, set, deque, FunctionType, nn.Module)
         found = {name: space[name] for name in names if isinstance(space[name], kinds)}
         self._undo.append(partial(space.update, found))
         return list(found.values())

@@ -19,7 +19,7 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import Loader, as_pipeline
 from headrace.metrics import weigh
-from headrace.modules import evaluating, names_of_sets, parameters_and_buffers, parts_of
+from headrace.modules import LOSS, evaluating, names_of_sets, parameters_and_buffers, parts_of
 from headrace.spec.events import Stepped
 from headrace.spec.job import Job
 from headrace.spec.parameter_sets import loss_name
@@ -165,11 +165,11 @@ def train_plainly(
 def loops_of(job: Job, module: nn.Module, epoch: int, workers: Workers) -> dict[str, PlainLoop]:
     """Returns the plain loop, or one for each set of parameters that takes turns."""
     if not job.sets:
-        return {"": PlainLoop(job, module, objective_of(job), epoch, workers.lend)}
+        return {"": PlainLoop(job, module, objective_of(job, module), epoch, workers.lend)}
     loops = {}
     for name, part in parts_of(module, names_of_sets(module, job.sets)).items():
         own = alone(job, name)
-        loops[name] = PlainLoop(own, part, replace(objective_of(own), model=module), epoch, workers.lend)
+        loops[name] = PlainLoop(own, part, replace(objective_of(own, module), model=module), epoch, workers.lend)
     return loops
 
 
@@ -183,7 +183,8 @@ def adopt_averages(loops: Iterable[PlainLoop]) -> None:
 
 def tensors_in(module: nn.Module) -> Tensors:
     """Returns copies of the tensors of a model's state."""
-    return {name: each.detach().clone() for name, each in module.state_dict().items() if isinstance(each, Tensor)}
+    state = {name: each for name, each in module.state_dict().items() if not name.startswith(f"{LOSS}.")}
+    return {name: each.detach().clone() for name, each in state.items() if isinstance(each, Tensor)}
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensors]:
@@ -258,7 +259,7 @@ def examine(job: Job, module: nn.Module, found: Trained) -> None:
 def evaluate(job: Job, module: nn.Module, loader: Loader) -> dict[str, float]:
     """Returns loss and metrics over the evaluation data, each example once."""
     losses = {loss_name(name): loss for name, loss in job.loss.items()} if isinstance(job.loss, Mapping) else {}
-    measures: dict[str, Any] = {} if losses else {"loss": objective_of(job).loss}
+    measures: dict[str, Any] = {} if losses else {"loss": objective_of(job, module).loss}
     measures |= {**(job.task.metrics if job.task else {}), **(job.metrics or {})}
     joined = {name: Accumulated(name, each, job.task) for name, each in measures.items() if accumulates(each)}
     sums: dict[str, tuple[float, float]] = {}

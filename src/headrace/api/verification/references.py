@@ -39,7 +39,8 @@ class Copies:
         self._loops: list[PlainLoop] = []
         loaders = [Loader(pipeline, job.seed, job.global_batch_size, shares, rank) for rank in range(len(shares))]
         for model, workers in zip(self.models, lent, strict=True):
-            self._loops.append(PlainLoop(job, model, objective_of(job), loaders[0].rounds_per_epoch, workers.lend))
+            objective = objective_of(job, model)
+            self._loops.append(PlainLoop(job, model, objective, loaders[0].rounds_per_epoch, workers.lend))
         self._shares = zip(*(loader.rounds(0, job.steps) for loader in loaders), strict=True)
         self.mean = copy_module(self.models[0])
         self.recording.rounds[0] = self._tensors(self.mean)

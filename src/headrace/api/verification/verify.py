@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from headrace.api.fit import FitArguments, run_job
+from headrace.api.probes.losses import join_loss
 from headrace.api.rehearsal.rehearse import rehearse
 from headrace.api.run import Run, TemporaryRunDir
 from headrace.api.verification.differences import (
@@ -43,7 +44,7 @@ from headrace.api.verification.verification import Verification
 from headrace.engine.base import Engine
 from headrace.engine.local.engine import kept_engine
 from headrace.errors import HeadraceError, JobError, UsageError
-from headrace.modules import copy_module, set_train_modes
+from headrace.modules import set_train_modes, with_loss
 from headrace.spec.job import Job
 from headrace.spec.options import Checkpoints, require_count
 from headrace.spec.plan import Plan
@@ -194,6 +195,7 @@ class _Session:
     def _trial(self, job: Job, double: bool) -> _Trial:
         job = doubled(job) if double else job
         strategy, notes = self._strategy, list[str]()
+        job = join_loss(job, strategy.whole_model)
         tolerance = DOUBLE if double else SINGLE
         if strategy.equals_one_device or _in_step(strategy):
             return self._beside_plain(job, strategy, tolerance)
@@ -234,7 +236,7 @@ class _Session:
         alone = self._run(job, OneDevice())
         plain, run = read_run(alone), self._run(job, strategy)
         with keeping(job):
-            examine(job, alone.model, plain)
+            examine(replace(job, loss=alone.loss), alone.model, plain)
         notes = ["rows of sparse embeddings are made and updated by headrace alone: compared with its one_device"]
         return _Trial(job, run.plan, "a run under one_device", self._rows(job, strategy, run, plain, tolerance), notes)
 
@@ -295,7 +297,7 @@ class _Session:
         rows += compare_tensors("run.model", ours.model, plain.model, tolerance)
         here = Trained()
         with keeping(job):
-            examine(job, run.model, here)
+            examine(replace(job, loss=run.loss), run.model, here)
         if evaluates:
             rows += compare_numbers("run.model evaluated here", here.metrics, ours.metrics, tolerance)
         rows += compare_tensors("run.model's outputs", here.outputs, plain.outputs, tolerance)
@@ -314,7 +316,7 @@ def _own_module(job: Job) -> nn.Module:
     """Returns the model that the plain loop trains: the user's own object, or what the user's function builds."""
     if isinstance(job.model, nn.Module):
         seed_torch(job.seed)
-        module = job.model
+        module = with_loss(job.model, job.loss)
     else:
         module = make_module(job)
     set_train_modes(module)
@@ -323,7 +325,7 @@ def _own_module(job: Job) -> nn.Module:
 
 def _copy_of_model(job: Job) -> nn.Module:
     """Returns a model for one of several workers in one process."""
-    module = copy_module(job.model) if isinstance(job.model, nn.Module) else make_module(job)
+    module = make_module(job)
     set_train_modes(module)
     return module
 

@@ -91,7 +91,7 @@ class ServedRehearsal:
         context = WorkerContext(
             module=self._module,
             model=run.model,
-            objective=objective_of(job, run.weighed),
+            objective=objective_of(job, self._module, run.weighed),
             optimizer=one_optimizer(job.optimizer, "a rehearsal"),
             options=job.options,
             group=ThreadCollective(ThreadGroup(1), 0),

@@ -7,13 +7,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.batches import select_target
 from headrace.collectives.base import ProcessGroup
 from headrace.data import Loader
 from headrace.metrics import weigh
-from headrace.modules import evaluating
+from headrace.modules import LossOfModel, evaluating, loss_in
 from headrace.spec.job import Job, Share
 from headrace.spec.parameter_sets import loss_name
 from headrace.training.batch_norm import averaged_buffers
@@ -41,7 +41,7 @@ class Evaluation:
         place.
         """
         job, task = self._job, self._job.task
-        losses, measures = _losses_of(job)
+        losses, measures = _losses_of(job, self._replica.compute.module)
         measures |= {**(task.metrics if task else {}), **(job.metrics or {})}
         names = (*losses, *measures)
         accumulated = {name: Accumulated(name, one, task) for name, one in measures.items() if accumulates(one)}
@@ -90,24 +90,27 @@ class Evaluation:
     @contextmanager
     def _averaged(self, weight: float) -> Iterator[None]:
         buffers = averaged_buffers(self._replica.compute.module) if self._mates.world > 1 else []
-        own = [buffer.clone() for buffer in buffers]
-        average(buffers, self._mates, weight)
         averages = self._job.options.ema_decay is not None
+        # A loss that follows its values goes on with those of training.
+        loss = loss_in(self._replica.compute.module, self._job.loss)
+        kept = [*buffers, *(loss.buffers() if isinstance(self._job.loss, LossOfModel) else ())]
+        own = [buffer.clone() for buffer in kept]
+        average(buffers, self._mates, weight)
         try:
             with self._replica.exchange.swapped_weights() if averages else nullcontext():
                 yield
         finally:
             # If a worker is lost, the evaluation is repeated.
             with torch.no_grad():
-                for buffer, saved in zip(buffers, own, strict=True):
+                for buffer, saved in zip(kept, own, strict=True):
                     buffer.copy_(saved)
 
 
-def _losses_of(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
+def _losses_of(job: Job, module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the losses by name: those of the model and a batch, of sets, and that of output and target."""
     if isinstance(job.loss, Mapping):
         return {loss_name(name): loss for name, loss in job.loss.items()}, {}
-    return {}, {"loss": job.task.loss if job.task else job.loss}
+    return {}, {"loss": job.task.loss if job.task else loss_in(module, job.loss)}
 
 
 def average(buffers: list[Tensor], group: ProcessGroup, weight: float = 1.0) -> None:

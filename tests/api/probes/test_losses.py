@@ -1,0 +1,155 @@
+"""A loss with parameters or buffers is trained, saved and resumed with the model, or refused."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headrace as hr
+from headrace.api.exporting import trained
+from headrace.errors import JobError, UsageError
+
+RNG = torch.Generator().manual_seed(1)
+DATA = torch.randn(22, 4, generator=RNG, dtype=torch.float64), torch.randint(0, 3, (22,), generator=RNG)
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+THREADS = hr.ThreadEngine()
+
+
+class Learned(nn.Module):
+    """Has a weight of each class, and a layer, that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3).double())
+        self.layer = nn.Linear(3, 2).double()
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output * self.weight, target) + 0.1 * self.layer(output).square().mean()
+
+
+class Centred(nn.Module):
+    """Follows the mean output in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(3).double())
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = nn.functional.cross_entropy(output - self.centre, target)
+        with torch.no_grad():
+            self.centre.mul_(0.9).add_(output.detach().mean(0), alpha=0.1)
+        return loss
+
+
+def _net() -> nn.Module:
+    return nn.Linear(4, 3).double()
+
+
+def _job(loss: Any, epochs: int = 2, **changes: Any) -> hr.Job:
+    given = {
+        "model": _net, "loss": loss, "optimizer": SGD, "data": DATA, "eval_data": DATA, "global_batch_size": 8,
+        "epochs": epochs, **changes,
+    }  # fmt: skip
+    return hr.Job(**given)
+
+
+def _by_hand(loss: nn.Module) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model, loss = _net(), copy.deepcopy(loss)
+    optimizer = SGD([*model.parameters(), *loss.parameters()])
+    for epoch in range(2):
+        for inputs, target in hr.data.batches(hr.data.as_pipeline(DATA)[0].batch(8), epoch=epoch):
+            optimizer.zero_grad()
+            loss(model(inputs), target).backward()
+            optimizer.step()
+    return model.state_dict() | {f"loss.{name}": each for name, each in loss.state_dict().items()}
+
+
+def _state(run: hr.Run) -> dict[str, Tensor]:
+    return run.model.state_dict() | {f"loss.{name}": each for name, each in run.loss.state_dict().items()}
+
+
+def _require_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        hr.OneDevice(),
+        hr.Mirrored(workers=2),
+        hr.CentralStorage(workers=2),
+        hr.ParameterServer(workers=2, staleness_bound=0),
+    ],
+    ids=lambda each: each.name,
+)
+def test_its_parameters_are_trained_with_the_model(strategy: Any) -> None:
+    loss = Learned()
+    before = copy.deepcopy(loss.state_dict())
+    _require_same(_state(hr.fit(_job(loss), strategy, engine=THREADS)), _by_hand(loss))
+    _require_same(loss.state_dict(), before)
+
+
+@pytest.mark.parametrize("make", [Learned, Centred])
+def test_it_is_saved_resumed_and_left_out_of_the_model_that_is_exported(make: Any, tmp_path: Path) -> None:
+    loss = make()
+    hr.fit(_job(loss, epochs=1), run_dir=tmp_path, engine=THREADS)
+    run = hr.fit(_job(loss), run_dir=tmp_path, resume=True, engine=THREADS)
+    _require_same(_state(run), _by_hand(loss))
+    for step in (None, 6):
+        _require_same(trained(_job(loss), tmp_path, step)[0].state_dict(), run.model.state_dict())
+
+
+def test_its_buffers_are_said_where_each_worker_has_its_own() -> None:
+    run = hr.fit(_job(Centred()), hr.Mirrored(workers=2), engine=THREADS)
+    assert any(
+        "'headrace_loss.centre': forward changes" in event.text for event in run.events if event.kind == "notice"
+    )
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [hr.Pipeline(stages=1), hr.TensorParallel(devices=2), hr.FullySharded(workers=2)],
+    ids=lambda each: each.name,
+)
+def test_strategies_that_divide_the_model_refuse_it(strategy: Any) -> None:
+    with pytest.raises(UsageError, match="the loss has 3 parameters of its own, and this strategy divides the model"):
+        hr.fit(_job(Learned()), strategy, engine=THREADS)
+
+
+def test_parameters_that_nothing_would_train_are_refused() -> None:
+    loss, model = Learned(), _net()
+
+    def regularised(output: Tensor, target: Tensor) -> Tensor:
+        penalty = sum((each.square().sum() for each in model.parameters()), torch.zeros(()))
+        return nn.functional.cross_entropy(output, target) + penalty
+
+    for closed, given in ((lambda output, target: loss(output, target), _net), (regularised, model)):
+        with pytest.raises(JobError, match=r"the loss depends on . parameters that the model that is trained does not"):
+            hr.fit(_job(closed, model=given), engine=THREADS)
+
+
+def test_a_teacher_that_a_loss_asks_without_gradients_is_no_part_of_it() -> None:
+    teacher = _net()
+
+    def distilled(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher(batch[0])
+        return nn.functional.mse_loss(output, wanted)
+
+    assert hr.fit(_job(distilled, inputs=0, target=lambda batch: batch), engine=THREADS).status == "ok"
+
+
+def test_a_loss_of_torch_stays_out_of_the_model(tmp_path: Path) -> None:
+    loss = nn.CrossEntropyLoss(weight=torch.ones(3).double())
+    run = hr.fit(_job(loss), run_dir=tmp_path, engine=THREADS)
+    assert run.loss is loss
+    assert sorted(run.model.state_dict()) == ["bias", "weight"]
