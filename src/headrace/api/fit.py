@@ -322,7 +322,7 @@ def _planned(
     info, plan = settle_memory_format(info, chosen, plan, cluster, shares_measure=(ranks or 1) > 1)
     job = info.job
     if arguments.check:
-        info = replace(info, notices=(*info.notices, *run_probes(info, plan)))
+        info = replace(info, notices=(*info.notices, *run_probes(info, plan, chosen.equals_one_device)))
     return info, plan
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from headrace.collectives.base import Collective
 from headrace.errors import PeerLost
+from headrace.hooks import silenced
 from headrace.tensor_parallel.layout import Layout
 from headrace.tensor_parallel.recording import Trial, tensors_of, unchanged
 from headrace.tensor_parallel.replica import ShardDim
@@ -128,7 +129,9 @@ def compute(module: nn.Module, trial: Trial, gradients: bool = True) -> Expected
         return Expected(tuple(outputs), None)
     named = {name: each for name, each in module.named_parameters() if each.requires_grad}
     total = sum(_weighed(each) for each in outputs if each.requires_grad)
-    found = torch.autograd.grad(total, list(named.values()), allow_unused=True) if isinstance(total, Tensor) else ()
+    # A hook may count its calls; the layers that have some stay whole.
+    with silenced(list(named.values())):
+        found = torch.autograd.grad(total, list(named.values()), allow_unused=True) if isinstance(total, Tensor) else ()
     return Expected(tuple(each.detach() for each in outputs), dict(zip(named, found, strict=True)) if found else None)
 
 

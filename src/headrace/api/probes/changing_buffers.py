@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace import internals
-from headrace.api.probes.finding import Finding, Scope, names_of, run_forward, trial
+from headrace.api.probes.finding import Finding, Scope, loss_of, names_of, run_forward, trial
 from headrace.batches import examples_of
 from headrace.checkpoint.forms import extra_states
 from headrace.internals import BatchNorm
@@ -22,6 +22,8 @@ from headrace.modules import restore, same_values, stateful_modules
 from headrace.training.compute import Objective
 from headrace.training.whole_model import cut
 
+_LARGE = 63.0
+"""Relative change of the weights, so that forward clamps them or makes them shorter, where it ever does."""
 _NUDGE = 1e-2
 """Relative change of the weights, so that a copy of them that follows them in forward has to move."""
 
@@ -54,6 +56,49 @@ def probe_changing_buffers(module: nn.Module, batch: Any, objective: Objective) 
         *_findings(module, differing, [name for name in names if name not in differing]),
         *_stateful_findings(states, before, *kept),
     )
+
+
+def probe_written_parameters(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
+    """Runs forward and loss, and looks which parameters that are trained they have written to."""
+    count = examples_of(batch)
+    trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    if count < 2 or any(each.is_meta for each in trained.values()):
+        return ()
+
+    def run(*pieces: tuple[int, int]) -> dict[str, Tensor]:
+        """Returns what they have left of the parameters that they have written to."""
+        before = {name: (internals.version(each), each.detach().clone()) for name, each in trained.items()}
+        for low, high in pieces:
+            loss_of(module, cut(batch, low, high, count, "a probe"), objective)
+        pairs = ((name, each, before[name]) for name, each in trained.items())
+        return {
+            name: each.detach().clone()
+            for name, each, (version, value) in pairs
+            if internals.version(each) != version or not same_values(each, value)
+        }
+
+    with trial(module):
+        with _nudged(module, _LARGE):
+            whole = run((0, count))
+        if not whole:
+            return ()
+        with _nudged(module, _LARGE):
+            pieces = run((0, count // 2), (count // 2, count))
+    names = names_of(list(whole))
+    what = "forward (or the loss) writes to this parameter, which is trained"
+    remedy = (
+        "compute what it makes in forward, without writing: torch.nn.utils.parametrize (weight norm, unit norm), or do "
+        "it after the update, in a loop of your own (hr.launch)"
+    )
+    findings = [Finding(f"{what}, and each worker's by its own share", names, remedy, Scope.WORKERS, refused=True)]
+    # Where a second forward changes nothing more, micro-batches are as one batch.
+    if whole.keys() != pieces.keys() or not all(_close(whole[name], pieces[name]) for name in whole):
+        findings.append(Finding(f"{what}, once for each micro-batch", names, remedy, Scope.PIECES, refused=True))
+    return findings
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    return bool(torch.allclose(one, other, rtol=1e-5, atol=1e-7 * float(one.abs().max()) if one.numel() else 0.0))
 
 
 def _stateful_findings(
@@ -139,12 +184,12 @@ def _watched(module: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _nudged(module: nn.Module) -> Iterator[None]:
+def _nudged(module: nn.Module, by: float = _NUDGE) -> Iterator[None]:
     trained = [each for each in module.parameters() if each.requires_grad]
     values = [parameter.detach().clone() for parameter in trained]
     try:
         for parameter in trained:
-            parameter.mul_(1 + _NUDGE)
+            parameter.mul_(1 + by)
         yield
     finally:
         for parameter, value in zip(trained, values, strict=True):

@@ -28,6 +28,8 @@ class Scope(StrEnum):
     """Where a finding makes a difference: `headrace doctor job.py` says all of them."""
 
     SHARES = "several shares of a batch"
+    WORKERS = "several workers, each with a share"
+    OWN_MEANS = "several workers, each with the mean of its own share"
     PIECES = "several micro-batches in one process"
     EQUALITY = "a comparison with one device"
     EVALUATION = "evaluations, whatever the strategy"
@@ -43,12 +45,14 @@ class Finding:
         where: the layer, buffer or part of the job.
         remedy: what to do about it.
         scope: where it makes a difference.
+        refused: whether a run to which it matters is refused: nothing could make its numbers right.
     """
 
     what: str
     where: str
     remedy: str
     scope: Scope
+    refused: bool = False
 
     @property
     def line(self) -> str:

@@ -10,13 +10,14 @@ from torch import nn
 
 from headrace.api.checks import JobInfo
 from headrace.api.probes.carried_state import CARRIED, COUNTED, probe_carried_state
-from headrace.api.probes.changing_buffers import probe_changing_buffers
+from headrace.api.probes.changing_buffers import probe_changing_buffers, probe_written_parameters
 from headrace.api.probes.finding import Finding, Scope
+from headrace.api.probes.hooks import probe_module_hooks, probe_parameter_hooks
 from headrace.api.probes.layers import probe_random_layers
 from headrace.api.probes.split_loss import probe_split_loss, probe_split_metrics
 from headrace.batches import call, select_target
 from headrace.data import Loader, as_pipeline
-from headrace.errors import DataError, JobError
+from headrace.errors import DataError, JobError, UsageError
 from headrace.spec.job import Job, Share
 from headrace.spec.plan import Plan, cuts_shares, has_stages
 from headrace.training.compute import Objective
@@ -27,7 +28,15 @@ from headrace.worker.session import objectives_of
 Probe = Callable[[nn.Module, Any, Objective], Sequence[Finding]]
 """Takes the model, a small batch and the objective; leaves the model as it was."""
 
-PROBES: tuple[Probe, ...] = (probe_split_loss, probe_changing_buffers, probe_random_layers, probe_carried_state)
+PROBES: tuple[Probe, ...] = (
+    probe_split_loss,
+    probe_changing_buffers,
+    probe_written_parameters,
+    probe_random_layers,
+    probe_carried_state,
+    probe_parameter_hooks,
+    probe_module_hooks,
+)
 _LEAST, _MOST = 4, 8
 """Examples of the batch: at least two halves of two, because BatchNorm takes no batch of one."""
 _SEEN = 16
@@ -87,8 +96,8 @@ def _left_out(reason: str, error: Exception) -> Finding:
     )
 
 
-def run_probes(info: JobInfo, plan: Plan) -> tuple[str, ...]:
-    """Runs the probes that find what a run under a plan says, and returns its lines.
+def run_probes(info: JobInfo, plan: Plan, equals: bool = True) -> tuple[str, ...]:
+    """Runs the probes that find what a run under a plan says, and returns its lines; see `said_by`.
 
     Raises:
         JobError: forward carries something from batch to batch, and the plan has stages, which do not.
@@ -103,16 +112,27 @@ def run_probes(info: JobInfo, plan: Plan) -> tuple[str, ...]:
             f"{plan.strategy} runs each micro-batch by stages, which carry nothing to the next one, and forward does: "
             f"{carried[0].where}; {carried[0].remedy}, or use a strategy that runs the whole model, as mirrored"
         )
-    return said_by(findings, plan, accumulate)
+    # Servers that wait for all workers make the step of one device, too.
+    return said_by(findings, plan, accumulate, equals or plan.options.get("staleness_bound") == 0)
 
 
-def said_by(findings: Iterable[Finding], plan: Plan, accumulate: int) -> tuple[str, ...]:
-    """Returns the lines that a run under a plan says."""
+def said_by(findings: Iterable[Finding], plan: Plan, accumulate: int, equals: bool = True) -> tuple[str, ...]:
+    """Returns the lines that a run under a plan says.
+
+    Raises:
+        UsageError: one is of what cannot be had, and the plan's strategy `equals` one device.
+    """
     scopes = {*_scopes(plan, accumulate), Scope.EVALUATION, Scope.STATE}
-    return tuple(finding.line for finding in findings if finding.scope in scopes)
+    said = [finding for finding in findings if finding.scope in scopes]
+    for finding in said:
+        if finding.refused and equals:
+            raise UsageError(finding.line)
+    return tuple(finding.line for finding in said)
 
 
 def _scopes(plan: Plan, accumulate: int) -> set[Scope]:
-    if cuts_shares(plan) or accumulate > 1:
-        return {Scope.SHARES, Scope.PIECES}
-    return {Scope.SHARES} if len(plan.shares) > 1 else set()
+    scopes = {Scope.SHARES, Scope.PIECES} if cuts_shares(plan) or accumulate > 1 else set()
+    if len(plan.shares) > 1:
+        scopes |= {Scope.SHARES, Scope.WORKERS}
+        scopes |= set() if plan.assigns_data or not plan.servers else {Scope.OWN_MEANS}
+    return scopes

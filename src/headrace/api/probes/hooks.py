@@ -1,0 +1,185 @@
+"""Does a hook make the same of a gradient that comes in parts?
+
+A hook on a parameter sees, on one device, the gradient of the whole batch. Each of several workers calls it with the
+gradient of its own share, so that the mean of what it makes is the same where it is affine: a factor, a mask, something
+that is added. A hook that clamps, looks at a norm, draws random numbers or makes the update itself is not. Hooks of
+modules see gradients of values, example by example, unless they combine examples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace import internals
+from headrace.api.probes.finding import Finding, Scope, drawn, names_of, trial
+from headrace.api.probes.untouched import untouched
+from headrace.batches import examples_of
+from headrace.hooks import hooks_of, silenced
+from headrace.metrics import weigh
+from headrace.modules import evaluating
+from headrace.training.compute import Objective
+from headrace.training.whole_model import cut
+
+_SCALES = (1.0, 1e6, 1e-6)
+"""Of the gradients that are tried: what clamps large ones, or drops small ones, shows at one of them."""
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_HALF_TOLERANCE = 0.05
+_REMEDY = (
+    "use one_device, pipeline or tensor_parallel, whose hooks see whole gradients, or Options(clip_norm=..., "
+    "clip_value=...)"
+)
+
+
+def probe_parameter_hooks(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
+    """Calls the hooks of parameters with random gradients, and looks at what they make of a mean of two."""
+    found: dict[str, list[str]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and any(hooks_of(parameter)):
+            with contextlib.redirect_stdout(io.StringIO()):
+                problem = _problem(module, parameter)
+            if problem:
+                found.setdefault(problem, []).append(name)
+    return [
+        Finding(f"a hook of this parameter {problem}", names_of(names), _REMEDY, Scope.WORKERS, refused=True)
+        for problem, names in found.items()
+    ]
+
+
+def _problem(module: nn.Module, parameter: nn.Parameter) -> str:
+    """Returns what the hooks of a parameter do that is not the same over parts; "" for nothing."""
+    generator = torch.Generator().manual_seed(0)
+    value, held = parameter.detach().clone(), parameter.grad
+
+    def make(scale: float) -> Tensor:
+        numbers = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+        return (numbers * scale).to(parameter.dtype).to(parameter.device)
+
+    def made(*gradients: Tensor) -> Tensor | None:
+        """Returns what they make of the last of some gradients, beginning as they are now."""
+        with trial(module), untouched(*chain(*hooks_of(parameter)), but=(parameter,)), torch.no_grad():
+            for gradient in gradients:
+                result = _called(parameter, gradient)
+            return result
+
+    try:
+        before = drawn()
+        with torch.random.fork_rng(devices=[]):
+            # As a hook that draws would leave them.
+            _called_apart(module, parameter, make(1.0))
+            draws = drawn() != before
+        if draws:
+            return "draws random numbers, others on each worker"
+        for scale in _SCALES:
+            one, other = make(scale), make(scale)
+            of_one, of_other, of_mean = made(one), made(other), made((one + other) / 2)
+            if not torch.equal(parameter, value):
+                return "changes the parameter itself, by the gradient of a part of the batch"
+            if of_one is None or of_other is None or of_mean is None:
+                if of_one is of_other is of_mean:
+                    continue
+                return "takes gradients away, or not, by what it sees, which is a part of the batch on each worker"
+            if _apart(of_mean, (of_one + of_other) / 2):
+                return "is not linear (it clamps, or looks at a norm), and each worker's sees a part of the batch"
+            third = make(scale)
+            after_one, after_other = made(one, third), made(other, third)
+            if after_one is None or after_other is None or _apart(after_one, after_other):
+                return "remembers gradients, and each worker's sees other ones"
+        return ""
+    finally:
+        with torch.no_grad():
+            parameter.copy_(value)
+        parameter.grad = held
+
+
+def _called_apart(module: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:
+    with untouched(module, *chain(*hooks_of(parameter)), but=(parameter,)), torch.no_grad():
+        _called(parameter, gradient)
+
+
+def _called(parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
+    """Returns what the hooks of a parameter make of a gradient."""
+    gradients, sums = hooks_of(parameter)
+    gradient = gradient.clone()
+    for hook in gradients:
+        made = hook(gradient)
+        gradient = gradient if made is None else made
+    parameter.grad = gradient
+    for hook in sums:
+        hook(parameter)
+    return None if parameter.grad is None else parameter.grad.detach().clone()
+
+
+def _apart(one: Tensor, other: Tensor) -> bool:
+    size = max(float(one.abs().max()), float(other.abs().max())) if one.numel() else 0.0
+    tolerance = _TOLERANCE.get(one.dtype, _HALF_TOLERANCE)
+    return bool(size) and not float((one - other).abs().max()) <= tolerance * size
+
+
+def probe_module_hooks(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
+    """Compares the gradients of a batch with the sums of its parts', where backward hooks of modules see them."""
+    hooked = {name: part for name, part in module.named_modules() if _tables(part)}
+    count = examples_of(batch)
+    if not hooked or count < 2 or objective.model is not None:
+        return ()
+
+    def gradients(low: int, high: int, scale: float = 1.0) -> list[Tensor | None]:
+        loss = objective.of(module, cut(batch, low, high, count, "a probe"))
+        total, _ = weigh(loss, high - low)
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        found = torch.autograd.grad(total * scale, trained, allow_unused=True)
+        return [None if each is None else each / scale for each in found]
+
+    def differ(one: list[Tensor | None], *others: list[Tensor | None]) -> bool:
+        for whole, *parts in zip(one, *others, strict=True):
+            present = [part for part in parts if part is not None]
+            if whole is not None and present and _apart(whole, torch.stack(present).sum(0)):
+                return True
+        return False
+
+    parameters = list(module.parameters())
+    with trial(module), evaluating(module), torch.enable_grad(), silenced(parameters), untouched(*_hooks(module)):
+        halves = (0, count // 2), (count // 2, count)
+        whole = gradients(0, count)
+        combines = differ(whole, *(gradients(*half) for half in halves))
+        scaled = any(differ(whole, gradients(0, count, scale)) for scale in (1e3, 1e-3))
+        if combines:
+            with _without(hooked.values()):
+                combines = not differ(gradients(0, count), *(gradients(*half) for half in halves))
+    names = names_of(list(hooked)) if list(hooked) != [""] else "the model"
+    if combines:
+        what = "a backward hook of this module combines the examples of a batch, of which each share has a part"
+        return [Finding(what, names, "use one_device", Scope.SHARES, refused=True)]
+    if scaled:
+        what = "a backward hook of this module looks at the size of gradients, which are those of a share's own mean"
+        return [Finding(what, names, "use mirrored or central_storage", Scope.OWN_MEANS, refused=True)]
+    return ()
+
+
+def _tables(part: nn.Module) -> list[Any]:
+    return [table for table in (internals.backward_hooks(part), internals.backward_pre_hooks(part)) if table]
+
+
+def _hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    return [hook for part in module.modules() for table in _tables(part) for hook in table.values()]
+
+
+@contextmanager
+def _without(parts: Any) -> Iterator[None]:
+    """Calls no backward hooks of modules meanwhile."""
+    tables = [table for part in parts for table in _tables(part)]
+    held = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, held, strict=True):
+            table.update(hooks)
