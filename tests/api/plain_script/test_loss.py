@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headrace.api.plain_script.loss import require_mean, watch_losses
+from headrace.api.plain_script.deliveries import Delivery
+from headrace.api.plain_script.loss import LossWatch, require_mean
 from headrace.api.plain_script.meeting import Meeting
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import UsageError
@@ -86,11 +87,17 @@ def test_of_one_example_a_sum_and_a_mean_are_told_apart() -> None:
         require_mean(meeting(), outputs.square().sum(), 1, 2)
 
 
-def test_the_first_passes_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_passes_of_each_model_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = torch.autograd.backward
     monkeypatch.setattr(torch.autograd, "backward", plain)
     watched = meeting()
-    watch_losses(watched)
-    for _ in range(10):
-        assert MODEL(torch.ones(2, 5)).square().mean().backward() is None
-    assert torch.autograd.backward is plain
+    watched.deliveries.add(Delivery(2, 4, ()), 0, 0, 0)
+    watch = LossWatch(watched)
+    for _ in range(2):
+        watch.begin()
+        watch.begin()
+        with pytest.raises(UsageError, match="the loss is a sum"):
+            MODEL(torch.ones(2, 5)).sum().backward()
+        for _ in range(20):
+            MODEL(torch.ones(2, 5)).square().mean().backward()
+        assert torch.autograd.backward is plain

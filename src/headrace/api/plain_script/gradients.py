@@ -18,6 +18,9 @@ from headrace.errors import UsageError
 from headrace.spec.model import ParameterSpec
 from headrace.training.reduction import CollectiveReduction, Reduction, SharedMemoryReduction
 
+_FIRST, _EVERY = 4, 200
+"""Backward passes that compare parameters: so many in the beginning, then two in so many."""
+
 
 class Synchronizer:
     """Makes every process's gradients those of the global batch, at the end of each backward pass.
@@ -53,10 +56,17 @@ class Synchronizer:
         self._given: dict[int, weakref.ref[Tensor]] = {}
         self._before: dict[int, Tensor | None] = {}
         self._backward_pass = self._noted = -1
+        self._passes = 0
         self._watch()
         self._buffers = ChangedBuffers(model, meeting)
         self._forwards = ForwardCounts(model, meeting.deliveries) if reduction is None else None
         meeting.comparisons.append(self._compare)
+
+    @property
+    def checks(self) -> bool:
+        """Whether the next backward pass compares the parameters of all ranks."""
+        # Two, because a script may change parameters between the passes of one step.
+        return self._passes < _FIRST or self._passes % _EVERY < 2
 
     def foreign(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Returns those parameters whose gradient is not the one that a backward pass has left."""
@@ -125,7 +135,7 @@ class Synchronizer:
         if changed:
             self._reduction = self._reduce_by()
             self._views = self._reduction.layout.views(self._reduction.result)
-        if changed or meeting.checks:
+        if changed or self.checks:
             self._compare()
         total = sum(examples)
         meeting.weight = own / total if total else 0.0
@@ -134,6 +144,7 @@ class Synchronizer:
         if total:
             self._buffers.synchronize(meeting.weight)
         meeting.passes += 1
+        self._passes += 1
 
     def _exchange(self, reduction: Reduction, has_examples: bool, weight: float) -> None:
         local = [self._local(parameter) if parameter.requires_grad else None for parameter in self._trained]
@@ -169,7 +180,7 @@ class Synchronizer:
         """Looks for parameters that are new, trained for the first time or of another type; returns whether any is."""
         shares = self._meeting.deliveries
         begins = shares.batches > 0 and shares.index == 0
-        if self._meeting.checks or begins or self._count() != self._listed:
+        if self.checks or begins or self._count() != self._listed:
             self._watch()
         facts = [(parameter.requires_grad, parameter.dtype) for parameter in self._watched]
         if facts == self._facts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,24 +43,34 @@ _REMEDY = (
 )
 
 
-def watch_losses(meeting: Meeting) -> None:
+class LossWatch:
     """Looks at the losses of the first backward passes; a sum over examples raises a UsageError there."""
-    plain, left = torch.autograd.backward, _PASSES
 
-    def backward(tensors: Any, *arguments: Any, **named: Any) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._left = 0
+        self._plain: Callable[..., None] | None = None
+
+    def begin(self) -> None:
+        """Looks at the losses from now on, for a model that comes to those that are there."""
+        self._left += _PASSES
+        if self._plain is None:
+            self._plain = torch.autograd.backward
+            # `Tensor.backward` calls it by this name.
+            setattr(torch.autograd, "backward", self._backward)  # noqa: B010
+
+    def _backward(self, tensors: Any, *arguments: Any, **named: Any) -> None:
+        plain, last = self._plain, self._meeting.deliveries.last
+        assert plain is not None
+        self._left -= 1
+        if self._left == 0:
             setattr(torch.autograd, "backward", plain)  # noqa: B010
-        last = meeting.deliveries.last
+            self._plain = None
         if last is not None and last.examples:
             for loss in (tensors,) if isinstance(tensors, Tensor) else tensors:
                 if loss.numel() == 1 and loss.grad_fn is not None:
-                    require_mean(meeting, loss, last.examples, last.of)
+                    require_mean(self._meeting, loss, last.examples, last.of)
         plain(tensors, *arguments, **named)
-
-    # `Tensor.backward` calls it by this name.
-    setattr(torch.autograd, "backward", backward)  # noqa: B010
 
 
 def require_mean(meeting: Meeting, loss: Tensor, examples: int, of: int) -> None:

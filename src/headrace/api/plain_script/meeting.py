@@ -32,8 +32,6 @@ _REMEDY = (
     "backward() of a loss times 0, (model(inputs) * 0).sum()"
 )
 _OPTIONS = ("lr", "momentum", "betas", "weight_decay")
-_FIRST, _EVERY = 3, 100
-"""Backward passes before which all is compared: so many in the beginning, then one in so many."""
 
 
 class _Record(NamedTuple):
@@ -85,11 +83,6 @@ class Meeting:
         self._said: set[str] = set()
         self._values: list[Any] = []
         self._values_digest = 0
-
-    @property
-    def checks(self) -> bool:
-        """Whether the next backward pass compares what all ranks have in common: the first do, then one in 100."""
-        return self.passes < _FIRST or self.passes % _EVERY == 0
 
     def say(self, line: str) -> None:
         """Prints a line once, on rank 0."""

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from headrace.api.plain_script.checks import check_parts, facts_of, guard_batch_norm
 from headrace.api.plain_script.gradients import Synchronizer
-from headrace.api.plain_script.loss import watch_losses
+from headrace.api.plain_script.loss import LossWatch
 from headrace.api.plain_script.meeting import SETUP, Meeting
 from headrace.api.plain_script.shares import ShareLoader
 from headrace.api.plain_script.steps import CentralParameters, SynchronizedSteps
@@ -139,7 +139,7 @@ class _Script:
         self._central: dict[int, CentralParameters] = {}
         self._loaders: dict[int, ShareLoader] = {}
         self._known: set[tuple[int, int]] = set()
-        self._watches = False
+        self._watch = LossWatch(self.meeting)
 
         def leave() -> None:
             # An exception that ends a script says why by itself.
@@ -184,9 +184,8 @@ class _Script:
             known = Synchronizer(model, meeting, len(self._synchronizers), reduction)
             self._synchronizers.append(known)
             guard_batch_norm(model, shares, meeting)
-            if reduction is None and not self._watches:
-                self._watches = True
-                watch_losses(meeting)
+            if reduction is None:
+                self._watch.begin()
         central = self._central.get(id(model))
         if central:
             known.check_values = central.check

@@ -52,11 +52,11 @@ class CentralParameters:
         for parameter in self._foreign:
             parameter.grad = None
 
-    def end_step(self) -> None:
-        """Waits until all processes have stepped."""
+    def end_step(self, checks: bool) -> None:
+        """Waits until all processes have stepped; what they have then is compared later if `checks`."""
         self._meeting.meet(STEP)
         self._after = {}
-        if self._meeting.checks:
+        if checks:
             self._after = self._digests()
             # No script may go on while another process still reads.
             self._meeting.group.barrier()
@@ -170,5 +170,5 @@ class SynchronizedSteps:
 
     def _after(self, *_: object) -> None:
         if self._central:
-            self._central.end_step()
+            self._central.end_step(self._synchronizer.checks)
         self._meeting.steps += 1
