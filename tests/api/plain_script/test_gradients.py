@@ -298,6 +298,43 @@ def test_what_every_process_would_do_to_the_one_copy_is_refused(script: Any, mes
     assert message in said(on_ranks(lambda meeting: trained(script, meeting, central=True)))
 
 
+class Signs(torch.optim.Optimizer):
+    """One of the user's own, with an argument that it keeps as an attribute."""
+
+    def __init__(self, parameters: Any, rate: float) -> None:
+        super().__init__(parameters, {})
+        self.rate = rate
+
+    def scale(self) -> float:
+        return self.rate
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad.sign(), alpha=self.scale())
+
+
+class Normed(Signs):
+    """Steps by what is together a fixed length."""
+
+    def scale(self) -> float:
+        gradients = [each.grad for group in self.param_groups for each in group["params"] if each.grad is not None]
+        return self.rate / float(torch.cat([gradient.flatten() for gradient in gradients]).norm())
+
+
+def test_optimizers_of_users_over_the_one_copy() -> None:
+    alike(plain, optimizer_of=lambda model: Signs(model.parameters(), 0.01), central=True)
+    alike(plain, optimizer_of=lambda model: Normed(model.parameters(), 0.01))
+    results = on_ranks(
+        lambda meeting: trained(
+            plain, meeting, optimizer_of=lambda model: Normed(model.parameters(), 0.01), central=True
+        )
+    )
+    assert "Normed updates a parameter by what it sees of others" in said(results)
+
+
 class Refused(torch.autograd.Function):
     """Fails in backward, where `.grad` of what comes after it is there already."""
 

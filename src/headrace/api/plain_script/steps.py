@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from headrace.api.plain_script.gradients import Synchronizer
 from headrace.api.plain_script.meeting import ASSIGNED, STEP, Meeting
+from headrace.api.plain_script.separable import require_separable
 from headrace.collectives.digest import digests, ranks_apart
 from headrace.errors import UsageError
 from headrace.modules import describe
@@ -45,6 +46,7 @@ class CentralParameters:
                 "LBFGS needs all parameters at once, and under central_storage each process updates those it owns; use "
                 "strategy='mirrored'"
             )
+        require_separable(optimizer, self._ids.difference(map(id, self._foreign)))
         self._optimizers.append(optimizer)
 
     def leave_to_owners(self) -> None:
