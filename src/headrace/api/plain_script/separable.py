@@ -45,7 +45,7 @@ def require_separable(optimizer: torch.optim.Optimizer, owned: Container[int]) -
 def _stepped(
     optimizer: torch.optim.Optimizer, owned: Container[int] | None
 ) -> tuple[list[Tensor], list[Tensor], list[int]]:
-    """Returns copies of the parameters after steps on random gradients, before them, and the places of the gradients."""
+    """Returns copies of the parameters after steps on random gradients and before, and the places of the gradients."""
     memo: dict[int, Any] = {}
     other = object.__new__(type(optimizer))
     # A schedule stands in for `step`, and would step the original.
