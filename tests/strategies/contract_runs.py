@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import headrace as hr
 from collectives.seats import together
 from headrace.api.checks import inspect_job
+from headrace.api.verification.recording import losses_of
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import Loader, as_pipeline
 from headrace.engine.base import Engine
@@ -29,7 +30,6 @@ from headrace.pipeline.stage import TracedModel
 from headrace.pipeline.trace.tracing import trace
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.compute import LayerSpec
-from headrace.spec.events import Stepped
 from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec, ParameterSpec, ProfileRequest
 from headrace.spec.plain import from_plain, to_plain
@@ -107,14 +107,7 @@ def train(
 
 def outcome_of(run: hr.Run) -> Outcome:
     """Returns what came out of a run."""
-    rounds: dict[int, list[tuple[float, float]]] = {}
-    for event in sorted(run.events, key=lambda event: event.rank):
-        if isinstance(event, Stepped):
-            parts = rounds.setdefault(event.step, [])
-            parts += [] if event.loss is None else [(event.loss, event.weight)]
-    totals = [(sum(loss * w for loss, w in rounds[step]), sum(w for _, w in rounds[step])) for step in sorted(rounds)]
-    losses = [total / weight if weight else 0.0 for total, weight in totals]
-    return Outcome(run.model.state_dict(), losses, run.metrics)
+    return Outcome(run.model.state_dict(), losses_of(run), run.metrics)
 
 
 def by_hand(job: hr.Job) -> Outcome:

@@ -82,8 +82,8 @@ def test_what_is_compared_and_how_much_of_the_data() -> None:
     compared = {row.what: row.verdict for row in found.rows}
     assert set(compared.values()) == {EQUAL}
     assert list(compared) == [
-        *("losses", "parameters", "optimizer state", "evaluation in the run"),
-        *("run.model", "run.model evaluated here", "run.model's outputs", "resumed run"),
+        *("losses", "parameters", "optimizer state", "all ranks with each other", "evaluation in the run"),
+        *("run.model", "run.model evaluated here", "run.predict", "resumed run"),
     ]
 
 
@@ -144,7 +144,7 @@ def test_local_batch_norm_is_compared_with_shares_and_divided_models_without() -
     found = verified(job(model=Normalised, data=tuple(each[:24] for each in DATA)), hr.Mirrored(workers=2), examples=16)
     assert found.equal, str(found)
     assert "over the workers' shares" in found.reference
-    assert "BatchNorm normalises by its own share" in found.notes[0]
+    assert "statistics of BatchNorm follow each worker's own share" in found.notes[0]
     synced = job(model=Normalised, options=hr.Options(batch_norm="sync"))
     assert verified(synced, hr.Mirrored(workers=2), double=True).reference == "a plain PyTorch loop"
     staged = verified(job(model=Normalised), hr.Pipeline(stages=2), double=True)

@@ -110,6 +110,25 @@ class Workers:
                     parts = torch.tensor(weights, dtype=torch.float64) / sum(weights)
                     buffer.copy_(torch.tensordot(parts, torch.stack(values).double(), 1))
 
+    def synchronized(self, weights: Sequence[float] | None) -> None:
+        """Gives all workers one value of the buffers that are saved: the weighted mean, or the first worker's.
+
+        Running statistics, which are averaged where they are used, stay each worker's own, and numbers that are no
+        fractions are the first worker's.
+        """
+        own = {id(each) for each in averaged_buffers(self._module)}
+        saved = {id(each) for each in self._module.state_dict(keep_vars=True).values()}
+        for index, buffer in enumerate(self._module.buffers() if not self._one else ()):
+            if id(buffer) in own or id(buffer) not in saved:
+                continue
+            values = [buffers[index] for buffers, _ in self._states]
+            value = values[0]
+            if weights is not None and buffer.is_floating_point():
+                parts = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+                value = torch.tensordot(parts, torch.stack(values).double(), 1)
+            for each in values:
+                each.copy_(value)
+
     def _put(self, values: Sequence[Tensor]) -> None:
         with torch.no_grad():
             for buffer, value in zip(self._module.buffers(), values, strict=True):
@@ -146,6 +165,9 @@ def train_plainly(
     def note(worker: PlainWorker) -> None:
         for rank, share in enumerate(worker.shares):
             seen[rank] += share.examples * by_examples
+        if job.options.sync_buffers != "local":
+            means = job.options.sync_buffers == "mean"
+            workers.synchronized([share.examples for share in worker.shares] if means else None)
         workers.combined(seen)
         found.losses.append(worker.loop.loss)
         found.rounds[worker.round + 1] = {**tensors_of(module), "optimizer state": dict(_states(loops.values()))}
@@ -250,10 +272,18 @@ def examine(job: Job, module: nn.Module, found: Trained) -> None:
     data = as_pipeline(job.data if job.eval_data is None else job.eval_data)[0]
     loader = Loader(data, job.seed, min(job.global_batch_size, len(data)), (1,), 0, ordered=True)
     with evaluating(module), torch.no_grad():
-        first = next(share.batch for share in loader.sweep(alone=True) if share.examples)
-        found.outputs = flat(call(module, first, job.inputs))
+        output = call(module, first_batch(job, loader), job.inputs)
+        found.outputs = flat(job.task.activation(output) if job.task else output)
         if job.eval_data is not None:
             found.metrics = evaluate(job, module, loader)
+
+
+def first_batch(job: Job, loader: Loader | None = None) -> Any:
+    """Returns a batch of the first examples of the evaluation data, or else of the training data."""
+    if loader is None:
+        data = as_pipeline(job.data if job.eval_data is None else job.eval_data)[0]
+        loader = Loader(data, job.seed, min(job.global_batch_size, len(data)), (1,), 0, ordered=True)
+    return next(share.batch for share in loader.sweep(alone=True) if share.examples)
 
 
 def evaluate(job: Job, module: nn.Module, loader: Loader) -> dict[str, float]:
