@@ -173,6 +173,32 @@ def test_running_statistics_are_one_and_are_weighted_by_examples() -> None:
         assert torch.equal(one, other)
 
 
+def test_statistics_that_are_made_anew_are_one() -> None:
+    """As torch.optim.swa_utils.update_bn does, without a backward pass."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+
+    def statistics(model: Any, _: object, batches: Any, __: object) -> None:
+        for inputs, _targets in batches:
+            with torch.no_grad():
+                model(inputs)
+
+    def act(meeting: Meeting) -> Any:
+        model = build()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.5)
+        return trained(statistics, meeting, build=lambda: model, loader=lambda: loader_of(11))
+
+    first, second = on_ranks(act)
+    assert isinstance(first, list)
+    assert isinstance(second, list)
+    assert first[-1] == 2
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
 def one_ulp(model: Any, optimizer: Any, batches: Any, meeting: Any) -> None:
     epoch(model, optimizer, islice(batches, 1))
     if meeting.rank == 1:

@@ -19,10 +19,12 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     TensorDataset,
 )
 
 import headrace as hr
+from headrace.api.plain_script.checks import facts_of
 from headrace.engine.local.engine import launch_script
 from headrace.errors import UsageError
 
@@ -225,6 +227,22 @@ def test_samplers_give_the_order() -> None:
     for sequential in (DistributedSampler(inputs, 2, 0, shuffle=False), SequentialSampler(inputs)):
         assert torch.equal(seen(sequential), inputs)
     assert torch.equal(seen(_Backwards()), inputs.flip(0))
+
+
+def test_data_that_a_rank_has_drawn_otherwise_has_another_digest() -> None:
+    model, optimizer, _ = parts()
+
+    def facts(data: Any) -> dict[str, str]:
+        return facts_of(model, optimizer, DataLoader(data, 4))
+
+    ones, twos = TensorDataset(torch.ones(100, 2)), TensorDataset(torch.full((100, 2), 2.0))
+    assert facts(ones) == facts(TensorDataset(torch.ones(100, 2)))
+    assert facts(ones) != facts(twos)
+    assert facts(Subset(ones, range(50))) == facts(Subset(ones, list(range(50))))
+    assert facts(Subset(ones, range(50))) != facts(Subset(twos, range(50)))
+    assert facts(Subset(ones, range(50))) != facts(Subset(ones, range(1, 51)))
+    nested = Subset(Subset(ones, range(50)), [1, 2])
+    assert facts(nested) != facts(Subset(Subset(ones, range(50)), [1, 3]))
 
 
 def test_without_a_loader_there_are_no_shares() -> None:

@@ -7,15 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, Subset, TensorDataset
 from torch.utils.hooks import RemovableHandle
 
 from headrace.api.plain_script.meeting import Meeting
 from headrace.api.plain_script.shares import ShareLoader
+from headrace.collectives.digest import digests
 from headrace.data.cache.fingerprint import fingerprint
 from headrace.errors import UsageError
 from headrace.internals import BatchNorm
 from headrace.policies.roles import bounds
+
+_SAMPLED = 64
+"""Examples of which a digest is compared."""
 
 
 def check_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -52,8 +56,22 @@ def _facts_of_loader(loader: DataLoader[Any] | ShareLoader) -> Mapping[str, str]
         "drop_last": str(loader.drop_last),
         "the sampler": f"{type(loader.batch_sampler).__name__} of {type(loader.sampler).__name__}",
         "the seed of the loader's generator": seed,
-        "the data": f"{len(dataset):,} examples" if isinstance(dataset, Sized) else "of no length",
+        "the data": (f"{len(dataset):,} examples" if isinstance(dataset, Sized) else "of no length") + _sample(dataset),
     }
+
+
+def _sample(dataset: Any) -> str:
+    """Returns a digest of some examples, of data that are tensors: a script may have drawn them unseeded."""
+    chosen: list[int] | None = None
+    while isinstance(dataset, Subset):
+        chosen = list(dataset.indices) if chosen is None else [dataset.indices[index] for index in chosen]
+        dataset = dataset.dataset
+    values = [] if chosen is None else [torch.tensor(chosen)]
+    if type(dataset) is TensorDataset:
+        count = len(dataset) if chosen is None else len(chosen)
+        rows = [count * part // _SAMPLED for part in range(min(count, _SAMPLED))]
+        values += [tensor[[chosen[row] for row in rows] if chosen else rows] for tensor in dataset.tensors]
+    return f" with digest {fingerprint(digests(values))[:12]}" if values else ""
 
 
 def guard_batch_norm(model: nn.Module, shares: ShareLoader | None, meeting: Meeting) -> None:

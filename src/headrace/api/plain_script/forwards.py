@@ -27,7 +27,7 @@ class ForwardCounts:
         return examples
 
     def _see(self, model: nn.Module, values: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        share = self._deliveries.last
+        share = None if torch.compiler.is_compiling() else self._deliveries.last
         if share is None or not share.examples or not model.training or not torch.is_grad_enabled():
             return
         first = next((value for value in (*values, *named.values()) if isinstance(value, Tensor) and value.dim()), None)

@@ -60,7 +60,7 @@ class Synchronizer:
         self._watch()
         self._buffers = ChangedBuffers(model, meeting)
         self._forwards = ForwardCounts(model, meeting.deliveries) if reduction is None else None
-        meeting.comparisons.append(self._compare)
+        meeting.comparisons.append(self._compare_without_pass)
 
     @property
     def checks(self) -> bool:
@@ -211,6 +211,11 @@ class Synchronizer:
         if group.one_memory:
             return SharedMemoryReduction(specs, group)
         return CollectiveReduction(specs, group, group, torch.device("cpu"))
+
+    def _compare_without_pass(self) -> None:
+        self._compare()
+        # Forward may have changed some, as where BatchNorm's statistics are made anew.
+        self._buffers.synchronize(1.0 / self._meeting.world)
 
     def _compare(self) -> None:
         """Compares the parameters of all ranks."""
