@@ -1,16 +1,21 @@
-"""Batches and outputs: tensors in any tree of dicts, tuples, named tuples and lists."""
+"""Tensors in any tree of dicts, tuples, named tuples and lists: batches, outputs, state; and trees as JSON."""
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headrace.errors import UsageError
+
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 """Types that torch stores and converts, and for which most of its operations are missing."""
+_MOST_NUMBERS = 1_000
+"""Of a tensor that becomes JSON."""
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -61,3 +66,72 @@ def widened(output: Any, half: torch.dtype | None) -> Any:
     Metrics, means of many numbers, would be wrong in half precision.
     """
     return output if half is None else map_tensors(lambda each: each.float() if each.dtype == half else each, output)
+
+
+def as_json(value: Any, tensors: list[Tensor]) -> Any:
+    """Returns a tree as JSON: dicts and tuples as marked lists, tensors as their numbers in `tensors`.
+
+    Raises a TypeError with the type that is none of them.
+    """
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+    if isinstance(value, Mapping):
+        return {"dict": [[as_json(key, tensors), as_json(each, tensors)] for key, each in value.items()]}
+    if type(value) in (tuple, list, torch.Size):
+        items = [as_json(each, tensors) for each in value]
+        return {"tuple": items} if isinstance(value, tuple) else items
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise TypeError(f"a {type(value).__name__}")
+
+
+def from_json(plain: Any, tensor: Callable[[int], Tensor]) -> Any:
+    """Returns the tree of which `as_json` has made this; `tensor` returns one by its number."""
+    if isinstance(plain, list):
+        return [from_json(each, tensor) for each in plain]
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, content),) = plain.items()
+    if kind == "tensor":
+        return tensor(int(content))
+    if kind == "tuple":
+        return tuple(from_json(each, tensor) for each in content)
+    return {from_json(key, tensor): from_json(each, tensor) for key, each in content}
+
+
+def plain(value: Any, what: str) -> Any:
+    """Returns a value of a scheduler or optimizer as JSON values that `restored` makes exactly the same of.
+
+    Raises a `UsageError` if it holds something that is no number, text or collection of them.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        # As text, because infinity is no JSON number.
+        return {"float": repr(float(value))}
+    if isinstance(value, Tensor) and value.numel() <= _MOST_NUMBERS:
+        return {"tensor": plain(value.tolist(), what), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, list | tuple):
+        return {type(value).__name__: [plain(item, what) for item in value]}
+    if isinstance(value, dict):
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        return {kind: [[plain(key, what), plain(item, what)] for key, item in value.items()]}
+    raise UsageError(f"{what} holds a {type(value).__name__}, which a checkpoint cannot keep; use plain numbers")
+
+
+def restored(value: Any) -> Any:
+    """Returns the value of which `plain` has made this."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = ((key, item) for key, item in value.items() if key != "dtype")
+    if kind == "float":
+        return float(inner)
+    if kind == "tensor":
+        return torch.tensor(restored(inner), dtype=getattr(torch, value["dtype"]))
+    if kind in ("list", "tuple"):
+        return {"list": list, "tuple": tuple}[kind](restored(item) for item in inner)
+    pairs = {restored(key): restored(item) for key, item in inner}
+    return Counter(pairs) if kind == "counter" else pairs

@@ -88,7 +88,7 @@ class Keeping(torch.optim.SGD):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["last"] = None
+            self.state[parameter]["last"] = {1}
         return super().step(closure)
 
 
@@ -103,5 +103,5 @@ def test_numbers_of_an_optimizer_go_on_as_numbers(tmp_path: Path, strategy: hr.S
 
 
 def test_what_no_checkpoint_can_hold_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"Keeping keeps a NoneType as 'last' of '0.weight', which no checkpoint can"):
+    with pytest.raises(UsageError, match=r"Keeping keeps a set as 'last' of '0.weight', which no checkpoint can"):
         fit(tmp_path, job={"optimizer": functools.partial(Keeping, lr=0.5)})

@@ -137,6 +137,8 @@ class Nothing(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
+        if threading.current_thread() is threading.main_thread():
+            return  # the check before the start: a server of ThreadEngine is another thread
         for group in self.param_groups:
             named = zip(group["param_names"], group["params"], strict=True)
             Nothing.given.append((group["lr"], {name: p.grad.clone() for name, p in named if p.grad is not None}))

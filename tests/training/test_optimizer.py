@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,8 @@ from headrace.training.optimizer import (
     StatePiece,
     build,
     build_over,
-    is_elementwise,
     load_state,
     state_bytes,
-    state_copies,
     state_pieces,
 )
 from headrace.training.update import Updater
@@ -45,28 +43,6 @@ MATRIXWISE: dict[str, Callable[..., Any]] = {
     "Adafactor-warming-up": partial(optim.Adafactor, lr=0.0),
     "Muon": optim.Muon,
 }
-
-
-class Lamblike(optim.Optimizer):
-    """Steps of the parameter's own length, where its group says so."""
-
-    def __init__(self, params: Any, lr: float = 0.1, scaled: bool = True) -> None:
-        super().__init__(params, {"lr": lr, "scaled": scaled})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for tensor in group["params"]:
-                length = tensor.norm() / tensor.grad.norm() if group["scaled"] else 1.0
-                tensor.sub_(group["lr"] * length * tensor.grad)
-
-
-class Peculiar(optim.SGD):
-    """Cannot be built again from its defaults."""
-
-    def __init__(self, params: Any, model: nn.Module) -> None:
-        super().__init__(params, lr=0.1)
-        self.defaults.clear()
 
 
 def named() -> list[tuple[str, Tensor]]:
@@ -122,41 +98,6 @@ def test_an_error_in_the_factory_is_its_own() -> None:
         build(factory, named())
 
 
-@pytest.mark.parametrize("name", sorted(ELEMENTWISE))
-def test_these_treat_every_element_alone(name: str) -> None:
-    assert is_elementwise(ELEMENTWISE[name], named())
-
-
-@pytest.mark.parametrize("name", sorted(MATRIXWISE))
-def test_these_need_whole_matrices(name: str) -> None:
-    assert not is_elementwise(MATRIXWISE[name], named())
-
-
-@pytest.mark.parametrize("scaled", [[False, False], [True, False], [False, True]])
-def test_every_group_is_asked(scaled: list[bool]) -> None:
-    def factory(pairs: Any) -> optim.Optimizer:
-        return Lamblike([{"params": [t], "scaled": s} for (_, t), s in zip(pairs, scaled, strict=True)])
-
-    assert is_elementwise(factory, named()) is not any(scaled)
-
-
-def test_a_group_may_be_empty() -> None:
-    assert is_elementwise(lambda pairs: optim.SGD([{"params": []}, {"params": [t for _, t in pairs]}], lr=0.1), named())
-
-
-def test_an_optimizer_that_wants_a_closure_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"LBFGS.step\(\) evaluates .* in a closure, .*hr.Sandblaster"):
-        is_elementwise(optim.LBFGS, named())
-
-
-def test_asking_leaves_the_model_alone() -> None:
-    pairs = named()
-    before = [tensor.detach().clone() for _, tensor in pairs]
-    is_elementwise(optim.Adam, pairs)
-    assert all(torch.equal(tensor, old) for (_, tensor), old in zip(pairs, before, strict=True))
-    assert all(tensor.grad is None for _, tensor in pairs)
-
-
 @pytest.mark.parametrize("name", sorted({*ELEMENTWISE, *MATRIXWISE} - {"Adam-foreach"}))
 def test_torch_only_reads_gradients_but_where_it_is_told_foreach(name: str) -> None:
     """Mirrored lets all workers' optimizers read one sum; this is why it may."""
@@ -170,13 +111,23 @@ def test_torch_only_reads_gradients_but_where_it_is_told_foreach(name: str) -> N
         assert all(torch.equal(t.grad, g) for t, g in zip(tensors, gradients, strict=True) if t.grad is not None)
 
 
+def over(
+    factory: Callable[..., Any], pieces: Sequence[tuple[Segment, Tensor]], values: bool = False
+) -> optim.Optimizer:
+    return build_over(factory, named(), pieces, values)[0]
+
+
 def test_pieces_keep_the_options_of_their_groups() -> None:
     def factory(pairs: Any) -> optim.Optimizer:
         groups = [{"params": [pairs[0]], "lr": 0.5, "betas": (0.5, 0.6)}, {"params": [pairs[1]], "weight_decay": 0.2}]
         return optim.AdamW(groups, lr=0.1, eps=1e-3)
 
-    pieces = {"0.weight": [torch.zeros(5), torch.zeros(7)], "1.weight": [torch.zeros(3)]}
-    built = build_over(build(factory, named()), pieces)
+    pieces = [
+        (Segment("0.weight", 0, 5, 0), torch.zeros(5)),
+        (Segment("0.weight", 5, 12, 0), torch.zeros(7)),
+        (Segment("1.weight", 0, 3, 0), torch.zeros(3)),
+    ]
+    built = over(factory, pieces)
     assert type(built) is optim.AdamW
     assert [[len(tensor) for tensor in group["params"]] for group in built.param_groups] == [[5, 7], [3]]
     assert [group["lr"] for group in built.param_groups] == [0.5, 0.1]
@@ -185,23 +136,76 @@ def test_pieces_keep_the_options_of_their_groups() -> None:
     assert {group["eps"] for group in built.param_groups} == {1e-3}
 
 
-def test_a_group_without_pieces_is_left_out() -> None:
-    template = build(lambda pairs: optim.SGD([{"params": [t]} for _, t in pairs], lr=0.1), named())
-    (group,) = build_over(template, {"1.weight": [torch.zeros(3)]}).param_groups
-    assert len(group["params"]) == 1
+def test_pieces_lie_where_they_were_and_are_returned_in_order() -> None:
+    memory = torch.arange(48.0)
+    pieces = [(Segment("0.weight", 20, 48, 0), memory[20:]), (Segment("0.weight", 0, 20, 0), memory[:20])]
+    optimizer, tensors = build_over(partial(optim.SGD, lr=1.0), named(), pieces)
+    for tensor in tensors:
+        tensor.grad = torch.ones_like(tensor)
+    optimizer.step()
+    assert torch.equal(memory, torch.arange(48.0) - 1)
+    assert [len(tensor) for tensor in tensors] == [28, 20]
+
+
+def test_groups_are_chosen_by_whole_shapes() -> None:
+    def factory(pairs: Any) -> optim.Optimizer:
+        return optim.SGD([{"params": [t]} for _, t in pairs if t.shape == (6, 8)] + [{"params": [pairs[1][1]]}], lr=0.1)
+
+    built = over(factory, [(Segment("0.weight", 0, 5, 0), torch.zeros(5))])
+    assert [[tuple(tensor.shape) for tensor in group["params"]] for group in built.param_groups] == [[(5,)], [(0, 6)]]
+    assert names_by_group(built) == [["0.weight"], ["1.weight"]]
 
 
 @pytest.mark.parametrize("name", sorted({**ELEMENTWISE, **MATRIXWISE}))
 def test_who_owns_nothing_has_an_optimizer_that_does_nothing(name: str) -> None:
-    optimizer = build_over(build({**ELEMENTWISE, **MATRIXWISE}[name], named()), {})
+    optimizer = over({**ELEMENTWISE, **MATRIXWISE}[name], [])
     optimizer.step()
     assert sum(tensor.numel() for group in optimizer.param_groups for tensor in group["params"]) == 0
 
 
-def test_an_optimizer_that_cannot_be_built_again_is_refused() -> None:
-    template = build(partial(Peculiar, model=nn.Linear(1, 1)), named())
-    with pytest.raises(UsageError, match=r"Peculiar cannot be built again over pieces .* 'model'; use a strategy"):
-        build_over(template, {"0.weight": [torch.zeros(3)]})
+class Referring(optim.SGD):
+    """Holds its parameters in an attribute, too, and what the constructor was given."""
+
+    def __init__(self, params: Any, model: nn.Module) -> None:
+        super().__init__(params, lr=0.1)
+        self.defaults.clear()
+        self.model = model
+        self.mine = [tensor for group in self.param_groups for tensor in group["params"]]
+
+
+def test_what_holds_the_parameters_holds_their_pieces() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = over(partial(Referring, model=model), [(Segment("1.weight", 0, 3, 0), torch.arange(3.0))])
+    assert isinstance(optimizer, Referring)
+    assert optimizer.model is model
+    assert [tensor.tolist() for tensor in optimizer.mine] == [[], [0.0, 1.0, 2.0]]
+
+
+def test_state_of_the_constructor_is_cut_as_the_parameters_are() -> None:
+    def factory(pairs: Any) -> optim.Optimizer:
+        optimizer = optim.SGD([tensor for _, tensor in pairs], lr=0.1, momentum=0.9)
+        for index, (_, tensor) in enumerate(pairs):
+            optimizer.state[tensor]["momentum_buffer"] = torch.arange(float(tensor.numel())).view(tensor.shape) + index
+        return optimizer
+
+    pieces = [(Segment("0.weight", 2, 4, 0), torch.zeros(2)), (Segment("0.weight", 40, 48, 0), torch.zeros(1, 8))]
+    optimizer, (first, second) = build_over(factory, named(), pieces)
+    assert optimizer.state[first]["momentum_buffer"].tolist() == [2.0, 3.0]
+    assert optimizer.state[second]["momentum_buffer"].tolist() == [[*map(float, range(40, 48))]]
+    assert len(optimizer.state) == 2
+
+
+def test_what_a_constructor_makes_of_values() -> None:
+    def factory(pairs: Any) -> optim.Optimizer:
+        optimizer = optim.SGD([tensor for _, tensor in pairs], lr=0.1)
+        optimizer.state[pairs[0][1]]["slow"] = pairs[0][1].detach().clone()
+        return optimizer
+
+    pairs = named()
+    owned = [(Segment("0.weight", 3, 5, 0), torch.zeros(2))]
+    for values, expected in ((True, pairs[0][1].detach().flatten()[3:5]), (False, torch.zeros(2))):
+        optimizer, (tensor,) = build_over(factory, pairs, owned, values)
+        assert torch.equal(optimizer.state[tensor]["slow"], expected)
 
 
 def stepped(
@@ -210,16 +214,13 @@ def stepped(
     """Does steps on parameters cut into pieces; returns their values and the state, by owner of a piece."""
     pairs = [("0.weight", torch.linspace(-1, 1, 48).view(6, 8)), ("1.weight", torch.linspace(2, -2, 24).view(4, 6))]
     pairs = pairs if values is None else [(name, values[name]) for name, _ in pairs]
-    template = build(factory, [(name, nn.Parameter(tensor)) for name, tensor in pairs])
-    owned = []
+    cut: list[tuple[Segment, Tensor]] = []
     for (name, tensor), ends in zip(pairs, cuts, strict=True):
         for low, high in zip([0, *ends], [*ends, tensor.numel()], strict=True):
             piece = tensor.flatten()[low:high].clone() if ends else tensor.clone()
-            owned.append((Segment(name, low, high, 0), nn.Parameter(piece)))
-    by_name: dict[str, list[Tensor]] = {}
-    for segment, piece in owned:
-        by_name.setdefault(segment.parameter, []).append(piece)
-    optimizer = build_over(template, by_name)
+            cut.append((Segment(name, low, high, 0), piece))
+    optimizer, tensors = build_over(factory, [(name, nn.Parameter(tensor)) for name, tensor in pairs], cut)
+    owned = [(segment, tensor) for (segment, _), tensor in zip(cut, tensors, strict=True)]
     updater = Updater(optimizer, owned, Options(), 1)
     if pieces is not None:
         updater.load(pieces)
@@ -287,7 +288,7 @@ def test_saved_state_does_not_change_with_the_optimizer() -> None:
     (piece,) = state_pieces(optimizer, owned)
     optimizer.step()
     assert torch.equal(piece.value, torch.ones(4))
-    load_state(optimizer, owned, [piece], {})
+    load_state(optimizer, owned, [piece])
     optimizer.step()
     assert torch.equal(piece.value, torch.ones(4))
     assert torch.equal(optimizer.state[tensor]["momentum_buffer"], torch.full((4,), 1.9))
@@ -298,7 +299,7 @@ def test_state_is_loaded_in_its_parameters_order_of_memory() -> None:
     image = nn.Parameter(torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last))
     optimizer = optim.SGD([image], lr=0.1, momentum=0.9, fused=True)
     piece = StatePiece("a", "momentum_buffer", 0, torch.arange(48.0))
-    load_state(optimizer, [(Segment("a", 0, 48, 0), image)], [piece], {})
+    load_state(optimizer, [(Segment("a", 0, 48, 0), image)], [piece])
     loaded = optimizer.state[image]["momentum_buffer"]
     assert loaded.stride() == image.stride()
     assert torch.equal(loaded.flatten(), torch.arange(48.0))
@@ -308,7 +309,7 @@ def test_a_parameter_without_state_stays_without() -> None:
     tensor = nn.Parameter(torch.zeros(4))
     optimizer = optim.SGD([tensor], lr=0.1, momentum=0.9)
     piece = StatePiece("b", "momentum_buffer", 0, torch.ones(4))
-    load_state(optimizer, [(Segment("a", 0, 4, 0), tensor)], [piece], {})
+    load_state(optimizer, [(Segment("a", 0, 4, 0), tensor)], [piece])
     assert tensor not in optimizer.state
 
 
@@ -336,26 +337,3 @@ def test_a_state_of_the_constructor_comes_back_where_nothing_is_loaded() -> None
         assert torch.equal(updater.optimizer.state[tensor]["sum"], torch.full((4,), 2.0))
         updater.optimizer.step()
         assert torch.equal(updater.optimizer.state[tensor]["sum"], torch.full((4,), 3.0))
-
-
-@pytest.mark.parametrize(
-    ("factory", "kept"),
-    [
-        (partial(torch.optim.SGD, lr=0.1), 0),
-        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1),
-        (torch.optim.RMSprop, 1),
-        (torch.optim.Adam, 2),
-        (partial(torch.optim.AdamW, amsgrad=True), 3),
-        (partial(torch.optim.Adafactor, lr=0.1), 0),
-    ],
-)
-def test_how_often_an_optimizer_keeps_a_parameter(factory: Any, kept: int) -> None:
-    assert state_copies(factory, named()) == kept
-
-
-def test_of_several_groups_the_one_that_keeps_most_counts() -> None:
-    def mixed(parameters: Any) -> torch.optim.Optimizer:
-        first, *others = parameters
-        return torch.optim.SGD([{"params": [first], "momentum": 0.9}, {"params": others}], lr=0.1)
-
-    assert state_copies(mixed, named()) == 1

@@ -15,8 +15,10 @@ from torch.optim import lr_scheduler as schedulers
 
 from headrace.errors import UsageError
 from headrace.spec.options import Options
+from headrace.spec.plan import Segment
 from headrace.training.optimizer import build, build_over
-from headrace.training.update import Schedule, plain
+from headrace.training.update import Schedule
+from headrace.trees import plain
 from strategies.contract_options import SCHEDULES
 
 
@@ -36,29 +38,28 @@ def of(optimizer: torch.optim.Optimizer, key: str = "lr") -> list[float]:
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_an_owner_of_pieces_of_some_groups_has_the_rates_of_those(name: str) -> None:
+def test_an_owner_of_pieces_has_the_rates_of_all_groups(name: str) -> None:
     options = Options(schedule=SCHEDULES[name])
-    template, whole = build(grouped, named()), build(grouped, named())
-    owner = build_over(template, {"c": [nn.Parameter(torch.ones(2))], "a": [nn.Parameter(torch.ones(1))]})
-    ours, theirs = Schedule(options, template, owner, 1), Schedule(options, whole, whole, 1)
+    whole = build(grouped, named())
+    owned = [(Segment("c", 0, 2, 0), torch.ones(2)), (Segment("a", 3, 4, 0), torch.ones(1))]
+    owner, _ = build_over(grouped, named(), owned)
+    ours, theirs = Schedule(options, owner, 1), Schedule(options, whole, 1)
     for round_ in range(8):
         for key in ("lr", "momentum"):
-            expected = of(whole, key)
-            assert of(owner, key) == [expected[0], expected[2]]
+            assert of(owner, key) == of(whole, key)
         ours.advance(round_)
         theirs.advance(round_)
     assert ours.settings() == theirs.settings()
 
 
 def test_a_rank_that_owns_nothing_follows_too() -> None:
-    template = build(grouped, named())
-    owner = build_over(template, {})
-    schedule = Schedule(Options(schedule=SCHEDULES["step"]), template, owner, 1)
+    owner, _ = build_over(grouped, named(), [])
+    schedule = Schedule(Options(schedule=SCHEDULES["step"]), owner, 1)
     for round_ in range(4):
         with schedule.warmed(round_):
             owner.step()
         schedule.advance(round_)
-    assert of(template) == [0.025, 0.05, pytest.approx(0.075)]
+    assert of(owner) == [0.025, 0.05, pytest.approx(0.075)]
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
@@ -67,7 +68,7 @@ def test_its_state_survives_json_in_the_middle_of_a_run(name: str) -> None:
 
     def begun(rounds: int) -> tuple[Schedule, torch.optim.Optimizer]:
         optimizer = build(grouped, named())
-        schedule = Schedule(options, optimizer, optimizer, 1)
+        schedule = Schedule(options, optimizer, 1)
         for round_ in range(rounds):
             schedule.advance(round_)
         return schedule, optimizer
@@ -85,7 +86,7 @@ def test_its_state_survives_json_in_the_middle_of_a_run(name: str) -> None:
 
 def test_epochs_are_counted_in_rounds() -> None:
     optimizer = build(grouped, named())
-    schedule = Schedule(Options(schedule=SCHEDULES["exponential"], schedule_every="epoch"), optimizer, optimizer, 3)
+    schedule = Schedule(Options(schedule=SCHEDULES["exponential"], schedule_every="epoch"), optimizer, 3)
     rates = []
     for round_ in range(7):
         schedule.advance(round_)
@@ -95,7 +96,7 @@ def test_epochs_are_counted_in_rounds() -> None:
 
 def test_warm_up_is_a_share_of_what_the_schedule_gives() -> None:
     optimizer = build(grouped, named())
-    schedule = Schedule(Options(schedule=SCHEDULES["exponential"], warmup=4), optimizer, optimizer, 1)
+    schedule = Schedule(Options(schedule=SCHEDULES["exponential"], warmup=4), optimizer, 1)
     rates = []
     for round_ in range(6):
         with schedule.warmed(round_):
@@ -107,7 +108,7 @@ def test_warm_up_is_a_share_of_what_the_schedule_gives() -> None:
 def test_a_rate_that_is_a_tensor_stays_one() -> None:
     rate = torch.tensor(0.1)
     optimizer = build(partial(torch.optim.Adam, lr=rate), named())
-    schedule = Schedule(Options(schedule=SCHEDULES["exponential"], warmup=2), optimizer, optimizer, 1)
+    schedule = Schedule(Options(schedule=SCHEDULES["exponential"], warmup=2), optimizer, 1)
     with schedule.warmed(0):
         assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.05)
     schedule.advance(0)
@@ -119,7 +120,7 @@ def test_a_rate_that_is_a_tensor_stays_one() -> None:
 
 def test_going_on_without_an_update_gives_no_warning() -> None:
     optimizer = build(grouped, named())
-    schedule = Schedule(Options(schedule=SCHEDULES["step"]), optimizer, optimizer, 1)
+    schedule = Schedule(Options(schedule=SCHEDULES["step"]), optimizer, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         schedule.advance(0)
@@ -130,7 +131,7 @@ def test_options_that_a_checkpoint_cannot_hold_are_the_factorys() -> None:
     optimizer = build(grouped, named())
     for group in optimizer.param_groups:
         group["filter"] = len
-    schedule = Schedule(Options(), optimizer, optimizer, 1)
+    schedule = Schedule(Options(), optimizer, 1)
     settings = schedule.settings()
     assert all("filter" not in group["options"] for group in settings["groups"])
     optimizer.param_groups[0]["lr"] = 5.0
@@ -153,9 +154,9 @@ def test_a_plain_value_comes_back_as_it_was(value: Any) -> None:
 
     first = True
     optimizer = build(grouped, named())
-    settings = json.loads(json.dumps(Schedule(Options(schedule=schedule), optimizer, optimizer, 1).settings()))
+    settings = json.loads(json.dumps(Schedule(Options(schedule=schedule), optimizer, 1).settings()))
     first = False
-    schedule_ = Schedule(Options(schedule=schedule), optimizer, optimizer, 1)
+    schedule_ = Schedule(Options(schedule=schedule), optimizer, 1)
     schedule_.load(settings)
     kept = schedule_._scheduler.kept  # type: ignore[union-attr]
     assert kept == value
@@ -169,4 +170,4 @@ def test_what_is_no_plain_value_is_named() -> None:
 
 def test_a_schedule_wants_one_value_a_group() -> None:
     with pytest.raises(ValueError, match="Expected 3 lr_lambdas"):
-        Schedule(Options(schedule=partial(schedulers.LambdaLR, lr_lambda=[abs])), *(2 * [build(grouped, named())]), 1)
+        Schedule(Options(schedule=partial(schedulers.LambdaLR, lr_lambda=[abs])), build(grouped, named()), 1)

@@ -20,6 +20,7 @@ from headrace.api.probes.layers import (
     refuse_sparse_layers,
 )
 from headrace.api.probes.losses import check_loss_parameters, join_loss
+from headrace.api.probes.optimizers.probe import OptimizerFindings, probe_optimizer, together
 from headrace.api.probes.sets import Sets, find_sets, try_loss
 from headrace.api.probes.untouched import same_generators, untouched
 from headrace.batches import arguments, call, form, select_target
@@ -40,9 +41,10 @@ from headrace.tasks import Task
 from headrace.training.embeddings.building import tables_of
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.embeddings.updater import RowUpdater, check_tables
-from headrace.training.optimizer import build, is_elementwise, require_lbfgs, state_copies
-from headrace.training.update import make, plain
+from headrace.training.optimizer import build, require_lbfgs
+from headrace.training.update import make
 from headrace.training.whole_model import cut
+from headrace.trees import plain
 from headrace.worker.attributes import SameBuild
 from headrace.worker.evaluations.accumulated import accumulates, check_accumulated
 from headrace.worker.session import alone, make_module, objective_of
@@ -112,9 +114,9 @@ def inspect_job(job: Job, closures: bool = False, whole_model: bool = True) -> J
         _check_trained(module)
         _check_frozen(module)
         _check_precision(job.options, module)
-        sliceable, kept = _try_update(job, module, sets, closures)
+        found = _try_update(job, module, sets, closures)
     # Each parameter, its gradient, and its optimizer state.
-    spec = replace(describe(module, sliceable), copies=2 + kept)
+    spec = replace(describe(module, found.sliceable), copies=2 + found.kept, optimizer=found.needs)
     spec = tables_of(module, partial(_row_updater, job), spec)
     check_tables(spec, job.options)
     # What is said of the data is often said of eval_data, too.
@@ -134,13 +136,9 @@ def _row_updater(job: Job, model: ModelSpec) -> RowUpdater:
     return RowUpdater(optimizer, model, job.options)
 
 
-def _try_update(job: Job, module: nn.Module, sets: Sets, closures: bool) -> tuple[bool, int]:
-    """Makes optimizers and schedules, each over its part of the model.
-
-    Returns whether every optimizer treats every element alone, and the most tensors of a parameter's size that one
-    keeps of it.
-    """
-    found = []
+def _try_update(job: Job, module: nn.Module, sets: Sets, closures: bool) -> OptimizerFindings:
+    """Makes optimizers and schedules, each over its part of the model; returns what all of them need together."""
+    every = []
     parts = parts_of(module, sets) if sets else {"": module}
     for name, part in parts.items():
         own = alone(job, name) if sets else job
@@ -149,19 +147,19 @@ def _try_update(job: Job, module: nn.Module, sets: Sets, closures: bool) -> tupl
             optimizer.check(name for name, _ in named)
         of_set = f" of the set {name!r}" if sets else ""
         trial = partial(_try_optimizer, optimizer, named, closures)
-        sliceable, kept = _guarded(f"the optimizer{of_set} cannot be made", trial)
+        found = _guarded(f"the optimizer{of_set} cannot be made", trial)
         _try_schedule(own.options, optimizer, named)
-        found.append((sliceable, kept + (own.options.ema_decay is not None)))
-    return all(sliceable for sliceable, _ in found), max(kept for _, kept in found)
+        every.append(replace(found, kept=found.kept + (own.options.ema_decay is not None)))
+    return together(every)
 
 
 def _try_optimizer(
     factory: Callable[..., Any], named: Sequence[tuple[str, Tensor]], closures: bool
-) -> tuple[bool, int]:
+) -> OptimizerFindings:
     if closures:
         require_lbfgs(factory, named)
-        return True, 0
-    return is_elementwise(factory, named), state_copies(factory, named)
+        return OptimizerFindings()
+    return probe_optimizer(factory, named)
 
 
 def _try(job: Job, module: nn.Module, data: object, what: str, sets: Sets) -> tuple[bool, tuple[str, ...]]:

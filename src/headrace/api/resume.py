@@ -28,7 +28,8 @@ from headrace.spec.parameter_sets import one_optimizer
 from headrace.spec.plain import to_plain
 from headrace.spec.plan import Plan
 from headrace.training.optimizer import build
-from headrace.training.update import group_settings, make, plain
+from headrace.training.update import group_settings, make
+from headrace.trees import plain
 from headrace.worker.attributes import SameBuild
 from headrace.worker.run_spec import SNAPSHOTS, AttemptInfo, ResumePoint, RunSpec
 from headrace.worker.session import alone
@@ -45,7 +46,12 @@ _CHECKPOINT = re.compile("step-[0-9]{8,18}")
 
 
 def describe_run(job: Job, info: JobInfo, plan: Plan) -> dict[str, Any]:
-    """Returns the description of a run that each of its checkpoints contains, as JSON values."""
+    """Returns the description of a run that each of its checkpoints contains, as JSON values.
+
+    Raises a `UsageError` if they could not hold the optimizer's state.
+    """
+    if unsaved := info.model.optimizer.unsaved:
+        raise UsageError(unsaved)
     return {
         "strategy": plan.strategy,
         "workers": plan.workers,

@@ -37,7 +37,7 @@ from headrace.parameter_server.planning import check_server_options, plan_with_s
 from headrace.parameter_server.wire import ShardLayout
 from headrace.policies.staleness import AllMembers, Combination, DecidedElsewhere, EveryPush, FirstPushes
 from headrace.spec.cluster import Cluster
-from headrace.spec.model import ModelSpec
+from headrace.spec.model import ModelSpec, OptimizerNeeds
 from headrace.spec.plan import Plan
 from headrace.training.clipping import HEALTHY, StepDecision
 from headrace.training.exchange import UpdatingExchange
@@ -100,7 +100,7 @@ class ServedAveragingConfig:
     ) -> Plan:
         """Decides who works and who serves; raises InfeasiblePlan if the average would wait for too many workers."""
         # The outer step treats every element alone, whatever the job's optimizer does.
-        cut = replace(model, sliceable=True)
+        cut = replace(model, sliceable=True, optimizer=OptimizerNeeds())
         # Beside its parameters and gradients, a worker has a copy of the average, and what lies on its way.
         plan = plan_with_servers(
             strategy, options, cut, cluster, workers=workers, servers=self.servers, backups=self.backups,
@@ -143,7 +143,7 @@ def state_on_server(model: ModelSpec, optimizer: Callable[..., Any]) -> MeanStat
     """Returns the state of the workers' optimizers, on a server, which has none of their parameters."""
     zeros = ((each, torch.zeros(each.shape, dtype=getattr(torch, each.dtype))) for each in model.parameters)
     named = {each.name: nn.Parameter(tensor, requires_grad=each.trainable) for each, tensor in zeros}
-    return mean_state(named, build(optimizer, named.items()))
+    return mean_state(named, build(optimizer, named.items()), optimizer)
 
 
 def outer_optimizer(

@@ -26,6 +26,7 @@ from headrace.averaging.outer_steps import OuterStep
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.training.batch_norm import averaged_buffers
 from headrace.training.gradients import ByteRange, FlatLayout
+from headrace.training.optimizer import Factory
 from headrace.training.synchronization import MeanState, describe_tensor, mean_state
 from headrace.transport.codec import CODECS, codec_for
 
@@ -338,6 +339,7 @@ class ExtraState:
 def extra_state(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
+    factory: Factory,
     average_state: bool,
     make: Callable[[FlatLayout], WorkerAverage],
 ) -> ExtraState | None:
@@ -346,5 +348,6 @@ def extra_state(
     Raises UsageError if the state has no mean.
     """
     buffers = averaged_buffers(module)
-    state = mean_state(dict(module.named_parameters()), optimizer) if average_state else MeanState(optimizer, {}, {})
+    named = dict(module.named_parameters())
+    state = mean_state(named, optimizer, factory) if average_state else MeanState(optimizer, {}, {})
     return ExtraState(buffers, state, make) if buffers or state.likes else None

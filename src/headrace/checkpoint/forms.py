@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from safetensors.torch import load, save
@@ -20,10 +19,9 @@ from torch import Tensor, nn
 from headrace.checkpoint.header import COMPLEX, FORM
 from headrace.errors import UsageError
 from headrace.modules import stateful_modules
+from headrace.trees import as_json, from_json
 
 _JSON = "|json"
-_TUPLE = "tuple"
-_TENSOR = "tensor"
 _MAKE: dict[str, Callable[..., Tensor]] = {
     "coo": torch.sparse_coo_tensor,
     "csr": torch.sparse_csr_tensor,
@@ -122,7 +120,13 @@ def extra_states(module: nn.Module, of: Callable[[str], bool] = lambda name: Tru
         if not of(name):
             continue
         tensors: list[Tensor] = []
-        text = json.dumps(_plain(owner.get_extra_state(), tensors, name))
+        try:
+            text = json.dumps(as_json(owner.get_extra_state(), tensors))
+        except TypeError as error:
+            raise UsageError(
+                f"get_extra_state of the module {name!r} has {error}, and nothing is pickled; return "
+                "tensors, numbers, texts, None, and dicts, lists and tuples of them"
+            ) from None
         found[f"extra/{name}{_JSON}"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         for index, tensor in enumerate(tensors):
             found[f"extra/{name}|{index}"] = tensor.detach().cpu().clone()
@@ -135,35 +139,4 @@ def load_extra_states(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
         text = saved.get(f"extra/{name}{_JSON}")
         if text is not None:
             tree = json.loads(text.numpy().tobytes())
-            owner.set_extra_state(_tree(tree, saved, f"extra/{name}|"))
-
-
-def _plain(value: Any, tensors: list[Tensor], module: str) -> Any:
-    """Returns a tree as JSON: dicts and tuples as marked lists, tensors as their numbers in `tensors`."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return {_TENSOR: len(tensors) - 1}
-    if isinstance(value, Mapping):
-        return {"dict": [[_plain(key, tensors, module), _plain(each, tensors, module)] for key, each in value.items()]}
-    if type(value) in (tuple, list):
-        items = [_plain(each, tensors, module) for each in value]
-        return {_TUPLE: items} if isinstance(value, tuple) else items
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    raise UsageError(
-        f"get_extra_state of the module {module!r} has a {type(value).__name__}, and nothing is pickled; return "
-        "tensors, numbers, texts, None, and dicts, lists and tuples of them"
-    )
-
-
-def _tree(plain: Any, saved: Mapping[str, Tensor], place: str) -> Any:
-    if isinstance(plain, list):
-        return [_tree(each, saved, place) for each in plain]
-    if not isinstance(plain, dict):
-        return plain
-    ((kind, content),) = plain.items()
-    if kind == _TENSOR:
-        return saved[f"{place}{int(content)}"].clone()
-    if kind == _TUPLE:
-        return tuple(_tree(each, saved, place) for each in content)
-    return {_tree(key, saved, place): _tree(each, saved, place) for key, each in content}
+            owner.set_extra_state(from_json(tree, lambda index, name=name: saved[f"extra/{name}|{index}"].clone()))  # type: ignore[misc]

@@ -139,8 +139,17 @@ def assign_shards(
 ) -> tuple[Segment, ...]:
     """Cuts the parameters of a model, or of a part of it, into shards, and assigns each to a server.
 
-    Raises InfeasiblePlan if the optimizer needs whole parameters, or a server would have no shard.
+    Raises InfeasiblePlan if the optimizer needs whole parameters, or all of them, or a server would have no shard.
     """
+    needs = model.optimizer
+    if needs.random or (needs.coupled and len(servers) > 1):
+        raise InfeasiblePlan(f"{needs.coupled}, and each server has some of them; {needs.remedy}")
+    if needs.values:
+        why = needs.coupled or "the job's optimizer is made from the parameters' values"
+        raise InfeasiblePlan(
+            f"{why}, and servers make it before they get these values; use mirrored, or make its first state in its "
+            "first step"
+        )
     if sharding is None:
         sharding = _DEFAULT_SHARDING[transport] if model.sliceable else "whole"
     if sharding != "whole" and not model.sliceable:

@@ -76,6 +76,39 @@ class ParameterSpec:
 
 
 @dataclass(frozen=True)
+class OptimizerNeeds:
+    """What a job's optimizer needs, as its probe has found.
+
+    Attributes:
+        coupled: what makes the update of one parameter depend on others; empty where none does.
+        at_once: whether a process must update all that it has in one call of `step()`.
+        values: whether the constructor looks at the parameters' values.
+        modes: whether it has a train and an eval mode.
+        unsaved: why a checkpoint cannot hold its state; empty where one can.
+        random: whether a step draws random numbers.
+        gradients: whether a step fails where a parameter has no gradient.
+    """
+
+    coupled: str = ""
+    at_once: bool = False
+    values: bool = False
+    modes: bool = False
+    unsaved: str = ""
+    random: bool = False
+    gradients: bool = False
+
+    @property
+    def remedy(self) -> str:
+        """The strategies that can do with one that is coupled."""
+        if self.random:
+            return "use one_device, or parameter_averaging, where each worker draws its own"
+        return (
+            "use one that updates all parameters in one process: one_device, mirrored, central_storage, "
+            "parameter_averaging, or parameter_server with servers=1"
+        )
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A model as the strategies see it.
 
@@ -84,6 +117,7 @@ class ModelSpec:
         buffers: every buffer that a checkpoint contains.
         sliceable: whether the job's optimizer treats every element alone, so that a parameter may be cut
             between owners (SGD and Adam may be cut; Muon and Adafactor need whole matrices).
+        optimizer: what else the job's optimizer needs.
         layers: in the order of forward; only for strategies that cut the model between them.
         copies: memory of a trained parameter as a multiple of its size: itself, its gradient, and the optimizer state.
         name: for people.
@@ -109,6 +143,7 @@ class ModelSpec:
     flops_per_example: float = 0.0
     origin: Mapping[str, str] = field(default_factory=dict)
     tables: tuple[TableSpec, ...] = ()
+    optimizer: OptimizerNeeds = OptimizerNeeds()
 
     @property
     def trainable(self) -> tuple[ParameterSpec, ...]:

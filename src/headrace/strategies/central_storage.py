@@ -17,25 +17,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from headrace.errors import InfeasiblePlan
 from headrace.policies.roles import data_parallel_plan, elastic_plan
 from headrace.policies.sharding import slices, whole
 from headrace.spec.cluster import Cluster
-from headrace.spec.model import ModelSpec
+from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.plan import Plan, Segment
 from headrace.strategies.broadcast import broadcast
-from headrace.strategies.checks import check_balance, check_count, check_elastic, refuse_elastic_tables
+from headrace.strategies.checks import (
+    check_balance,
+    check_count,
+    check_elastic,
+    refuse_elastic_tables,
+    refuse_random,
+)
 from headrace.strategies.context import WorkerContext, with_tables
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.central_storage.elastic import ElasticStorageExchange, StorageSink, StorageState
 from headrace.training.central_storage.exchange import CentralCopy, CentralStorageExchange
 from headrace.training.central_storage.shared_state import state_form
 from headrace.training.exchange import Replica
-from headrace.training.optimizer import build, build_over_owned
-from headrace.training.update import Updater
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,13 @@ class CentralStorage(Strategy):
                 f"min_workers={self.min_workers} lets workers come and go, and the slices of the one copy change with "
                 "them; the job's optimizer needs whole parameters: leave out min_workers, or use mirrored"
             )
+        if self.min_workers is not None and model.optimizer.modes:
+            raise InfeasiblePlan(
+                f"min_workers={self.min_workers} lets workers come and go, also while the optimizer is in its eval "
+                "mode, which the others would not know; leave out min_workers, or use mirrored"
+            )
         # Each worker: what autograd makes, what it shares; all together: the parameters, twice if they are kept.
-        cut = slices if model.sliceable else whole
+        cut = _all_to_one if model.optimizer.coupled else slices if model.sliceable else whole
         plan = data_parallel_plan(
             self.name,
             describe_options(self),
@@ -99,6 +105,7 @@ class CentralStorage(Strategy):
             cut=cut,
             balance=self.balance,
         )
+        refuse_random(self.name, model, plan)
         return elastic_plan(plan, self.min_workers, self.max_workers, cluster)
 
     def refuses_channels_last(self) -> str:
@@ -118,24 +125,21 @@ class CentralStorage(Strategy):
             return self._elastic_replica(context, always)
         copy = CentralCopy(module, model, group, context.device, context.own_loop)
         segments = [segment for segment in plan.segments if segment.owner == rank]
-        template = build(context.optimizer, module.named_parameters())
-        exchange = CentralStorageExchange(segments, model, group, copy, template, context.updater, context.clipper())
+        exchange = CentralStorageExchange(segments, model, group, copy, context.updater_over, context.clipper())
         return with_tables(Replica(context.whole_model(copy.sink, always), exchange), context)
 
     def _elastic_replica(self, context: WorkerContext, always: bool) -> Replica:
         module, model = context.module, context.model
-
-        def new_template() -> torch.optim.Optimizer:
-            return build(context.optimizer, module.named_parameters())
-
-        def new_updater(owned: Sequence[tuple[Segment, Tensor]]) -> Updater:
-            template = new_template()
-            return context.updater(build_over_owned(template, owned), owned, template)
-
-        form = state_form(new_template(), model, context.options.ema_decay is not None)
+        averages = context.options.ema_decay is not None
+        form = state_form(context.optimizer, module.named_parameters(), model, averages)
         exchange = ElasticStorageExchange(
-            lambda workers: slices(model.parameters, workers), model, context.group, module, form, new_updater,
+            lambda workers: slices(model.parameters, workers), model, context.group, module, form, context.updater_over,
             context.clipper(), context.scale,
         )  # fmt: skip
         compute = context.whole_model(StorageSink(exchange), always)
         return Replica(compute, exchange, elastic=StorageState(exchange))
+
+
+def _all_to_one(parameters: Sequence[ParameterSpec], workers: int) -> tuple[Segment, ...]:
+    """Gives all parameters to the first worker, for an optimizer that looks at several of them together."""
+    return whole(parameters, 1)

@@ -83,6 +83,30 @@ def refuse_synced_buffers(name: str, options: Options) -> None:
         )
 
 
+def refuse_coupled(name: str, model: ModelSpec) -> None:
+    """Raises UsageError if the optimizer needs all parameters in one process, under a strategy that divides them."""
+    if needs := model.optimizer.coupled:
+        raise UsageError(f"{needs}, and {name} divides the parameters among processes; {model.optimizer.remedy}")
+
+
+def refuse_modes(name: str, model: ModelSpec) -> None:
+    """Raises UsageError if the optimizer has a train and an eval mode, where workers have parameters of their own."""
+    if model.optimizer.modes:
+        raise UsageError(
+            f"the job's optimizer has a train and an eval mode, and under {name} what it evaluates with would be each "
+            "worker's own; use one_device, mirrored, central_storage, fully_sharded or parameter_server"
+        )
+
+
+def refuse_random(name: str, model: ModelSpec, plan: Plan) -> None:
+    """Raises UsageError if the job's optimizer draws random numbers, and several processes update parameters."""
+    if model.optimizer.random and plan.workers > 1:
+        raise UsageError(
+            f"{model.optimizer.coupled}, of which the processes of {name} would draw different ones; "
+            f"{model.optimizer.remedy}"
+        )
+
+
 class DeviceNeeds(Protocol):
     """What a strategy says of the devices that it runs on, see `Strategy`."""
 

@@ -33,7 +33,7 @@ from headrace.training.embeddings.updater import RowUpdater
 from headrace.training.exchange import Replica
 from headrace.training.fixed_shapes.graph_mode import CompiledModule
 from headrace.training.gradients import GradientSink, SharedGradients
-from headrace.training.optimizer import build
+from headrace.training.optimizer import build, build_over
 from headrace.training.update import Updater
 from headrace.training.whole_model import ModelParallelGroup, WholeModel
 
@@ -136,19 +136,25 @@ class WorkerContext:
         group = self.inside.group if self.inside else ThreadCollective(ThreadGroup(1), 0)
         return ReplicaGroup(group, self.options, self.scale, self.device)
 
-    def updater(
-        self,
-        optimizer: torch.optim.Optimizer,
-        owned: Sequence[tuple[Segment, Tensor]],
-        template: torch.optim.Optimizer | None = None,
+    def updater_over(
+        self, owned: Sequence[tuple[Segment, Tensor]], named: Iterable[tuple[str, Tensor]] | None = None
     ) -> Updater:
-        """Returns what moves the pieces that this worker owns; for `template` see there."""
-        return Updater(optimizer, owned, self.options, self.rounds_per_epoch, template, self.scale)
+        """Returns the job's optimizer over pieces of parameters.
+
+        `named` are the whole parameters, if the module does not have them as they are; see `build_over`.
+        """
+        every = self.module.named_parameters() if named is None else named
+        needs = self.model.optimizer
+        optimizer, tensors = build_over(self.optimizer, every, owned, needs.values, needs.gradients)
+        pieces = [(segment, each) for (segment, _), each in zip(owned, tensors, strict=True)]
+        idle = not owned and bool(needs.coupled)
+        return Updater(optimizer, pieces, self.options, self.rounds_per_epoch, self.scale, idle)
 
     def updater_of(self, segments: Iterable[Segment]) -> Updater:
         """Returns the job's optimizer over those of the module's parameters, whole, that `segments` name."""
         named = dict(self.module.named_parameters())
-        return self.updater(build(self.optimizer, named.items()), [(each, named[each.parameter]) for each in segments])
+        owned = [(each, named[each.parameter]) for each in segments]
+        return Updater(build(self.optimizer, named.items()), owned, self.options, self.rounds_per_epoch, self.scale)
 
     def shared_gradients(self) -> SharedGradients:
         """Returns memory for the gradients of all workers of this host; every worker calls it."""

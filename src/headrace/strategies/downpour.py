@@ -48,10 +48,10 @@ from headrace.parameter_server.wire import ShardLayout
 from headrace.policies.sharding import everywhere
 from headrace.policies.staleness import Admission, Combination, EveryPush, Unbounded
 from headrace.spec.cluster import Cluster
-from headrace.spec.model import ModelSpec
+from headrace.spec.model import ModelSpec, OptimizerNeeds
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
-from headrace.strategies.checks import check_count, refuse_synced_buffers
+from headrace.strategies.checks import check_count, refuse_modes, refuse_synced_buffers
 from headrace.strategies.context import ServerContext, WorkerContext
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.strategy import ServedStrategy, describe_options
@@ -137,7 +137,8 @@ class Downpour(ServedStrategy):
         copies = 6 if self.overlap else 4
         if self.moves:
             # The servers treat every element alone, whatever the job's optimizer does.
-            model = replace(model, sliceable=True)
+            refuse_modes(self.name, model)
+            model = replace(model, sliceable=True, optimizer=OptimizerNeeds())
         return plan_with_servers(
             self.name,
             describe_options(self),
@@ -194,8 +195,9 @@ class Downpour(ServedStrategy):
         servers, check = context.servers, context.group.check
         roles, who = [plan.roles[server] for server in servers.ranks], (servers.worker, servers.incarnation)
         opens = functools.partial(
-            connect, servers.addresses(), layouts, find=servers.find, suspect=servers.suspect, reach=servers.reach
-        )
+            connect, servers.addresses(), layouts, find=servers.find, suspect=servers.suspect, reach=servers.reach,
+            together=context.model.optimizer.at_once and not self.moves,
+        )  # fmt: skip
         if not self.overlap:
             main = opens(places, who, check, roles, context.closing)
             return ServerLinks(main, places, self.fetch_every, replica_group, kept=own)
@@ -223,7 +225,10 @@ class Downpour(ServedStrategy):
             # Schedules are the workers', the moving average is that of what they make together.
             clock = replace(clock, options=Options(ema_decay=context.options.ema_decay))
             factory = functools.partial(torch.optim.SGD, lr=1.0)
-        optimizer = ShardOptimizer(layout, factory, context.model.parameters, clock, self.scale == "full")
+        optimizer = ShardOptimizer(
+            layout, factory, context.model.parameters, clock, self.scale == "full",
+            needs=None if self.moves else context.model.optimizer,
+        )  # fmt: skip
         until = first + leases_between(first, context.until, self.push_every)
         alone = leases_between(first, max(first, self.warmstart_steps), self.push_every)
         table = LeaseTable(len(plan.shares), until, first, alone=alone, workers=range(plan.replicas))

@@ -36,12 +36,11 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import EVERY_WORKER, Plan
 from headrace.strategies.broadcast import broadcast
-from headrace.strategies.checks import check_count
+from headrace.strategies.checks import check_count, refuse_coupled
 from headrace.strategies.context import ModelProbe, WorkerContext
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
 from headrace.training.gradients import UsedParameters
-from headrace.training.optimizer import build, build_over_owned
 
 
 @dataclass(frozen=True)
@@ -127,12 +126,15 @@ class FullySharded(Strategy):
         broadcast(module, context.device_group() or group)
         units = find_units(module, self.units)
         communicates = context.synchronise_batch_norm()
-        template = _template(context)
+        whole = _named(context)
         sharded = ShardedModule(
             module, units, within, carrier, self.reshard_after_forward is not False, context.closing
         )
         owned = sharded.owned([each for each in plan.segments if each.owner in (within.rank, EVERY_WORKER)])
-        updater = context.updater(build_over_owned(template, owned), owned, template)
+        updater = context.updater_over(owned, whole)
+        sharded.pieces |= {
+            segment.parameter: each for (segment, _), each in zip(owned, updater.parameters, strict=True)
+        }
         used = UsedParameters(group, len(sharded.pieces))
         objective, options, sample = context.objective, context.options, context.sample
         compute = ShardedModel(sharded, objective, options, group, used, sample, communicates, context.scale)
@@ -158,11 +160,14 @@ class FullySharded(Strategy):
 
         group, held = context.group, context.model.parameters
         broadcast(context.module, group)
-        template = _template(context)
+        whole = _named(context)
         named = dict(context.module.named_parameters())
         divided = DividedParameters({each.name: named[each.name] for each in held}, group)
         owned = divided.owned([each for each in evenly(held, group.world) if each.owner == group.rank])
-        updater = context.updater(build_over_owned(template, owned), owned, template)
+        updater = context.updater_over(owned, whole)
+        divided.pieces |= {
+            segment.parameter: each for (segment, _), each in zip(owned, updater.parameters, strict=True)
+        }
         used = UsedParameters(group, len(divided.trained))
         compute = DividedCompute(context.whole_model(PartialSums(divided, used)), divided)
         if group.rank == 0:
@@ -184,9 +189,12 @@ def _require_own_backward(context: WorkerContext) -> None:
         )
 
 
-def _template(context: WorkerContext) -> torch.optim.Optimizer:
-    """Returns the job's optimizer over all parameters of the model, without their memory."""
-    return build(context.optimizer, [(name, without_data(each)) for name, each in context.module.named_parameters()])
+def _named(context: WorkerContext) -> list[tuple[str, torch.Tensor]]:
+    """Returns all parameters of the model before they are divided: without memory, unless the optimizer needs it."""
+    named = context.module.named_parameters()
+    if context.model.optimizer.values:
+        return [(name, each.detach().requires_grad_(each.requires_grad)) for name, each in named]
+    return [(name, without_data(each)) for name, each in named]
 
 
 def sharded_plan(
@@ -212,6 +220,7 @@ def sharded_plan(
 
 def require_sliceable(name: str, model: ModelSpec) -> None:
     """Refuses an optimizer that needs whole parameters, with a UsageError."""
+    refuse_coupled(name, model)
     if not model.sliceable:
         raise UsageError(
             f"the job's optimizer looks at whole matrices, of which each worker has a part under {name}; use one that "

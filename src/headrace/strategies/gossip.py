@@ -26,7 +26,7 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.broadcast import broadcast
-from headrace.strategies.checks import check_count
+from headrace.strategies.checks import check_count, refuse_modes
 from headrace.strategies.context import WorkerContext
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.strategy import Strategy, describe_options
@@ -74,6 +74,7 @@ class Gossip(Strategy):
         refuse_moving_average(self.name, options)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
+        refuse_modes(self.name, model)
         # Each worker: its parameters and gradients, what the others see, and a copy during evaluations. Over several
         # hosts, too, what it receives from two neighbours.
         each = 4 if len(cluster.hosts) == 1 else 6

@@ -25,7 +25,7 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
 from headrace.strategies.broadcast import broadcast
-from headrace.strategies.checks import check_balance, check_count, check_elastic, refuse_elastic_tables
+from headrace.strategies.checks import check_balance, check_count, check_elastic, refuse_elastic_tables, refuse_random
 from headrace.strategies.context import WorkerContext, summing_of, with_tables
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
@@ -98,6 +98,7 @@ class Mirrored(Strategy):
             spread=True,
             balance=self.balance,
         )
+        refuse_random(self.name, model, plan)
         return elastic_plan(plan, self.min_workers, self.max_workers, cluster)
 
     def refuses_channels_last(self) -> str:

@@ -54,7 +54,7 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan, ProcessCounts
 from headrace.strategies.broadcast import broadcast
-from headrace.strategies.checks import check_count, check_elastic
+from headrace.strategies.checks import check_count, check_elastic, refuse_modes
 from headrace.strategies.context import ServerContext, WorkerContext, summing_of
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.strategy import ServedStrategy, describe_options
@@ -184,6 +184,7 @@ class ParameterAveraging(ServedStrategy):
             refuse_moving_average(self.name, options)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
+        refuse_modes(self.name, model)
         if self.via == "server":
             return self._service.plan(self.name, describe_options(self), self.workers, model, cluster)
         # Each worker: its copy, what autograd makes, a copy during evaluations, and where copies are averaged; all
@@ -222,6 +223,7 @@ class ParameterAveraging(ServedStrategy):
         extra = extra_state(
             module,
             local.updater.optimizer,
+            context.optimizer,
             self.average_optimizer_state,
             lambda layout: plain._average(layout, context, MeanStep()),
         )
@@ -271,7 +273,7 @@ class ParameterAveraging(ServedStrategy):
             replace(context, options=replace(context.options, ema_decay=None)),
         )
         named = dict(context.module.named_parameters())
-        state = mean_state(named, local.updater.optimizer) if config.average_state else None
+        state = mean_state(named, local.updater.optimizer, context.optimizer) if config.average_state else None
         beside = OptimizerMirror(state)
         layouts = [layout_of(plan, context.model, server, state) for server in plan.servers]
         own = [places_of(layout, context.module, beside.named) for layout in layouts]

@@ -180,8 +180,8 @@ class ParameterServer(ServedStrategy):
             context.group.check,
             [plan.roles[server] for server in servers.ranks],
             context.closing,
-            # A late gradient must be dropped in all shards.
-            together=self.backup_workers > 0,
+            # A late gradient must be dropped in all shards, and one step() may have to have all of them.
+            together=self.backup_workers > 0 or model.optimizer.at_once,
             find=servers.find,
             suspect=servers.suspect,
             reach=servers.reach,
@@ -215,7 +215,9 @@ class ParameterServer(ServedStrategy):
             tables = ServedTables(own, context.optimizer, context.options, rounds, full, divide)
             if self._rebalances:
                 tables.moving = plan.servers.index(rank), self._places(plan, model)
-        optimizer = ShardOptimizer(layout, context.optimizer, model.parameters, clock, full, self.remedies, tables)
+        optimizer = ShardOptimizer(
+            layout, context.optimizer, model.parameters, clock, full, self.remedies, tables, model.optimizer
+        )
         # Workers with a bounded staleness each compute the same number of rounds.
         fixed = self.staleness_bound is not None and not self.backup_workers
         table = LeaseTable(len(plan.shares), context.until, context.first, fixed, workers=range(workers))

@@ -34,11 +34,10 @@ from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan, Role, Segment
 from headrace.strategies.broadcast import broadcast
-from headrace.strategies.checks import check_count
+from headrace.strategies.checks import check_count, refuse_coupled
 from headrace.strategies.context import ModelProbe, WorkerContext
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
-from headrace.training.optimizer import build
 from headrace.training.whole_model import HALF
 from headrace.trees import map_tensors
 
@@ -135,6 +134,13 @@ class Pipeline(Strategy):
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         roles = worker_roles(self.name, self.stages, cluster, spread=True)
         ranks = len(roles)
+        if ranks > 1:
+            refuse_coupled(self.name, model)
+            if model.optimizer.gradients:
+                raise UsageError(
+                    "the job's optimizer needs a gradient of every parameter, and a stage has those of its own alone; "
+                    "leave out parameters whose grad is None in its step and hooks, or use mirrored"
+                )
         # Each builds the whole model before it keeps its stages.
         require_memory(self.name, max(ranks, model.copies) * model.trainable_bytes, cluster)
         schedule = self.schedule_of(ranks)
@@ -163,9 +169,7 @@ class Pipeline(Strategy):
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         compute = self.compute(plan, context)
         # Over all parameters: groups and settings are those of the whole model, and what is not here has no gradient.
-        optimizer = build(context.optimizer, context.module.named_parameters())
-        owned = [(Segment(name, 0, each.numel(), rank), each) for name, each in compute.trained.items()]
-        updater = context.updater(optimizer, owned)
+        updater = context.updater_of(Segment(name, 0, each.numel(), rank) for name, each in compute.trained.items())
         return Replica(compute, PipelineExchange(plan, rank, compute, context.clipper(), updater))
 
     def compute(

@@ -32,7 +32,7 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.broadcast import broadcast
-from headrace.strategies.checks import check_count
+from headrace.strategies.checks import check_count, refuse_coupled
 from headrace.strategies.context import WorkerContext
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.strategy import Strategy, describe_options
@@ -92,6 +92,7 @@ class TensorParallel(Strategy):
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         roles = worker_roles(self.name, self.devices, cluster, spread=True)
+        refuse_coupled(self.name, model)
         if not model.sliceable:
             raise UsageError(
                 f"the job's optimizer looks at whole matrices, of which each device has a part under {self.name}; use "
@@ -152,4 +153,5 @@ class TensorParallel(Strategy):
         group.barrier()
         made = split(context.module, self.rules, context.device_group() or group, trial)
         group.barrier()
-        return SlicedReplica(made, group, everyone, mates, describe(context.module, context.model.sliceable))
+        model = replace(describe(context.module), sliceable=context.model.sliceable, optimizer=context.model.optimizer)
+        return SlicedReplica(made, group, everyone, mates, model)

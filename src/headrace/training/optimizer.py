@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,12 +13,17 @@ from torch import Tensor, nn
 from headrace import internals
 from headrace.errors import UsageError
 from headrace.spec.plan import Segment
+from headrace.trees import as_json, from_json, map_tensors, nbytes
 
 Factory = Callable[..., Any]
 IMPLEMENTATION = ("fused", "foreach", "capturable")
 """Options of optimizers that say how they compute, not what."""
 NUMBERS = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
 """The types of numbers in an optimizer's state, as tensors."""
+_FLAT = "flat"
+"""The kind of a piece of what is kept flat of a parameter that is not."""
+_TREE = "tree"
+"""The kind of a piece that says how a collection, or what is no number, is made of the tensors after it."""
 
 
 def build(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
@@ -50,36 +55,89 @@ def build(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> torch.optim.
     return optimizer
 
 
-def build_over(template: torch.optim.Optimizer, pieces: Mapping[str, Sequence[Tensor]]) -> torch.optim.Optimizer:
-    """Builds an optimizer like `template` over pieces of its parameters, by name.
+def build_over(
+    factory: Factory,
+    named: Iterable[tuple[str, Tensor]],
+    owned: Sequence[tuple[Segment, Tensor]],
+    values: bool = False,
+    filled: bool = False,
+) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+    """Builds the job's optimizer over whole parameters, and puts pieces of them in their place.
 
-    `template` is built over whole parameters, possibly on the meta device; it gives the class, the groups and options.
-    Raises a `UsageError` if the optimizer's class cannot be built from its own defaults.
+    It is the object that the factory has made, with its hooks, attributes, groups and options. Each of its parameters
+    becomes the first of its pieces, without becoming another object; the others follow it in its group. One without
+    pieces becomes empty, and gets no gradient, or an empty one. State that the constructor has made is cut likewise.
+
+    Args:
+        factory: the job's.
+        named: all parameters of the model, whole, in order.
+        owned: pieces, and where they lie.
+        values: whether the optimizer is made from the values of `named`, which then stay in memory until it is made;
+            else it sees zeros.
+        filled: whether the empty parameters get empty gradients, for a step that takes no None.
+
+    Returns:
+        The optimizer, and its parameters in the order of `owned`, over the memory of the pieces.
     """
-    groups, names = [], []
-    for group in template.param_groups:
-        tensors = [piece for name in group["param_names"] for piece in pieces.get(name, ())]
-        if tensors:
-            names.append(group["param_names"])
-            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            groups.append({**options, "params": tensors})
-    kind = type(template)
-    known = inspect.signature(kind).parameters
-    defaults = {key: value for key, value in template.defaults.items() if key in known}
-    if not groups:
-        # A matrix, because some optimizers (Muon) take nothing else.
-        groups = [{"params": [torch.zeros(0, 0, requires_grad=True)]}]
-    try:
-        optimizer = kind(groups, **defaults)
-    except TypeError as error:
-        raise UsageError(
-            f"{kind.__name__} cannot be built again over pieces of the parameters from its defaults {defaults}: "
-            f"{error}; use a strategy that keeps parameters whole (mirrored), or give the class's own arguments"
-        ) from error
-    for group, whole in zip(optimizer.param_groups, names, strict=False):
-        # Names which of the template's groups it is; a rank that owns nothing has a group without a name.
-        group["param_names"] = whole
-    return optimizer
+    device = owned[0][1].device if owned else None
+    whole = {name: _stand_in(tensor, device or tensor.device, values) for name, tensor in named}
+    optimizer = build(factory, whole.items())
+    places: dict[str, list[int]] = {}
+    for index, (segment, _) in enumerate(owned):
+        places.setdefault(segment.parameter, []).append(index)
+    members: dict[int, list[nn.Parameter]] = {}
+    tensors: dict[int, nn.Parameter] = {}
+    stores = [store for _, store in state_stores(optimizer)]
+    for name, parameter in whole.items():
+        indices = places.get(name, [])
+        members[id(parameter)] = _replace(parameter, [owned[index] for index in indices], stores)
+        tensors |= zip(indices, members[id(parameter)], strict=False)
+        if filled and not indices and parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+    # A wrapper and the optimizer in it may have one list.
+    lists = {id(group["params"]): group["params"] for each in nested(optimizer).values() for group in each.param_groups}
+    for parameters in lists.values():
+        parameters[:] = [piece for tensor in parameters for piece in members[id(tensor)]]
+    names = {id(piece): name for name, tensor in whole.items() for piece in members[id(tensor)]}
+    for group in optimizer.param_groups:
+        group["param_names"] = [names[id(tensor)] for tensor in group["params"]]
+    return optimizer, [tensors[index] for index in range(len(owned))]
+
+
+def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device, trainable: bool = True) -> nn.Parameter:
+    """Returns a parameter of zeros that takes no memory and cannot be written to."""
+    return nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(tuple(shape)), trainable)
+
+
+def _stand_in(tensor: Tensor, device: torch.device, values: bool) -> nn.Parameter:
+    # What a pipeline's rank has given up is another rank's.
+    if values and not tensor.is_meta:
+        return nn.Parameter(tensor.detach().to(device), tensor.requires_grad)
+    return stand_in(tensor.shape, tensor.dtype, device, tensor.requires_grad)
+
+
+def _replace(
+    whole: nn.Parameter, parts: Sequence[tuple[Segment, Tensor]], stores: Sequence[StateStore]
+) -> list[nn.Parameter]:
+    """Lets a parameter become the first of its pieces, and returns all of them."""
+    kept = [store.pop(whole, None) for store in stores]
+    elements = whole.numel()
+    pieces = [whole, *(nn.Parameter(part.detach()) for _, part in parts[1:])]
+    for piece, (segment, part) in zip(pieces, parts, strict=False):
+        piece.data = part.detach()
+        for store, state in zip(stores, kept, strict=True):
+            if state:
+                store[piece] = {key: _cut(value, elements, segment, part) for key, value in state.items()}
+    if not parts:
+        whole.data = whole.new_empty((0, *whole.shape[1:]))
+    return pieces
+
+
+def _cut(value: Any, elements: int, segment: Segment, part: Tensor) -> Any:
+    if not isinstance(value, Tensor) or value.numel() != elements or (value.dim() == 0 and part.dim()):
+        return value.clone() if isinstance(value, Tensor) else value
+    piece = value.detach().flatten()[segment.start : segment.stop].clone()
+    return piece if value.dim() == 1 else piece.view(part.shape)
 
 
 def prefer_fused(optimizer: torch.optim.Optimizer) -> None:
@@ -96,28 +154,9 @@ def prefer_fused(optimizer: torch.optim.Optimizer) -> None:
             group["fused"] = all(tensor.is_floating_point() for tensor in group["params"]) or None
 
 
-def build_over_owned(template: torch.optim.Optimizer, owned: Iterable[tuple[Segment, Tensor]]) -> torch.optim.Optimizer:
-    """Builds an optimizer like `template` over segments of its parameters; see `build_over`."""
-    by_name: dict[str, list[Tensor]] = {}
-    for segment, piece in owned:
-        by_name.setdefault(segment.parameter, []).append(piece)
-    return build_over(template, by_name)
-
-
-def is_elementwise(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> bool:
-    """Tells whether the optimizer treats every element alone; refuses one whose `step()` needs an argument (LBFGS)."""
-    template = build(factory, [(name, _ghost(tensor)) for name, tensor in named])
-    if isinstance(template, torch.optim.LBFGS):
-        raise UsageError(
-            "LBFGS.step() evaluates the loss several times, in a closure, and only one strategy does that; use "
-            "hr.Sandblaster(workers=2) (--strategy sandblaster), or another optimizer"
-        )
-    return all(_treats_elements_alone(template, name) for name in _tried(template))
-
-
 def require_lbfgs(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> None:
     """Raises UsageError unless the optimizer is L-BFGS."""
-    made = build(factory, [(name, _ghost(tensor)) for name, tensor in named])
+    made = build(factory, [(name, _stand_in(tensor, tensor.device, False)) for name, tensor in named])
     if not isinstance(made, torch.optim.LBFGS):
         raise UsageError(
             f"the strategy is L-BFGS, and the job's optimizer is {type(made).__name__}; use optimizer="
@@ -125,77 +164,17 @@ def require_lbfgs(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> None
         )
 
 
-def state_copies(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> int:
-    """Returns how many tensors of a parameter's size the optimizer keeps of it, in the group that keeps most.
-
-    SGD none, with momentum 1, Adam 2; 1 for an optimizer that cannot step over a usual matrix (of sparse ones alone).
-    """
-    template = build(factory, [(name, _ghost(tensor)) for name, tensor in named])
-    most = 0
-    for name in _tried(template):
-        parameter = nn.Parameter(torch.ones(6, 8))
-        parameter.grad = torch.ones(6, 8)
-        optimizer = build_over(template, {name: [parameter]})
-        try:
-            optimizer.step()
-        except (RuntimeError, ValueError):
-            most = max(most, 1)
-        kept = (value for value in optimizer.state[parameter].values() if isinstance(value, Tensor))
-        most = max(most, sum(value.numel() == parameter.numel() for value in kept))
-    return most
-
-
-def _tried(template: torch.optim.Optimizer) -> list[str]:
-    """Returns the name of one parameter for all groups that differ in nothing but the learning rate."""
-    tried = {}
-    for group in template.param_groups:
-        if group["params"]:
-            options = {key: value for key, value in group.items() if key not in ("params", "param_names", "lr")}
-            tried[repr(options)] = group["param_names"][0]
-    return list(tried.values())
-
-
-def _treats_elements_alone(template: torch.optim.Optimizer, name: str) -> bool:
-    """Compares three steps on a whole tensor with those on a cut one."""
-    whole = torch.linspace(-1, 1, 48).view(6, 8)
-    start = [[whole.clone()], [piece.clone() for piece in whole.flatten().split([20, 28])]]
-    results = []
-    for tensors in start:
-        parameters = [nn.Parameter(tensor) for tensor in tensors]
-        try:
-            optimizer = build_over(template, {name: parameters})
-            for group in optimizer.param_groups:
-                if "lr" in group:
-                    group["lr"] = 0.1  # a run that warms up may begin with 0, and then nothing would move
-            for step in range(3):
-                gradient = torch.sin(torch.arange(48.0) * (step + 1))
-                for parameter, piece in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
-                    parameter.grad = piece.view_as(parameter).clone()
-                optimizer.step()
-        except TypeError as error:
-            raise UsageError(
-                f"{type(template).__name__}.step() cannot be called by itself: {error}; optimizers that need a "
-                "closure cannot be used here"
-            ) from error
-        except (RuntimeError, ValueError):
-            return False  # refuses vectors: it needs whole matrices
-        results.append(torch.cat([parameter.detach().flatten() for parameter in parameters]))
-    # Not to the last bit: fused kernels round the ends of a tensor in another way than its middle.
-    whole_result, cut_result = results
-    return torch.allclose(whole_result, cut_result, rtol=1e-4, atol=1e-5)
-
-
-def _ghost(tensor: Tensor) -> nn.Parameter:
-    ghost = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return nn.Parameter(ghost, requires_grad=tensor.requires_grad)
-
-
 def is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
     """Tells whether a step is exactly `parameter -= lr * gradient`."""
     if type(optimizer) is not torch.optim.SGD or any(map(_does_more, optimizer.param_groups)):
         return False
+    return not has_step_hooks(optimizer)
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Tells whether something else is called with a step."""
     hooks = (internals.step_pre_hooks(optimizer), internals.step_post_hooks(optimizer))
-    return not any((*hooks, internals.global_pre_hooks, internals.global_post_hooks))
+    return any((*hooks, internals.global_pre_hooks, internals.global_post_hooks))
 
 
 def _does_more(group: dict[str, Any]) -> bool:
@@ -257,71 +236,128 @@ class StateSlices(Protocol):
         """Returns pieces that `divide` gives back to this rank as they are."""
 
 
+StateStore = dict[Any, dict[str, Any]]
+"""What an optimizer keeps of parameters, by parameter."""
+
+
+def nested(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """Returns the optimizer and those that it wraps, by what names of theirs begin with: "", "inner."."""
+    found, waiting = {"": optimizer}, [("", optimizer)]
+    for prefix, each in waiting:
+        for name, value in vars(each).items():
+            if isinstance(value, torch.optim.Optimizer) and all(value is not known for known in found.values()):
+                found[f"{prefix}{name}."] = value
+                waiting.append((f"{prefix}{name}.", value))
+    return found
+
+
+def state_stores(optimizer: torch.optim.Optimizer) -> list[tuple[str, StateStore]]:
+    """Returns where it keeps the state of parameters, with what the keys there begin with; `state` is the first."""
+    every = nested(optimizer)
+    found: dict[int, tuple[str, Any]] = {id(each.state): (prefix, each.state) for prefix, each in every.items()}
+    for prefix, each in every.items():
+        for name, value in vars(each).items():
+            if isinstance(value, dict) and all(
+                isinstance(key, Tensor) and isinstance(own, dict) for key, own in value.items()
+            ):
+                found.setdefault(id(value), (f"{prefix}{name}.", value))
+    return list(found.values())
+
+
 def state_pieces(
     optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Segment, Tensor]], copies: bool = True
 ) -> tuple[StatePiece, ...]:
-    """Returns the state of the pieces that this process updates; all of it must be tensors and numbers.
+    """Returns the state of the pieces that this process updates: tensors, numbers, texts, and collections of them.
 
-    Without `copies` the next update changes it.
+    Without `copies` the next update changes it. Raises a `UsageError` where it is something else.
     """
-    pieces = []
-    for segment, tensor in owned:
-        for key, value in optimizer.state.get(tensor, {}).items():
-            if not isinstance(value, Tensor):
-                pieces.append(_number(segment, key, value, optimizer))
-                continue
-            kept = value.detach().clone() if copies else value.detach()
-            whole = kept.numel() != tensor.numel() or kept.dim() == 0
-            start, kept = (-1, kept) if whole else (segment.start, kept.flatten())
-            pieces.append(StatePiece(segment.parameter, key, start, kept))
-    return tuple(pieces)
+    found: list[StatePiece] = []
+    for prefix, store in state_stores(optimizer):
+        for segment, tensor in owned:
+            for key, value in store.get(tensor, {}).items():
+                try:
+                    found += _pieces_of(segment, f"{prefix}{key}", value, tensor, copies)
+                except TypeError as error:
+                    raise UsageError(
+                        f"{type(optimizer).__name__} keeps {error} as {key!r} of {segment.parameter!r}, which no "
+                        "checkpoint can hold; keep tensors and numbers, or run with checkpoints=False"
+                    ) from None
+    return tuple(found)
 
 
-def _number(segment: Segment, key: str, value: Any, optimizer: torch.optim.Optimizer) -> StatePiece:
-    kind = type(value).__name__
-    if kind not in NUMBERS:
-        raise UsageError(
-            f"{type(optimizer).__name__} keeps a {kind} as {key!r} of {segment.parameter!r}, which no checkpoint can "
-            "hold; keep tensors and numbers, or run with checkpoints=False"
+def _pieces_of(segment: Segment, key: str, value: Any, tensor: Tensor, copies: bool) -> Iterator[StatePiece]:
+    kind, tensors = type(value).__name__, [value]
+    if kind in NUMBERS:
+        yield StatePiece(segment.parameter, key, -1, torch.tensor(value, dtype=NUMBERS[kind]), kind)
+        return
+    keys: Iterable[str] = [key]
+    if not isinstance(value, Tensor):
+        form = json.dumps(as_json(value, tensors := []))
+        yield StatePiece(segment.parameter, key, -1, torch.tensor(list(form.encode()), dtype=torch.uint8), _TREE)
+        keys = (f"{key}~{index}" for index in range(len(tensors)))
+    for name, each in zip(keys, tensors, strict=True):
+        kept = each.detach().clone() if copies else each.detach()
+        if kept.dim() == 0 or kept.shape not in (tensor.shape, (tensor.numel(),)):
+            yield StatePiece(segment.parameter, name, -1, kept)
+        else:
+            form = "tensor" if kept.shape == tensor.shape else _FLAT
+            yield StatePiece(segment.parameter, name, segment.start, kept.flatten(), form)
+
+
+def first_state(optimizer: torch.optim.Optimizer) -> list[tuple[str, StateStore]]:
+    """Returns a copy of the state that an optimizer makes in its constructor; most make none there."""
+    return [
+        (
+            prefix,
+            {tensor: map_tensors(torch.clone, state) for tensor, state in store.items() if isinstance(tensor, Tensor)},
         )
-    return StatePiece(segment.parameter, key, -1, torch.tensor(value, dtype=NUMBERS[kind]), kind)
-
-
-def first_state(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
-    """Returns a copy of the state that an optimizer makes in its constructor, by parameter; most make none there."""
-    return {tensor: _copied(state) for tensor, state in optimizer.state.items()}
-
-
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+        for prefix, store in state_stores(optimizer)
+    ]
 
 
 def load_state(
     optimizer: torch.optim.Optimizer,
     owned: Sequence[tuple[Segment, Tensor]],
     pieces: Iterable[StatePiece],
-    first: Mapping[Tensor, Mapping[str, Any]],
+    first: Sequence[tuple[str, StateStore]] = (),
 ) -> None:
     """Replaces the state of the pieces that this process updates by `pieces`, however these are cut.
 
     A parameter without pieces gets its `first_state`.
     """
-    found = by_parameter(pieces)
+    begun, found = dict(first), by_parameter(pieces)
+    stores = dict(state_stores(optimizer))
     for segment, tensor in owned:
-        state: dict[str, Any] = {}
+        states: dict[str, dict[str, Any]] = {prefix: {} for prefix in stores}
         for piece in found.get(segment.parameter, ()):
-            if piece.start < 0:
-                state[piece.key] = piece.value.clone() if piece.kind == "tensor" else piece.value.item()
-                continue
-            # In the parameter's order of memory, which fused kernels count on.
-            target = state.setdefault(piece.key, torch.zeros_like(tensor, dtype=piece.value.dtype, requires_grad=False))
-            piece.copy_to(target, segment.start)
-        if state:
-            optimizer.state[tensor] = state
-        elif tensor in first:
-            optimizer.state[tensor] = _copied(first[tensor])
-        else:
-            optimizer.state.pop(tensor, None)
+            prefix = max((each for each in stores if piece.key.startswith(each)), key=len)
+            _put(states[prefix], piece, piece.key.removeprefix(prefix), segment, tensor)
+        for prefix, store in stores.items():
+            state, beginning = states[prefix], begun.get(prefix, {}).get(tensor)
+            for key, form in [each for each in state.items() if isinstance(each[1], _Tree)]:
+                state[key] = from_json(form.content, lambda index, key=key, state=state: state.pop(f"{key}~{index}"))  # type: ignore[misc]
+            if state or beginning is not None:
+                store[tensor] = state or map_tensors(torch.clone, beginning)
+            else:
+                store.pop(tensor, None)
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """What `as_json` has made of a collection, until its tensors are there."""
+
+    content: Any
+
+
+def _put(state: dict[str, Any], piece: StatePiece, key: str, segment: Segment, tensor: Tensor) -> None:
+    if piece.kind == _TREE:
+        state[key] = _Tree(json.loads(bytes(piece.value.tolist())))
+    elif piece.start < 0:
+        state[key] = piece.value.clone() if piece.kind == "tensor" else piece.value.item()
+    else:
+        # In the parameter's order of memory, which fused kernels count on.
+        target = torch.zeros_like(tensor, dtype=piece.value.dtype, requires_grad=False)
+        piece.copy_to(state.setdefault(key, target.flatten() if piece.kind == _FLAT else target), segment.start)
 
 
 def by_parameter(pieces: Iterable[StatePiece]) -> dict[str, list[StatePiece]]:
@@ -334,5 +370,11 @@ def by_parameter(pieces: Iterable[StatePiece]) -> dict[str, list[StatePiece]]:
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Returns the bytes that the optimizer's state takes."""
-    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(nbytes(list(store.values())) for _, store in state_stores(optimizer))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in a value, in whatever collections."""
+    found: list[Tensor] = []
+    map_tensors(found.append, value)
+    yield from found

@@ -36,7 +36,7 @@ from headrace.training.gradients import (
     UsedParameters,
     assign,
 )
-from headrace.training.optimizer import StatePiece
+from headrace.training.optimizer import StatePiece, has_step_hooks
 from headrace.training.update import Updater
 
 RESIDUAL = "headrace.residual"
@@ -348,8 +348,8 @@ class MirroredState(ElasticState):
 
 def may_write_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Tells whether a step may write into the gradients that it reads."""
-    # torch's own optimizers only read them, those of foreach=True aside (SGD with nesterov writes).
-    ours = type(optimizer).__module__.startswith("torch.optim")
+    # torch's own optimizers only read them, those of foreach=True aside (SGD with nesterov writes). Hooks may.
+    ours = type(optimizer).__module__.startswith("torch.optim") and not has_step_hooks(optimizer)
     return not ours or any(group.get("foreach") for group in optimizer.param_groups)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from headrace.errors import UsageError
 from headrace.spec.model import ParameterSpec
-from headrace.training.optimizer import StatePiece, build_over
+from headrace.training.optimizer import Factory, StatePiece, build
 
 
 @dataclass(frozen=True)
@@ -232,12 +232,13 @@ class MeanState:
             state[like.key].copy_(view)
 
 
-def mean_state(named: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> MeanState:
+def mean_state(named: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, factory: Factory) -> MeanState:
     """Returns an optimizer's state, which must have a mean, as found by a first step with gradients of 0."""
-    likes = {name: nn.Parameter(torch.zeros_like(each)) for name, each in named.items() if each.requires_grad}
+    every = {name: nn.Parameter(torch.zeros_like(each), each.requires_grad) for name, each in named.items()}
+    likes = {name: each for name, each in every.items() if each.requires_grad}
     for like in likes.values():
         like.grad = torch.zeros_like(like)
-    probe = build_over(optimizer, {name: [like] for name, like in likes.items()})
+    probe = build(factory, every.items())
     probe.step()
     begins = {name: dict(probe.state[like]) for name, like in likes.items() if probe.state.get(like)}
     for name, values in begins.items():

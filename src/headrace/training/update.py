@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -25,41 +25,36 @@ from headrace.training.optimizer import (
     first_state,
     is_plain_sgd,
     load_state,
+    nested,
     state_bytes,
     state_pieces,
 )
+from headrace.trees import plain, restored
 
 
 class Schedule:
-    """Drives the options of an optimizer's groups, and copies them to the optimizer that owns the pieces.
-
-    A scheduler needs all groups of the job, and an optimizer over pieces may have only some of them. So the scheduler
-    drives `template`, which has all of them, by name.
+    """Drives the options of an optimizer's groups.
 
     Attributes:
         factor: multiplies the learning rates beside schedule and warm-up.
     """
 
-    def __init__(
-        self, options: Options, template: torch.optim.Optimizer, optimizer: torch.optim.Optimizer, rounds_per_epoch: int
-    ) -> None:
-        self._template = template
+    def __init__(self, options: Options, optimizer: torch.optim.Optimizer, rounds_per_epoch: int) -> None:
         self._optimizer = optimizer
+        self._options = [set(group) for group in optimizer.param_groups]
         self.factor = 1.0
         self._warmup = options.warmup
         self._every = rounds_per_epoch if options.schedule_every == "epoch" else 1
-        self._scheduler = make(options.schedule, template) if options.schedule else None
-        self._spread()
+        self._scheduler = make(options.schedule, optimizer) if options.schedule else None
 
     def advance(self, round_: int) -> None:
         """Counts a round, whether or not its update was made."""
         if self._scheduler is None or (round_ + 1) % self._every:
             return
         with warnings.catch_warnings():
-            # It expects an optimizer.step() before its own; that of the pieces is another one, and may be skipped.
+            # It expects an optimizer.step() before its own, which may be skipped.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step", category=UserWarning)
             self._scheduler.step()
-        self._spread()
 
     def warmth(self, round_: int) -> float:
         """Returns the share of the learning rates that warm-up and `factor` allow a round."""
@@ -85,28 +80,23 @@ class Schedule:
     def settings(self) -> dict[str, Any]:
         """Returns the groups and the scheduler's state as JSON values."""
         state = None if self._scheduler is None else plain(self._scheduler.state_dict(), "the schedule's state")
-        settings = {"groups": group_settings(self._template), "schedule": state}
+        groups = group_settings(self._optimizer)
+        for group, begun in zip(groups, self._options, strict=True):
+            if made := sorted(group["options"].keys() - begun):
+                group["made"] = made
+        settings = {"groups": groups, "schedule": state}
         return settings if self.factor == 1.0 else {**settings, "factor": self.factor}
 
     def load(self, settings: Mapping[str, Any]) -> None:
         """Loads what `settings` returned in a run with the same groups."""
-        for group, saved in zip(self._template.param_groups, settings["groups"], strict=True):
-            # Only options that the class knows, whatever a checkpoint holds.
-            known = (group.keys() & saved["options"].keys()) - {"params", "param_names", *IMPLEMENTATION}
-            group.update({key: _restored(saved["options"][key]) for key in known})
+        for group, saved in zip(self._optimizer.param_groups, settings["groups"], strict=True):
+            # Only options that the class knows or a step has made, whatever a checkpoint holds.
+            known = {*group, *saved.get("made", ())} & saved["options"].keys()
+            known -= {"params", "param_names", *IMPLEMENTATION}
+            group.update({key: restored(saved["options"][key]) for key in known})
         if self._scheduler is not None and settings["schedule"] is not None:
-            self._scheduler.load_state_dict(_restored(settings["schedule"]))
+            self._scheduler.load_state_dict(restored(settings["schedule"]))
         self.factor = float(settings.get("factor", 1.0))
-        self._spread()
-
-    def _spread(self) -> None:
-        if self._optimizer is self._template:
-            return
-        by_names = {tuple(group["param_names"]): group for group in self._template.param_groups}
-        for group in self._optimizer.param_groups:
-            source = by_names.get(tuple(group.get("param_names", ())))
-            if source is not None:
-                group.update({key: source[key] for key in source if key not in ("params", "param_names")})
 
 
 def make(factory: Callable[..., Any], optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -132,14 +122,16 @@ def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
     An option of another type is left to the job's optimizer factory.
     """
+    # Of several pieces of a parameter, each has its name.
+    names = [list(dict.fromkeys(group["param_names"])) for group in optimizer.param_groups]
     return [
         {
-            "parameters": len(group["param_names"]),
+            "parameters": len(own),
             # A large model's names would fill the manifest of a checkpoint.
-            "names": hashlib.sha256("\n".join(group["param_names"]).encode()).hexdigest()[:16],
+            "names": hashlib.sha256("\n".join(own).encode()).hexdigest()[:16],
             "options": dict(_options(group)),
         }
-        for group in optimizer.param_groups
+        for own, group in zip(names, optimizer.param_groups, strict=True)
     ]
 
 
@@ -150,40 +142,39 @@ def _options(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield key, plain(value, key)
 
 
-def plain(value: Any, what: str) -> Any:
-    """Returns a value of a scheduler or optimizer as JSON values that `load` restores exactly.
-
-    Raises a `UsageError` if it holds something that is no number, text or collection of them.
-    """
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        # As text, because infinity is no JSON number.
-        return {"float": repr(float(value))}
-    if isinstance(value, Tensor) and value.dim() == 0:
-        return {"tensor": plain(value.item(), what), "dtype": str(value.dtype).removeprefix("torch.")}
-    if isinstance(value, list | tuple):
-        return {type(value).__name__: [plain(item, what) for item in value]}
-    if isinstance(value, dict):
-        kind = "counter" if isinstance(value, Counter) else "dict"
-        return {kind: [[plain(key, what), plain(item, what)] for key, item in value.items()]}
-    raise UsageError(f"{what} holds a {type(value).__name__}, which a checkpoint cannot keep; use plain numbers")
+def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns numbers and texts that an optimizer keeps in attributes, or for no parameter, as JSON values."""
+    found: dict[str, Any] = {}
+    for prefix, each in nested(optimizer).items():
+        named = {name: value for name, value in vars(each).items() if not _is_torchs(each, name)}
+        named |= {f"state[{key}]": value for key, value in each.state.items() if isinstance(key, str)}
+        for name, value in named.items():
+            with suppress(UsageError):
+                found[f"{prefix}{name}"] = plain(value, name)
+    return found
 
 
-def _restored(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    ((kind, inner),) = ((key, item) for key, item in value.items() if key != "dtype")
-    if kind == "float":
-        return float(inner)
-    if kind == "tensor":
-        return torch.tensor(_restored(inner), dtype=getattr(torch, value["dtype"]))
-    if kind in ("list", "tuple"):
-        return {"list": list, "tuple": tuple}[kind](_restored(item) for item in inner)
-    pairs = {_restored(key): _restored(item) for key, item in inner}
-    return Counter(pairs) if kind == "counter" else pairs
+def set_attributes(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
+    """Sets what `attributes` returned."""
+    every = nested(optimizer)
+    for path, value in values.items():
+        prefix = max((each for each in every if path.startswith(each)), key=len)
+        name, place = path.removeprefix(prefix), every[prefix]
+        if name.startswith("state["):
+            store: Any = place.state
+            store[name[len("state[") : -1]] = restored(value)
+        elif not _is_torchs(place, name) and not callable(getattr(type(place), name, None)):
+            vars(place)[name] = restored(value)
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer, name: str) -> bool:
+    own = name.startswith("_") and type(optimizer).__module__.startswith("torch.optim")
+    return own or name in _torchs_attributes()
+
+
+@cache
+def _torchs_attributes() -> frozenset[str]:
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
 
 
 AVERAGE = "headrace.average"
@@ -205,18 +196,27 @@ class ScalesRates(Protocol):
         """
 
 
+@runtime_checkable
+class HasModes(Protocol):
+    """An optimizer that trains with other parameters than it evaluates with, as schedule-free ones do."""
+
+    def train(self) -> Any: ...
+    def eval(self) -> Any: ...
+
+
 class Updater:
     """An optimizer together with the pieces of the parameters that this process updates.
 
     Args:
-        optimizer: built over the tensors of `owned`.
-        template: over whole parameters, where `optimizer` is over pieces.
+        optimizer: built over the tensors of `owned`; in its train mode from now on, if it has one.
         scale: of the loss, kept with the rest of the state; None for none.
+        idle: whether the optimizer makes no steps, because others update all that it looks at.
 
     Attributes:
+        parameters: the tensors of `owned`.
         schedule: of the learning rates.
         averages: the moving averages, by index in `owned`.
-        swapped: whether they are in the parameters' place.
+        swapped: whether they, or what the optimizer evaluates with, are in the parameters' place.
     """
 
     def __init__(
@@ -225,14 +225,21 @@ class Updater:
         owned: Sequence[tuple[Segment, Tensor]],
         options: Options,
         rounds_per_epoch: int,
-        template: torch.optim.Optimizer | None = None,
         scale: LossScale | None = None,
+        idle: bool = False,
     ) -> None:
         self.optimizer = optimizer
+        self._idle = idle
         self.owned = tuple(owned)
-        self.schedule = Schedule(options, template or optimizer, optimizer, rounds_per_epoch)
+        self.parameters: list[Any] = [tensor for _, tensor in owned]
+        self.schedule = Schedule(options, optimizer, rounds_per_epoch)
         self._tensors = [tensor.detach() for _, tensor in owned]
+        self._modes = optimizer if isinstance(optimizer, HasModes) else None
+        # Some cannot enter the mode that they are in.
+        if self._modes and not all(group.get("train_mode") for group in optimizer.param_groups):
+            self._modes.train()
         self._first_state = first_state(optimizer)
+        self._first_attributes = attributes(optimizer)
         groups = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
         self._groups = [groups.get(id(tensor), {}) for _, tensor in owned]
         self._scale = scale
@@ -250,6 +257,8 @@ class Updater:
 
         `indices` are those of `owned`; `share` is the part of a round that the gradients are of.
         """
+        if self._idle:
+            return
         with self.schedule.warmed(round_, factor):
             self.optimizer.step()
         if self._decay is None:
@@ -283,6 +292,8 @@ class Updater:
         if averaged == self.swapped:
             return
         self.swapped = averaged
+        if self._modes and self._decay is None:
+            self._modes.eval() if averaged else self._modes.train()
         for index, average in self.averages.items():
             tensor = self._tensors[index]
             kept = tensor.clone()
@@ -302,7 +313,20 @@ class Updater:
             StatePiece(segment.parameter, AVERAGE, segment.start, average.clone() if copies else average)
             for segment, average in averages
         )
-        return (*state_pieces(self.optimizer, owned, copies), *kept)
+        return (*state_pieces(self.optimizer, owned, copies), *kept, *self._evaluated(owned))
+
+    def _evaluated(self, owned: Sequence[tuple[Segment, Tensor]]) -> Iterator[StatePiece]:
+        """Yields the parameters that the optimizer evaluates with, which an exported checkpoint has."""
+        if not self._modes or self._decay is not None or self.swapped:
+            return
+        trained = [tensor.clone() for tensor in self._tensors]
+        self._modes.eval()
+        for segment, tensor in owned:
+            yield StatePiece(segment.parameter, AVERAGE, segment.start, tensor.detach().flatten().clone())
+        self._modes.train()
+        # To the last bit, so that a run that saves goes on as one that does not.
+        for tensor, before in zip(self._tensors, trained, strict=True):
+            tensor.copy_(before)
 
     def load(
         self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None, index: int | None = None
@@ -321,12 +345,16 @@ class Updater:
     def load_settings(self, settings: Mapping[str, Any]) -> None:
         """Loads what `settings` returned."""
         self.schedule.load(settings)
+        set_attributes(self.optimizer, settings.get("attributes", {}))
         if self._scale is not None and settings["scale"] is not None:
             self._scale.load(settings["scale"])
 
     def settings(self) -> dict[str, Any]:
         """Returns the state that is no tensor, the same on every rank, as JSON values."""
-        return {**self.schedule.settings(), "scale": None if self._scale is None else self._scale.settings()}
+        every, first = attributes(self.optimizer), self._first_attributes
+        changed = {name: value for name, value in every.items() if first.get(name) != value}
+        settings = {**self.schedule.settings(), "scale": None if self._scale is None else self._scale.settings()}
+        return {**settings, "attributes": changed} if changed else settings
 
     def state_bytes(self) -> int:
         """Returns the bytes of the optimizer's state and of the averages."""

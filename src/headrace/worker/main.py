@@ -169,7 +169,7 @@ def _finish(session: WorkerSession, control: RunControl, loop: Loop) -> None:
     weight = control.statistics_weight
     group.together(lambda: average(averaged_buffers(replica.compute.module), session.mates, weight))
     group.together(replica.adopt_trained_weights)
-    if session.run.job.options.ema_decay is not None:
+    if session.run.swaps_weights:
         group.together(replica.exchange.adopt_averaged_weights)
     group.together(lambda: control.guard.compare(evaluates=True))
 

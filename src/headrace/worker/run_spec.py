@@ -163,6 +163,11 @@ class RunSpec:
         return self.rounds(-(-examples // self.job.global_batch_size))
 
     @property
+    def swaps_weights(self) -> bool:
+        """Whether the model that is evaluated, and left at the end, has other weights than training goes on from."""
+        return self.job.options.ema_decay is not None or self.model.optimizer.modes
+
+    @property
     def snapshots_every_s(self) -> float | None:
         """Seconds between two snapshots of a server; None for no snapshots, as with backups, which replace them."""
         snapshots = self.strategy.snapshots and needs_snapshots(self.plan) and self.checkpoints

@@ -290,7 +290,7 @@ def build_evaluation(run: RunSpec, role: Role, replica: Replica, group: ProcessG
         size = batch * len(shares) if batch else max(job.global_batch_size, len(shares))
         return Loader(data.pipeline, job.seed, size, data.shares, data.rank, ordered=True, cpu_budget=budget)
 
-    return Evaluation(job, replica, functools.cache(loader), group)
+    return Evaluation(job, replica, functools.cache(loader), group, run.swaps_weights)
 
 
 def sample_of(job: Job) -> Any:

@@ -187,7 +187,7 @@ class LocalSteps:
             for name, tensor in named.items()
         ]
         template = build(optimizer, meta)
-        self._schedule = Schedule(options, template, template, rounds_per_epoch)
+        self._schedule = Schedule(options, template, rounds_per_epoch)
         index = {parameter.name: number for number, parameter in enumerate(model.trainable)}
         self._groups = [
             (group, [(index[name], named[name].data) for name in group["param_names"] if name in index])

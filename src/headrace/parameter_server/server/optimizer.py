@@ -16,10 +16,10 @@ from headrace.machine.allocator import give_back
 from headrace.parameter_server.server.updater import ShardOptimizerState, ShardUpdater
 from headrace.parameter_server.sparse.tables import ServedTables
 from headrace.parameter_server.wire import ShardLayout, like
-from headrace.spec.model import ParameterSpec
+from headrace.spec.model import OptimizerNeeds, ParameterSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Segment
-from headrace.training.optimizer import StatePiece, build, build_over, prefer_fused
+from headrace.training.optimizer import StatePiece, build_over, prefer_fused, stand_in
 from headrace.training.update import Updater
 
 _EXACTLY = 1e-6
@@ -77,12 +77,16 @@ class ShardOptimizer(ShardUpdater):
         full: bool = False,
         remedies: Remedies | None = None,
         tables: ServedTables | None = None,
+        needs: OptimizerNeeds | None = None,
     ) -> None:
         self.tables = tables
+        self._needs = needs or OptimizerNeeds()
+        self.at_once = self._needs.at_once
         self._layout = layout
         self._full = full
         self._remedies = remedies or Remedies()
-        self._template = build(factory, [(each.name, _ghost(each)) for each in parameters])
+        self._factory = factory
+        self._whole = parameters
         self._clock = clock or RoundClock()
         self._round = self._clock.first
         self._done = [float(self._round)] * len(layout)
@@ -90,16 +94,15 @@ class ShardOptimizer(ShardUpdater):
         self._sent: dict[tuple[int, int], Tensor] = {}
 
     def bind(self, tensors: Sequence[Tensor]) -> None:
-        self._parameters = [nn.Parameter(tensor) for tensor in tensors]
-        by_name: dict[str, list[Tensor]] = {}
-        owned: list[tuple[Segment, Tensor]] = []
-        for piece, parameter in zip(self._layout.pieces, self._parameters, strict=True):
-            by_name.setdefault(piece.parameter, []).append(parameter)
-            owned.append((Segment(piece.parameter, piece.start, piece.start + piece.elements, 0), parameter))
-        # The template gives the options of its groups to the other one.
-        prefer_fused(self._template)
-        optimizer = build_over(self._template, by_name)
-        self._updater = Updater(optimizer, owned, self._clock.options, self._clock.rounds_per_epoch, self._template)
+        owned = [
+            (Segment(piece.parameter, piece.start, piece.start + piece.elements, 0), tensor)
+            for piece, tensor in zip(self._layout.pieces, tensors, strict=True)
+        ]
+        named = ((each.name, _stand_in(each)) for each in self._whole)
+        optimizer, self._parameters = build_over(self._factory, named, owned, filled=self._needs.gradients)
+        prefer_fused(optimizer)
+        own = [(segment, each) for (segment, _), each in zip(owned, self._parameters, strict=True)]
+        self._updater = Updater(optimizer, own, self._clock.options, self._clock.rounds_per_epoch)
 
     def apply(
         self,
@@ -251,6 +254,5 @@ class ShardOptimizer(ShardUpdater):
             self._round += 1
 
 
-def _ghost(parameter: ParameterSpec) -> nn.Parameter:
-    tensor = torch.empty(parameter.shape, dtype=getattr(torch, parameter.dtype), device="meta")
-    return nn.Parameter(tensor, requires_grad=parameter.trainable)
+def _stand_in(parameter: ParameterSpec) -> nn.Parameter:
+    return stand_in(parameter.shape, getattr(torch, parameter.dtype), torch.device("cpu"), parameter.trainable)

@@ -242,6 +242,7 @@ class Requests:
 
     def _carry_out(self, actions: _Actions) -> None:
         alone: dict[tuple[int, float, int], list[int]] = {}
+        of_rounds: dict[events.ApplyStep, list[int]] = {}
         results: list[tuple[int, events.Ack | events.Refuse | events.Reply]] = []
         for shard, wanted in actions:
             for action in wanted:
@@ -249,19 +250,30 @@ class Requests:
                     if len(action.workers) == 1:
                         # The steps of one push are applied together.
                         alone.setdefault((action.workers[0], action.share, action.staleness), []).append(shard)
+                    elif self._optimizer.at_once:
+                        of_rounds.setdefault(action, []).append(shard)
                     else:
-                        self._step_mean(shard, action)
+                        self._step_mean([shard], action)
                 elif not isinstance(action, events.Accumulate):
                     results.append((shard, action))
         for (worker, share, staleness), shards in alone.items():
             request = self._open[worker, shards[0]]
             present = [(shard, request.gradients[shard]) for shard in shards if shard in request.gradients]
             self._step(shards, present, worker, share, staleness, request.message)
+        for step, shards in of_rounds.items():
+            self._step_mean(shards, step)
         for shard, result in results:
             self._tell(shard, result)
 
-    def _step_mean(self, shard: int, step: events.ApplyStep) -> None:
-        """Applies the mean of a round, summed in the order of the workers, so that every run gives the same bits."""
+    def _step_mean(self, shards: Sequence[int], step: events.ApplyStep) -> None:
+        """Applies the mean of a round to shards."""
+        means = ((shard, self._mean(shard, step)) for shard in shards)
+        present = [(shard, mean) for shard, mean in means if mean is not None]
+        steps = max(self._open[worker, shard].message.steps for worker in step.workers for shard in shards)
+        self._step(shards, present, -1, step.share, step.staleness, Message(Kind.PUSH, steps=steps))
+
+    def _mean(self, shard: int, step: events.ApplyStep) -> Tensor | None:
+        """Returns the mean of a round, summed in the order of the workers, so that every run gives the same bits."""
         requests = [self._open[worker, shard] for worker in step.workers]
         weight = sum(request.message.weight for request in requests)
         mean: Tensor | None = None
@@ -276,9 +288,7 @@ class Requests:
                 # One that is not there counts as zeros.
                 apart = mean if gradient is None else gradient - mean
                 request.apart += float(torch.linalg.vector_norm(apart)) ** 2
-        steps = max(request.message.steps for request in requests)
-        mean_push = Message(Kind.PUSH, steps=steps)
-        self._step([shard], [] if mean is None else [(shard, mean)], -1, step.share, step.staleness, mean_push)
+        return mean
 
     def _step(
         self,

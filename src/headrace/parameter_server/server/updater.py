@@ -28,10 +28,12 @@ class ShardUpdater(ABC):
     Attributes:
         tables: sparse ones, which are updated row by row; None if there are none.
         sums: whether it only sums what is pushed, so that nothing is stale.
+        at_once: whether the shards of a round must be updated in one call.
     """
 
     tables: ServedTables | None = None
     sums: bool = False
+    at_once: bool = False
 
     @abstractmethod
     def bind(self, tensors: Sequence[Tensor]) -> None:

@@ -47,7 +47,6 @@ class _Share:
     state: SharedState
     gradients: SharedGradients
     updater: Updater
-    pieces: list[nn.Parameter]
     summed: list[Tensor]
     others: list[list[Tensor]]
     indices: list[int]
@@ -84,13 +83,13 @@ class ElasticStorageExchange(ReducingExchange):
         self._scale_before: dict[str, float] = {}
         share = self._share = self._new_share(None)
         used, gradients = share.gradients.used, share.summed
-        super().__init__(share.updater, clipper, used, share.pieces, gradients, 0, share.indices)
+        super().__init__(share.updater, clipper, used, share.updater.parameters, gradients, 0, share.indices)
 
     def regroup(self) -> None:
         """Goes on with the group's present members; every member calls it."""
         share = self._new_share(self._share)
         self._share = share
-        self.updater, self._parameters, self._indices = share.updater, share.pieces, share.indices
+        self.updater, self._parameters, self._indices = share.updater, share.updater.parameters, share.indices
         self._attach(share.gradients.used, share.summed)
 
     def reduce(self) -> Reduced:
@@ -182,18 +181,16 @@ class ElasticStorageExchange(ReducingExchange):
         def of(region: Tensor) -> list[Tensor]:
             return [cut_segment(layout, region, segment, specs) for segment in own]
 
-        pieces = [nn.Parameter(cut_segment(state.layout, state.parameters, segment, specs)) for segment in own]
-        updater = self._updater_over(own, pieces, state, old)
+        places = [cut_segment(state.layout, state.parameters, segment, specs) for segment in own]
+        updater = self._updater_over(list(zip(own, places, strict=True)), state, old)
         place_parameters(self._module, state.layout, state.parameters)
         others = [of(region) for peer, region in enumerate(gradients.regions) if peer != rank]
         indices = [layout.names.index(segment.parameter) for segment in own]
         members, summed = tuple(group.members), of(gradients.regions[rank])
-        return _Share(members, state, gradients, updater, pieces, summed, others, indices)
+        return _Share(members, state, gradients, updater, summed, others, indices)
 
-    def _updater_over(
-        self, own: Sequence[Segment], pieces: Sequence[nn.Parameter], state: SharedState, old: _Share | None
-    ) -> Updater:
-        updater = self._new_updater(list(zip(own, pieces, strict=True)))
+    def _updater_over(self, own: Sequence[tuple[Segment, Tensor]], state: SharedState, old: _Share | None) -> Updater:
+        updater = self._new_updater(own)
         if old:
             state.swapped = old.state.swapped
             updater.load(state.pieces(), old.updater.settings())

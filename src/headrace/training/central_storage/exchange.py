@@ -16,12 +16,12 @@ from headrace.spec.plan import Segment
 from headrace.training.clipping import GradientClipper, StepDecision
 from headrace.training.exchange import Reduced, ReducingExchange
 from headrace.training.gradients import FlatGradients, FlatLayout, SharedGradients, in_order
-from headrace.training.optimizer import StatePiece, build_over_owned
+from headrace.training.optimizer import StatePiece
 from headrace.training.reduction import shared_traffic
 from headrace.training.update import Updater
 
-NewUpdater = Callable[[torch.optim.Optimizer, Sequence[tuple[Segment, Tensor]], torch.optim.Optimizer], Updater]
-"""From an optimizer over pieces, the pieces, and the optimizer over whole parameters that it was built like."""
+NewUpdater = Callable[[Sequence[tuple[Segment, Tensor]]], Updater]
+"""From pieces of parameters to what moves them."""
 
 
 class CentralCopy:
@@ -104,7 +104,6 @@ class CentralStorageExchange(ReducingExchange):
         model: ModelSpec,
         group: ProcessGroup,
         copy: CentralCopy,
-        template: torch.optim.Optimizer,
         new_updater: NewUpdater,
         clipper: GradientClipper,
     ) -> None:
@@ -113,20 +112,19 @@ class CentralStorageExchange(ReducingExchange):
         specs = {parameter.name: parameter for parameter in model.parameters}
         layout = copy.gradients.layout
 
-        pieces = [nn.Parameter(cut_segment(copy.layout, copy.parameters, segment, specs)) for segment in segments]
-        near = [(piece.detach(), copy.near(each, specs)) for piece, each in zip(pieces, segments, strict=True)]
-        self._near = [(piece, here) for piece, here in near if here is not None]
+        places = [cut_segment(copy.layout, copy.parameters, segment, specs) for segment in segments]
+        updater = new_updater(list(zip(segments, places, strict=True)))
+        near = [(place.detach(), copy.near(each, specs)) for place, each in zip(places, segments, strict=True)]
+        self._near = [(place, here) for place, here in near if here is not None]
         own, *self._others = [
             [cut_segment(layout, region, segment, specs) for segment in segments]
             for region in (copy.gradients.regions[group.rank], *_without(copy.gradients.regions, group.rank))
         ]
         self._sums = own
-        owned = list(zip(segments, pieces, strict=True))
-        updater = new_updater(build_over_owned(template, owned), owned, template)
         self._traffic = shared_traffic(layout.nbytes, group.world)
         indices = [layout.names.index(segment.parameter) for segment in segments]
         parameter_bytes = 0 if group.rank else copy.layout.nbytes
-        super().__init__(updater, clipper, copy.gradients.used, pieces, own, parameter_bytes, indices)
+        super().__init__(updater, clipper, copy.gradients.used, updater.parameters, own, parameter_bytes, indices)
 
     def synchronize(self, finite: bool = True) -> StepDecision:
         # The other workers read them in host memory.

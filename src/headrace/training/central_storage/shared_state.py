@@ -10,12 +10,12 @@ begun the update is taken from `before`: then the update has left no trace, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import UsageError
@@ -24,7 +24,7 @@ from headrace.shared_memory import futex
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Segment
 from headrace.training.gradients import FlatLayout
-from headrace.training.optimizer import NUMBERS, StatePiece, build_over
+from headrace.training.optimizer import NUMBERS, Factory, StatePiece, build_over
 from headrace.training.update import AVERAGE, Updater
 
 _ALIGN = 64
@@ -45,16 +45,22 @@ class StateForm:
     numbers: Mapping[str, Mapping[str, str]]
 
 
-def state_form(template: torch.optim.Optimizer, model: ModelSpec, averages: bool) -> StateForm:
-    """Finds it by a first step with gradients of 0; `averages` adds the moving average of the weights.
+def state_form(factory: Factory, named: Iterable[tuple[str, Tensor]], model: ModelSpec, averages: bool) -> StateForm:
+    """Finds it by a first step with gradients of 0 over the first elements of the parameters, which are `named`.
+
+    `averages` adds the moving average of the weights.
 
     Raises:
         UsageError: it keeps something that is neither a tensor of the parameter's size nor a number.
     """
-    likes = {each.name: nn.Parameter(torch.zeros(2, dtype=getattr(torch, each.dtype))) for each in model.trainable}
+    owned = [
+        (Segment(each.name, 0, min(2, each.elements), 0), torch.zeros(min(2, each.elements), dtype=_dtype(each.dtype)))
+        for each in model.trainable
+    ]
+    probe, tensors = build_over(factory, named, owned)
+    likes = {segment.parameter: tensor for (segment, _), tensor in zip(owned, tensors, strict=True)}
     for like in likes.values():
         like.grad = torch.zeros_like(like)
-    probe = build_over(template, {name: [like] for name, like in likes.items()})
     probe.step()
     sized: dict[str, dict[str, str]] = {}
     if averages:
@@ -69,7 +75,7 @@ def state_form(template: torch.optim.Optimizer, model: ModelSpec, averages: bool
                 numbers.setdefault(name, {})[key] = kind
             elif value is not None:
                 raise UsageError(
-                    f"{type(template).__name__} keeps a {type(value).__name__} as {key!r} of {name!r}, which is no "
+                    f"{type(probe).__name__} keeps a {type(value).__name__} as {key!r} of {name!r}, which is no "
                     "tensor of the parameter's size and no number; leave out min_workers, or use mirrored"
                 )
     return StateForm(sized, numbers)
@@ -201,6 +207,11 @@ class SharedState:
 
 
 def _number(parameter: str, key: str, kind: str, value: float) -> StatePiece:
-    dtype = getattr(torch, kind.removeprefix("torch.")) if kind.startswith("torch.") else NUMBERS[kind]
+    dtype = _dtype(kind.removeprefix("torch.")) if kind.startswith("torch.") else NUMBERS[kind]
     piece = StatePiece(parameter, key, -1, torch.tensor(value, dtype=torch.float64).to(dtype))
     return piece if kind.startswith("torch.") else replace(piece, kind=kind)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

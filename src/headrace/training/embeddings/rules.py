@@ -12,6 +12,7 @@ from torch import Tensor
 from headrace.errors import UsageError
 from headrace.training.embeddings.optimizers import LazyAdam, RowwiseAdagrad
 from headrace.training.embeddings.table import EmbeddingTable
+from headrace.training.optimizer import has_step_hooks
 
 _Group = Mapping[str, Any]
 
@@ -141,6 +142,11 @@ def rule_of(optimizer: torch.optim.Optimizer, table: str) -> tuple[RowRule, dict
     rule = _RULES.get(type(optimizer))
     if rule is None:
         raise UsageError(_no_rule(type(optimizer), table))
+    if has_step_hooks(optimizer):
+        raise UsageError(
+            f"the job's {name} has hooks of its step, and the rows of the table {table!r} are updated without step(); "
+            "leave the hooks out, or the embedding's sparse=True"
+        )
     for option, what in _NEEDS_ALL_ROWS.items():
         if group.get(option):
             raise UsageError(

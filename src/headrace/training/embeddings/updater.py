@@ -42,7 +42,7 @@ class RowUpdater:
         named += [(each.name, _ghost((each.rows, each.width), each.dtype, each.trainable)) for each in model.tables]
         template = build(factory, named)
         self._rules = {table.name: rule_of(template, table.name) for table in model.tables if table.trainable}
-        self._schedule = Schedule(options, template, template, rounds_per_epoch)
+        self._schedule = Schedule(options, template, rounds_per_epoch)
 
     def table(self, spec: TableSpec) -> EmbeddingTable:
         """Returns an empty table with the state that its optimizer keeps."""

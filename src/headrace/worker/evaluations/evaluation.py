@@ -22,13 +22,21 @@ from headrace.worker.evaluations.accumulated import Accumulated, accumulates
 
 
 class Evaluation:
-    """Computes the loss and the metrics, with averaged weights and statistics if there are any.
+    """Computes the loss and the metrics, with averaged statistics, and averaged weights if it `swaps_weights`.
 
     `loader` takes rank and number of ranks, and returns the loader of that rank's part of the evaluation data.
     """
 
-    def __init__(self, job: Job, replica: Replica, loader: Callable[[int, int], Loader], group: ProcessGroup) -> None:
+    def __init__(
+        self,
+        job: Job,
+        replica: Replica,
+        loader: Callable[[int, int], Loader],
+        group: ProcessGroup,
+        swaps_weights: bool,
+    ) -> None:
         self._job = job
+        self._swaps_weights = swaps_weights
         self._replica = replica
         self._loader = loader
         self._group = group
@@ -90,14 +98,13 @@ class Evaluation:
     @contextmanager
     def _averaged(self, weight: float) -> Iterator[None]:
         buffers = averaged_buffers(self._replica.compute.module) if self._mates.world > 1 else []
-        averages = self._job.options.ema_decay is not None
         # A loss that follows its values goes on with those of training.
         loss = loss_in(self._replica.compute.module, self._job.loss)
         kept = [*buffers, *(loss.buffers() if isinstance(self._job.loss, LossOfModel) else ())]
         own = [buffer.clone() for buffer in kept]
         average(buffers, self._mates, weight)
         try:
-            with self._replica.exchange.swapped_weights() if averages else nullcontext():
+            with self._replica.exchange.swapped_weights() if self._swaps_weights else nullcontext():
                 yield
         finally:
             # If a worker is lost, the evaluation is repeated.

@@ -1,0 +1,224 @@
+"""What the probe finds out about optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headrace.api.probes.optimizers.probe import OptimizerFindings, probe_optimizer
+from headrace.errors import UsageError
+from training.odd_optimizers import (
+    Anchored,
+    Averaging,
+    Counting,
+    CountingByGroup,
+    Keeping,
+    Limited,
+    Noisy,
+    OfGroup,
+    OfParameter,
+    Remembering,
+    Written,
+    careless,
+    clamp,
+    clip,
+    hooked,
+    looking_ahead,
+    of_tensors,
+)
+from training.test_optimizer import ELEMENTWISE, MATRIXWISE
+
+optim = torch.optim
+
+
+def named() -> list[tuple[str, Tensor]]:
+    return list(nn.Sequential(nn.Linear(8, 6, bias=False), nn.Linear(6, 4, bias=False)).named_parameters())
+
+
+def found(factory: Callable[..., Any]) -> OptimizerFindings:
+    return probe_optimizer(factory, named())
+
+
+@pytest.mark.parametrize("name", sorted(ELEMENTWISE))
+def test_these_treat_every_element_alone(name: str) -> None:
+    findings = found(ELEMENTWISE[name])
+    assert findings.sliceable
+    assert findings.needs == OptimizerFindings().needs
+
+
+@pytest.mark.parametrize("name", sorted(MATRIXWISE))
+def test_these_need_whole_matrices(name: str) -> None:
+    findings = found(MATRIXWISE[name])
+    assert not findings.sliceable
+    assert findings.needs == OptimizerFindings().needs
+
+
+@pytest.mark.parametrize(
+    ("factory", "sliceable", "coupled", "at_once"),
+    [
+        pytest.param(of_tensors(Written), True, "", False, id="written out"),
+        pytest.param(of_tensors(partial(Written, boost=5.0)), True, "", False, id="an attribute"),
+        pytest.param(of_tensors(Keeping), True, "", False, id="collections"),
+        pytest.param(of_tensors(OfParameter), False, "", False, id="a parameter's length"),
+        pytest.param(of_tensors(Counting), True, "", True, id="counts in an attribute"),
+        pytest.param(of_tensors(CountingByGroup), True, "", True, id="counts in a group"),
+        pytest.param(OfGroup, False, "OfGroup looks at several parameters together", True, id="a group's length"),
+        pytest.param(Limited, False, "Limited looks at several parameters together", True, id="a limit"),
+        pytest.param(hooked(clamp), True, "", False, id="a hook on each"),
+        pytest.param(hooked(careless), True, "", True, id="a hook that expects gradients"),
+        pytest.param(hooked(clip), False, "SGD looks at several parameters together", True, id="a hook on all"),
+        pytest.param(looking_ahead, True, "", True, id="a wrapper"),
+    ],
+)
+def test_what_an_optimizer_looks_at(factory: Any, sliceable: bool, coupled: str, at_once: bool) -> None:
+    findings = found(factory)
+    assert findings.sliceable is sliceable
+    assert findings.needs.coupled.startswith(coupled)
+    assert bool(findings.needs.coupled) is bool(coupled)
+    assert findings.needs.at_once is at_once
+    assert not findings.needs.unsaved
+
+
+@pytest.mark.parametrize("scaled", [[False, False], [True, False], [False, True]])
+def test_every_group_is_tried(scaled: list[bool]) -> None:
+    class Either(OfParameter):
+        def scale(self, moved: list[Tensor], tensor: Tensor) -> float:
+            of = next(each for each in self.param_groups if any(tensor is one for one in each["params"]))
+            return super().scale(moved, tensor) if of["scaled"] else 1.0
+
+    def factory(pairs: Any) -> optim.Optimizer:
+        return Either([{"params": [t], "scaled": s} for (_, t), s in zip(pairs, scaled, strict=True)])
+
+    assert found(factory).sliceable is not any(scaled)
+
+
+def test_a_group_may_be_empty() -> None:
+    findings = found(lambda pairs: optim.SGD([{"params": []}, {"params": [t for _, t in pairs]}], lr=0.1))
+    assert findings.sliceable
+
+
+def test_a_matrix_longer_than_128_is_tried_as_one() -> None:
+    class Factoring(OfParameter):
+        def scale(self, moved: list[Tensor], tensor: Tensor) -> float:
+            return super().scale(moved, tensor) if tensor.dim() == 2 and min(tensor.shape) > 128 else 1.0
+
+    assert found(Factoring).sliceable
+    large = [("large", nn.Parameter(torch.zeros(260, 200)))]
+    assert not probe_optimizer(Factoring, large).sliceable
+
+
+def test_groups_by_size_are_tried_as_they_are() -> None:
+    def factory(pairs: Any) -> optim.Optimizer:
+        tensors = [tensor for _, tensor in pairs]
+        large = [tensor for tensor in tensors if tensor.numel() > 50_000]
+        return OfParameter([{"params": large}, {"params": [each for each in tensors if each.numel() <= 50_000]}])
+
+    assert not probe_optimizer(factory, [*named(), ("large", nn.Parameter(torch.zeros(260, 200)))]).sliceable
+
+
+def test_random_numbers_in_a_step() -> None:
+    needs = found(Noisy).needs
+    assert needs.random
+    assert needs.coupled == "Noisy.step() draws random numbers"
+
+
+def test_state_that_is_made_from_values() -> None:
+    assert found(Anchored).needs.values
+    assert not found(optim.Adagrad).needs.values
+
+
+class Perpendicular(OfParameter):
+    """Looks at a parameter's length where the gradient is at right angles to it alone, as AdamP does."""
+
+    def scale(self, moved: list[Tensor], tensor: Tensor) -> float:
+        assert tensor.grad is not None
+        across = float(torch.cosine_similarity(tensor.flatten(), tensor.grad.flatten(), dim=0).abs()) < 1e-6
+        return super().scale(moved, tensor) if across else 1.0
+
+
+def test_a_gradient_at_right_angles_is_tried() -> None:
+    assert not found(Perpendicular).sliceable
+
+
+def test_a_step_that_needs_every_gradient() -> None:
+    assert found(hooked(careless)).needs.gradients
+    assert not found(hooked(clamp)).needs.gradients
+
+
+def test_a_train_and_an_eval_mode() -> None:
+    findings = found(Averaging)
+    assert findings.needs.modes
+    assert findings.sliceable
+
+
+def test_what_no_checkpoint_holds() -> None:
+    assert found(Remembering).needs.unsaved.startswith("Remembering keeps something outside its groups")
+
+
+def test_objects_in_the_state_of_a_parameter() -> None:
+    class Strange(Written):
+        def scale(self, moved: list[Tensor], tensor: Tensor) -> float:
+            self.state[tensor]["seen"] = {1, 2}
+            return 1.0
+
+    assert found(Strange).needs.unsaved.startswith("Strange keeps a set as 'seen' of '0.weight', which no checkpoint")
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError, AssertionError])
+def test_an_optimizer_that_wants_a_closure_is_refused(error: type[Exception]) -> None:
+    class Wanting(Written):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            if closure is None:
+                raise error("where is the closure?")
+
+    with pytest.raises(UsageError, match=r"Wanting.step\(\) cannot be called by itself: \w+: where is .* a closure"):
+        found(Wanting)
+
+
+def test_lbfgs_is_sandblasters() -> None:
+    with pytest.raises(UsageError, match=r"LBFGS.step\(\) evaluates .* in a closure, .*hr.Sandblaster"):
+        found(optim.LBFGS)
+
+
+def test_one_that_cannot_be_tried_is_not_divided() -> None:
+    findings = found(partial(optim.SparseAdam, lr=0.1))
+    assert not findings.sliceable
+    assert findings.needs.coupled.startswith("SparseAdam.step() could not be tried: RuntimeError: SparseAdam does not")
+
+
+def test_asking_leaves_the_model_alone() -> None:
+    pairs = named()
+    before = [tensor.detach().clone() for _, tensor in pairs]
+    probe_optimizer(optim.Adam, pairs)
+    assert all(torch.equal(tensor, old) for (_, tensor), old in zip(pairs, before, strict=True))
+    assert all(tensor.grad is None for _, tensor in pairs)
+
+
+@pytest.mark.parametrize(
+    ("factory", "kept"),
+    [
+        (partial(optim.SGD, lr=0.1), 0),
+        (partial(optim.SGD, lr=0.1, momentum=0.9), 1),
+        (optim.RMSprop, 1),
+        (optim.Adam, 2),
+        (partial(optim.AdamW, amsgrad=True), 3),
+        (partial(optim.Adafactor, lr=0.1), 0),
+        (Keeping, 2),
+    ],
+)
+def test_how_often_an_optimizer_keeps_a_parameter(factory: Any, kept: int) -> None:
+    assert found(factory).kept == kept
+
+
+def test_of_several_groups_the_one_that_keeps_most_counts() -> None:
+    def mixed(parameters: Any) -> optim.Optimizer:
+        first, *others = parameters
+        return optim.SGD([{"params": [first], "momentum": 0.9}, {"params": others}], lr=0.1)
+
+    assert found(mixed).kept == 1
