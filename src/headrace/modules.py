@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import chain, combinations
 from operator import attrgetter
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace import internals
-from headrace.errors import UsageError
+from headrace.errors import JobError, UsageError
 from headrace.hooks import carry_hooks
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.options import require_count
@@ -119,6 +120,12 @@ def copy_module(module: nn.Module) -> nn.Module:
     return copied
 
 
+def own_copy(model: nn.Module) -> nn.Module:
+    """Returns a copy of a job's model; raises JobError if it would not be the same."""
+    refuse_overlapping(model, "a model that is given as an object is copied, where they are apart")
+    return copy_module(model)
+
+
 def frozen(
     model: Callable[[], nn.Module] | nn.Module, *patterns: str, until_epoch: int | None = None
 ) -> Callable[[], nn.Module]:
@@ -154,7 +161,7 @@ _FROZEN_UNTIL = "headrace_frozen_until"
 def _build_frozen(
     model: Callable[[], nn.Module] | nn.Module, patterns: Sequence[str], until_epoch: int | None
 ) -> nn.Module:
-    module = copy_module(model) if isinstance(model, nn.Module) else model()
+    module = own_copy(model) if isinstance(model, nn.Module) else model()
     require_matches(patterns, (name for name, _ in module.named_parameters()))
     chosen = {
         name: parameter
@@ -293,52 +300,12 @@ class FixedParameters:
         )
 
 
-class ReadGradients:
-    """Gradients that user code may read between backward and update, and not change; `why` says why not."""
-
-    def __init__(self, named: Mapping[str, Tensor], why: str) -> None:
-        self._named, self._why = named, why
-        self._seen: dict[str, tuple[Tensor, Tensor] | None] = {}
-
-    def look(self) -> None:
-        """Keeps copies of them."""
-        for name, parameter in self._named.items():
-            gradient = parameter.grad
-            self._seen[name] = None if gradient is None else (gradient, _bytes(gradient).clone())
-
-    def forget(self) -> None:
-        """Drops the copies."""
-        self._seen.clear()
-
-    def require_unchanged(self) -> None:
-        """Raises UsageError if one is not as it was."""
-        for name, seen in self._seen.items():
-            gradient = self._named[name].grad
-            if seen is None if gradient is None else seen and gradient is seen[0] and _same(gradient, seen[1]):
-                continue
-            raise UsageError(
-                f".grad of {name!r} was changed between worker.backward(loss) and worker.update(), where {self._why}, "
-                "so that what is changed there is not sent; use Options(clip_norm=...) or clip_value, change the loss, "
-                "or use mirrored, whose workers have whole gradients"
-            )
-        self._seen.clear()
-
-
 def held_part(tensor: Tensor) -> Tensor:
     """Returns what this process has of a tensor that may be divided among several (a `DTensor`)."""
     # Where that is not imported, there is none.
     divided = sys.modules.get("torch.distributed.tensor")
     part: Tensor = internals.local_part(tensor) if divided and isinstance(tensor, divided.DTensor) else tensor
     return part
-
-
-def _bytes(gradient: Tensor) -> Tensor:
-    """Returns the elements that this process has of a gradient."""
-    return held_part(gradient).detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _same(gradient: Tensor, copy: Tensor) -> bool:
-    return torch.equal(_bytes(gradient), copy)
 
 
 def move(module: nn.Module, device: str) -> None:
@@ -368,6 +335,53 @@ def same_values(one: Tensor, other: Tensor) -> bool:
     """Tells whether two tensors, dense or sparse, have the same shape and elements."""
     one, other = (each if is_dense(each) else each.to_dense() for each in (one, other))
     return torch.equal(one, other)
+
+
+def overlapping(module: nn.Module) -> tuple[str, str] | None:
+    """Returns two names, of a trained parameter and of a tensor that has memory of it without being it.
+
+    The other is a parameter, a buffer or an attribute; it is the parameter itself where its elements share memory.
+    """
+    places: dict[int, list[tuple[str, Tensor]]] = {}
+    attributes = (
+        (f"{path}.{name}", value) for path, part in module.named_modules() for name, value in vars(part).items()
+    )
+    seen: set[int] = set()
+    for name, tensor in chain(module.named_parameters(), module.named_buffers(), attributes):
+        if isinstance(tensor, Tensor) and id(tensor) not in seen and is_dense(tensor) and not tensor.is_meta:
+            seen.add(id(tensor))
+            places.setdefault(internals.storage_address(tensor.untyped_storage()), []).append((name.strip("."), tensor))
+    trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+    for (name, one), (other_name, other) in chain.from_iterable(combinations(each, 2) for each in places.values()):
+        if trained & {id(one), id(other)} and _meet(one, other):
+            return name, other_name
+    for name, each in chain.from_iterable(places.values()):
+        steps = [step for step, size in zip(each.stride(), each.shape, strict=True) if size > 1]
+        if id(each) in trained and 0 in steps:
+            return name, name
+    return None
+
+
+def _meet(one: Tensor, other: Tensor) -> bool:
+    """Tells whether two tensors of one storage have elements in the same place."""
+    elements = one.untyped_storage().nbytes() // one.element_size()
+    if one.dtype != other.dtype or not (one.numel() and other.numel()):
+        return bool(one.numel() and other.numel())
+    numbers = torch.arange(elements)
+    here, there = (numbers.as_strided(each.shape, each.stride(), each.storage_offset()) for each in (one, other))
+    if here.max() < there.min() or there.max() < here.min():
+        return False
+    return bool(torch.isin(here, there).any())
+
+
+def refuse_overlapping(module: nn.Module, why: str) -> None:
+    """Raises JobError if parameters of a model share memory without being one; `why` says what would part them."""
+    if pair := overlapping(module):
+        apart = f"{pair[0]!r} shares memory with {pair[1]!r}" if pair[0] != pair[1] else f"{pair[0]!r} is expanded"
+        raise JobError(
+            f"{apart}, and {why}; make them one parameter (second.weight = first.weight), compute one from the other "
+            "in forward, or clone()"
+        )
 
 
 def restore(tensor: Tensor, value: Tensor) -> None:
@@ -404,20 +418,6 @@ def stateful_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
         for name, each in module.named_modules()
         if type(each).get_extra_state is not nn.Module.get_extra_state and not isinstance(each, torch.jit.ScriptModule)
     ]
-
-
-def has_reentrant_checkpoint(loss: Tensor) -> bool:
-    """Tells whether forward used `torch.utils.checkpoint(use_reentrant=True)`, which takes `loss.backward()` alone."""
-    seen, rest = set(), [loss.grad_fn]
-    while rest:
-        node = rest.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        seen.add(node)
-        rest += [following for following, _ in node.next_functions]
-    return False
 
 
 def without_data(tensor: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from headrace.engine.torchrun.store import join, launched_ranks, of_first, total
 from headrace.errors import HeadraceError, UsageError
 from headrace.machine.identity import detect, host_name, require_working_directory
 from headrace.machine.limits import explained
+from headrace.modules import refuse_overlapping
 from headrace.pipeline.profile import MeasuredLayers, measure
 from headrace.report.trackers.listeners import Listeners, OnEvent
 from headrace.spec.cluster import Cluster
@@ -313,6 +314,8 @@ def _planned(
             )
         info = replace(info, examples=total_of_hosts(info.examples, cluster))
     _check_tables(info.model, chosen)
+    if not chosen.keeps_memory:
+        refuse_overlapping(info.module, f"{chosen.name} gives each parameter memory of its own")
     info = _inspected(job, info, chosen, cluster, arguments.encrypt, shares_measure=(ranks or 1) > 1)
     plan = plan_of(chosen, info.model, cluster, info.sets)
     check_device(chosen, plan, cluster)
@@ -320,10 +323,8 @@ def _planned(
         info = replace(info, notices=(*info.notices, said))
     check_split(job, info, plan)
     info, plan = settle_memory_format(info, chosen, plan, cluster, shares_measure=(ranks or 1) > 1)
-    job = info.job
-    if arguments.check:
-        info = replace(info, notices=(*info.notices, *run_probes(info, plan, chosen.equals_one_device)))
-    return info, plan
+    told = run_probes(info, plan, chosen.equals_one_device) if arguments.check else ()
+    return replace(info, notices=(*info.notices, *told)), plan
 
 
 def _engine(arguments: FitArguments, ranks: int | None) -> AbstractContextManager[Engine]:

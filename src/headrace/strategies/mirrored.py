@@ -76,6 +76,7 @@ class Mirrored(Strategy):
     sparse_tables = True
     turns = True
     mixes_devices = True
+    keeps_memory = True
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)

@@ -44,6 +44,7 @@ class OneDevice(Strategy):
     sparse_tables = True
     turns = True
     one_host = True
+    keeps_memory = True
 
     def __post_init__(self) -> None:
         check_count("threads", self.threads)

@@ -32,6 +32,7 @@ class Strategy(ABC):
         collectives: whether workers exchange tensors between devices, not through host memory.
         mixes_devices: whether its workers may be on devices of several kinds, or on accelerators of several hosts.
         whole_model: whether each worker runs the whole model with all parameters, so that a loss can be a part of it.
+        keeps_memory: whether parameters stay in the memory that the model has for them.
         snapshots: whether servers' snapshots that are taken at different moments can be used together.
 
     Examples:
@@ -50,6 +51,7 @@ class Strategy(ABC):
     fixed_shapes: ClassVar[bool] = False
     collectives: ClassVar[bool] = False
     mixes_devices: ClassVar[bool] = False
+    keeps_memory: ClassVar[bool] = False
     snapshots: ClassVar[bool] = True
     whole_model: ClassVar[bool] = True
 

@@ -15,12 +15,12 @@ from headrace.collectives.threads import ThreadCollective
 from headrace.devices import HOST, random_state, set_random_state
 from headrace.errors import UsageError
 from headrace.metrics import Mean
-from headrace.modules import ReadGradients, parameters_and_buffers
+from headrace.modules import parameters_and_buffers
 from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.tensor_parallel.collectives import all_gather
 from headrace.tensor_parallel.rules import any_number
-from headrace.training.compute import Compute, Computed
+from headrace.training.compute import Compute, Computed, ReadGradients
 from headrace.training.gradients import GradientSink
 from headrace.training.optimizer import StatePiece
 from headrace.training.whole_model import ModelParallelGroup, WholeModel

@@ -369,3 +369,17 @@ def require_graph(loss: Tensor) -> Tensor:
             "for detach(), torch.no_grad(), argmax, or a tensor that is made anew (torch.tensor, numpy)"
         )
     return loss
+
+
+def has_reentrant_checkpoint(loss: Tensor) -> bool:
+    """Tells whether forward used `torch.utils.checkpoint(use_reentrant=True)`, which takes `loss.backward()` alone."""
+    seen, rest = set(), [loss.grad_fn]
+    while rest:
+        node = rest.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        rest += [following for following, _ in node.next_functions]
+    return False

@@ -17,7 +17,7 @@ from headrace.collectives.base import ProcessGroup
 from headrace.errors import DataError, UsageError
 from headrace.hooks import called, silenced
 from headrace.metrics import Mean, weigh
-from headrace.modules import TrainedParameters, has_reentrant_checkpoint, is_dense
+from headrace.modules import TrainedParameters, is_dense
 from headrace.policies.roles import bounds
 from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
@@ -33,6 +33,7 @@ from headrace.training.gradients import (
     GradientSink,
     assign,
     divide,
+    has_reentrant_checkpoint,
     require_graph,
     times,
 )

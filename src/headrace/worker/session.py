@@ -20,7 +20,7 @@ from headrace.data import CpuBudget, Hosts, InputPipeline, Loader, as_pipeline
 from headrace.devices import use
 from headrace.errors import UsageError
 from headrace.machine.resources import cores
-from headrace.modules import copy_module, loss_in, move, names_of_sets, parts_of, set_train_modes, with_loss
+from headrace.modules import loss_in, move, names_of_sets, own_copy, parts_of, set_train_modes, with_loss
 from headrace.parameter_server.replication.directory import find_servers
 from headrace.policies.roles import threads_per_worker
 from headrace.shared_memory.control_page import ControlPage
@@ -146,7 +146,7 @@ def make_module(job: Job) -> nn.Module:
     """
     seed_torch(job.seed)
     if isinstance(job.model, nn.Module):
-        return with_loss(with_tables(copy_module(job.model), job.seed), job.loss)
+        return with_loss(with_tables(own_copy(job.model), job.seed), job.loss)
     python, numpy = random.getstate(), np.random.get_state()
     random.seed(job.seed)
     np.random.seed(job.seed)

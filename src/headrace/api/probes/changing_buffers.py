@@ -22,7 +22,7 @@ from headrace.modules import restore, same_values, stateful_modules
 from headrace.training.compute import Objective
 from headrace.training.whole_model import cut
 
-_LARGE = 63.0
+_LARGE = 7.0
 """Relative change of the weights, so that forward clamps them or makes them shorter, where it ever does."""
 _NUDGE = 1e-2
 """Relative change of the weights, so that a copy of them that follows them in forward has to move."""
@@ -70,27 +70,33 @@ def probe_written_parameters(module: nn.Module, batch: Any, objective: Objective
         before = {name: (internals.version(each), each.detach().clone()) for name, each in trained.items()}
         for low, high in pieces:
             loss_of(module, cut(batch, low, high, count, "a probe"), objective)
-        pairs = ((name, each, before[name]) for name, each in trained.items())
+        now = dict(module.named_parameters())
+        pairs = ((name, now.get(name, each), before[name]) for name, each in trained.items())
         return {
             name: each.detach().clone()
             for name, each, (version, value) in pairs
-            if internals.version(each) != version or not same_values(each, value)
+            if each is not trained[name] or internals.version(each) != version or not same_values(each, value)
         }
 
+    half = count // 2
     with trial(module):
-        with _nudged(module, _LARGE):
-            whole = run((0, count))
+        try:
+            with _nudged(module, _LARGE):
+                whole, by = run((0, count)), _LARGE
+        except Exception:  # whatever a user's model raises, of values that it would not have
+            with _nudged(module):
+                whole, by = run((0, count)), _NUDGE
         if not whole:
             return ()
-        with _nudged(module, _LARGE):
-            pieces = run((0, count // 2), (count // 2, count))
+        with _nudged(module, by):
+            pieces = run((0, half), (half, count))
     names = names_of(list(whole))
     what = "forward (or the loss) writes to this parameter, which is trained"
     remedy = (
         "compute what it makes in forward, without writing: torch.nn.utils.parametrize (weight norm, unit norm), or do "
         "it after the update, in a loop of your own (hr.launch)"
     )
-    findings = [Finding(f"{what}, and each worker's by its own share", names, remedy, Scope.WORKERS, refused=True)]
+    findings = [Finding(f"{what}, and each process to its own copy", names, remedy, Scope.PROCESSES, refused=True)]
     # Where a second forward changes nothing more, micro-batches are as one batch.
     if whole.keys() != pieces.keys() or not all(_close(whole[name], pieces[name]) for name in whole):
         findings.append(Finding(f"{what}, once for each micro-batch", names, remedy, Scope.PIECES, refused=True))

@@ -29,6 +29,7 @@ class Scope(StrEnum):
 
     SHARES = "several shares of a batch"
     WORKERS = "several workers, each with a share"
+    PROCESSES = "several processes"
     OWN_MEANS = "several workers, each with the mean of its own share"
     PIECES = "several micro-batches in one process"
     EQUALITY = "a comparison with one device"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -64,7 +64,7 @@ def _problem(module: nn.Module, parameter: nn.Parameter) -> str:
 
     def made(*gradients: Tensor) -> Tensor | None:
         """Returns what they make of the last of some gradients, beginning as they are now."""
-        with trial(module), untouched(*chain(*hooks_of(parameter)), but=(parameter,)), torch.no_grad():
+        with trial(module), untouched(*_owners(chain(*hooks_of(parameter))), but=(parameter,)):
             for gradient in gradients:
                 result = _called(parameter, gradient)
             return result
@@ -100,7 +100,7 @@ def _problem(module: nn.Module, parameter: nn.Parameter) -> str:
 
 
 def _called_apart(module: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:
-    with untouched(module, *chain(*hooks_of(parameter)), but=(parameter,)), torch.no_grad():
+    with untouched(module, *_owners(chain(*hooks_of(parameter))), but=(parameter,)), torch.no_grad():
         _called(parameter, gradient)
 
 
@@ -145,7 +145,13 @@ def probe_module_hooks(module: nn.Module, batch: Any, objective: Objective) -> S
         return False
 
     parameters = list(module.parameters())
-    with trial(module), evaluating(module), torch.enable_grad(), silenced(parameters), untouched(*_hooks(module)):
+    with (
+        trial(module),
+        evaluating(module),
+        torch.enable_grad(),
+        silenced(parameters),
+        untouched(*_owners(_hooks(module))),
+    ):
         halves = (0, count // 2), (count // 2, count)
         whole = gradients(0, count)
         combines = differ(whole, *(gradients(*half) for half in halves))
@@ -161,6 +167,13 @@ def probe_module_hooks(module: nn.Module, batch: Any, objective: Objective) -> S
         what = "a backward hook of this module looks at the size of gradients, which are those of a share's own mean"
         return [Finding(what, names, "use mirrored or central_storage", Scope.OWN_MEANS, refused=True)]
     return ()
+
+
+def _owners(hooks: Iterable[Callable[..., Any]]) -> list[Any]:
+    """Returns hooks, and the objects whose methods they are, such as a list's `append`."""
+    every = list(hooks)
+    bound = [getattr(hook, "__self__", None) for hook in every]
+    return [*every, *(owner for owner in bound if owner is not None and not isinstance(owner, nn.Module))]
 
 
 def _tables(part: nn.Module) -> list[Any]:

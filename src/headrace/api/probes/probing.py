@@ -132,7 +132,9 @@ def said_by(findings: Iterable[Finding], plan: Plan, accumulate: int, equals: bo
 
 def _scopes(plan: Plan, accumulate: int) -> set[Scope]:
     scopes = {Scope.SHARES, Scope.PIECES} if cuts_shares(plan) or accumulate > 1 else set()
+    if plan.workers > 1:
+        scopes.add(Scope.PROCESSES)
     if len(plan.shares) > 1:
         scopes |= {Scope.SHARES, Scope.WORKERS}
-        scopes |= set() if plan.assigns_data or not plan.servers else {Scope.OWN_MEANS}
+        scopes |= set() if plan.assigns_data or plan.min_workers else {Scope.OWN_MEANS}
     return scopes
