@@ -18,8 +18,8 @@ from headrace.spec.events import Evaluated, Notice
 from headrace.spec.job import Share
 from headrace.training.compute import Computed
 from headrace.worker.control import RunControl
+from headrace.worker.guards.write_guard import WriteGuard, guard_of_loop
 from headrace.worker.loops.base import Loop
-from headrace.worker.loops.write_guard import WriteGuard, guard_of_loop
 from headrace.worker.losses import NonFiniteHandler
 from headrace.worker.session import WorkerSession
 

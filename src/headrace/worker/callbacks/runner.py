@@ -11,7 +11,7 @@ from headrace.spec.events import Notice, PictureLogged, Saved, ValuesLogged
 from headrace.training.synchronization import DataLeases
 from headrace.training.update import ScalesRates
 from headrace.worker.callbacks.callback import Callback, Moment, RunActions
-from headrace.worker.loops.write_guard import guard_of_callbacks
+from headrace.worker.guards.write_guard import guard_of_callbacks
 from headrace.worker.session import WorkerSession
 
 
