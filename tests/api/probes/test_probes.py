@@ -21,7 +21,7 @@ from headrace.api.probes.finding import Finding, Scope, drawn, trial
 from headrace.api.probes.layers import modes_text
 from headrace.api.probes.probing import PROBES, probe, said_by
 from headrace.bench.library import declare_operators
-from headrace.errors import JobError
+from headrace.errors import JobError, UsageError
 from headrace.machine.identity import detect
 from headrace.models import zoo
 from headrace.spec.model import ModelSpec
@@ -355,5 +355,10 @@ def test_what_a_run_says() -> None:
     one, two = (strategy.plan(model, cluster) for strategy in (hr.OneDevice(), hr.Mirrored(2)))
     always = "x: EVALUATION; y", "x: STATE; y"
     assert said_by(findings, one, 1) == always
-    assert said_by(findings, two, 1) == ("x: SHARES; y", *always)
+    assert said_by(findings, two, 1) == ("x: SHARES; y", "x: WORKERS; y", "x: PROCESSES; y", *always)
     assert said_by(findings, one, 2) == ("x: SHARES; y", "x: PIECES; y", *always)
+    refused = (Finding("what", "where", "remedy", Scope.WORKERS, refused=True),)
+    assert said_by(refused, one, 1) == ()
+    assert said_by(refused, two, 1, equals=False) == ("where: what; remedy",)
+    with pytest.raises(UsageError, match="where: what; remedy"):
+        said_by(refused, two, 1)

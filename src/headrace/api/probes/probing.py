@@ -106,14 +106,15 @@ def run_probes(info: JobInfo, plan: Plan, equals: bool = True) -> tuple[str, ...
     findings = probe_metrics(job, info.module)
     probes = PROBES if _scopes(plan, accumulate) else (probe_carried_state,)
     findings += probe(job, info.module, *objectives_of(job, info.module, info.weighed), probes=probes)
+    # Servers that wait for all workers make the step of one device, too.
+    said = said_by(findings, plan, accumulate, equals or plan.options.get("staleness_bound") == 0)
     lost = (CARRIED, COUNTED) if cuts_shares(plan) else (CARRIED,)
     if has_stages(plan) and (carried := [each for each in findings if each.what in lost]):
         raise JobError(
             f"{plan.strategy} runs each micro-batch by stages, which carry nothing to the next one, and forward does: "
             f"{carried[0].where}; {carried[0].remedy}, or use a strategy that runs the whole model, as mirrored"
         )
-    # Servers that wait for all workers make the step of one device, too.
-    return said_by(findings, plan, accumulate, equals or plan.options.get("staleness_bound") == 0)
+    return said
 
 
 def said_by(findings: Iterable[Finding], plan: Plan, accumulate: int, equals: bool = True) -> tuple[str, ...]:
