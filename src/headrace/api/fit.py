@@ -314,8 +314,7 @@ def _planned(
             )
         info = replace(info, examples=total_of_hosts(info.examples, cluster))
     _check_tables(info.model, chosen)
-    if not chosen.keeps_memory:
-        refuse_overlapping(info.module, f"{chosen.name} gives each parameter memory of its own")
+    refuse_overlapping(info.module, "" if chosen.keeps_memory else f"{chosen.name} gives each memory of its own")
     info = _inspected(job, info, chosen, cluster, arguments.encrypt, shares_measure=(ranks or 1) > 1)
     plan = plan_of(chosen, info.model, cluster, info.sets)
     check_device(chosen, plan, cluster)

@@ -15,12 +15,12 @@ from headrace.collectives.base import Collective, ProcessGroup
 from headrace.fully_sharded.sharding import ShardedModule
 from headrace.fully_sharded.units import refuse_hooks
 from headrace.metrics import Mean, weigh
-from headrace.modules import FixedParameters, frozen_until, restore
+from headrace.modules import frozen_until, restore
 from headrace.policies.roles import bounds
 from headrace.spec.job import Share
 from headrace.spec.options import Options, require_plain_forward
 from headrace.training.clipping import GradientClipper, LossScale, StepDecision
-from headrace.training.compute import Compute, Computed, Objective, ReadGradients
+from headrace.training.compute import Compute, Computed, FixedParameters, Objective, ReadGradients
 from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import UsedParameters, require_graph
 from headrace.training.optimizer import StatePiece

@@ -16,7 +16,7 @@ from headrace.collectives.base import ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.hooks import called, hooked_parameters, silenced
 from headrace.metrics import Mean, weigh
-from headrace.modules import TrainedParameters, frozen_until
+from headrace.modules import frozen_until
 from headrace.pipeline.channels import Channels
 from headrace.pipeline.runner import MicroBatch, Runner, explain_out_of_memory
 from headrace.pipeline.stage import TracedModel
@@ -26,7 +26,7 @@ from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
 from headrace.training.clipping import GradientClipper, StepDecision
-from headrace.training.compute import Compute, Computed, Objective
+from headrace.training.compute import Compute, Computed, Objective, TrainedParameters
 from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import GradientSink, assign, divide, require_graph
 from headrace.training.optimizer import StatePiece

@@ -17,13 +17,13 @@ from headrace.collectives.base import ProcessGroup
 from headrace.errors import DataError, UsageError
 from headrace.hooks import called, silenced
 from headrace.metrics import Mean, weigh
-from headrace.modules import TrainedParameters, is_dense
+from headrace.modules import is_dense
 from headrace.policies.roles import bounds
 from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options, require_plain_forward
 from headrace.training.clipping import LossScale
-from headrace.training.compute import Compute, Computed, Objective
+from headrace.training.compute import Compute, Computed, Objective, TrainedParameters
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.fixed_shapes.graph_mode import GraphMode
 from headrace.training.gradients import (

@@ -12,9 +12,9 @@ from headrace.api.checks import JobInfo
 from headrace.api.probes.carried_state import CARRIED, COUNTED, probe_carried_state
 from headrace.api.probes.changing_buffers import probe_changing_buffers, probe_written_parameters
 from headrace.api.probes.finding import Finding, Scope
-from headrace.api.probes.hooks import probe_module_hooks, probe_parameter_hooks
 from headrace.api.probes.layers import probe_random_layers
-from headrace.api.probes.split_loss import probe_split_loss, probe_split_metrics
+from headrace.api.probes.parts.hooks import probe_module_hooks, probe_parameter_hooks
+from headrace.api.probes.parts.split_loss import probe_split_loss, probe_split_metrics
 from headrace.batches import call, select_target
 from headrace.data import Loader, as_pipeline
 from headrace.errors import DataError, JobError, UsageError

@@ -1,0 +1,1 @@
+"""Is what users bring the same over parts of a batch?"""
