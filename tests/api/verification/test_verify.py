@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import headrace as hr
+from headrace import errors as hr_errors
 from headrace.api.verification import plain_loop
 from headrace.api.verification.differences import DIFFERS, EQUAL
 from headrace.api.verification.page import write_page
@@ -164,6 +165,49 @@ def test_data_that_draw_without_a_seed_are_said_and_read_once() -> None:
     found = verified(job(data=Noisy()), hr.OneDevice())
     assert found.equal, str(found)
     assert "without a seed" in found.notes[0]
+
+
+class Slow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(x)
+        return output
+
+
+def test_a_round_that_takes_long_has_fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.api.verification.verify._ROUND_S", 1e-9)
+    found = verified(job(model=Slow, global_batch_size=20), hr.OneDevice())
+    assert found.equal, str(found)
+    assert found.batch == 8
+    assert "a round of 20 examples takes longer than" in found.notes[0]
+
+
+def test_a_model_that_needs_a_gpu_is_said() -> None:
+    class OnGpu(Slow):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("Found no NVIDIA driver on your system")
+
+    with pytest.raises(hr_errors.JobError, match="NVIDIA driver") as raised:
+        verified(job(model=OnGpu), hr.OneDevice())
+    assert "verify runs on the CPU" in raised.value.__notes__[0]
+
+
+@pytest.mark.slow
+def test_attributes_that_forward_changes_are_the_cause() -> None:
+    class Counting(Slow):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.calls += 1
+            return super().forward(x) * (1 + 0.1 * self.calls)
+
+    found = verified(job(model=Counting), hr.Mirrored(workers=2))
+    assert not found.equal
+    assert "attributes that forward changes" in found.cause
 
 
 def test_a_given_model_and_loss_are_as_before() -> None:

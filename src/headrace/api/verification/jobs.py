@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from time import perf_counter
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.api.probes.untouched import untouched
+from headrace.batches import call
 from headrace.data import InputPipeline, Loader, as_pipeline, from_arrays
 from headrace.internals import BatchNorm
 from headrace.modules import copy_module, restore, same_values
@@ -23,6 +25,8 @@ from headrace.spec.parameter_sets import ParameterSet
 from headrace.trees import map_leaves
 
 Change = Callable[[nn.Module], nn.Module]
+_TIMED = 8
+"""Examples by which a round's time is estimated."""
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -151,6 +155,27 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def affordable_batch(job: Job, module: nn.Module, seconds: float) -> int:
+    """Returns the global batch size, or so few examples that forward and backward take about so many seconds."""
+    data = as_pipeline(job.data)[0]
+    loader = Loader(data, job.seed, min(_TIMED, len(data)), (1,), 0, ordered=True)
+    share = next(share for share in loader.sweep(alone=True) if share.examples)
+    with torch.random.fork_rng(devices=[]):
+        began = perf_counter()
+        output = call(module, share.batch, job.inputs)
+        tensors = [each for each in _leaves(output) if each.requires_grad]
+        torch.autograd.backward([each.sum() for each in tensors])
+        each_s = (perf_counter() - began) / share.examples
+    return min(job.global_batch_size, max(_TIMED, int(seconds / each_s)))
+
+
+def _leaves(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    parts = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, tuple | list) else ()
+    return [leaf for part in parts for leaf in _leaves(part)]
+
+
 def random_layers(module: nn.Module) -> str:
     """Returns the kinds of layers by which N workers differ from one by definition; "" for none."""
     kinds = {type(part).__name__ for part in module.modules() if isinstance(part, (*_DROPOUT, BatchNorm))}
@@ -208,11 +233,43 @@ def _without_loss(job: Job) -> Job:
     return replace(job, task=None, loss=_mean_square, metrics=None, eval_data=None)
 
 
+@dataclass(frozen=True)
+class _Pinned:
+    """A hook that gives modules, after each forward, the attributes that they had at the start."""
+
+    values: Mapping[str, Mapping[str, Any]]
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        parts = dict(module.named_modules())
+        for name, values in self.values.items():
+            parts[name].__dict__.update(copy.deepcopy(values))
+
+
+def with_pinned_attributes(module: nn.Module) -> nn.Module:
+    """Lets forward change no number, tensor or array that a module has as an attribute."""
+    known = vars(nn.Module()).keys()
+    values = {
+        name: {
+            key: copy.deepcopy(value)
+            for key, value in vars(part).items()
+            if key not in known and isinstance(value, int | float | Tensor | np.ndarray)
+        }
+        for name, part in module.named_modules()
+    }
+    module.register_forward_hook(_Pinned(values))
+    return module
+
+
 SUSPECTS: Mapping[str, tuple[str, Callable[[Job], Job]]] = {
     "hooks": ("hooks on the model's parameters and modules", lambda job: with_model(job, without_hooks)),
     "options": ("the job's options (clipping, schedule, averages ...)", lambda job: replace(job, options=Options())),
     "optimizer": ("the job's optimizer: with plain SGD they are equal", _without_optimizer),
     "loss": ("the job's loss: with the mean of the squared outputs they are equal", _without_loss),
+    "attributes": (
+        "attributes that forward changes: with those of the start they are equal",
+        lambda job: with_model(job, with_pinned_attributes),
+    ),
+    "the data": ("the data: on examples that are read once they are equal", lambda job: frozen_data(job)),
     "random layers": (
         "BatchNorm or dropout layers: in eval mode they are equal",
         lambda job: with_model(job, without_random_layers),

@@ -12,6 +12,7 @@ from time import perf_counter
 import torch
 from torch import nn
 
+from headrace.api.checks import inspect_job
 from headrace.api.fit import FitArguments, run_job
 from headrace.api.probes.losses import join_loss
 from headrace.api.rehearsal.rehearse import rehearse
@@ -31,6 +32,7 @@ from headrace.api.verification.differences import (
 )
 from headrace.api.verification.jobs import (
     SUSPECTS,
+    affordable_batch,
     doubled,
     frozen_data,
     keeping,
@@ -64,6 +66,7 @@ from headrace.worker.session import make_module, seed_torch
 from headrace.worker.worker import Worker
 
 PLAIN = "a plain PyTorch loop"
+_ROUND_S = 10.0
 BY_SHARES = "a plain PyTorch loop over the workers' shares, one after the other"
 OWN = "plain PyTorch loops, one a worker, that mix as the strategy defines it"
 REPLAY = "a replay of the run's recorded order of pushes in one process"
@@ -163,7 +166,19 @@ class _Session:
 
     def verified(self, double: bool) -> Verification:
         """Compares; in double precision where single precision leaves a doubt; and searches the cause."""
-        job, notes = self._job, []
+        job, notes = self._job, list[str]()
+        try:
+            with keeping(job):
+                batch = affordable_batch(job, inspect_job(job, self._strategy.closures).module, _ROUND_S)
+        except JobError as error:
+            error.add_note("verify runs on the CPU, and has compared nothing")
+            raise
+        if batch < job.global_batch_size:
+            notes.append(
+                f"a round of {job.global_batch_size} examples takes longer than {_ROUND_S:.0f} s on one thread: "
+                f"compared with rounds of {batch}"
+            )
+            job = shorten(job, job.steps or 0, batch)
         if not reads_alike(job):
             job = frozen_data(job)
             notes.append(
