@@ -33,6 +33,7 @@ from headrace.spec.events import RunStarted
 from headrace.spec.job import Job, JobSource
 from headrace.training.update import AVERAGE
 from headrace.worker.attributes import give_text
+from headrace.worker.evaluations.loss import LOSS, without_loss
 from headrace.worker.run_spec import model_path
 from headrace.worker.state import LoadedCheckpoint, making_sense
 

@@ -38,6 +38,7 @@ from headrace.spec.plan import Plan
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.embeddings.saving import load_rows
 from headrace.worker.attributes import load_attributes
+from headrace.worker.evaluations.loss import LOSS, LossOfModel, without_loss
 from headrace.worker.run_spec import RENDEZVOUS, events_path, model_path
 from headrace.worker.session import make_module
 
@@ -179,6 +180,13 @@ def _mend(directory: Path) -> float:
     return last_s
 
 
+def _loss_of(run: Run) -> Any:
+    if not isinstance(run.job.loss, LossOfModel):
+        return run.job.loss
+    # Loading the model takes it out.
+    return vars(run)["_loss"] if run.model is not None else None
+
+
 @dataclass(frozen=True)
 class Run:
     """One training that has ended. Everything is read from the files of its directory.
@@ -229,11 +237,8 @@ class Run:
         vars(self)["_loss"] = without_loss(module)
         return module.eval()
 
-    @property
-    def loss(self) -> Any:
-        """The job's loss; one that is a module with parameters or buffers as it was trained with the model."""
-        module, loss = self.model, self.job.loss
-        return (vars(self)["_loss"] if isinstance(loss, LossOfModel) else loss) if module is not None else loss
+    loss = cached_property(_loss_of)
+    """The job's loss; one that is a module with parameters or buffers as it was trained with the model."""
 
     def _untrained(self) -> nn.Module:
         try:

@@ -37,6 +37,7 @@ from headrace.training.turns.elastic import TurnsState
 from headrace.training.turns.exchange import TurnsExchange
 from headrace.training.whole_model import use_channels_last
 from headrace.worker.evaluations.evaluation import Evaluation
+from headrace.worker.evaluations.loss import loss_in, with_loss
 from headrace.worker.events import EventWriter, InputReporter
 from headrace.worker.run_spec import RENDEZVOUS, RunSpec
 

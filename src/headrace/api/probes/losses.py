@@ -16,9 +16,9 @@ from headrace.api.probes.finding import trial
 from headrace.api.probes.untouched import reachable, untouched
 from headrace.errors import JobError, UsageError
 from headrace.metrics import weigh
-from headrace.modules import LossOfModel
 from headrace.report.format import plural
 from headrace.spec.job import Job, Share
+from headrace.worker.evaluations.loss import LossOfModel
 from headrace.worker.session import objectives_of
 
 

@@ -27,6 +27,7 @@ from headrace.training.batch_norm import averaged_buffers
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import AVERAGE
 from headrace.worker.evaluations.accumulated import Accumulated, accumulates
+from headrace.worker.evaluations.loss import LOSS
 from headrace.worker.session import alone, objective_of
 from headrace.worker.state import random_states, restore_random_states, seed_worker
 

@@ -56,12 +56,13 @@ from headrace.api.verification.verification import Verification
 from headrace.engine.base import Engine
 from headrace.engine.local.engine import kept_engine
 from headrace.errors import HeadraceError, JobError, UsageError
-from headrace.modules import set_train_modes, with_loss
+from headrace.modules import set_train_modes
 from headrace.spec.job import Job
 from headrace.spec.options import Checkpoints, require_count
 from headrace.spec.plan import Plan
 from headrace.strategies import Downpour, OneDevice, ParameterServer, Strategy, resolve
 from headrace.training.embeddings.layer import sparse_layers
+from headrace.worker.evaluations.loss import with_loss
 from headrace.worker.session import make_module, seed_torch
 from headrace.worker.worker import Worker
 

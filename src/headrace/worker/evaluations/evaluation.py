@@ -19,6 +19,7 @@ from headrace.spec.parameter_sets import loss_name
 from headrace.training.batch_norm import averaged_buffers
 from headrace.training.exchange import Replica
 from headrace.worker.evaluations.accumulated import Accumulated, accumulates
+from headrace.worker.evaluations.loss import LossOfModel, loss_in
 
 
 class Evaluation:
