@@ -8,6 +8,7 @@ from time import monotonic
 from headrace.worker.callbacks.runner import CallbackRunner
 from headrace.worker.evaluations.early_stopping import EarlyStopper
 from headrace.worker.guards.equality import EqualityGuard
+from headrace.worker.guards.verbs import VerbGuard
 from headrace.worker.losses import LossReader
 from headrace.worker.saving import Saver
 from headrace.worker.session import WorkerSession
@@ -20,6 +21,7 @@ class RunControl:
     Attributes:
         callbacks: the user's.
         guard: compares the workers' copies of the model.
+        verbs: compares where workers are in the user's loop.
         statistics_weight: weight of this worker's running statistics in their mean over the workers.
     """
 
@@ -28,6 +30,7 @@ class RunControl:
         self.stopper = EarlyStopper(run.job.options.early_stopping)
         self.callbacks = CallbackRunner(session)
         self.guard = EqualityGuard(session)
+        self.verbs = VerbGuard(session)
         self.statistics_weight = 1.0
         self._progress = session.progress
         self._group = group

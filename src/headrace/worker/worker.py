@@ -137,7 +137,7 @@ class Worker:
         """
         if self._sends:
             raise UsageError("worker.step(batch) after worker.backward(loss); call worker.update() between the two")
-        self._begin(lambda: self._compute.run(self._loop.part(batch)))
+        self._begin(lambda: self._compute_step(batch))
         return self.update()
 
     def backward(self, loss: Tensor | Mean) -> None:
@@ -222,6 +222,11 @@ class Worker:
         self._loop.attempt(act)
         self._times[1] = perf_counter() - began
 
+    def _compute_step(self, batch: Any) -> Computed:
+        # Before compute, in which the stages of a pipeline wait for each other.
+        self._control.verbs.require_same("step")
+        return self._compute.run(self._loop.part(batch))
+
     def _prepare(self) -> None:
         """Begins a round."""
         self._nonfinite.before()
@@ -240,6 +245,7 @@ class Worker:
 
     def _synchronize(self, finite: bool, began: float, sends: bool) -> None:
         if sends:
+            self._control.verbs.require_same("step")
             self._compute.send(self._loop.part(None))
         decision = self._exchange.synchronize(finite)
         if self._loop.commits:
@@ -259,6 +265,7 @@ class Worker:
 
     def _measure(self) -> tuple[dict[str, float], int]:
         assert self._session.evaluation is not None
+        self._control.verbs.require_same("evaluate")
         return self._session.evaluation.run(self._control.statistics_weight, partial(self._control.guard.compare, True))
 
     def _record(self, computed: Computed, loss: float | None) -> None:
