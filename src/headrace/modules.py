@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain, combinations
@@ -55,40 +54,6 @@ def set_train_modes(module: nn.Module) -> None:
             part.train()
     for part in kept:
         part.training = False
-
-
-LOSS = "headrace_loss"
-"""The name, in the model, of a loss that is trained with it."""
-
-
-@dataclass(frozen=True)
-class LossOfModel:
-    """A job's loss that is a module with parameters or buffers: a part of the model, trained and saved with it."""
-
-    module: nn.Module
-
-    def __call__(self, output: Any, target: Any) -> Any:
-        return self.module(output, target)
-
-
-def with_loss(module: nn.Module, loss: Any) -> nn.Module:
-    """Makes a copy of a loss that is a part of the model a part of one; returns the model."""
-    if isinstance(loss, LossOfModel):
-        module.add_module(LOSS, copy_module(loss.module))
-    return module
-
-
-def loss_in(module: nn.Module, loss: Any) -> Any:
-    """Returns a job's loss, or the part of a model that it is."""
-    return internals.children(module)[LOSS] if isinstance(loss, LossOfModel) else loss
-
-
-def without_loss(module: nn.Module) -> nn.Module | None:
-    """Takes the loss out of a model, and returns it, if there is one."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return None
-    loss: nn.Module | None = internals.children(module).pop(LOSS, None)
-    return loss
 
 
 def describe(module: nn.Module, sliceable: bool = True) -> ModelSpec:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from headrace.api.losses import check_loss_parameters, join_loss
 from headrace.api.probes.finding import drawn, names_of, trial, without_compilers
 from headrace.api.probes.layers import (
     NoSparseGradients,
@@ -19,7 +20,6 @@ from headrace.api.probes.layers import (
     refuse_share_of_one,
     refuse_sparse_layers,
 )
-from headrace.api.probes.losses import check_loss_parameters, join_loss
 from headrace.api.probes.optimizers.probe import OptimizerFindings, probe_optimizer, together
 from headrace.api.probes.sets import Sets, find_sets, try_loss
 from headrace.api.probes.untouched import same_generators, untouched

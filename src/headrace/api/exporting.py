@@ -26,7 +26,7 @@ from headrace.export.signature import Signature, TensorForm, form_of, open_file,
 from headrace.export.tensors import Array, check_lengths, not_finite
 from headrace.export.writing import examples_of, write_model
 from headrace.machine import disk
-from headrace.modules import LOSS, parameters_and_buffers, without_loss
+from headrace.modules import parameters_and_buffers
 from headrace.report.model.events import EventLog, of_kind, read_log
 from headrace.report.model.summary import summarize
 from headrace.spec.events import RunStarted

@@ -28,7 +28,7 @@ from headrace.export.signature import Signature
 from headrace.export.writing import write_model
 from headrace.machine import disk
 from headrace.machine.temporary import delete_with_process, forget
-from headrace.modules import LOSS, LossOfModel, copy_module, is_dense, restore, without_loss
+from headrace.modules import copy_module, is_dense, restore
 from headrace.report.model.events import EventLog, read_log
 from headrace.report.model.summary import Summary, summarize
 from headrace.report.views.page import page_fragment, write_page

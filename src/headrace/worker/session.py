@@ -20,7 +20,7 @@ from headrace.data import CpuBudget, Hosts, InputPipeline, Loader, as_pipeline
 from headrace.devices import use
 from headrace.errors import UsageError
 from headrace.machine.resources import cores
-from headrace.modules import loss_in, move, names_of_sets, own_copy, parts_of, set_train_modes, with_loss
+from headrace.modules import move, names_of_sets, own_copy, parts_of, set_train_modes
 from headrace.parameter_server.replication.directory import find_servers
 from headrace.policies.roles import threads_per_worker
 from headrace.shared_memory.control_page import ControlPage

@@ -19,7 +19,7 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import Loader, as_pipeline
 from headrace.metrics import weigh
-from headrace.modules import LOSS, evaluating, names_of_sets, parameters_and_buffers, parts_of
+from headrace.modules import evaluating, names_of_sets, parameters_and_buffers, parts_of
 from headrace.spec.events import Stepped
 from headrace.spec.job import Job
 from headrace.spec.parameter_sets import loss_name

@@ -14,7 +14,7 @@ from torch import nn
 
 from headrace.api.checks import inspect_job
 from headrace.api.fit import FitArguments, run_job
-from headrace.api.probes.losses import join_loss
+from headrace.api.losses import join_loss
 from headrace.api.rehearsal.rehearse import rehearse
 from headrace.api.run import Run, TemporaryRunDir
 from headrace.api.verification.differences import (

@@ -13,7 +13,7 @@ from headrace.batches import select_target
 from headrace.collectives.base import ProcessGroup
 from headrace.data import Loader
 from headrace.metrics import weigh
-from headrace.modules import LossOfModel, evaluating, loss_in
+from headrace.modules import evaluating
 from headrace.spec.job import Job, Share
 from headrace.spec.parameter_sets import loss_name
 from headrace.training.batch_norm import averaged_buffers
