@@ -3,8 +3,9 @@
 Every optimizer of torch, torch_optimizer, pytorch_optimizer, schedulefree and prodigyopt that is made from parameters
 and a learning rate trains a small model in double precision for six rounds, two of them short. A cell is *equal*, with
 the largest difference of any parameter from the plain loop's (1e-9 counts as equal); *refused* before the start, with
-what was said; or *differs* or *failed*, which no cell should be. One that the plain loop itself cannot use is left out,
-and named.
+what was said; or *differs* or *failed*, which no cell should be. Where the plain loop's own result changes as much when
+gradients are summed from two halves of a batch, or in a second run, a difference is *rounding* or *random*. One
+that the plain loop itself cannot use is left out, and named.
 """
 
 from __future__ import annotations
@@ -82,18 +83,23 @@ def job(library: str, name: str, biases: bool = True) -> hr.Job:
     )
 
 
-def plain(job: hr.Job) -> list[Tensor]:
-    """Trains with a loop of plain PyTorch over the same global batches; returns the parameters."""
+def plain(job: hr.Job, pieces: int = 1, draws: int = 0) -> list[Tensor]:
+    """Trains with a loop of plain PyTorch over the same global batches, in so many pieces; returns the parameters.
+
+    Before, it draws so many random numbers.
+    """
     assert callable(job.model)
     assert job.task is not None
     module = job.model()
+    torch.rand(draws)
     optimizer = job.optimizer(list(module.named_parameters()))
     switch(optimizer, "train")
     loader = Loader(as_pipeline(job.data)[0], job.seed, BATCH, (1,), 0)
     for share in islice(loader.rounds(), ROUNDS):
         inputs, target = share.batch
         optimizer.zero_grad()
-        job.task.loss(module(inputs), target).backward()
+        for x, y in zip(inputs.tensor_split(pieces), target.tensor_split(pieces), strict=True):
+            (job.task.loss(module(x), y) * len(x) / len(inputs)).backward()
         optimizer.step()
     switch(optimizer, "eval")
     return [parameter.detach() for parameter in module.parameters()]
@@ -122,16 +128,20 @@ def row(library: str, name: str, engine: Any) -> dict[str, Any]:
         one = job(library, name, biases)
         try:
             with deadline(LIMIT_S):
-                expected = plain(one)
+                expected, halves = plain(one), plain(one, 2)
+                own = distance(plain(one, draws=1), expected), distance(halves, expected)
             break
         except (Exception, Hang) as error:
             errors.append(f"{type(error).__name__}: {error}"[:200])
     else:
         return {"left out": errors[0]}
-    return {way: outcome(one, strategy, expected, engine) for way, strategy in WAYS.items()}
+    return {way: outcome(one, strategy, expected, own, engine) for way, strategy in WAYS.items()}
 
 
-def outcome(job: hr.Job, strategy: hr.Strategy, expected: list[Tensor], engine: Any) -> dict[str, Any]:
+def outcome(
+    job: hr.Job, strategy: hr.Strategy, expected: list[Tensor], own: tuple[float, float], engine: Any
+) -> dict[str, Any]:
+    """Returns what became of a run; `own` are the distances of other plain loops, with other numbers and other sums."""
     began: list[Any] = []
     try:
         with deadline(LIMIT_S):
@@ -141,12 +151,17 @@ def outcome(job: hr.Job, strategy: hr.Strategy, expected: list[Tensor], engine: 
     except HeadraceError as error:
         return {"result": "failed" if began else "refused", "why": f"{type(error).__name__}: {error}"}
     found = [parameter.detach() for parameter in run.model.parameters()]
-    # Of numbers of which some are none, as where a step divides by 0, the same must be none.
-    apart = max(
+    apart = distance(found, expected)
+    result = "equal" if apart <= EQUAL else "random" if own[0] > EQUAL else "rounding" if own[1] > EQUAL else "differs"
+    return {"result": result, "distance": apart}
+
+
+def distance(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Returns the largest difference; of numbers of which some are none, the same must be none."""
+    return max(
         float((one - other).abs().nan_to_num_(0.0 if torch.equal(one.isnan(), other.isnan()) else float("inf")).max())
         for one, other in zip(found, expected, strict=True)
     )
-    return {"result": "equal" if apart <= EQUAL else "differs", "distance": apart}
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:

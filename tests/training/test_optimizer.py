@@ -21,6 +21,7 @@ from headrace.training.optimizer import (
     state_bytes,
     state_pieces,
 )
+from headrace.training.reduction import may_write_gradients
 from headrace.training.update import Updater
 
 optim = torch.optim
@@ -337,3 +338,10 @@ def test_a_state_of_the_constructor_comes_back_where_nothing_is_loaded() -> None
         assert torch.equal(updater.optimizer.state[tensor]["sum"], torch.full((4,), 2.0))
         updater.optimizer.step()
         assert torch.equal(updater.optimizer.state[tensor]["sum"], torch.full((4,), 3.0))
+
+
+def test_hooks_may_write_gradients() -> None:
+    optimizer = optim.SGD([nn.Parameter(torch.zeros(4))], lr=0.1)
+    assert not may_write_gradients(optimizer)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    assert may_write_gradients(optimizer)
