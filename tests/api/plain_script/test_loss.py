@@ -80,6 +80,60 @@ def test_a_sum_over_another_number_is_told(capfd: pytest.CaptureFixture[str]) ->
     assert capfd.readouterr().err.count("the loss is a sum (SumBackward0 over [4, 3]) divided by 37") == 2
 
 
+COUPLED: dict[str, tuple[Loss, str]] = {
+    "root": (lambda outputs, targets: functional.mse_loss(outputs, targets).sqrt(), "depends on other examples"),
+    "root of cross entropy": (
+        lambda outputs, targets: functional.cross_entropy(outputs, targets.argmax(1)).sqrt(),
+        "depends on other examples",
+    ),
+    "compared": (
+        lambda outputs, _: functional.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs))),
+        "depends on other examples",
+    ),
+    "chosen": (lambda outputs, targets: functional.mse_loss(outputs[1:], targets[1:]), "1 of 4 examples"),
+    "hardest": (lambda outputs, _: outputs.square().sum(1).topk(2).values.mean(), "2 of 4 examples"),
+    "ignored": (
+        lambda outputs, targets: functional.cross_entropy(
+            outputs, targets.argmax(1).index_fill(0, torch.tensor(2), -100)
+        ),
+        "1 of 4 examples",
+    ),
+    "weighted": (
+        lambda outputs, targets: functional.cross_entropy(outputs, targets.argmax(1), torch.arange(1.0, 4)),
+        "cross_entropy with class weights",
+    ),
+}
+
+
+def watched(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
+    same = meeting()
+    same.deliveries.add(Delivery(EXAMPLES, BATCH, ()), 0, 0, 0)
+    LossWatch(same).begin(MODEL)
+    drawn = torch.Generator().manual_seed(0)
+    targets = torch.rand(EXAMPLES, 3, generator=drawn)
+    for _ in range(6):
+        loss(MODEL(torch.randn(EXAMPLES, 5, generator=drawn)), targets).backward()
+    assert not MODEL._forward_hooks
+
+
+@pytest.mark.parametrize("kind", COUPLED)
+def test_a_loss_that_is_no_mean_is_told(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    loss, message = COUPLED[kind]
+    watched(loss, monkeypatch)
+    assert capfd.readouterr().err.count(message) == 1
+
+
+@pytest.mark.parametrize("kind", MEANS)
+def test_of_a_mean_nothing_is_told(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    watched(MEANS[kind], monkeypatch)
+    assert capfd.readouterr().err == ""
+
+
 def test_of_one_example_a_sum_and_a_mean_are_told_apart() -> None:
     outputs = MODEL(torch.ones(1, 5))
     require_mean(meeting(), outputs.square().sum() / len(outputs), 1, 2)
@@ -94,8 +148,8 @@ def test_the_first_passes_of_each_model_are_looked_at(monkeypatch: pytest.Monkey
     watched.deliveries.add(Delivery(2, 4, ()), 0, 0, 0)
     watch = LossWatch(watched)
     for _ in range(2):
-        watch.begin()
-        watch.begin()
+        watch.begin(MODEL)
+        watch.begin(nn.Linear(1, 1))
         with pytest.raises(UsageError, match="the loss is a sum"):
             MODEL(torch.ones(2, 5)).sum().backward()
         for _ in range(20):

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from headrace import internals
+from headrace.api.plain_script.coupling import LastOutput, findings_of
 from headrace.api.plain_script.meeting import Meeting
 from headrace.errors import UsageError
 
@@ -35,8 +37,9 @@ _OF_PARAMETERS = {
     "TBackward0",
 }
 """What a penalty on weights is made of."""
-_SUM = 2
-"""The saved reduction that stands for reduction="sum"."""
+_MEAN, _SUM = 1, 2
+"""The saved reductions that stand for "mean" and "sum"."""
+_WEIGHTED = "class weights"
 _REMEDY = (
     "say hr.setup(..., reduction='sum') if it is a sum over the batch, whose shares' gradients are added as in one "
     "process, or reduction='mean' if each share's loss is a mean over its examples all the same"
@@ -50,10 +53,13 @@ class LossWatch:
         self._meeting = meeting
         self._left = 0
         self._plain: Callable[..., None] | None = None
+        self._models: list[tuple[LastOutput, RemovableHandle]] = []
 
-    def begin(self) -> None:
+    def begin(self, model: nn.Module) -> None:
         """Looks at the losses from now on, for a model that comes to those that are there."""
         self._left += _PASSES
+        last = LastOutput()
+        self._models.append((last, model.register_forward_hook(last.keep)))
         if self._plain is None:
             self._plain = torch.autograd.backward
             # `Tensor.backward` calls it by this name.
@@ -70,12 +76,29 @@ class LossWatch:
             for loss in (tensors,) if isinstance(tensors, Tensor) else tensors:
                 if loss.numel() == 1 and loss.grad_fn is not None:
                     require_mean(self._meeting, loss, last.examples, last.of)
+                    self._look(loss, last.examples)
+        if self._left == 0:
+            for _, handle in self._models:
+                handle.remove()
+            self._models.clear()
         plain(tensors, *arguments, **named)
+
+    def _look(self, loss: Tensor, examples: int) -> None:
+        for last, _ in self._models:
+            outputs = last.take(examples)
+            for line in () if outputs is None else findings_of(loss, outputs):
+                self._meeting.say(line)
 
 
 def require_mean(meeting: Meeting, loss: Tensor, examples: int, of: int) -> None:
     """Raises a UsageError for a loss that is a sum over a share of so many examples, of a batch of so many."""
     for name, sizes, factors in _reductions(loss.grad_fn, ()):
+        if name == _WEIGHTED:
+            meeting.say(
+                "cross_entropy with class weights divides by the weights of a process's own targets, so the result is "
+                "not that of one process; use reduction='none' and divide the sum by len(batch)"
+            )
+            continue
         if not sizes or (examples not in sizes and sizes[0] % examples):
             continue
         factor = math.prod(factors)
@@ -110,6 +133,9 @@ def _reductions(node: Any, factors: tuple[float, ...]) -> Iterator[tuple[str, Se
     elif name in ("SumBackward0", "SumBackward1"):
         if following and not _is_of_parameters(following[0]):
             yield name, _saved(node, "self_sym_sizes"), factors
+    elif _saved(node, "reduction") == _MEAN and _saved(node, "total_weight") is not None:
+        if _saved(node, "weight") is not None:
+            yield _WEIGHTED, (), factors
     elif _saved(node, "reduction") == _SUM:
         yield f"{name} with reduction='sum'", tuple(_saved(node, "self").shape), factors
 

@@ -185,7 +185,7 @@ class _Script:
             self._synchronizers.append(known)
             guard_batch_norm(model, shares, meeting)
             if reduction is None:
-                self._watch.begin()
+                self._watch.begin(model)
         central = self._central.get(id(model))
         if central:
             known.check_values = central.check
