@@ -343,3 +343,58 @@ def test_one_worker_alone_keeps_what_a_callback_changes() -> None:
 
     run = hr.fit(make_job(), engine=hr.ThreadEngine(), check=False, callbacks=[Writes()])
     torch.testing.assert_close(run.model.state_dict(), by_hand(shrink), rtol=0, atol=1e-9)
+
+
+class Encoder(nn.Sequential):
+    """Has a method beside its forward."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        out: Tensor = self[2](torch.tanh(self[0](x)))
+        return out
+
+
+def encoder() -> nn.Module:
+    return Encoder(*net().children())  # type: ignore[arg-type]
+
+
+def test_a_method_of_a_model_in_parts_says_who_has_what() -> None:
+    def call(worker: Any) -> None:
+        for x, _ in worker.batches():
+            worker.model.encode(x)
+
+    with pytest.raises(UsageError, match=r"this rank holds a part of Encoder, and the loop uses another"):
+        hr.launch(call, make_job(encoder), hr.Pipeline(2), engine=hr.ThreadEngine(), check=False)
+
+
+@pytest.mark.parametrize("name", ["one_device", "mirrored", "central_storage", "parameter_server"])
+def test_rows_of_tables_are_trained_by_the_verbs_one_by_one(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 50, (40, 3), generator=generator)
+    job = hr.Job(
+        model=lambda: nn.Sequential(nn.EmbeddingBag(50, 4, sparse=True), nn.Linear(4, 1)),
+        loss=functional.mse_loss,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.5),
+        data=(ids, torch.randn(40, 1, generator=generator)),
+        global_batch_size=8,
+        epochs=2,
+    )
+
+    def verbs(worker: hr.Worker) -> None:
+        for x, y in worker.batches():
+            worker.backward(functional.mse_loss(worker.model(x), y))
+            worker.update()
+
+    one, other = (
+        begin(job, CARRIES[name], engine=hr.ThreadEngine()) for begin in (hr.fit, functools.partial(hr.launch, verbs))
+    )
+    assert torch.equal(one.predict(ids), other.predict(ids))
+
+
+def test_hooks_of_all_modules_are_refused_where_workers_would_not_have_them() -> None:
+    handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
+    try:
+        with pytest.raises(UsageError, match="this process has hooks of all modules"):
+            hr.fit(make_job())
+        assert hr.fit(make_job(), engine=hr.ThreadEngine()).status == "ok"
+    finally:
+        handle.remove()

@@ -22,7 +22,7 @@ from headrace.api.run import Run, TemporaryRunDir
 from headrace.api.supervision import supervise
 from headrace.data import as_pipeline
 from headrace.devices import AUTO, notice_of_auto
-from headrace.engine.base import LEFT, TERMINATED, Engine, Terminated
+from headrace.engine.base import LEFT, TERMINATED, Engine, Terminated, require_modules_without_hooks
 from headrace.engine.dynamo import postpone_compiler
 from headrace.engine.local.engine import kept_engine
 from headrace.engine.torchrun.elastic_workers.leader_file import find_leader
@@ -219,7 +219,6 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
         checkpoints = _checkpoints(job, chosen, arguments)
         keeper = TemporaryRunDir() if wanted is None else None
         directory = wanted or Path(keeper.path if keeper else ".")
-        description = describe_run(job, info, plan) if checkpoints or arguments.resume else {}
         with _engine(arguments, ranks) as engine:
             spec = RunSpec(
                 job=job,
@@ -233,7 +232,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
                 timeout_s=arguments.timeout_s,
                 seconds=arguments.seconds,
                 checkpoints=checkpoints,
-                description=description,
+                description=describe_run(job, info, plan) if checkpoints or arguments.resume else {},
                 callbacks=tuple(arguments.callbacks),
             )
             status = supervise(spec, info, engine, request, listeners)
@@ -272,6 +271,7 @@ def _check_arguments(train: Callable[[Worker], None] | None, arguments: FitArgum
 def _machines(strategy: Strategy, arguments: FitArguments, ranks: int | None) -> Iterator[Cluster]:
     """Yields the machines that the engine has, or this one, and gives back what the engine has placed there."""
     check_shapes(strategy, arguments.device)
+    require_modules_without_hooks(arguments.engine, bool(ranks))
     if arguments.engine is None:
         yield detect(arguments.device, ranks, strategy.fixed_shapes)
         return

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 
+from headrace import internals
+from headrace.errors import UsageError
 from headrace.machine.identity import detect
 from headrace.machine.temporary import delete_all
 from headrace.spec.cluster import Cluster
@@ -64,7 +66,13 @@ _FOLLOW_EVERY_S = 0.5
 
 
 class Engine(ABC):
-    """Starts the processes of a run and watches them."""
+    """Starts the processes of a run and watches them.
+
+    Attributes:
+        in_caller: whether workers run in the process that calls it, or in processes that run the caller's script.
+    """
+
+    in_caller: ClassVar[bool] = False
 
     def cluster(self, strategy: Strategy, device: str | Sequence[str], encrypt: bool) -> Cluster:
         """Returns the machines that a run will have; an engine of other machines places its processes now."""
@@ -88,6 +96,20 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends every process of this engine."""
+
+
+def require_modules_without_hooks(engine: Engine | None, launched: bool) -> None:
+    """Raises UsageError if hooks run around every module of this process, and workers are processes without them.
+
+    It is asked before the model is built, by a function that may register some, in each worker too.
+    """
+    here = launched or (engine is not None and engine.in_caller)
+    if not here and internals.hooks_of_all_modules():
+        raise UsageError(
+            "this process has hooks of all modules (torch.nn.modules.module.register_module_forward_hook or the like), "
+            "and worker processes would not have them; register them in the function that builds the model, or on its "
+            "modules, and remove() these; or use engine=hr.ThreadEngine()"
+        )
 
 
 class LivenessProbe:

@@ -37,6 +37,8 @@ class ThreadEngine(Engine):
         'ok'
     """
 
+    in_caller = True
+
     def run(self, spec: RunSpec, progress: Callable[[RunProgress], None]) -> str:
         if has_backups(spec.plan):
             raise UsageError(

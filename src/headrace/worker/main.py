@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.checkpoint.forms import extra_states, pack, unpack
 from headrace.checkpoint.trained_model import save_model
 from headrace.collectives.base import ProcessGroup
-from headrace.errors import HeadraceError, PeerLost
+from headrace.errors import HeadraceError, PeerLost, UsageError
 from headrace.machine.limits import explained
 from headrace.machine.resources import peak_resident_bytes, resident_bytes
 from headrace.modules import is_dense, parameters_and_buffers, stateful_modules
@@ -87,7 +87,7 @@ def work(
         closing.enter_context(loop)
         worker = Worker(session, control, loop)
         events.write(WorkerStarted(rank, events.now(), role.host, os.getpid(), role.device, role.threads))
-        with reporter.until_end(session.loader.counters):
+        with reporter.until_end(session.loader.counters), _parts_explained(compute.module):
             (run.train or train)(worker)
         stays = loop.leave()
         if stays:
@@ -109,6 +109,21 @@ def work(
         events.flush()
         closing.close()
         events.close()
+
+
+@contextmanager
+def _parts_explained(module: nn.Module) -> Iterator[None]:
+    """Says what torch does not where a loop uses tensors of a model of which this rank holds a part."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" not in str(error) or not any(parameter.is_meta for parameter in module.parameters()):
+            raise
+        raise UsageError(
+            f"this rank holds a part of {type(module).__name__}, and the loop uses another ({type(error).__name__}: "
+            f"{error!s:.200}); of worker.model, this rank's stages have data, and neither it nor its methods can be "
+            "called: use worker.step(batch), which computes whole steps, and worker.evaluate()"
+        ) from error
 
 
 def _build(
