@@ -19,6 +19,7 @@ from headrace.api.probes.layers import (
     modes_text,
     refuse_share_of_one,
     refuse_sparse_layers,
+    require_same_parameters,
 )
 from headrace.api.probes.optimizers.probe import OptimizerFindings, probe_optimizer, together
 from headrace.api.probes.sets import Sets, find_sets, try_loss
@@ -186,10 +187,7 @@ def _try(job: Job, module: nn.Module, data: object, what: str, sets: Sets) -> tu
 def _try_in_train_mode(
     job: Job, module: nn.Module, share: Share, what: str, sets: Sets, failure: HeadraceError
 ) -> bool:
-    """Tries a model whose loss fails in eval mode, as that of detection models; raises `failure` if it fails here, too.
-
-    Returns whether the loss is a `Mean`.
-    """
+    """Tries a model whose loss fails in eval mode, as detection models' do, or raises `failure`; returns as above."""
     try:
         with trial(module), untouched(job.loss, job.task), NoSparseGradients(module):
             weighed, *_ = _try_model(job, module, share, what, sets)
@@ -205,7 +203,9 @@ def _try_in_train_mode(
 
 def _try_model(job: Job, module: nn.Module, share: Share, what: str, sets: Sets) -> tuple[bool, Any, Any]:
     """Runs model and loss in the mode that they are in; returns whether the loss is a `Mean`, output and target."""
+    before = dict(module.named_parameters())
     output = _run(job, module, share.batch, what)
+    require_same_parameters(before, module)
     target = select_target(share.batch, job.target)
     if job.task:
         job.task.check(output, target)

@@ -257,3 +257,23 @@ def test_every_example_left_out_is_an_error_of_the_data() -> None:
     nothing = hr.data.from_arrays(INPUTS, CLASSES).filter(lambda example: False)
     with pytest.raises(DataError, match="left"):
         hr.fit(_job(_normed, data=nothing), engine=THREADS)
+
+
+class Late(nn.Module):
+    """Makes a layer in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 6).double(), None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.head is None:
+            self.head = nn.Linear(6, 3).double()
+        output: Tensor = self.head(self.body(inputs))
+        return output
+
+
+@pytest.mark.parametrize("strategy", [hr.OneDevice(), hr.Mirrored(workers=2)], ids=lambda each: each.name)
+def test_a_layer_that_forward_makes_is_refused_by_name(strategy: Any) -> None:
+    with pytest.raises(JobError, match=r"forward makes 'head\.weight', 'head\.bias', which .* nn\.LazyLinear"):
+        hr.fit(_job(Late), strategy, engine=THREADS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,15 @@ def probe_random_layers(module: nn.Module, batch: Any, objective: Objective) -> 
             Scope.EQUALITY,
         ),
     )
+
+
+def require_same_parameters(before: Collection[str], module: nn.Module) -> None:
+    """Raises a JobError where a forward has made parameters that were not there before."""
+    if new := [name for name, _ in module.named_parameters() if name not in before]:
+        raise JobError(
+            f"forward makes {names_of(new)}, which the model did not have before, so that no optimizer trains it; make "
+            "the layer in the constructor, or a lazy one, nn.LazyLinear, that gets its shape from the first examples"
+        )
 
 
 def refuse_share_of_one(job: Job, module: nn.Module, plan: Plan, examples: int) -> None:

@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
+from time import monotonic
 from typing import Any, NoReturn
 
 import numpy as np
@@ -44,6 +45,8 @@ _REQUEST = struct.Struct("<qq")
 _REPLY = struct.Struct("<qq")
 _COUNTS = ("skipped", "seconds", "waiting", "notices")
 _SET_PARENT_DEATH_SIGNAL = 1
+_LOOKS = 8
+"""How often a process that does not answer is looked at until it is given up."""
 _FORKS = itertools.count(1)
 _FORKING = threading.Lock()
 """One fork at a time: another thread's fork would hold this reader's end of the channel open, and no loss of the reader
@@ -117,19 +120,20 @@ class ReaderProcesses:
 
     def _await(self, pid: int, channel: socket.socket) -> None:
         """Waits for an answer as long as the process computes."""
-        before = -1
+        before, since = -1, monotonic()
         # Not select, which is limited to 1,024 descriptors.
         answer = select.poll()
         answer.register(channel, select.POLLIN)
-        while not answer.poll(1000 * self._patience_s):
+        while not answer.poll(1000 * self._patience_s / _LOOKS):
             ticks = _ticks(pid)
-            if ticks == before:
+            if ticks != before:
+                before, since = ticks, monotonic()
+            elif monotonic() - since >= self._patience_s * (1 - 1 / _LOOKS):
                 raise ReaderStalled(
                     f"a process that reads the data (pid {pid}) has neither answered nor computed for "
                     f"{self._patience_s:g} s; it may wait for threads that a library had before the fork, tokenizers "
                     "where TOKENIZERS_PARALLELISM is true: let it have none, or say map(..., parallel='threads')"
                 )
-            before = ticks
 
     def _fork(self, read: Callable[[int, Tensor], ReadResult]) -> tuple[int, socket.socket]:
         worker = os.getpid()
