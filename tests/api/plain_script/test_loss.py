@@ -90,13 +90,19 @@ COUPLED: dict[str, tuple[Loss, str]] = {
         lambda outputs, _: functional.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs))),
         "depends on other examples",
     ),
-    "chosen": (lambda outputs, targets: functional.mse_loss(outputs[1:], targets[1:]), "1 of 4 examples"),
-    "hardest": (lambda outputs, _: outputs.square().sum(1).topk(2).values.mean(), "2 of 4 examples"),
+    "chosen": (
+        lambda outputs, targets: functional.mse_loss(outputs[1:], targets[1:]),
+        "some examples of a share have no gradient",
+    ),
+    "hardest": (
+        lambda outputs, _: outputs.square().sum(1).topk(2).values.mean(),
+        "some examples of a share have no gradient",
+    ),
     "ignored": (
         lambda outputs, targets: functional.cross_entropy(
             outputs, targets.argmax(1).index_fill(0, torch.tensor(2), -100)
         ),
-        "1 of 4 examples",
+        "some examples of a share have no gradient",
     ),
     "weighted": (
         lambda outputs, targets: functional.cross_entropy(outputs, targets.argmax(1), torch.arange(1.0, 4)),

@@ -24,9 +24,9 @@ def findings_of(loss: Tensor, outputs: Tensor) -> Iterator[str]:
     without = int((rows == 0).all(1).sum())
     if 0 < without < len(rows):
         yield (
-            f"{without} of {len(rows)} examples of a share have no gradient: if the loss is a mean over chosen ones (a "
-            "mask, ignore_index, top k), each process divides by its own number, and the result is not that of one "
-            "process; divide their sum by len(batch)"
+            "some examples of a share have no gradient: if the loss is a mean over chosen ones (a mask, ignore_index), "
+            "each process divides by its own number, and the result is not that of one process; divide their sum by "
+            "len(batch)"
         )
     if not gradient.requires_grad:
         return
