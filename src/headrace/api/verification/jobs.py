@@ -79,7 +79,26 @@ def doubled(job: Job) -> Job:
     made = replace(job, data=_in_double(job.data))
     if job.eval_data is not None:
         made = replace(made, eval_data=_in_double(job.eval_data))
-    return with_model(made, nn.Module.double)
+    # A given model is put into double precision where it is, by `doubling`.
+    return made if isinstance(job.model, nn.Module) else with_model(made, nn.Module.double)
+
+
+@contextmanager
+def doubling(job: Job, double: bool) -> Iterator[None]:
+    """Puts a job's given model into double precision meanwhile: it stays the user's own object."""
+    if not double or not isinstance(job.model, nn.Module):
+        yield
+        return
+    kept = [(tensor, tensor.data) for tensor in (*job.model.parameters(), *job.model.buffers())]
+    buffers = [(part, name, each) for part in job.model.modules() for name, each in part.named_buffers(recurse=False)]
+    job.model.double()
+    try:
+        yield
+    finally:
+        for tensor, data in kept:
+            tensor.data = data
+        for part, name, buffer in buffers:
+            setattr(part, name, buffer)
 
 
 def _in_double(data: Any) -> InputPipeline:

@@ -47,6 +47,7 @@ class Trained:
         model: parameters and buffers of the model that is returned, with averaged weights if there are any.
         outputs: of that model for the first examples.
         drew: whether forward drew random numbers.
+        same_draws: whether two workers draw the same ones.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -55,6 +56,7 @@ class Trained:
     model: Tensors = field(default_factory=dict)
     outputs: Tensors = field(default_factory=dict)
     drew: bool = False
+    same_draws: bool = False
 
     @property
     def last(self) -> int:
@@ -79,6 +81,12 @@ class Workers:
         for rank in reversed(ranks):
             seed_worker(seed, rank)
             self._states.insert(0, ([], {}) if self._one else (self._buffers(), random_states(self._device)))
+
+    @property
+    def same_draws(self) -> bool:
+        """Whether two workers draw the same random numbers."""
+        states = [random["random/torch"].numpy().tobytes() for _, random in self._states if random]
+        return len(set(states)) < len(states)
 
     def _buffers(self) -> list[Tensor]:
         return [buffer.clone() for buffer in self._module.buffers()]
@@ -159,6 +167,7 @@ def train_plainly(
     loaders = [Loader(pipeline, job.seed, job.global_batch_size, shares, rank) for rank in range(len(shares))]
     rounds = zip(*(islice(loader.rounds(), count) for loader in loaders), strict=True)
     workers = Workers(module, job.seed, range(len(shares)))
+    found.same_draws = workers.same_draws
     loops = loops_of(job, module, loaders[0].rounds_per_epoch, workers)
     found.rounds[0] = {**tensors_of(module), "optimizer state": {}}
     seen = [float(not by_examples)] * len(shares)

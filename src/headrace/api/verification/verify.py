@@ -34,6 +34,7 @@ from headrace.api.verification.jobs import (
     SUSPECTS,
     affordable_batch,
     doubled,
+    doubling,
     frozen_data,
     keeping,
     reads_alike,
@@ -219,10 +220,12 @@ class _Session:
         return "none of " + ", ".join(SUSPECTS) + " alone: with each left out it differs, too"
 
     def _trial(self, job: Job, double: bool) -> _Trial:
-        job = doubled(job) if double else job
+        with doubling(job, double):
+            return self._compared(doubled(job) if double else job, DOUBLE if double else SINGLE)
+
+    def _compared(self, job: Job, tolerance: Tolerance) -> _Trial:
         strategy, notes = self._strategy, list[str]()
         job = join_loss(job, strategy.whole_model)
-        tolerance = DOUBLE if double else SINGLE
         if strategy.equals_one_device or _in_step(strategy):
             return self._beside_plain(job, strategy, tolerance)
         reference = reference_of(strategy) if self._train is None else None
@@ -316,6 +319,8 @@ class _Session:
     ) -> list[Row]:
         ours = read_run(run)
         rows = compare_recordings(ours, plain, tolerance)
+        if plain.same_draws:
+            rows.append(Row("random numbers", DIFFERS, why="two workers draw the same ones"))
         if run.plan.replicas > 1 and strategy.one_model:
             # Else the run had ended with RanksDiffer: they are compared at every save and evaluation.
             rows.append(Row("all ranks with each other", EQUAL, 0.0))
