@@ -229,6 +229,18 @@ def test_a_given_model_and_loss_are_as_before() -> None:
     assert (weight.dtype, weight.grad, model.training, loss.calls) == (torch.float32, None, False, 0)
 
 
+@pytest.mark.slow
+def test_in_double_precision_a_given_model_is_the_same_object() -> None:
+    model = Normalised()
+    weight, mean = model.head.weight, model.body[1].running_mean
+    weight.register_hook(lambda gradient: gradient * 2)
+    found = verified(job(model=model), hr.OneDevice(), double=True)
+    assert found.equal, str(found)
+    assert model.head.weight is weight
+    assert model.body[1].running_mean is mean
+    assert weight.dtype == torch.float32
+
+
 def verb_by_verb(worker: Any) -> None:
     for inputs, target in worker.batches():
         worker.backward(nn.functional.cross_entropy(worker.model(inputs), target) / 2)
