@@ -41,6 +41,7 @@ from training.odd_optimizers import (
     looking_ahead,
     momentous,
     of_tensors,
+    patched,
 )
 
 DOUBLE = 1e-9
@@ -66,6 +67,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], set[str]]] = {
     "attribute": (of_tensors(partial(Written, boost=5.0)), EVERYWHERE),
     "hook": (hooked(clamp), EVERYWHERE),
     "hook without care": (hooked(careless), EVERYWHERE - {"pipeline", "hybrid", "divided hybrid"}),
+    "patched step": (patched, EVERYWHERE),
     "hook that writes": (hooked(double), EVERYWHERE),
     "momentum at the start": (momentous, EVERYWHERE),
     "groups by dims": (by_dims, EVERYWHERE),

@@ -134,7 +134,7 @@ class Mirrored(Strategy):
         named = dict(module.named_parameters())
         parameters = [named[name] for name in views]
         shares = summing is None and (group.world > 1 or not group.fixed)
-        copies = place != context.device or (shares and may_write_gradients(updater.optimizer))
+        copies = place != context.device or (shares and (updater.patched or may_write_gradients(updater.optimizer)))
         exchange = MirroredExchange(
             *(updater, context.clipper(views), reduction, parameters),
             *(context.model.parameter_bytes, copies, context.own_loop or context.callbacks),

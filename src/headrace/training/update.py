@@ -214,6 +214,7 @@ class Updater:
 
     Attributes:
         parameters: the tensors of `owned`.
+        patched: whether the optimizer came with a `step` of its own in place of its class's.
         schedule: of the learning rates.
         averages: the moving averages, by index in `owned`.
         swapped: whether they, or what the optimizer evaluates with, are in the parameters' place.
@@ -232,6 +233,8 @@ class Updater:
         self._idle = idle
         self.owned = tuple(owned)
         self.parameters: list[Any] = [tensor for _, tensor in owned]
+        # A schedule puts its own there.
+        self.patched = "step" in vars(optimizer)
         self.schedule = Schedule(options, optimizer, rounds_per_epoch)
         self._tensors = [tensor.detach() for _, tensor in owned]
         self._modes = optimizer if isinstance(optimizer, HasModes) else None
@@ -276,7 +279,7 @@ class Updater:
         `gradients` are pairs of an index in `owned` and a gradient. Returns whether the optimizer is plain SGD; else
         nothing has been done.
         """
-        if self._decay is not None or not is_plain_sgd(self.optimizer):
+        if self._decay is not None or self.patched or not is_plain_sgd(self.optimizer):
             return False
         factor *= self.schedule.warmth(round_)
         for index, gradient in gradients:
