@@ -44,10 +44,13 @@ def probe_carried_state(module: nn.Module, batch: Any, objective: Objective) -> 
         return ()
     first, second = (cut(batch, start, start + half, count, "a probe") for start in (0, half))
     alone, _ = _loss_after(module, objective, second, None)
-    findings = []
-    for owner in (module, objective.loss):
+    least = 8 * _epsilon(module) * abs(alone)
+    after, _ = _loss_after(module, objective, second, first)
+    findings: list[Finding] = []
+    # Which of the two it is, is asked only where it is one of them.
+    for owner in (module, objective.loss) if abs(after - alone) > least else ():
         after, changed = _loss_after(module, objective, second, first, owner)
-        if abs(after - alone) > 8 * _epsilon(module) * abs(alone):
+        if abs(after - alone) > least:
             findings.append(_of_model(changed) if owner is module else _of_loss(list(changed)))
     return findings
 
@@ -55,7 +58,7 @@ def probe_carried_state(module: nn.Module, batch: Any, objective: Objective) -> 
 def _loss_after(
     module: nn.Module, objective: Objective, batch: Any, before: Any | None, owner: Any = None
 ) -> tuple[float, dict[str, Any]]:
-    """Returns the loss of a batch after one before it, of which the owner alone keeps what it has changed.
+    """Returns the loss of a batch after one before it, of which the owner, or both, keep what has changed.
 
     Also the attributes of the owner that changed.
     """
@@ -67,13 +70,14 @@ def _loss_after(
                 # What is saved is another matter.
                 plain = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
                 stack.enter_context(untouched(*map(internals.buffers, plain), *module.parameters()))
-                start = _values(owner)
+                start = {} if owner is None else _values(owner)
                 if owner is module:
                     run_forward(module, before, objective)
                 else:
-                    stack.enter_context(untouched(module))
+                    if owner is not None:
+                        stack.enter_context(untouched(module))
                     objective.of(module, before)
-                now = _values(owner)
+                now = {} if owner is None else _values(owner)
                 changed |= {path: now[path] for path in now if path not in start or not same(now[path], start[path])}
             for part, state in states:
                 part.set_extra_state(state)
