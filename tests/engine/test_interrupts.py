@@ -131,7 +131,7 @@ def test_from_a_thread_other_than_main(any_engine: Engine) -> None:
     assert [run.status for run in runs] == ["ok"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_users_own_handler_of_a_signal_stays(number: signal.Signals) -> None:
     page = ControlPage(SharedSegment.create(ControlPage.nbytes(1), "control"), 1)
     came: list[int] = []
@@ -145,7 +145,7 @@ def test_the_users_own_handler_of_a_signal_stays(number: signal.Signals) -> None
     page.segment.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_handler_that_a_run_replaces_is_put_back(number: signal.Signals) -> None:
     page = ControlPage(SharedSegment.create(ControlPage.nbytes(1), "control"), 1)
     default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL

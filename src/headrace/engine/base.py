@@ -242,7 +242,7 @@ os.register_at_fork(after_in_child=_leave_signals)
 
 @contextmanager
 def orderly_interrupts(page: Stoppable) -> Iterator[Interrupts]:
-    """Lets this process's first SIGINT or SIGTERM set `page.stop` instead of interrupting the engine.
+    """Lets this process's first SIGINT, SIGTERM or SIGHUP set `page.stop` instead of interrupting the engine.
 
     A second one restores the handler from before, and reaches it. Outside the main thread, and where the user's code
     handles a signal, everything stays as it is.
@@ -250,7 +250,7 @@ def orderly_interrupts(page: Stoppable) -> Iterator[Interrupts]:
     interrupts = Interrupts()
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     ours = {number: handler for number, handler in before.items() if handler in _REPLACED or _is_rays(handler)}
     received: list[float] = []
 
@@ -262,7 +262,8 @@ def orderly_interrupts(page: Stoppable) -> Iterator[Interrupts]:
             signal.signal(number, ours[number])
             signal.raise_signal(number)
             return
-        interrupts.terminated |= number == signal.SIGTERM
+        # A terminal that is closed sends SIGHUP.
+        interrupts.terminated |= number in (signal.SIGTERM, signal.SIGHUP)
         page.stop = 1
 
     for number in ours:

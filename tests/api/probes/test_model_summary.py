@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 from collections import OrderedDict
 from xml.etree import ElementTree
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -129,3 +131,15 @@ def test_texts_in_the_examples_are_no_examples() -> None:
     examples = [{"name": f"image {number}", "inputs": torch.randn(1, 4, 4)} for number in range(4)]
     named = dataclasses.replace(job(), data=examples, inputs="inputs", task=None, loss=lambda output, _: output.mean())
     assert hr.summary(named).flops == hr.summary(job()).flops
+
+
+def test_a_terminal_without_lines_and_signs_gets_plain_letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = hr.Job(
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(4, 3)), task=hr.tasks.multiclass(3),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        data=(torch.zeros(8, 4), torch.zeros(8).long()), global_batch_size=4, epochs=1,
+    )  # fmt: skip
+    found = hr.summary(job)
+    assert not str(found).isascii()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    assert str(found).isascii()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -87,10 +88,14 @@ class ModelSummary:
             table.add_column(head, justify="left" if head in _HEADS[:2] else "right", overflow="fold")
         for each in self.layers:
             table.add_row(*map(Text, (each.name or "(itself)", *_cells(each))))
-        text = io.StringIO()
-        console = Console(file=text, width=100, highlight=False, color_system=None)
-        console.print(table)
-        return text.getvalue() + "\n".join(self._lines()) + "\n"
+        # In letters that the terminal has: it is printed.
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        written = io.BytesIO()
+        text = io.TextIOWrapper(written, encoding, errors="replace", newline="\n")
+        Console(file=text, width=100, highlight=False, color_system=None).print(table)
+        text.write("\n".join(self._lines()) + "\n")
+        text.flush()
+        return written.getvalue().decode(encoding)
 
     def _repr_html_(self) -> str:
         """Returns what a notebook shows."""
