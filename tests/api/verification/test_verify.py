@@ -195,21 +195,6 @@ def test_a_model_that_needs_a_gpu_is_said() -> None:
     assert "verify runs on the CPU" in raised.value.__notes__[0]
 
 
-@pytest.mark.slow
-def test_attributes_that_forward_changes_are_the_cause() -> None:
-    class Counting(Slow):
-        calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.training:
-                self.calls += 1
-            return super().forward(x) * (1 + 0.1 * self.calls)
-
-    found = verified(job(model=Counting), hr.Mirrored(workers=2))
-    assert not found.equal
-    assert "attributes that forward changes" in found.cause
-
-
 def test_a_given_model_and_loss_are_as_before() -> None:
     class Counting(nn.Module):
         calls = 0
@@ -239,22 +224,6 @@ def test_in_double_precision_a_given_model_is_the_same_object() -> None:
     assert model.head.weight is weight
     assert model.body[1].running_mean is mean
     assert weight.dtype == torch.float32
-
-
-def verb_by_verb(worker: Any) -> None:
-    for inputs, target in worker.batches():
-        worker.backward(nn.functional.cross_entropy(worker.model(inputs), target) / 2)
-        worker.backward(nn.functional.cross_entropy(worker.model(inputs), target) / 2)
-        worker.update()
-        if worker.epoch_ended:
-            worker.evaluate()
-
-
-@pytest.mark.slow
-def test_a_loop_of_ones_own() -> None:
-    found = verified(job(), hr.Mirrored(workers=2), train=verb_by_verb, double=True)
-    assert found.equal, str(found)
-    assert next(row for row in found.rows if row.what == "evaluation in the run").verdict == EQUAL
 
 
 def test_the_plain_loop_can_be_read() -> None:
