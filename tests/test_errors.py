@@ -28,6 +28,7 @@ from headrace.errors import HeadraceError, NonFiniteLoss, PeerLost, UnknownName,
         ("Replaced", 4),
         ("LeftBehind", 4),
         ("ServerRefused", 1),
+        ("RanksDiffer", 1),
     ],
 )
 def test_exit_codes_are_those_of_the_design(name: str, code: int) -> None:
@@ -37,7 +38,7 @@ def test_exit_codes_are_those_of_the_design(name: str, code: int) -> None:
 def test_the_table_above_is_complete() -> None:
     kinds = [getattr(errors, name) for name in errors.__all__]
     assert all(issubclass(kind, HeadraceError) for kind in kinds)
-    assert len(kinds) == 19
+    assert len(kinds) == 20
 
 
 def test_an_unknown_name_suggests_the_nearest_and_lists_all() -> None:

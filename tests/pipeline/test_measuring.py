@@ -19,7 +19,7 @@ from headrace.errors import UnfitMachine
 from headrace.pipeline import profile as module_of_profile
 from headrace.pipeline.profile import limited_threads, measure
 from headrace.spec.model import ProfileRequest
-from headrace.training.compute import Objective
+from headrace.training.user_code.objective import Objective
 from pipeline.zoo import Greedy
 
 
@@ -99,7 +99,7 @@ import torch
 from torch import nn
 import headrace as hr
 from headrace.pipeline.profile import measure
-from headrace.training.compute import Objective
+from headrace.training.user_code.objective import Objective
 from headrace.spec.model import ProfileRequest
 
 def resident_bytes():

@@ -18,7 +18,7 @@ from headrace.modules import describe
 from headrace.pipeline.layer_cost import _saved, kept_bytes
 from headrace.pipeline.partition import Terms, costs, split
 from headrace.pipeline.profile import profile
-from headrace.training.compute import Objective
+from headrace.training.user_code.objective import Objective
 from headrace.trees import map_tensors
 from pipeline.zoo import ZOO, Normalised
 

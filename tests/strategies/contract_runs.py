@@ -37,10 +37,10 @@ from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, WorkerContext
 from headrace.strategies.context import ModelProbe
 from headrace.training.clipping import StepDecision
-from headrace.training.compute import Objective
 from headrace.training.exchange import Replica
 from headrace.training.optimizer import StatePiece
 from headrace.training.synchronization import PeriodicSync
+from headrace.training.user_code.objective import Objective
 
 __all__ = [
     "CLUSTER",

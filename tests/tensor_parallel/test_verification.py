@@ -22,7 +22,7 @@ from headrace.tensor_parallel.recording import Trial
 from headrace.tensor_parallel.replica import RewrittenModel, SplitModel
 from headrace.tensor_parallel.rewriting import split
 from headrace.tensor_parallel.verification import GuardedCollective
-from headrace.training.compute import Objective
+from headrace.training.user_code.objective import Objective
 from headrace.training.whole_model import WholeModel
 
 Rules = str | dict[str, str]

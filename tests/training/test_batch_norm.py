@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from collectives.seats import together
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
-from headrace.training.batch_norm import GlobalBatchNorm, averaged_buffers, synchronise_batch_norm
+from headrace.training.shared_buffers.batch_norm import GlobalBatchNorm, averaged_buffers, synchronise_batch_norm
 
 SPLITS = [(7,), (4, 3), (5, 1, 1), (6, 0, 1), (0, 7)]
 SHAPES: dict[str, tuple[type[_BatchNorm], tuple[int, ...]]] = {

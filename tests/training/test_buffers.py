@@ -13,7 +13,7 @@ import headrace as hr
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import UsageError
 from headrace.spec.events import Notice
-from headrace.training.buffers import synced_buffers
+from headrace.training.shared_buffers.synced import synced_buffers
 
 THREADS = hr.ThreadEngine()
 

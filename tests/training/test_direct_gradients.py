@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from headrace.spec.job import Share
 from headrace.spec.options import Options
 from headrace.training import gradients as module
-from headrace.training.compute import Objective
+from headrace.training.user_code.objective import Objective
 from headrace.training.whole_model import WholeModel
 
 WIDTH = 8

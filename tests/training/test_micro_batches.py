@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from headrace.errors import DataError, UsageError
 from headrace.spec.job import Share
 from headrace.spec.options import Options
-from headrace.training.compute import Objective
+from headrace.training.user_code.objective import Objective
 from headrace.training.whole_model import WholeModel, cut
 from training.test_whole_model import Kept, module, part, weighted
 

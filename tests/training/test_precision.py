@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from headrace.spec.job import Share
 from headrace.spec.options import Options
 from headrace.training.clipping import LossScale
-from headrace.training.compute import Objective
+from headrace.training.user_code.objective import Objective
 from headrace.training.whole_model import WholeModel
 from training.test_whole_model import Kept
 

@@ -17,8 +17,8 @@ from engine.victims import make_job
 from headrace.collectives.threads import ThreadCollective
 from headrace.metrics import Mean
 from headrace.spec.job import Share
-from headrace.training.batch_norm import synchronise_batch_norm
-from headrace.training.compute import Objective
+from headrace.training.shared_buffers.batch_norm import synchronise_batch_norm
+from headrace.training.user_code.objective import Objective
 from headrace.training.whole_model import WholeModel
 
 

@@ -24,10 +24,10 @@ from headrace.averaging.shown import Reads, ShownBytes
 from headrace.averaging.worker_average import squared
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import RunFailed
-from headrace.training.batch_norm import averaged_buffers
 from headrace.training.clipping import all_finite
 from headrace.training.gradients import FlatLayout
 from headrace.training.optimizer import StatePiece
+from headrace.training.shared_buffers.batch_norm import averaged_buffers
 from headrace.training.synchronization import SyncResult, describe_tensor
 from headrace.training.update import PARAMETER, Updater
 

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from headrace.averaging.outer_steps import OuterStep
 from headrace.collectives.base import Collective, ProcessGroup
-from headrace.training.batch_norm import averaged_buffers
 from headrace.training.gradients import ByteRange, FlatLayout
 from headrace.training.optimizer import Factory
+from headrace.training.shared_buffers.batch_norm import averaged_buffers
 from headrace.training.synchronization import MeanState, describe_tensor, mean_state
 from headrace.transport.codec import CODECS, codec_for
 

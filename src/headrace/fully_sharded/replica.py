@@ -20,11 +20,14 @@ from headrace.policies.roles import bounds
 from headrace.spec.job import Share
 from headrace.spec.options import Options, require_plain_forward
 from headrace.training.clipping import GradientClipper, LossScale, StepDecision
-from headrace.training.compute import Compute, Computed, FixedParameters, Objective, ReadGradients
+from headrace.training.compute import Compute, Computed
 from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import UsedParameters, require_graph
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import Updater
+from headrace.training.user_code.gradients import ReadGradients
+from headrace.training.user_code.objective import Objective
+from headrace.training.user_code.trained import FixedParameters
 from headrace.training.whole_model import HALF, cut
 from headrace.trees import widened
 

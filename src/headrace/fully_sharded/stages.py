@@ -29,8 +29,8 @@ from headrace.spec.job import Share
 from headrace.spec.plan import Segment
 from headrace.training.clipping import GradientClipper
 from headrace.training.compute import Compute, Computed
-from headrace.training.exchange import Reduced, ReducingExchange
 from headrace.training.gradients import UsedParameters
+from headrace.training.reducing import Reduced, ReducingExchange
 from headrace.training.reduction import buckets
 from headrace.training.update import Updater
 

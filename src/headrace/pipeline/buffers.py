@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from headrace import internals
 from headrace.internals import BatchNorm
 from headrace.modules import restore, same_values, stateful_modules
-from headrace.training.batch_norm import move_running_averages
+from headrace.training.shared_buffers.batch_norm import move_running_averages
 
 
 @dataclass(frozen=True)

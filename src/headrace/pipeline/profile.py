@@ -40,7 +40,7 @@ from headrace.pipeline.trace.tracing import trace, unchanged
 from headrace.spec.compute import LayerSpec
 from headrace.spec.job import Job
 from headrace.spec.model import ProfileRequest
-from headrace.training.compute import Objective
+from headrace.training.user_code.objective import Objective
 from headrace.trees import map_tensors, nbytes
 
 _LEAST, _MOST = 5, 30

@@ -26,11 +26,13 @@ from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
 from headrace.training.clipping import GradientClipper, StepDecision
-from headrace.training.compute import Compute, Computed, Objective, TrainedParameters
+from headrace.training.compute import Compute, Computed
 from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import GradientSink, assign, divide, require_graph
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import Updater
+from headrace.training.user_code.objective import Objective
+from headrace.training.user_code.trained import TrainedParameters
 from headrace.training.whole_model import ModelParallelGroup, WholeModel, cut
 from headrace.trees import widened
 

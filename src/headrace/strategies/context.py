@@ -24,9 +24,8 @@ from headrace.spec.compute import LayerSpec
 from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import Options
 from headrace.spec.plan import Segment
-from headrace.training.batch_norm import synchronise_batch_norm
 from headrace.training.clipping import GradientClipper, LossScale
-from headrace.training.compute import Compute, Objective
+from headrace.training.compute import Compute
 from headrace.training.embeddings.exchange import TablesExchange
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.embeddings.updater import RowUpdater
@@ -34,7 +33,9 @@ from headrace.training.exchange import Replica
 from headrace.training.fixed_shapes.graph_mode import CompiledModule
 from headrace.training.gradients import GradientSink, SharedGradients
 from headrace.training.optimizer import build, build_over
+from headrace.training.shared_buffers.batch_norm import synchronise_batch_norm
 from headrace.training.update import Updater
+from headrace.training.user_code.objective import Objective
 from headrace.training.whole_model import ModelParallelGroup, WholeModel
 
 _HOST = torch.device("cpu")

@@ -27,7 +27,7 @@ from headrace.tensor_parallel.collectives import (
     rows,
     scatter_to,
 )
-from headrace.training.batch_norm import synchronise_batch_norm
+from headrace.training.shared_buffers.batch_norm import synchronise_batch_norm
 from headrace.trees import map_tensors
 
 Length = Callable[[], int]

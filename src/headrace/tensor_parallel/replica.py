@@ -20,9 +20,10 @@ from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.tensor_parallel.collectives import all_gather
 from headrace.tensor_parallel.rules import any_number
-from headrace.training.compute import Compute, Computed, ReadGradients
+from headrace.training.compute import Compute, Computed
 from headrace.training.gradients import GradientSink
 from headrace.training.optimizer import StatePiece
+from headrace.training.user_code.gradients import ReadGradients
 from headrace.training.whole_model import ModelParallelGroup, WholeModel
 
 _SHOWN = 6

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headrace.batches import call, select_target
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import UsageError
 from headrace.metrics import Mean
-from headrace.modules import frozen_until, held_part, is_dense, parameters_and_buffers
+from headrace.modules import is_dense, parameters_and_buffers
 from headrace.spec.events import StagePass
 from headrace.spec.job import Share
 from headrace.trees import map_tensors
@@ -30,30 +28,6 @@ class Computed:
 
     loss: Tensor | None
     weight: float
-
-
-@dataclass(frozen=True)
-class Objective:
-    """The loss, `loss(output, target)`, and how `inputs` and `target` are selected from a batch, as in `Job`.
-
-    `weighed` tells whether the loss is a `Mean`, whose total weight is a sum over workers. Where a part of a model is
-    trained, `model` is the whole one, and the loss is `loss(model, batch)`.
-    """
-
-    loss: Callable[..., Any]
-    inputs: Any = None
-    target: Any = None
-    weighed: bool = False
-    model: nn.Module | None = None
-
-    def of(self, forward: Callable[..., Any], batch: Any) -> Tensor | Mean:
-        """Returns the loss of a batch, whose output `forward` makes."""
-        if self.model is not None:
-            taken = self.model, batch
-        else:
-            taken = call(forward, batch, self.inputs), select_target(batch, self.target)
-        loss: Tensor | Mean = self.loss(*taken)
-        return loss
 
 
 class Compute(ABC):
@@ -131,111 +105,3 @@ class Compute(ABC):
         if self.device.type == "cpu":
             return batch
         return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
-
-
-class ReadGradients:
-    """Gradients that user code may read between backward and update, and not change; `why` says why not."""
-
-    def __init__(self, named: Mapping[str, Tensor], why: str) -> None:
-        self._named, self._why = named, why
-        self._seen: dict[str, tuple[Tensor, Tensor] | None] = {}
-
-    def look(self) -> None:
-        """Keeps copies of them."""
-        for name, parameter in self._named.items():
-            gradient = parameter.grad
-            self._seen[name] = None if gradient is None else (gradient, _bytes(gradient).clone())
-
-    def forget(self) -> None:
-        """Drops the copies."""
-        self._seen.clear()
-
-    def require_unchanged(self) -> None:
-        """Raises UsageError if one is not as it was."""
-        for name, seen in self._seen.items():
-            gradient = self._named[name].grad
-            if seen is None if gradient is None else seen and gradient is seen[0] and _same(gradient, seen[1]):
-                continue
-            raise UsageError(
-                f".grad of {name!r} was changed between worker.backward(loss) and worker.update(), where {self._why}, "
-                "so that what is changed there is not sent; use Options(clip_norm=...) or clip_value, change the loss, "
-                "or use mirrored, whose workers have whole gradients"
-            )
-        self._seen.clear()
-
-
-def _bytes(gradient: Tensor) -> Tensor:
-    """Returns the elements that this process has of a gradient."""
-    return held_part(gradient).detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _same(gradient: Tensor, copy: Tensor) -> bool:
-    return torch.equal(_bytes(gradient), copy)
-
-
-class TrainedParameters:
-    """The parameters of a module that are trained, of which some are frozen in the first epochs (`hr.frozen`).
-
-    Attributes:
-        every: all of them, in the module's order.
-        last_begin: the epoch from which on all are trained.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        until = frozen_until(module)
-        self.every = list(named.values())
-        self._begins = [until.get(name, 0) for name in named]
-        self._frozen = {name: each for name, each in module.named_parameters() if name not in named}
-        self.last_begin = max(self._begins, default=0)
-
-    def in_epoch(self, epoch: int) -> list[nn.Parameter]:
-        """Returns those that are trained in an epoch, without those that user code has frozen since.
-
-        Raises:
-            UsageError: user code trains one that was frozen when the run began.
-        """
-        self.require_frozen()
-        if epoch >= self.last_begin and all(map(_REQUIRES_GRAD, self.every)):
-            return self.every
-        pairs = zip(self.every, self._begins, strict=True)
-        return [parameter for parameter, begin in pairs if begin <= epoch and parameter.requires_grad]
-
-    def require_frozen(self) -> None:
-        """Raises UsageError if user code trains one that was frozen when the run began."""
-        if any(map(_REQUIRES_GRAD, self._frozen.values())):
-            names = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
-            raise UsageError(
-                f"{', '.join(map(repr, names)):.200}: requires_grad was False when the run began and is True now; "
-                "neither the exchange nor checkpoints know of it; use hr.frozen(model, pattern, until_epoch=...), or "
-                "build the model with all trained that ever is, and freeze it in the loop before the first step"
-            )
-
-    def all_of(self, live: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Returns one gradient for each, from those of `live`; None for those that are frozen."""
-        if live is self.every:
-            return gradients
-        known = dict(zip(map(id, live), gradients, strict=True))
-        return [known.get(id(parameter)) for parameter in self.every]
-
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
-
-
-class FixedParameters:
-    """Refuses a change of `requires_grad` where it cannot be followed; `why` says why not."""
-
-    def __init__(self, named: Mapping[str, Tensor], why: str) -> None:
-        self._named, self._why = dict(named), why
-        self._flags = [parameter.requires_grad for parameter in self._named.values()]
-
-    def require(self) -> None:
-        """Raises UsageError if one is not as it was."""
-        if [*map(_REQUIRES_GRAD, self._named.values())] == self._flags:
-            return
-        pairs = zip(self._named.items(), self._flags, strict=True)
-        changed = [name for (name, parameter), flag in pairs if parameter.requires_grad != flag]
-        raise UsageError(
-            f"requires_grad of {', '.join(map(repr, changed)):.200} has changed since the run began, and {self._why}; "
-            "use hr.frozen(model, pattern, until_epoch=...)"
-        )

@@ -27,7 +27,6 @@ from headrace.internals import foreach_copy_
 from headrace.spec.model import ParameterSpec
 from headrace.training.clipping import GradientClipper
 from headrace.training.elastic import ElasticState
-from headrace.training.exchange import Reduced, ReducingExchange
 from headrace.training.gradients import (
     FlatGradients,
     FlatLayout,
@@ -37,6 +36,7 @@ from headrace.training.gradients import (
     assign,
 )
 from headrace.training.optimizer import StatePiece, has_step_hooks
+from headrace.training.reducing import Reduced, ReducingExchange
 from headrace.training.update import Updater
 
 RESIDUAL = "headrace.residual"

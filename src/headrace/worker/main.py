@@ -24,10 +24,10 @@ from headrace.spec.events import Failed, Notice, RowsHeld, RowsRead, WorkerEnded
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Role
 from headrace.tracebacks import user_traceback
-from headrace.training.batch_norm import averaged_buffers
 from headrace.training.compute import Compute
 from headrace.training.embeddings.layer import local_stats, sparse_layers
 from headrace.training.embeddings.saving import rows_of_layers
+from headrace.training.shared_buffers.batch_norm import averaged_buffers
 from headrace.training.synchronization import DataLeases, PeriodicSync
 from headrace.worker.attributes import SameBuild
 from headrace.worker.control import RunControl

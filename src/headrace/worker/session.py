@@ -29,12 +29,12 @@ from headrace.spec.job import Job, Share
 from headrace.spec.parameter_sets import one_optimizer
 from headrace.spec.plan import Plan, Role, exchanges_in_host_memory, name_of
 from headrace.strategies.context import BatchInfo, WorkerContext
-from headrace.training.compute import Objective
 from headrace.training.embeddings.building import deferred_tables, with_tables
 from headrace.training.exchange import Replica, UpdatingExchange
 from headrace.training.turns.compute import TurnsCompute
 from headrace.training.turns.elastic import TurnsState
 from headrace.training.turns.exchange import TurnsExchange
+from headrace.training.user_code.objective import Objective
 from headrace.training.whole_model import use_channels_last
 from headrace.worker.evaluations.evaluation import Evaluation
 from headrace.worker.evaluations.loss import loss_in, with_loss

@@ -22,10 +22,10 @@ from headrace.devices import HOST, random_state, set_random_state
 from headrace.errors import CorruptCheckpoint, HeadraceError
 from headrace.modules import parameters_and_buffers, restore
 from headrace.spec.plan import EVERY_WORKER, Plan
-from headrace.training.batch_norm import averaged_buffers
 from headrace.training.compute import Compute
 from headrace.training.embeddings.pieces import is_row_piece, is_row_value
 from headrace.training.optimizer import StatePiece
+from headrace.training.shared_buffers.batch_norm import averaged_buffers
 from headrace.training.update import AVERAGE, PARAMETER
 from headrace.worker.attributes import drawn_of
 from headrace.worker.evaluations.early_stopping import EarlyStopper

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headrace.prediction.profiling.passes import BatchPasses, accumulation_s, measure_passes
-from headrace.training.compute import Objective
+from headrace.training.user_code.objective import Objective
 
 
 def squared(output: Tensor, target: Tensor) -> Tensor:

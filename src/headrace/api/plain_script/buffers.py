@@ -13,7 +13,7 @@ from headrace import internals
 from headrace.api.plain_script.meeting import Meeting
 from headrace.collectives.digest import digests
 from headrace.errors import UsageError
-from headrace.training.buffers import average, copy_first
+from headrace.training.shared_buffers.synced import average, copy_first
 
 
 class ChangedBuffers:

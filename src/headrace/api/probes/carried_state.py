@@ -21,7 +21,7 @@ from headrace.api.probes.untouched import untouched
 from headrace.batches import examples_of
 from headrace.metrics import weigh
 from headrace.modules import stateful_modules
-from headrace.training.compute import Objective
+from headrace.training.user_code.objective import Objective
 from headrace.training.whole_model import cut
 from headrace.worker.attributes import AttributeWalk, attributes_of, copied, same
 from headrace.worker.session import seed_torch

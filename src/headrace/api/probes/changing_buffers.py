@@ -19,7 +19,7 @@ from headrace.batches import examples_of
 from headrace.checkpoint.forms import extra_states
 from headrace.internals import BatchNorm
 from headrace.modules import restore, same_values, stateful_modules
-from headrace.training.compute import Objective
+from headrace.training.user_code.objective import Objective
 from headrace.training.whole_model import cut
 
 _LARGE = 7.0

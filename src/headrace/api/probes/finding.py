@@ -18,7 +18,7 @@ from headrace.api.probes.untouched import same_generators, untouched
 from headrace.batches import call
 from headrace.engine.dynamo import has_compiler
 from headrace.modules import stateful_modules
-from headrace.training.compute import Objective
+from headrace.training.user_code.objective import Objective
 
 NAMED = 3
 """Most names that a finding has; of the others it says how many."""

@@ -18,7 +18,7 @@ from headrace.policies.roles import pieces_of
 from headrace.report.format import plural
 from headrace.spec.job import Job
 from headrace.spec.plan import Plan
-from headrace.training.compute import Objective
+from headrace.training.user_code.objective import Objective
 
 
 def probe_random_layers(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:

@@ -20,7 +20,7 @@ from headrace.data import Loader, as_pipeline
 from headrace.errors import DataError, JobError, UsageError
 from headrace.spec.job import Job, Share
 from headrace.spec.plan import Plan, cuts_shares, has_stages
-from headrace.training.compute import Objective
+from headrace.training.user_code.objective import Objective
 from headrace.training.whole_model import cut
 from headrace.worker.evaluations.accumulated import accumulates
 from headrace.worker.session import objectives_of

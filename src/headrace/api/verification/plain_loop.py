@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from headrace.metrics import Mean, weigh
 from headrace.modules import frozen_until
 from headrace.spec.job import Job, Share
-from headrace.training.compute import Objective
+from headrace.training.user_code.objective import Objective
 from headrace.training.whole_model import HALF
 
 Lend = Callable[[int], AbstractContextManager[None]]

@@ -23,8 +23,8 @@ from headrace.modules import evaluating, names_of_sets, parameters_and_buffers, 
 from headrace.spec.events import Stepped
 from headrace.spec.job import Job
 from headrace.spec.parameter_sets import loss_name
-from headrace.training.batch_norm import averaged_buffers
 from headrace.training.optimizer import StatePiece
+from headrace.training.shared_buffers.batch_norm import averaged_buffers
 from headrace.training.update import AVERAGE
 from headrace.worker.evaluations.accumulated import Accumulated, accumulates
 from headrace.worker.evaluations.loss import LOSS

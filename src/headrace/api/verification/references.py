@@ -16,7 +16,7 @@ from headrace.modules import copy_module
 from headrace.spec.job import Job
 from headrace.strategies import Gossip, ParameterAveraging, Strategy, Unconnected
 from headrace.strategies.gossip import neighbours
-from headrace.training.batch_norm import averaged_buffers
+from headrace.training.shared_buffers.batch_norm import averaged_buffers
 from headrace.worker.session import objective_of
 
 Reference = Callable[[Job, Callable[[], nn.Module], Sequence[int]], Trained]

@@ -18,8 +18,8 @@ from headrace.modules import set_train_modes
 from headrace.pipeline.layer_cost import LayerTiming, between, clock, kept_bytes, place, typical
 from headrace.pipeline.profile import limited_threads, loss_of
 from headrace.pipeline.trace.tracing import unchanged
-from headrace.training.compute import Objective
 from headrace.training.gradients import has_reentrant_checkpoint
+from headrace.training.user_code.objective import Objective
 
 _LEAST, _MOST = 5, 200
 """Repetitions that count."""

@@ -31,9 +31,10 @@ from headrace.strategies.context import WorkerContext
 from headrace.strategies.mirrored import Mirrored
 from headrace.strategies.strategy import Strategy
 from headrace.training.clipping import GradientClipper, StepDecision
-from headrace.training.exchange import Reduced, ReducingExchange, Replica
+from headrace.training.exchange import Replica
 from headrace.training.gradients import FlatLayout, UsedParameters
 from headrace.training.optimizer import StatePiece
+from headrace.training.reducing import Reduced, ReducingExchange
 from headrace.training.reduction import shared_traffic
 from headrace.training.update import Updater
 from headrace.worker.run_spec import RunSpec

@@ -25,8 +25,8 @@ from headrace.prediction.rehearsal.workers import ComputedStep, PushedGradient, 
 from headrace.spec.events import NonFinite
 from headrace.spec.parameter_sets import one_optimizer
 from headrace.strategies.context import BatchInfo, WorkerContext
-from headrace.training.batch_norm import averaged_buffers
 from headrace.training.exchange import Replica
+from headrace.training.shared_buffers.batch_norm import averaged_buffers
 from headrace.worker.evaluations.early_stopping import EarlyStopper
 from headrace.worker.loops.leased import next_sync_point
 from headrace.worker.main import leave_model

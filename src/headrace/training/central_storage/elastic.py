@@ -23,9 +23,9 @@ from headrace.training.central_storage.exchange import cut_segment, place_parame
 from headrace.training.central_storage.shared_state import SharedState, StateForm
 from headrace.training.clipping import GradientClipper, LossScale
 from headrace.training.elastic import ElasticState
-from headrace.training.exchange import Reduced, ReducingExchange
 from headrace.training.gradients import FlatGradients, SharedGradients
 from headrace.training.optimizer import StatePiece
+from headrace.training.reducing import Reduced, ReducingExchange
 from headrace.training.reduction import shared_traffic
 from headrace.training.update import Updater
 

@@ -14,9 +14,9 @@ from headrace.internals import foreach_add_
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.plan import Segment
 from headrace.training.clipping import GradientClipper, StepDecision
-from headrace.training.exchange import Reduced, ReducingExchange
 from headrace.training.gradients import FlatGradients, FlatLayout, SharedGradients, in_order
 from headrace.training.optimizer import StatePiece
+from headrace.training.reducing import Reduced, ReducingExchange
 from headrace.training.reduction import shared_traffic
 from headrace.training.update import Updater
 

@@ -18,7 +18,7 @@ from headrace.errors import JobError, UnfitMachine
 from headrace.machine.versions import minor_of
 from headrace.metrics import Mean
 from headrace.spec.job import Share
-from headrace.training.compute import Objective
+from headrace.training.user_code.objective import Objective
 
 
 class GraphMode(ABC):

@@ -16,9 +16,9 @@ from headrace.errors import DataError, JobError, UsageError
 from headrace.internals import tree_flatten, tree_unflatten
 from headrace.metrics import Mean
 from headrace.spec.job import Share
-from headrace.training.batch_norm import PaddedBatchNorm, replace_batch_norm
-from headrace.training.compute import Objective
 from headrace.training.fixed_shapes.graph_mode import GraphMode, compiler_errors, one_compiling_process
+from headrace.training.shared_buffers.batch_norm import PaddedBatchNorm, replace_batch_norm
+from headrace.training.user_code.objective import Objective
 from headrace.trees import map_leaves, map_tensors
 
 

@@ -16,8 +16,8 @@ from headrace.metrics import weigh
 from headrace.modules import evaluating
 from headrace.spec.job import Job, Share
 from headrace.spec.parameter_sets import loss_name
-from headrace.training.batch_norm import averaged_buffers
 from headrace.training.exchange import Replica
+from headrace.training.shared_buffers.batch_norm import averaged_buffers
 from headrace.worker.evaluations.accumulated import Accumulated, accumulates
 from headrace.worker.evaluations.loss import LossOfModel, loss_in
 

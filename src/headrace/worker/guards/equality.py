@@ -14,8 +14,8 @@ from torch import Tensor
 
 from headrace.collectives.equality import find_difference
 from headrace.errors import RanksDiffer
-from headrace.training.batch_norm import averaged_buffers
-from headrace.training.buffers import synced_buffers
+from headrace.training.shared_buffers.batch_norm import averaged_buffers
+from headrace.training.shared_buffers.synced import synced_buffers
 from headrace.training.synchronization import PeriodicSync
 from headrace.worker.session import WorkerSession
 

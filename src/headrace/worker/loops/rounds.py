@@ -16,8 +16,8 @@ from headrace.errors import UsageError
 from headrace.spec.events import ParametersAveraged
 from headrace.spec.job import Share
 from headrace.spec.plan import replica_leader
-from headrace.training.buffers import BufferSync, copy_first_buffers
 from headrace.training.compute import Computed
+from headrace.training.shared_buffers.synced import BufferSync, copy_first_buffers
 from headrace.training.synchronization import PeriodicSync, SyncResult
 from headrace.worker.balance import ShareBalancer
 from headrace.worker.control import RunControl

@@ -25,7 +25,7 @@ from headrace.batches import examples_of
 from headrace.hooks import hooks_of, silenced
 from headrace.metrics import weigh
 from headrace.modules import evaluating
-from headrace.training.compute import Objective
+from headrace.training.user_code.objective import Objective
 from headrace.training.whole_model import cut
 
 _SCALES = (1.0, 1e6, 1e-6)

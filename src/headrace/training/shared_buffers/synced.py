@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import UsageError
 from headrace.modules import is_dense
-from headrace.training.batch_norm import averaged_buffers
+from headrace.training.shared_buffers.batch_norm import averaged_buffers
 
 
 def synced_buffers(module: nn.Module) -> list[Tensor]:

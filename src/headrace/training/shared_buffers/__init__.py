@@ -1,0 +1,1 @@
+"""Buffers that workers make one: those that forward changes, and the running statistics of BatchNorm."""
