@@ -205,4 +205,4 @@ def test_probes_look_at_every_loss() -> None:
     info = inspect_job(job)
     findings = probe(info.job, info.module, *objectives_of(info.job, info.module))
     assert [each.where for each in findings] == ["the loss"]
-    assert "the weighted mean of its parts' losses" in findings[0].what
+    assert "is the sum of its parts' losses" in findings[0].what

@@ -76,7 +76,9 @@ def _loss_after(
                 else:
                     if owner is not None:
                         stack.enter_context(untouched(module))
-                    objective.of(module, before)
+                    # Which may be made of gradients.
+                    with torch.set_grad_enabled(objective.model is not None):
+                        objective.of(module, before)
                 now = {} if owner is None else _values(owner)
                 changed |= {path: now[path] for path in now if path not in start or not same(now[path], start[path])}
             for part, state in states:
