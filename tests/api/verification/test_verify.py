@@ -226,6 +226,23 @@ def test_in_double_precision_a_given_model_is_the_same_object() -> None:
     assert weight.dtype == torch.float32
 
 
+def twice(worker: hr.Worker) -> None:
+    """Differentiates the loss in two halves."""
+    for inputs, target in worker.batches():
+        for _ in range(2):
+            worker.backward(nn.functional.cross_entropy(worker.model(inputs), target) / 2)
+        worker.update()
+        if worker.evaluation_due:
+            worker.evaluate()
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_is_run_beside_itself() -> None:
+    found = verified(job(), hr.Mirrored(workers=2), train=twice, double=True)
+    assert found.equal, str(found)
+    assert {row.what for row in found.rows if row.verdict == EQUAL} >= {"losses", "parameters", "resumed run"}
+
+
 def test_the_plain_loop_can_be_read() -> None:
     lines = Path(plain_loop.__file__).read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 80

@@ -32,7 +32,7 @@ class PlainLoop:
         self.done, self.loss, self.averages = 0, 0.0, dict[str, Tensor]()
 
     def begin(self, pieces: Sequence[tuple[int, Share]]) -> None:
-        self.pieces = pieces
+        self.pieces, self.loss = pieces, 0.0
         (self.objective.model or self.model).zero_grad()
 
     def differentiate(self) -> None:
@@ -54,7 +54,7 @@ class PlainLoop:
     def backward(self, loss: Tensor | Mean) -> None:
         mean = (loss.total / loss.weight if loss.weight else loss.total * 0) if isinstance(loss, Mean) else loss
         mean.backward()
-        self.loss = float(mean.detach())
+        self.loss += float(mean.detach())
 
     def update(self) -> None:
         for name, epoch in frozen_until(self.model).items():
