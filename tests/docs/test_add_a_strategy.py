@@ -147,4 +147,7 @@ sys.exit(run(sys.argv[1:]))
     assert "2 workers" in shown
     accuracy = re.search(r"accuracy (\d\.\d+) after 5 epochs", shown)
     assert accuracy, shown
-    assert accuracy[1] in PAGE.read_text(encoding="utf-8")
+    told = re.search(r"that of `one_device`, (\d\.\d+)\.", PAGE.read_text(encoding="utf-8"))
+    assert told
+    # An example near the border falls on either side by the last bits of a processor's sums; 360 are evaluated.
+    assert abs(float(accuracy[1]) - float(told[1])) <= 2 / 360
