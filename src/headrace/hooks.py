@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -38,10 +38,14 @@ def hang(parameter: Tensor, hooks: Hooks) -> None:
     parameter.requires_grad_(trained)
 
 
-@contextmanager
-def silenced(parameters: Sequence[Tensor]) -> Iterator[None]:
+def silenced(parameters: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Calls no hooks of parameters meanwhile: their gradients are parts of what the hooks are to see, see `called`."""
-    tables = [table for each in parameters for table in _tables(each) if table]
+    return emptied([table for each in parameters for table in _tables(each) if table])
+
+
+@contextmanager
+def emptied(tables: Sequence[dict[Any, Any]]) -> Iterator[None]:
+    """Takes the hooks out of tables of hooks meanwhile."""
     held = [dict(table) for table in tables]
     for table in tables:
         table.clear()

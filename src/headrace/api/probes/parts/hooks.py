@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 
@@ -22,7 +22,7 @@ from headrace import internals
 from headrace.api.probes.finding import Finding, Scope, drawn, names_of, trial
 from headrace.api.probes.untouched import untouched
 from headrace.batches import examples_of
-from headrace.hooks import hooks_of, silenced
+from headrace.hooks import emptied, hooks_of, silenced
 from headrace.metrics import weigh
 from headrace.modules import evaluating
 from headrace.training.user_code.objective import Objective
@@ -184,15 +184,6 @@ def _hooks(module: nn.Module) -> list[Callable[..., Any]]:
     return [hook for part in module.modules() for table in _tables(part) for hook in table.values()]
 
 
-@contextmanager
-def _without(parts: Any) -> Iterator[None]:
+def _without(parts: Any) -> AbstractContextManager[None]:
     """Calls no backward hooks of modules meanwhile."""
-    tables = [table for part in parts for table in _tables(part)]
-    held = [dict(table) for table in tables]
-    for table in tables:
-        table.clear()
-    try:
-        yield
-    finally:
-        for table, hooks in zip(tables, held, strict=True):
-            table.update(hooks)
+    return emptied([table for part in parts for table in _tables(part)])
