@@ -14,7 +14,7 @@ import torch
 
 import headrace as hr
 from engine.conftest import below, fork_servers, until
-from engine.elastic_loops import ROUND, job, lose_rank_1
+from engine.elastic_loops import ROUND, job, lose_rank_1, plant
 from engine.test_elastic import EXAMPLES, MARK, Counter, Hand, check_counts, counting_job, mean_of_one_killed
 from engine.victims import rank
 from headrace.checkpoint import CheckpointFolder
@@ -45,6 +45,21 @@ def test_the_others_end_as_if_the_lost_worker_had_left_on_purpose(
     wanted = trained(engine, "on purpose", first_without)
     found = trained(engine, how, first_without)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def lost_once(worker: hr.Worker) -> None:
+    for batch in worker.batches():
+        if worker.rank == 1 and worker.round == ROUND and not worker._session.is_replacement:
+            plant("while it sums", worker)
+        worker.step(batch)
+
+
+def test_a_new_worker_repeats_a_round_that_the_others_have_begun(engine: LocalEngine) -> None:
+    """Their loops are at the same place, though the others have been there before."""
+    run = hr.launch(lost_once, job(), hr.Mirrored(3, min_workers=3, max_workers=3), engine=engine)
+    said = [event.text for event in run.events if isinstance(event, Notice)]
+    assert f"round {ROUND} begins with 3 workers: without rank 1, with a new rank 1" in said
+    assert run.status == "ok"
 
 
 def test_lost_and_frozen_workers_are_replaced_and_every_epoch_is_complete(engine: LocalEngine, tmp_path: Path) -> None:

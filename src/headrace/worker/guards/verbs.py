@@ -23,6 +23,10 @@ class VerbGuard:
         self._in_lockstep = session.run.strategy.lock_step and session.replica.sync is None
         self._round, self._steps = -1, 0
 
+    def begin_again(self) -> None:
+        """Forgets the steps of a round that is repeated: a worker that is new, or was late, has not done them."""
+        self._round = -1
+
     def require_same(self, verb: str) -> None:
         """Every worker calls it in each verb, "step" or "evaluate"; where all communicate in it, it compares.
 

@@ -136,6 +136,7 @@ class MemberChanges:
         """
         if spoilt:
             self._bring_back()
+        self._control.verbs.begin_again()
         self._views.renew(admits=True)
         if self.has_left:
             return False
