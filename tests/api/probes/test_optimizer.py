@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from headrace.api.probes.optimizers import probe
+from headrace.api.probes.optimizers.known import known_kept
 from headrace.api.probes.optimizers.probe import OptimizerFindings, probe_optimizer
 from headrace.errors import UsageError
 from training.odd_optimizers import (
@@ -222,3 +225,66 @@ def test_of_several_groups_the_one_that_keeps_most_counts() -> None:
         return optim.SGD([{"params": [first], "momentum": 0.9}, {"params": others}], lr=0.1)
 
     assert found(mixed).kept == 1
+
+
+KNOWN = {
+    "sgd": partial(optim.SGD, lr=0.1),
+    "momentum": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adam": optim.Adam,
+    "amsgrad": partial(optim.AdamW, amsgrad=True, betas=(0.8, 0.9)),
+    "rmsprop": partial(optim.RMSprop, momentum=0.9, centered=True),
+    "adagrad": optim.Adagrad,
+    "adadelta": optim.Adadelta,
+    "adamax": partial(optim.Adamax, maximize=True),
+    "nadam": optim.NAdam,
+    "radam": optim.RAdam,
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_an_optimizer_of_torch_that_is_known_is_as_a_trial_finds_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = found(KNOWN[name])
+    tried: list[object] = []
+    monkeypatch.setattr(probe, "known_kept", lambda *_: tried.append(name))
+    assert found(KNOWN[name]) == known
+    assert tried == [name]
+
+
+class Doubling(optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        Doubling,
+        lambda named: optim.SGD(named),
+        partial(optim.SGD, lr=torch.tensor(0.1)),
+        partial(optim.SGD, foreach=True),
+        optim.Adafactor,
+        hooked(clip),
+    ],
+    ids=["a subclass", "a function", "a tensor", "foreach", "another one", "hooks"],
+)
+def test_what_is_not_known_is_tried(factory: Any) -> None:
+    assert known_kept(factory, (tensor for _, tensor in named())) is None
+
+
+def test_a_step_that_is_replaced_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = optim.SGD.step
+
+    @wraps(before)
+    def clipped(self: optim.SGD, closure: None = None) -> None:
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.01)
+        before(self, closure)
+
+    monkeypatch.setattr(optim.SGD, "step", clipped)
+    assert "SGD looks at several parameters together" in found(partial(optim.SGD, lr=0.1)).needs.coupled
+
+
+def test_a_hook_of_all_optimizers_is_tried() -> None:
+    handle = register_optimizer_step_pre_hook(clip)
+    try:
+        assert found(partial(optim.SGD, lr=0.1)).needs.coupled
+    finally:
+        handle.remove()

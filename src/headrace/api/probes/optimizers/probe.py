@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.api.probes.finding import drawn
+from headrace.api.probes.optimizers.known import known_kept
 from headrace.errors import UsageError
 from headrace.spec.model import OptimizerNeeds
 from headrace.spec.options import Options
@@ -81,6 +82,9 @@ def probe_optimizer(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> Op
         UsageError: its step needs a closure.
     """
     named = list(named)
+    kept = known_kept(factory, (tensor for _, tensor in named))
+    if kept is not None:
+        return OptimizerFindings(kept=kept)
     template = build(factory, [(name, _no_memory(tensor)) for name, tensor in named])
     if isinstance(template, torch.optim.LBFGS):
         raise UsageError(
