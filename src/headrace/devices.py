@@ -111,6 +111,14 @@ def accelerators() -> tuple[DeviceKind, ...]:
     return tuple(each for each in DEVICES.values() if each.name != HOST)
 
 
+def float32_backends() -> tuple[Any, ...]:
+    """Returns what has a precision of float32 of its own."""
+    import torch.backends as backends
+
+    cuda, cudnn, mkldnn = (getattr(backends, name) for name in (GPU, "cudnn", "mkldnn"))
+    return backends, cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn
+
+
 def kind_of(device: str) -> DeviceKind:
     """Returns the row of a device, "cuda" or "cuda:0"; raises UnknownName."""
     name = device.partition(":")[0]

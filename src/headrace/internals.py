@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     unregister_process_group: Any
 
 COMPILER = "torch._dynamo"
-"""torch's compiler, which is imported late; see `engine/dynamo.py`."""
+"""torch's compiler, which is imported late; see `machine/dynamo.py`."""
 COMPILER_DISABLED = "__dynamo_disable"
 """Where `torch._compile` keeps what it calls in the place of a function that is not to be compiled."""
 COMPILED_CALL = "_compiled_call_impl"

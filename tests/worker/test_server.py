@@ -58,7 +58,13 @@ def test_it_is_told_once_of_a_worker_that_was_declared_lost(
     monkeypatch.setattr(module, "replace", lambda *_, **__: None)
     monkeypatch.setattr(hr.ParameterServer, "server", lambda *_: served)
     run: Any = SimpleNamespace(
-        strategy=hr.ParameterServer(2), plan=plan, run_dir=tmp_path, started=0.0, timeout_s=60.0, resume=None
+        strategy=hr.ParameterServer(2),
+        plan=plan,
+        run_dir=tmp_path,
+        started=0.0,
+        timeout_s=60.0,
+        resume=None,
+        settings=None,
     )
     run.snapshots_every_s = None
     serve(cast("RunSpec", run), 2, page, lambda: None, address)

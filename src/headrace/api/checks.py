@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from headrace.api.losses import check_loss_parameters, join_loss
-from headrace.api.probes.finding import drawn, names_of, trial, without_compilers
+from headrace.api.probes.finding import names_of
 from headrace.api.probes.layers import (
     NoSparseGradients,
     lazy_tensors,
@@ -21,9 +20,9 @@ from headrace.api.probes.layers import (
     refuse_sparse_layers,
     require_same_parameters,
 )
+from headrace.api.probes.losses import check_loss_parameters, join_loss
 from headrace.api.probes.optimizers.probe import OptimizerFindings, probe_optimizer, together
 from headrace.api.probes.sets import Sets, find_sets, try_loss
-from headrace.api.probes.untouched import same_generators, untouched
 from headrace.batches import arguments, call, form, select_target
 from headrace.data import InputPipeline, Loader, as_pipeline
 from headrace.data.pipeline.combined import check_cache_folders
@@ -44,6 +43,8 @@ from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.embeddings.updater import RowUpdater, check_tables
 from headrace.training.optimizer import build, require_lbfgs
 from headrace.training.update import make
+from headrace.training.user_code.trial import drawn, trial, without_compilers
+from headrace.training.user_code.untouched import same_generators, untouched
 from headrace.training.whole_model import cut
 from headrace.trees import plain
 from headrace.worker.attributes import SameBuild

@@ -10,7 +10,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from headrace.api.fit import FitArguments, run_job
+from headrace.api.arguments import FitArguments
+from headrace.api.fit import run_job
 from headrace.api.measuring import measured, settle
 from headrace.api.run import Run, TemporaryRunDir
 from headrace.devices import one_each

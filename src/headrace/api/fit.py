@@ -7,23 +7,22 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 
 from headrace.api.agreement import require_alike
+from headrace.api.arguments import FitArguments, check_arguments, checkpoints_of, resume_request
 from headrace.api.checks import JobInfo, check_options, check_split, inspect_job
 from headrace.api.probes.memory_format import settle_memory_format
 from headrace.api.probes.probing import run_probes
 from headrace.api.probes.sets import plan_of, require_turns
-from headrace.api.probes.untouched import untouched
-from headrace.api.resume import IF_SAVED, ResumeRequest, describe_run
+from headrace.api.resume import describe_run
 from headrace.api.run import Run, TemporaryRunDir
 from headrace.api.supervision import supervise
 from headrace.data import as_pipeline
 from headrace.devices import AUTO, notice_of_auto
 from headrace.engine.base import LEFT, TERMINATED, Engine, Terminated, require_modules_without_hooks
-from headrace.engine.dynamo import postpone_compiler
 from headrace.engine.local.engine import kept_engine
 from headrace.engine.torchrun.elastic_workers.leader_file import find_leader
 from headrace.engine.torchrun.engine import LaunchedEngine
@@ -31,6 +30,7 @@ from headrace.engine.torchrun.refusal import tell_uncaught
 from headrace.engine.torchrun.secret import NOT_ENCRYPTED
 from headrace.engine.torchrun.store import join, launched_ranks, of_first, total_of_hosts
 from headrace.errors import HeadraceError, UsageError
+from headrace.machine.dynamo import postpone_compiler
 from headrace.machine.identity import detect, host_name, require_working_directory
 from headrace.machine.limits import explained
 from headrace.modules import refuse_overlapping
@@ -40,20 +40,20 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.compute import LayerSpec
 from headrace.spec.job import Job
 from headrace.spec.model import ModelSpec, ProfileRequest
-from headrace.spec.options import Checkpoints, is_url
+from headrace.spec.options import Checkpoints
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, resolve
 from headrace.strategies.checks import check_device, check_shapes
 from headrace.strategies.context import ModelProbe
 from headrace.training.embeddings.naming import made_sparse
+from headrace.training.user_code.untouched import untouched
 from headrace.worker.callbacks.callback import Callback
+from headrace.worker.guards.settings import read_settings
 from headrace.worker.run_spec import RunSpec
 from headrace.worker.session import objectives_of, sample_of
 from headrace.worker.worker import Worker
 
-# A process has four heartbeats a second.
-_LEAST_TIMEOUT_S = 1.0
 _SUCCESSION_S = 3.0
 """How long it may take beyond the run's `timeout_s` until another rank has taken the place of rank 0."""
 
@@ -117,7 +117,7 @@ def fit(
         *(checkpoints, resume, reset_optimizer, check, cluster, encrypt),
         callbacks=callbacks,
     )
-    return run_job(job, None, strategy, arguments)
+    return (instead or run_job)(job, None, strategy, arguments)
 
 
 def launch(
@@ -162,27 +162,11 @@ def launch(
         *(checkpoints, resume, reset_optimizer, check, cluster, encrypt),
         callbacks=callbacks,
     )
-    return run_job(job, train, strategy, arguments)
+    return (instead or run_job)(job, train, strategy, arguments)
 
 
-@dataclass(frozen=True)
-class FitArguments:
-    """The caller's arguments beside job and strategy; `told` are notices that another run has shown."""
-
-    device: str | Sequence[str]
-    run_dir: Path | str | None
-    on_event: OnEvent | Sequence[OnEvent] | None
-    timeout_s: float
-    engine: Engine | None
-    seconds: float | None
-    checkpoints: Checkpoints | bool | None
-    resume: bool | Path | str
-    reset_optimizer: bool
-    check: bool
-    cluster: Cluster | Path | str | None = None
-    encrypt: bool = True
-    told: frozenset[str] = frozenset()
-    callbacks: Sequence[Callback] = ()
+instead: Callable[[Job, Callable[[Worker], None] | None, str | Strategy, FitArguments], Run] | None = None
+"""What `fit` and `launch` do in this process in the place of a run: `headrace verify` runs a script."""
 
 
 def run_job(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strategy, arguments: FitArguments) -> Run:
@@ -199,13 +183,13 @@ def run_job(job: Job, train: Callable[[Worker], None] | None, strategy: str | St
 
 
 def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strategy, arguments: FitArguments) -> Run:
-    _check_arguments(train, arguments)
+    check_arguments(train, arguments)
     listeners = Listeners(arguments.on_event)
     require_working_directory()
     # Now, because building the user's model may change the working directory.
     wanted = None if arguments.run_dir is None else Path(arguments.run_dir).absolute()
-    request = _resume_request(arguments)
-    chosen = resolve(strategy)
+    request = resume_request(arguments)
+    chosen, settings = resolve(strategy), read_settings()
     postpone_compiler()
     ranks = launched_ranks() if arguments.engine is None else None
     if ranks:
@@ -216,7 +200,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     with _machines(chosen, arguments, ranks) as cluster:
         info, plan = _planned(job, chosen, arguments, cluster, known, ranks)
         job = info.job
-        checkpoints = _checkpoints(job, chosen, arguments)
+        checkpoints = checkpoints_of(job, chosen, arguments)
         keeper = TemporaryRunDir() if wanted is None else None
         directory = wanted or Path(keeper.path if keeper else ".")
         with _engine(arguments, ranks) as engine:
@@ -234,8 +218,15 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
                 checkpoints=checkpoints,
                 description=describe_run(job, info, plan) if checkpoints or arguments.resume else {},
                 callbacks=tuple(arguments.callbacks),
+                settings=settings,
             )
             status = supervise(spec, info, engine, request, listeners)
+    _leave(status, keeper)
+    return Run(job, plan, directory, status, info.module, keeper)
+
+
+def _leave(status: str, keeper: TemporaryRunDir | None) -> None:
+    """Ends this process where the run was not to go on in it."""
     if status == LEFT:
         # The others have the model, and this process has nothing more to do.
         sys.stderr.write("headrace: this worker has left the run, as it was asked to\n")
@@ -247,24 +238,6 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.raise_signal(signal.SIGTERM)
         raise Terminated
-    return Run(job, plan, directory, status, info.module, keeper)
-
-
-def _check_arguments(train: Callable[[Worker], None] | None, arguments: FitArguments) -> None:
-    if not (isinstance(arguments.timeout_s, int | float) and _LEAST_TIMEOUT_S <= arguments.timeout_s < float("inf")):
-        raise UsageError(f"timeout_s must be a number of at least {_LEAST_TIMEOUT_S:.0f}, got {arguments.timeout_s!r}")
-    if train is not None and not callable(train):
-        raise UsageError(f"train must be a function that takes a worker, got {type(train).__name__}")
-    if not isinstance(arguments.engine, Engine | None):
-        raise UsageError(f"engine must be hr.ThreadEngine(), another engine or None, got {arguments.engine!r:.60}")
-    if not isinstance(arguments.callbacks, Sequence):
-        raise UsageError(f"callbacks must be a list of hr.Callback objects, got {arguments.callbacks!r:.60}")
-    if wrong := [each for each in arguments.callbacks if not isinstance(each, Callback)]:
-        raise UsageError(f"callbacks are objects of subclasses of hr.Callback, got {wrong[0]!r:.60}")
-    if not isinstance(arguments.run_dir, str | Path | None):
-        raise UsageError(f"run_dir must be the path of a directory, or None, got {arguments.run_dir!r:.60}")
-    if arguments.run_dir == "":
-        raise UsageError("run_dir is empty, as an unset shell variable is; name a directory, or leave it out")
 
 
 @contextmanager
@@ -352,44 +325,6 @@ def _inspected(
     probe = ModelProbe(info.module, job.global_batch_size, cluster, layers, lambda: sample_of(job), job.inputs)
     model = strategy.inspect_model(info.model, probe)
     return replace(info, model=model, notices=(*info.notices, *notices))
-
-
-def _resume_request(arguments: FitArguments) -> ResumeRequest:
-    resume = arguments.resume
-    if not isinstance(resume, bool | str | Path):
-        raise UsageError(
-            f"resume is True, '{IF_SAVED}', a run's directory, one checkpoint or a URL of such, got {resume!r:.60}"
-        )
-    if resume and arguments.run_dir is None:
-        raise UsageError("resume needs the run_dir of the run that goes on")
-    if arguments.reset_optimizer and not resume:
-        raise UsageError("reset_optimizer (--reset-optimizer) is for a run that goes on; say from what by resume")
-    if resume == IF_SAVED:
-        return ResumeRequest(True, arguments.reset_optimizer, or_begin=True)
-    if isinstance(resume, str) and is_url(resume):
-        return ResumeRequest(resume, arguments.reset_optimizer)
-    return ResumeRequest(resume if isinstance(resume, bool) else Path(resume).absolute(), arguments.reset_optimizer)
-
-
-def _checkpoints(job: Job, strategy: Strategy, arguments: FitArguments) -> Checkpoints | None:
-    wanted = arguments.checkpoints
-    if wanted is None:
-        wanted = arguments.run_dir is not None and strategy.one_model
-    chosen = (Checkpoints() if wanted else None) if isinstance(wanted, bool) else wanted
-    if chosen is not None and not isinstance(chosen, Checkpoints):
-        raise UsageError(f"checkpoints must be hr.Checkpoints(...), True or False, got {wanted!r:.60}")
-    if chosen and not strategy.one_model:
-        raise UsageError(
-            f"{strategy.name} trains several models, so there is no single state to save: checkpoints=False"
-        )
-    if arguments.resume == IF_SAVED and chosen is None:
-        raise UsageError("resume='if_saved' (--resume-if-saved) goes on from checkpoints, and this run saves none")
-    if job.options.on_nonfinite == "rollback" and chosen is None:
-        raise UsageError(
-            "on_nonfinite='rollback' needs checkpoints to roll back to; give a run_dir, or "
-            "checkpoints=hr.Checkpoints(every_steps=100)"
-        )
-    return chosen
 
 
 def _check_tables(model: ModelSpec, strategy: Strategy) -> None:

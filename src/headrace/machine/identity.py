@@ -94,6 +94,12 @@ STEPS_FOLDER, STEPS = "HEADRACE_VERIFY_FOLDER", "HEADRACE_VERIFY_STEPS"
 """Variables with which `headrace verify` runs a plain script."""
 
 
+def end_verified_steps() -> None:
+    """Lets what follows in this process train as usual."""
+    for name in (STEPS_FOLDER, STEPS):
+        del os.environ[name]
+
+
 def verified_steps() -> tuple[Path, int] | None:
     """Returns where this process of a script is to write its models, and after how many steps to end.
 

@@ -68,6 +68,8 @@ def work(
     closing = ExitStack()
     runtime_bytes = resident_bytes()
     try:
+        if run.settings:
+            run.settings.apply()
         role, restarts = run.plan.role(rank), page.ranks[rank].restarts
         stored = LoadedCheckpoint(CheckpointFolder(run.resume.folder).open(run.resume.step)) if run.resume else None
         with building or nullcontext():

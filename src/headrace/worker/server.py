@@ -48,6 +48,8 @@ def serve(
     events = EventWriter(run.run_dir, rank, run.started)
     server, snapshots, runtime_bytes = None, None, resident_bytes()
     try:
+        if run.settings:
+            run.settings.apply()
         process = process_number(page, rank)
         assert isinstance(run.strategy, ServedStrategy)
         server = run.strategy.server(run.plan, rank, replace(_parts(run), process=ServerProcess(process, address)))

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import headrace as hr
 from api.probes.models import CLASSES, Cache, Codebook, Counting, Examples, Noisy, Target
 from headrace.api.checks import inspect_job
-from headrace.api.probes.finding import Finding, Scope, drawn, trial
+from headrace.api.probes.finding import Finding, Scope
 from headrace.api.probes.layers import modes_text
 from headrace.api.probes.probing import PROBES, probe, said_by
 from headrace.bench.library import declare_operators
@@ -26,6 +26,7 @@ from headrace.machine.identity import detect
 from headrace.models import zoo
 from headrace.spec.model import ModelSpec
 from headrace.strategies import Strategy
+from headrace.training.user_code.trial import drawn, trial
 from headrace.worker.session import objective_of
 from strategies.contract_runs import CLUSTER, MODEL
 

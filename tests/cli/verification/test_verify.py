@@ -41,12 +41,32 @@ for epoch in range(100):
 raise SystemExit("the script was not ended")
 """
 
+LOOP = """
+import functools, sys, torch, headrace as hr
+
+def train(worker):
+    for inputs, target in worker.batches():
+        scale = 2 if worker.world > 1 and sys.argv[1] == "other" else 1
+        worker.backward(scale * torch.nn.functional.mse_loss(worker.model(inputs), target))
+        worker.update()
+
+if __name__ == "__main__":
+    data = torch.randn(40, 4), torch.randn(40, 1)
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    model, loss = functools.partial(torch.nn.Linear, 4, 1), torch.nn.functional.mse_loss
+    job = hr.Job(model=model, loss=loss, optimizer=optimizer, data=data, global_batch_size=8, epochs=2)
+    if sys.argv[1] != "nothing":
+        hr.launch(train, job, "mirrored" if sys.argv[1] == "named" else hr.Mirrored(workers=2))
+        print("the script was not ended")
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "loop.py").write_text(LOOP)
     return tmp_path
 
 
@@ -69,6 +89,32 @@ def test_a_script_is_run_alone_and_launched(folder: Path, capfd: Capture) -> Non
     assert (found["rounds"], found["batch"], found["precision"]) == (6, 8, "double")
     assert run(["verify", "script.py", "--workers", "2", "mirrored", "other"]) == 1
     assert "parameters: differs from round 0 on" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_script_that_launches_a_loop_is_verified_in_the_place_of_its_call(folder: Path, capfd: Capture) -> None:
+    assert run(["verify", "loop.py", "--rounds", "2", "--workers", "2", "--json", "named"]) == 0
+    said = capfd.readouterr()
+    assert "not ended" not in said.out + said.err
+    found = json.loads(said.out)
+    assert (found["strategy"], found["workers"], found["rounds"]) == ("mirrored", 2, 2)
+    assert found["notes"] == ["compared: the first call of hr.fit or hr.launch; the script ended there"]
+    assert run(["verify", "loop.py", "--rounds", "2", "other"]) == 1
+    assert "losses: differs from round 0 on" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--workers", "3", "loop.py", "same"], "--workers 3, and the script asks for 2; leave it out"),
+        (["loop.py", "nothing"], "loop.py calls neither hr.setup nor hr.fit or hr.launch"),
+    ],
+)
+def test_a_script_that_asks_for_something_else(folder: Path, capfd: Capture, options: list[str], said: str) -> None:
+    assert run(["verify", *options]) == 1
+    assert said in capfd.readouterr().err
 
 
 def test_what_cannot_be_verified_is_refused(folder: Path, capsys: Capture) -> None:

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from headrace import internals
-from headrace.api.probes.finding import Finding, Scope, loss_of, names_of, run_forward, trial
-from headrace.api.probes.untouched import untouched
+from headrace.api.probes.finding import Finding, Scope, names_of
 from headrace.batches import examples_of
 from headrace.metrics import weigh
 from headrace.modules import stateful_modules
 from headrace.training.user_code.objective import Objective
+from headrace.training.user_code.trial import loss_of, run_forward, trial
+from headrace.training.user_code.untouched import untouched
 from headrace.training.whole_model import cut
 from headrace.worker.attributes import AttributeWalk, attributes_of, copied, same
 from headrace.worker.session import seed_torch

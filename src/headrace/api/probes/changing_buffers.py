@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from headrace import internals
-from headrace.api.probes.finding import Finding, Scope, loss_of, names_of, run_forward, trial
+from headrace.api.probes.finding import Finding, Scope, names_of
 from headrace.batches import examples_of
 from headrace.checkpoint.forms import extra_states
 from headrace.internals import BatchNorm
 from headrace.modules import restore, same_values, stateful_modules
 from headrace.training.user_code.objective import Objective
+from headrace.training.user_code.trial import loss_of, run_forward, trial
 from headrace.training.whole_model import cut
 
 _LARGE = 7.0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from headrace.api.probes.finding import Finding, Scope, drawn, names_of, run_forward, trial
+from headrace.api.probes.finding import Finding, Scope, names_of
 from headrace.batches import call
 from headrace.data import Loader, as_pipeline
 from headrace.errors import JobError, UsageError
@@ -19,6 +19,7 @@ from headrace.report.format import plural
 from headrace.spec.job import Job
 from headrace.spec.plan import Plan
 from headrace.training.user_code.objective import Objective
+from headrace.training.user_code.trial import drawn, run_forward, trial
 
 
 def probe_random_layers(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:

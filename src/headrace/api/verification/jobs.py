@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headrace.api.probes.untouched import untouched
 from headrace.batches import call
 from headrace.data import InputPipeline, Loader, as_pipeline, from_arrays
 from headrace.internals import BatchNorm
@@ -22,6 +21,7 @@ from headrace.modules import copy_module, restore, same_values
 from headrace.spec.job import Job
 from headrace.spec.options import Options
 from headrace.spec.parameter_sets import ParameterSet
+from headrace.training.user_code.untouched import untouched
 from headrace.trees import map_leaves
 
 Change = Callable[[nn.Module], nn.Module]

@@ -61,7 +61,7 @@ def compare_scripts(script: Path, alone: Path, launched: Path, workers: int) -> 
     """
     models = sorted(path.name for path in alone.glob("rank-0/model-*"))
     if not models:
-        raise RunFailed(f"{script} trains no model that it gives to hr.setup; see hr.verify for jobs and loops")
+        raise RunFailed(f"{script} calls neither hr.setup nor hr.fit or hr.launch, so there is nothing to compare")
     rows: list[Row] = []
     for model in models:
         plain, *ranks = (

@@ -12,9 +12,10 @@ from time import perf_counter
 import torch
 from torch import nn
 
+from headrace.api.arguments import FitArguments
 from headrace.api.checks import inspect_job
-from headrace.api.fit import FitArguments, run_job
-from headrace.api.losses import join_loss
+from headrace.api.fit import run_job
+from headrace.api.probes.losses import join_loss
 from headrace.api.rehearsal.rehearse import rehearse
 from headrace.api.run import Run, TemporaryRunDir
 from headrace.api.verification.differences import (

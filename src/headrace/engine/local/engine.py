@@ -196,9 +196,9 @@ class ProcessLauncher:
 
     def __init__(self, spec: RunSpec, fork_server: ForkServer, control: int, ranks: int, lifeline: int) -> None:
         # Not before, because it imports torch.
-        from headrace.engine.dynamo import has_compiler
         from headrace.engine.shipping import pack
         from headrace.internals import COMPILER
+        from headrace.machine.dynamo import has_compiler
 
         self._spec = spec
         self._fork_server = fork_server

@@ -45,7 +45,7 @@ def main(descriptor: int) -> None:
     """Serves the launcher at the other end of an inherited socket until it hangs up."""
     launcher = socket.socket(fileno=descriptor)
     load()
-    from headrace.engine.dynamo import postpone_compiler
+    from headrace.machine.dynamo import postpone_compiler
 
     postpone_compiler()
     # None of it is ever garbage, and searching it would stop a worker or server for a tenth of a second.
@@ -107,7 +107,7 @@ def _handle(request: dict[str, Any], descriptors: list[int], workers: dict[int, 
 
 def _import(names: Sequence[str]) -> None:
     """Imports modules once for all workers; one that cannot be is for a worker to report, which imports it again."""
-    from headrace.engine.dynamo import import_whole
+    from headrace.machine.dynamo import import_whole
 
     before = len(sys.modules)
     for name in names:

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.api.probes.finding import drawn
 from headrace.api.probes.optimizers.known import known_kept
 from headrace.errors import UsageError
 from headrace.spec.model import OptimizerNeeds
@@ -38,6 +37,7 @@ from headrace.training.optimizer import (
     tensors_in,
 )
 from headrace.training.update import HasModes, Updater, attributes, group_settings
+from headrace.training.user_code.trial import drawn
 
 _SCALES = (1.0, 1.0, 100.0, 0.01, 1.0, 1.0, 1.0)
 """How large the gradients of each step are, so that a limit on them is met; more steps than wrappers wait for."""
@@ -82,8 +82,7 @@ def probe_optimizer(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> Op
         UsageError: its step needs a closure.
     """
     named = list(named)
-    kept = known_kept(factory, (tensor for _, tensor in named))
-    if kept is not None:
+    if (kept := known_kept(factory, (tensor for _, tensor in named))) is not None:
         return OptimizerFindings(kept=kept)
     template = build(factory, [(name, _no_memory(tensor)) for name, tensor in named])
     if isinstance(template, torch.optim.LBFGS):
@@ -386,8 +385,7 @@ def _across(value: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _no_memory(tensor: Tensor, like: Tensor | None = None) -> nn.Parameter:
-    trainable = tensor.requires_grad if like is None else like.requires_grad
-    return stand_in(tensor.shape, tensor.dtype, torch.device("cpu"), trainable)
+    return stand_in(tensor.shape, tensor.dtype, torch.device("cpu"), (tensor if like is None else like).requires_grad)
 
 
 def _like(value: Tensor, generator: torch.Generator) -> Tensor:

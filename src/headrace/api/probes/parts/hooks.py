@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from headrace import internals
-from headrace.api.probes.finding import Finding, Scope, drawn, names_of, trial
-from headrace.api.probes.untouched import untouched
+from headrace.api.probes.finding import Finding, Scope, names_of
 from headrace.batches import examples_of
 from headrace.hooks import emptied, hooks_of, silenced
 from headrace.metrics import weigh
 from headrace.modules import evaluating
 from headrace.training.user_code.objective import Objective
+from headrace.training.user_code.trial import drawn, trial
+from headrace.training.user_code.untouched import untouched
 from headrace.training.whole_model import cut
 
 _SCALES = (1.0, 1e6, 1e-6)

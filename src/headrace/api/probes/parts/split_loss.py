@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from headrace import internals
-from headrace.api.probes.finding import Finding, Scope, drawn, loss_of, trial
+from headrace.api.probes.finding import Finding, Scope
 from headrace.batches import examples_of
 from headrace.internals import BatchNorm
 from headrace.metrics import Mean, weigh
 from headrace.training.user_code.objective import Objective
+from headrace.training.user_code.trial import drawn, loss_of, trial
 from headrace.training.whole_model import cut
 from headrace.trees import map_tensors
 from headrace.worker.session import seed_torch

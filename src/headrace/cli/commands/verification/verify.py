@@ -46,7 +46,9 @@ _EXAMPLES = """
 _FileArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="JOB.py|SCRIPT.py", show_default=False, help="A job's file; or a script that calls `headrace.setup`."
+        metavar="JOB.py|SCRIPT.py",
+        show_default=False,
+        help="A job's file; or a script that calls `headrace.setup`, `fit` or `launch`.",
     ),
 ]
 
@@ -97,7 +99,7 @@ def verify(
             given |= {"--examples": examples is not None, "--set": bool(settings), "--run-dir": run_dir is not None}
             refuse_idle(given, "for a job, and this file is a script, which has its own; leave it out")
             with stdout_for_results(keep_clean=True):
-                found = _of_script(path, arguments or (), workers or 2, rounds)
+                found = _of_script(path, arguments or (), workers, rounds)
         from headrace.api.verification.page import write_page
         from headrace.api.verification.verification import plain_values, table
 
@@ -136,20 +138,29 @@ def _of_job(
         return verified(job, chosen, engine=engine, say=_say, **more)  # type: ignore[arg-type]
 
 
-def _of_script(script: Path, arguments: Sequence[str], workers: int, rounds: int) -> Verification:
-    """Runs a script alone and launched, until each has made so many steps."""
+def _of_script(script: Path, arguments: Sequence[str], workers: int | None, rounds: int) -> Verification:
+    """Runs a script alone and, if it calls `setup`, launched, until each has made so many steps."""
     # Lazily: they import torch.
+    from headrace.api.verification import script_alone
     from headrace.api.verification.script_steps import compare_scripts
     from headrace.engine.local.engine import launch_script
 
-    def alone() -> int:
-        return subprocess.run([sys.executable, str(script), *arguments], check=False).returncode
+    count = workers or 2
 
-    with tempfile.TemporaryDirectory() as folder:
-        for name, run in (("alone", alone), ("launched", lambda: launch_script(script, arguments, workers))):
-            _say(f"{script.name}, {name}")
-            _run_recorded(run, script, Path(folder) / name, rounds)
-        return compare_scripts(script, Path(folder) / "alone", Path(folder) / "launched", workers)
+    def alone() -> int:
+        command = [sys.executable, "-m", script_alone.__name__, str(workers or 0), str(script), *arguments]
+        return subprocess.run(command, check=False).returncode
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _say(f"{script.name}, alone")
+        _run_recorded(alone, script, folder / "alone", rounds)
+        found = script_alone.read_verification(folder / "alone")
+        if found is not None:
+            return found
+        _say(f"{script.name}, launched")
+        _run_recorded(lambda: launch_script(script, arguments, count), script, folder / "launched", rounds)
+        return compare_scripts(script, folder / "alone", folder / "launched", count)
 
 
 def _run_recorded(run: Callable[[], int], script: Path, folder: Path, rounds: int) -> None:

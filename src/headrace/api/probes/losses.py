@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.api.probes.finding import trial
-from headrace.api.probes.untouched import reachable, untouched
 from headrace.errors import JobError, UsageError
 from headrace.metrics import weigh
 from headrace.report.format import plural
 from headrace.spec.job import Job, Share
+from headrace.training.user_code.trial import trial
+from headrace.training.user_code.untouched import reachable, untouched
 from headrace.worker.evaluations.loss import LossOfModel
 from headrace.worker.session import objectives_of
 

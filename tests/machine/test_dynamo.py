@@ -11,7 +11,7 @@ from warm.programs import PYTHON
 _COLD = """
 import sys
 import torch
-from headrace.engine.dynamo import has_compiler, postpone_compiler
+from headrace.machine.dynamo import has_compiler, postpone_compiler
 from headrace.internals import COMPILER
 
 assert not has_compiler()
@@ -55,7 +55,7 @@ def test_the_compiler_is_imported_when_something_compiles() -> None:
 _SPARING = """
 import sys
 import torch, headrace as hr
-from headrace.engine.dynamo import has_compiler
+from headrace.machine.dynamo import has_compiler
 
 class Layer(torch.nn.Linear):
     def forward(self, x):

@@ -1,0 +1,86 @@
+"""What a program sets for its process holds in its workers' processes, or the run is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import headrace as hr
+from headrace.errors import UsageError
+from headrace.worker.guards.settings import _SETTINGS, read_settings
+
+X = torch.linspace(-1, 1, 32).view(-1, 4)
+JOB = hr.Job(
+    model=partial(nn.Linear, 4, 1),
+    loss=nn.functional.mse_loss,
+    optimizer=partial(torch.optim.SGD, lr=0.1),
+    data=(X.double(), X[:, :1].double()),
+    global_batch_size=8,
+    steps=2,
+)
+CHANGES: dict[str, Callable[[], object]] = {
+    "argv": lambda: setattr(sys, "argv", ["train.py", "--lr", "0.5"]),
+    "recursion": lambda: sys.setrecursionlimit(4321),
+    "numpy errors": lambda: np.seterr(over="raise"),
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "deterministic": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    "precision": lambda: torch.set_float32_matmul_precision("high"),
+    "anomaly": lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
+    "flush denormal": lambda: torch.set_flush_denormal(True),
+    "attention fast path": lambda: torch.backends.mha.set_fastpath_enabled(False),
+    "cudnn benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    before = read_settings()
+    yield
+    before.apply()
+
+
+def compare(wanted: dict[str, Any], worker: hr.Worker) -> None:
+    found = {name: read() for name, (read, _) in _SETTINGS.items()}
+    assert found == wanted, "a worker's process"
+    for batch in worker.batches():
+        worker.step(batch)
+
+
+@pytest.mark.slow
+def test_a_worker_has_the_settings_of_the_caller() -> None:
+    before = dict(read_settings().values)
+    for change in CHANGES.values():
+        change()
+    wanted = dict(read_settings().values)
+    assert {name for name in wanted if wanted[name] != before[name]} == CHANGES.keys()
+    run = hr.launch(partial(compare, wanted), JOB, hr.Mirrored(workers=2))
+    # A function builds it there.
+    assert {each.dtype for each in run.model.parameters()} == {torch.float64}
+
+
+@pytest.mark.slow
+def test_precisions_of_backends_are_taken_too() -> None:
+    """In a process of its own: torch then never says the older numbers again."""
+    script = (
+        "import sys, torch; from headrace.worker.guards.settings import read_settings as read, ProcessSettings\n"
+        "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'; wanted = read()\n"
+        "torch.backends.mkldnn.matmul.fp32_precision = 'ieee'; assert read() != wanted\n"
+        "wanted.apply(); assert read() == wanted; assert torch.backends.mkldnn.matmul.fp32_precision == 'bf16'"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("engine", [None, hr.ThreadEngine()])
+def test_modes_that_workers_would_not_be_in_are_refused(engine: hr.Engine | None) -> None:
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UsageError, match=r"within torch.autocast.*precision="):
+        hr.fit(JOB, hr.Mirrored(2), engine=engine)
+    with torch.device("meta"), pytest.raises(UsageError, match="torch's default device is meta here"):
+        hr.fit(JOB, hr.Mirrored(2), engine=engine)
