@@ -64,7 +64,7 @@ def test_it_is_told_once_of_a_worker_that_was_declared_lost(
         started=0.0,
         timeout_s=60.0,
         resume=None,
-        settings=None,
+        caller=None,
     )
     run.snapshots_every_s = None
     serve(cast("RunSpec", run), 2, page, lambda: None, address)

@@ -22,7 +22,7 @@ from headrace.api.run import Run, TemporaryRunDir
 from headrace.api.supervision import supervise
 from headrace.data import as_pipeline
 from headrace.devices import AUTO, notice_of_auto
-from headrace.engine.base import LEFT, TERMINATED, Engine, Terminated, require_modules_without_hooks
+from headrace.engine.base import LEFT, TERMINATED, Engine, Terminated, require_no_global_hooks
 from headrace.engine.local.engine import kept_engine
 from headrace.engine.torchrun.elastic_workers.leader_file import find_leader
 from headrace.engine.torchrun.engine import LaunchedEngine
@@ -49,7 +49,8 @@ from headrace.strategies.context import ModelProbe
 from headrace.training.embeddings.naming import made_sparse
 from headrace.training.user_code.untouched import untouched
 from headrace.worker.callbacks.callback import Callback
-from headrace.worker.guards.settings import read_settings
+from headrace.worker.guards.caller import Witness, read_caller
+from headrace.worker.guards.witness import seeded_loss
 from headrace.worker.run_spec import RunSpec
 from headrace.worker.session import objectives_of, sample_of
 from headrace.worker.worker import Worker
@@ -189,7 +190,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     # Now, because building the user's model may change the working directory.
     wanted = None if arguments.run_dir is None else Path(arguments.run_dir).absolute()
     request = resume_request(arguments)
-    chosen, settings = resolve(strategy), read_settings()
+    chosen, caller = resolve(strategy), read_caller()
     postpone_compiler()
     ranks = launched_ranks() if arguments.engine is None else None
     if ranks:
@@ -218,7 +219,7 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
                 checkpoints=checkpoints,
                 description=describe_run(job, info, plan) if checkpoints or arguments.resume else {},
                 callbacks=tuple(arguments.callbacks),
-                settings=settings,
+                caller=replace(caller, witness=_witness(info, arguments, ranks)),
             )
             status = supervise(spec, info, engine, request, listeners)
     _leave(status, keeper)
@@ -244,7 +245,7 @@ def _leave(status: str, keeper: TemporaryRunDir | None) -> None:
 def _machines(strategy: Strategy, arguments: FitArguments, ranks: int | None) -> Iterator[Cluster]:
     """Yields the machines that the engine has, or this one, and gives back what the engine has placed there."""
     check_shapes(strategy, arguments.device)
-    require_modules_without_hooks(arguments.engine, bool(ranks))
+    require_no_global_hooks(arguments.engine, bool(ranks))
     if arguments.engine is None:
         yield detect(arguments.device, ranks, strategy.fixed_shapes)
         return
@@ -297,6 +298,20 @@ def _planned(
     info, plan = settle_memory_format(info, chosen, plan, cluster, shares_measure=(ranks or 1) > 1)
     told = run_probes(info, plan, chosen.equals_one_device) if arguments.check else ()
     return replace(info, notices=(*info.notices, *told)), plan
+
+
+def _witness(info: JobInfo, arguments: FitArguments, ranks: int | None) -> Witness | None:
+    """Returns what workers in processes of their own are to compute, too; None where there are none, or it fails."""
+    in_caller = ranks or (arguments.engine is not None and arguments.engine.in_caller)
+    if in_caller or not arguments.check or info.model.tables:
+        return None
+    batch = sample_of(info.job)
+    try:
+        loss = seeded_loss(info.module, batch, objectives_of(info.job, info.module, info.weighed))
+    except Exception:
+        # The probes have said that the model fails on so few examples in train mode.
+        return None
+    return Witness(batch, loss)
 
 
 def _engine(arguments: FitArguments, ranks: int | None) -> AbstractContextManager[Engine]:

@@ -98,8 +98,8 @@ class Engine(ABC):
         """Ends every process of this engine."""
 
 
-def require_modules_without_hooks(engine: Engine | None, launched: bool) -> None:
-    """Raises UsageError if hooks run around every module of this process, and workers are processes without them.
+def require_no_global_hooks(engine: Engine | None, launched: bool) -> None:
+    """Raises UsageError if hooks of all modules or optimizers are here, and workers are processes without them.
 
     It is asked before the model is built, by a function that may register some, in each worker too.
     """
@@ -109,6 +109,12 @@ def require_modules_without_hooks(engine: Engine | None, launched: bool) -> None
             "this process has hooks of all modules (torch.nn.modules.module.register_module_forward_hook or the like), "
             "and worker processes would not have them; register them in the function that builds the model, or on its "
             "modules, and remove() these; or use engine=hr.ThreadEngine()"
+        )
+    if not here and (internals.global_pre_hooks or internals.global_post_hooks):
+        raise UsageError(
+            "this process has hooks of all optimizers (torch.optim.optimizer.register_optimizer_step_pre_hook or the "
+            "like), and worker processes would not have them; register them on the optimizer, in the function that "
+            "makes it, and remove() these; or use engine=hr.ThreadEngine()"
         )
 
 

@@ -33,6 +33,8 @@ from headrace.worker.attributes import SameBuild
 from headrace.worker.control import RunControl
 from headrace.worker.evaluations.evaluation import average
 from headrace.worker.events import EventWriter, InputReporter
+from headrace.worker.guards.caller import take_settings
+from headrace.worker.guards.witness import require_same_loss
 from headrace.worker.loops.base import Loop
 from headrace.worker.loops.leased import LeasedLoop
 from headrace.worker.loops.rounds import LockstepLoop, PeriodicLoop
@@ -68,12 +70,12 @@ def work(
     closing = ExitStack()
     runtime_bytes = resident_bytes()
     try:
-        if run.settings:
-            run.settings.apply()
+        take_settings(run.caller)
         role, restarts = run.plan.role(rank), page.ranks[rank].restarts
         stored = LoadedCheckpoint(CheckpointFolder(run.resume.folder).open(run.resume.step)) if run.resume else None
         with building or nullcontext():
             module = build_module(run.job)
+        require_same_loss(run, module)
         if stored:
             with making_sense(stored.path):
                 stored.load_module(module)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headrace.parameter_server.server.snapshots import SnapshotSet
     from headrace.strategies.strategy import Strategy
     from headrace.worker.callbacks.callback import Callback
-    from headrace.worker.guards.settings import ProcessSettings
+    from headrace.worker.guards.caller import CallerProcess
 
 SNAPSHOTS = "snapshots"
 """The folder of the servers' snapshots in a run's directory."""
@@ -122,7 +122,7 @@ class RunSpec:
         checkpoints: when to save; None for never.
         resume: where to resume from; None to start anew.
         callbacks: the user's, which rank 0 calls.
-        settings: those of the caller's process, which each process of the run takes.
+        caller: what its process has that the run's processes need; None where they are the same.
     """
 
     job: Job
@@ -140,7 +140,7 @@ class RunSpec:
     description: Mapping[str, Any] = field(default_factory=dict)
     attempt: AttemptInfo = AttemptInfo()
     callbacks: tuple[Callback, ...] = ()
-    settings: ProcessSettings | None = None
+    caller: CallerProcess | None = None
 
     def of_set(self, job: Job, names: Collection[str]) -> RunSpec:
         """Returns the run of a job that trains the parameters of these names alone."""

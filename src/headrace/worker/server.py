@@ -29,6 +29,7 @@ from headrace.strategies.context import ServerContext
 from headrace.strategies.strategy import ServedStrategy
 from headrace.tracebacks import user_traceback
 from headrace.worker.events import EventWriter
+from headrace.worker.guards.caller import take_settings
 from headrace.worker.loops.leased import next_sync_point
 from headrace.worker.run_spec import SNAPSHOTS, ResumePoint, RunSpec
 
@@ -48,8 +49,7 @@ def serve(
     events = EventWriter(run.run_dir, rank, run.started)
     server, snapshots, runtime_bytes = None, None, resident_bytes()
     try:
-        if run.settings:
-            run.settings.apply()
+        take_settings(run.caller)
         process = process_number(page, rank)
         assert isinstance(run.strategy, ServedStrategy)
         server = run.strategy.server(run.plan, rank, replace(_parts(run), process=ServerProcess(process, address)))
@@ -64,8 +64,7 @@ def serve(
         parameter_bytes, _ = server.memory()
         shards = sum(segment.owner == owner for segment in run.plan.segments)
         events.write(ServerStarted(rank, events.now(), run.plan.role(rank).host, os.getpid(), shards, parameter_bytes))
-        told = monotonic()
-        excluded = [0] * len(page.ranks)
+        told, excluded = monotonic(), [0] * len(page.ranks)
         peer = PeerWatch(page, run.plan, owner, process, run.timeout_s)
 
         def look() -> None:

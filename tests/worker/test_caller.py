@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import headrace as hr
-from headrace.errors import UsageError
-from headrace.worker.guards.settings import _SETTINGS, read_settings
+from headrace.errors import UsageError, WorkerFailed
+from headrace.worker.guards.caller import _SETTINGS, read_caller, take_settings
 
 X = torch.linspace(-1, 1, 32).view(-1, 4)
 JOB = hr.Job(
@@ -42,9 +44,9 @@ CHANGES: dict[str, Callable[[], object]] = {
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    before = read_settings()
+    before = read_caller()
     yield
-    before.apply()
+    take_settings(before)
 
 
 def compare(wanted: dict[str, Any], worker: hr.Worker) -> None:
@@ -56,10 +58,10 @@ def compare(wanted: dict[str, Any], worker: hr.Worker) -> None:
 
 @pytest.mark.slow
 def test_a_worker_has_the_settings_of_the_caller() -> None:
-    before = dict(read_settings().values)
+    before = dict(read_caller().settings)
     for change in CHANGES.values():
         change()
-    wanted = dict(read_settings().values)
+    wanted = dict(read_caller().settings)
     assert {name for name in wanted if wanted[name] != before[name]} == CHANGES.keys()
     run = hr.launch(partial(compare, wanted), JOB, hr.Mirrored(workers=2))
     # A function builds it there.
@@ -70,10 +72,10 @@ def test_a_worker_has_the_settings_of_the_caller() -> None:
 def test_precisions_of_backends_are_taken_too() -> None:
     """In a process of its own: torch then never says the older numbers again."""
     script = (
-        "import sys, torch; from headrace.worker.guards.settings import read_settings as read, ProcessSettings\n"
+        "import sys, torch; from headrace.worker.guards.caller import read_caller as read, take_settings\n"
         "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'; wanted = read()\n"
         "torch.backends.mkldnn.matmul.fp32_precision = 'ieee'; assert read() != wanted\n"
-        "wanted.apply(); assert read() == wanted; assert torch.backends.mkldnn.matmul.fp32_precision == 'bf16'"
+        "take_settings(wanted); assert read() == wanted; assert torch.backends.mkldnn.matmul.fp32_precision == 'bf16'"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
 
@@ -84,3 +86,45 @@ def test_modes_that_workers_would_not_be_in_are_refused(engine: hr.Engine | None
         hr.fit(JOB, hr.Mirrored(2), engine=engine)
     with torch.device("meta"), pytest.raises(UsageError, match="torch's default device is meta here"):
         hr.fit(JOB, hr.Mirrored(2), engine=engine)
+
+
+class Drawing(nn.Module):
+    """Draws numbers that no seed decides, as it is built and in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.generator = nn.Linear(4, 1), np.random.default_rng()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs) * float(self.generator.random())
+
+
+def coupled() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.every
+@pytest.mark.parametrize("model", [Drawing, Drawing(), coupled, coupled()], ids=lambda model: repr(model)[:20])
+def test_models_that_compute_the_same_are_trained(model: Any) -> None:
+    job = replace(JOB, model=model, data=(X, X[:, :1]))
+    assert hr.fit(job, hr.Mirrored(workers=2)).status == "ok"
+
+
+@pytest.mark.slow
+def test_a_worker_that_computes_something_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's program has replaced a function of torch, which its workers import anew."""
+    job = replace(JOB, model=coupled, data=(X, X[:, :1]))
+    monkeypatch.setattr(nn.functional, "relu", lambda inputs, inplace: nn.functional.softplus(inputs))
+    assert hr.fit(job, hr.Mirrored(2), engine=hr.ThreadEngine()).status == "ok"
+    with pytest.raises(WorkerFailed, match=r"the loss of the first examples is .* in this worker's process and"):
+        hr.fit(job, hr.Mirrored(workers=2))
+
+
+def test_hooks_of_all_optimizers_are_refused_where_workers_would_not_have_them() -> None:
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
+    try:
+        with pytest.raises(UsageError, match="hooks of all optimizers"):
+            hr.fit(JOB, hr.Mirrored(2))
+    finally:
+        handle.remove()

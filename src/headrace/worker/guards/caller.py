@@ -80,20 +80,35 @@ _SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 
 @dataclass(frozen=True)
-class ProcessSettings:
-    """The settings of a process, by name."""
+class Witness:
+    """A batch, and its loss in the caller's process with the model as it is built; see `guards/witness.py`."""
 
-    values: Mapping[str, Any]
-
-    def apply(self) -> None:
-        """Sets them in this process, where they are others."""
-        for name, value in self.values.items():
-            read, write = _SETTINGS[name]
-            if read() != value:
-                write(value)
+    batch: Any
+    loss: float
 
 
-def read_settings() -> ProcessSettings:
+@dataclass(frozen=True)
+class CallerProcess:
+    """What a process of a run has of the one that called headrace.
+
+    Attributes:
+        settings: by name.
+        witness: what a worker's process must compute, too; None where it is the caller's.
+    """
+
+    settings: Mapping[str, Any]
+    witness: Witness | None = None
+
+
+def take_settings(caller: CallerProcess | None) -> None:
+    """Sets what the caller's process has set, where it is another value here."""
+    for name, value in caller.settings.items() if caller else ():
+        read, write = _SETTINGS[name]
+        if read() != value:
+            write(value)
+
+
+def read_caller() -> CallerProcess:
     """Returns those of this process.
 
     Raises:
@@ -111,4 +126,4 @@ def read_settings() -> ProcessSettings:
             f"torch's default device is {device} here, and each worker has its own; call "
             f'torch.set_default_device("cpu") before, and give device="{device.type}"'
         )
-    return ProcessSettings({name: read() for name, (read, _) in _SETTINGS.items()})
+    return CallerProcess({name: read() for name, (read, _) in _SETTINGS.items()})
