@@ -149,7 +149,7 @@ def test_servers_go_on_with_what_they_count(tmp_path: Path) -> None:
 def test_an_exported_checkpoint_has_the_parameters_of_the_eval_mode(tmp_path: Path) -> None:
     every = hr.Checkpoints(every_steps=3)
     fit(job(Averaging), hr.CentralStorage(2), run_dir=tmp_path, checkpoints=every)
-    module, _ = trained(job(Averaging), tmp_path, step=3)
+    _, module, _ = trained(job(Averaging), tmp_path, step=3)
     expected, _ = by_hand(job(Averaging, epochs=1))
     assert distance(module.state_dict(), expected) <= DOUBLE
 

@@ -115,9 +115,9 @@ def test_a_resumed_run_and_an_export_have_the_attributes_of_the_first_start(tmp_
     run = hr.fit(_job(make, epochs=2), run_dir=tmp_path, resume=True, engine=hr.ThreadEngine())
     assert run.model.drawn == once.drawn
     assert _loss(run.model) == pytest.approx(run.metrics["loss"], abs=1e-12)
-    assert _loss(trained(_job(make), tmp_path)[0]) == pytest.approx(run.metrics["loss"], abs=1e-12)
+    assert _loss(trained(_job(make), tmp_path)[1]) == pytest.approx(run.metrics["loss"], abs=1e-12)
     (tmp_path / "attributes.json").unlink()
-    last = trained(_job(make), tmp_path, step=4)[0]
+    last = trained(_job(make), tmp_path, step=4)[1]
     assert _loss(last) == pytest.approx(run.metrics["loss"], abs=1e-12)
 
 

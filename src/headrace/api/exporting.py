@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def export_run(
     """
     log = read_log(run_dir)
     started = _started(log, run_dir)
-    module, checkpoint = trained(job, run_dir, step)
+    job, module, checkpoint = trained(job, run_dir, step)
     evaluations = summarize(run_dir, log).curves.evaluations
     at = [each for each in evaluations if checkpoint is None or each.step <= checkpoint.step]
     facts = Signature(
@@ -87,19 +88,22 @@ def export_run(
     return write_model(job, module.eval(), folder, facts, choice)
 
 
-def trained(job: Job, run_dir: Path, step: int | None = None) -> tuple[nn.Module, Checkpoint | None]:
-    """Returns the trained model of a run, and the checkpoint that it comes from if it is not that of the run's end."""
+def trained(job: Job, run_dir: Path, step: int | None = None) -> tuple[Job, nn.Module, Checkpoint | None]:
+    """Returns the trained model of a run, and the checkpoint that it comes from if it is not that of the run's end.
+
+    The job's loss is the one that was trained with the model, where that has parameters or buffers.
+    """
     module = inspect_job(job).module
     path = model_path(run_dir)
     if step is None and disk.is_file(path):
         with making_sense(path):
             load_model(module, path)
-        without_loss(module)
-        return module.eval(), None
-    checkpoint = _checkpoint(run_dir, step)
-    _load_checkpoint(module, checkpoint)
-    without_loss(module)
-    return module.eval(), checkpoint
+        checkpoint = None
+    else:
+        checkpoint = _checkpoint(run_dir, step)
+        _load_checkpoint(module, checkpoint)
+    loss = without_loss(module)
+    return replace(job, loss=loss.eval()) if loss else job, module.eval(), checkpoint
 
 
 def predict_file(job: Job, run_dir: Path, data: Path, step: int | None = None) -> dict[str, Array]:
@@ -114,7 +118,7 @@ def predict_file(job: Job, run_dir: Path, data: Path, step: int | None = None) -
         CheckpointMismatch: the run is of another job.
         DataError: the file does not fit the model.
     """
-    job, module = answering_form(job, trained(job, run_dir, step)[0])
+    job, module = answering_form(job, trained(job, run_dir, step)[1])
     batches = examples_of(job)
     predictor, sample = predictor_of(job, module, batches[0])
     forms = tuple(form_of(name, tensor, free_lengths(sample.tensors)) for name, tensor in sample.tensors.items())

@@ -105,7 +105,11 @@ def test_it_is_saved_resumed_and_left_out_of_the_model_that_is_exported(make: An
     run = hr.fit(_job(loss), run_dir=tmp_path, resume=True, engine=THREADS)
     _require_same(_state(run), _by_hand(loss))
     for step in (None, 6):
-        _require_same(trained(_job(loss), tmp_path, step)[0].state_dict(), run.model.state_dict())
+        job, module, _ = trained(_job(loss), tmp_path, step)
+        _require_same(module.state_dict(), run.model.state_dict())
+        # With which an export is measured.
+        assert isinstance(job.loss, nn.Module)
+        _require_same(job.loss.state_dict(), run.loss.state_dict())
 
 
 def test_its_buffers_are_said_where_each_worker_has_its_own() -> None:
