@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -119,6 +121,32 @@ def test_a_worker_that_computes_something_else_is_named(monkeypatch: pytest.Monk
     assert hr.fit(job, hr.Mirrored(2), engine=hr.ThreadEngine()).status == "ok"
     with pytest.raises(WorkerFailed, match=r"the loss of the first examples is .* in this worker's process and"):
         hr.fit(job, hr.Mirrored(workers=2))
+
+
+MODULE = """
+import torch
+RATE = 0.1
+
+def optimizer(named):
+    return torch.optim.SGD(named, lr=RATE)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.every
+def test_a_worker_whose_optimizer_is_another_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's program has changed a number of a module, or the step of a class, that its workers import anew."""
+    (tmp_path / "rates_of_test.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("rates_of_test")
+    job = replace(JOB, optimizer=module.optimizer, data=(X, X[:, :1]))
+    assert hr.fit(job, hr.Mirrored(workers=2)).status == "ok"
+    module.RATE = 0.2
+    with pytest.raises(WorkerFailed, match=r"'lr' of the optimizer's group 0 is 0\.1 in .* and 0\.2"):
+        hr.fit(job, hr.Mirrored(workers=2))
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: None)
+    with pytest.raises(WorkerFailed, match=r"the code of the optimizer's step is SGD \w+ in this worker's process"):
+        hr.fit(replace(job, optimizer=partial(torch.optim.SGD, lr=0.1)), hr.Mirrored(workers=2))
 
 
 def test_hooks_of_all_optimizers_are_refused_where_workers_would_not_have_them() -> None:

@@ -50,7 +50,7 @@ from headrace.training.embeddings.naming import made_sparse
 from headrace.training.user_code.untouched import untouched
 from headrace.worker.callbacks.callback import Callback
 from headrace.worker.guards.caller import Witness, read_caller
-from headrace.worker.guards.witness import seeded_loss
+from headrace.worker.guards.witness import seeded_loss, updates_of
 from headrace.worker.run_spec import RunSpec
 from headrace.worker.session import objectives_of, sample_of
 from headrace.worker.worker import Worker
@@ -311,7 +311,7 @@ def _witness(info: JobInfo, arguments: FitArguments, ranks: int | None) -> Witne
     except Exception:
         # The probes have said that the model fails on so few examples in train mode.
         return None
-    return Witness(batch, loss)
+    return Witness(batch, loss, updates_of(info.job, info.module))
 
 
 def _engine(arguments: FitArguments, ranks: int | None) -> AbstractContextManager[Engine]:

@@ -34,7 +34,7 @@ from headrace.worker.control import RunControl
 from headrace.worker.evaluations.evaluation import average
 from headrace.worker.events import EventWriter, InputReporter
 from headrace.worker.guards.caller import take_settings
-from headrace.worker.guards.witness import require_same_loss
+from headrace.worker.guards.witness import require_same_results
 from headrace.worker.loops.base import Loop
 from headrace.worker.loops.leased import LeasedLoop
 from headrace.worker.loops.rounds import LockstepLoop, PeriodicLoop
@@ -75,7 +75,7 @@ def work(
         stored = LoadedCheckpoint(CheckpointFolder(run.resume.folder).open(run.resume.step)) if run.resume else None
         with building or nullcontext():
             module = build_module(run.job)
-        require_same_loss(run, module)
+        require_same_results(run, module)
         if stored:
             with making_sense(stored.path):
                 stored.load_module(module)

@@ -81,10 +81,14 @@ _SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 @dataclass(frozen=True)
 class Witness:
-    """A batch, and its loss in the caller's process with the model as it is built; see `guards/witness.py`."""
+    """A batch, its loss in the caller's process with the model as it is built, and how its parameters are updated.
+
+    See `guards/witness.py`.
+    """
 
     batch: Any
     loss: float
+    updates: Mapping[str, str]
 
 
 @dataclass(frozen=True)
