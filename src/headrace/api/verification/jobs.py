@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from headrace.batches import call
 from headrace.data import InputPipeline, Loader, as_pipeline, from_arrays
 from headrace.internals import BatchNorm
-from headrace.modules import copy_module, restore, same_values
+from headrace.modules import copy_module, restore, same_values, set_train_modes
 from headrace.spec.job import Job
 from headrace.spec.options import Options
 from headrace.spec.parameter_sets import ParameterSet
 from headrace.training.user_code.untouched import untouched
 from headrace.trees import map_leaves
+from headrace.worker.evaluations.loss import with_loss
+from headrace.worker.session import build_module, seed_torch
 
 Change = Callable[[nn.Module], nn.Module]
 _TIMED = 8
@@ -315,3 +317,13 @@ def keeping(job: Job) -> Iterator[None]:
                 tensor.grad = None
                 restore(tensor.detach(), value)
                 tensor.requires_grad_(trained)
+
+
+def own_module(job: Job) -> nn.Module:
+    """Returns the model that the plain loop trains: the user's own object, or what the user's function builds."""
+    if isinstance(job.model, nn.Module):
+        seed_torch(job.seed)
+        module = with_loss(job.model, job.loss)
+        set_train_modes(module)
+        return module
+    return build_module(job)

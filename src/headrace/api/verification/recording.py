@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace import internals
 from headrace.api.run import Run
 from headrace.api.verification.plain_loop import PlainLoop
 from headrace.api.verification.plain_worker import PlainWorker
 from headrace.batches import call, select_target
 from headrace.checkpoint import CheckpointFolder
+from headrace.checkpoint.forms import extra_states, load_extra_states
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import Loader, as_pipeline
 from headrace.metrics import weigh
@@ -25,13 +28,18 @@ from headrace.spec.job import Job
 from headrace.spec.parameter_sets import loss_name
 from headrace.training.optimizer import StatePiece
 from headrace.training.shared_buffers.batch_norm import averaged_buffers
-from headrace.training.update import AVERAGE
+from headrace.training.update import AVERAGE, HasModes
+from headrace.training.user_code.objective import Objective
+from headrace.trees import from_json
 from headrace.worker.evaluations.accumulated import Accumulated, accumulates
 from headrace.worker.evaluations.loss import LOSS
-from headrace.worker.session import alone, objective_of
+from headrace.worker.session import alone
 from headrace.worker.state import random_states, restore_random_states, seed_worker
 
-KINDS = ("parameters", "buffers", "optimizer state")
+KINDS = ("parameters", "buffers", "extra state", "optimizer state")
+
+OF_RANKS = "of ranks"
+"""The kind of what a checkpoint has beside these: settings, and what each rank keeps for itself."""
 
 Tensors = dict[str, Tensor]
 
@@ -63,6 +71,22 @@ class Trained:
         """Rounds that are done after the last one."""
         return max(self.rounds)
 
+    @property
+    def changes_own(self) -> bool:
+        """Whether these are others than the running statistics of BatchNorm, which are averaged where they are used."""
+        first, last = self.rounds[0]["buffers"], self.rounds[self.last]["buffers"]
+        names = [name for name in first if not name.endswith(("running_mean", "running_var"))]
+        return any(first[name].is_floating_point() and not torch.equal(first[name], last[name]) for name in names)
+
+    @property
+    def changes(self) -> bool:
+        """Whether forward changes buffers that are no whole numbers, or extra state."""
+        first, last = self.rounds[0], self.rounds[self.last]
+        buffers = {name: each for name, each in first["buffers"].items() if each.is_floating_point()}
+        pairs = [*((each, last["buffers"][name]) for name, each in buffers.items())]
+        pairs += [(each, last["extra state"].get(name, each)) for name, each in first["extra state"].items()]
+        return any(not torch.equal(one, other) for one, other in pairs)
+
 
 class Workers:
     """Buffers and random numbers of each worker, of one model in one process.
@@ -76,43 +100,44 @@ class Workers:
     def __init__(self, module: nn.Module, seed: int, ranks: Sequence[int], apart: bool = False) -> None:
         self._module, self._one, self._apart = module, len(ranks) == 1 and not apart, apart
         self._device = torch.device("cpu")
-        self._states: list[tuple[list[Tensor], dict[str, Tensor]]] = []
+        self._states: list[tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]] = []
         self.drew = False
         for rank in reversed(ranks):
             seed_worker(seed, rank)
-            self._states.insert(0, ([], {}) if self._one else (self._buffers(), random_states(self._device)))
+            self._states.insert(0, ([], {}, {}) if self._one else self._now())
 
     @property
     def same_draws(self) -> bool:
         """Whether two workers draw the same random numbers."""
-        states = [random["random/torch"].numpy().tobytes() for _, random in self._states if random]
+        states = [random["random/torch"].numpy().tobytes() for _, _, random in self._states if random]
         return len(set(states)) < len(states)
 
-    def _buffers(self) -> list[Tensor]:
-        return [buffer.clone() for buffer in self._module.buffers()]
+    def _now(self) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        buffers = [buffer.clone() for buffer in self._module.buffers()]
+        return buffers, extra_states(self._module), random_states(self._device)
 
     @contextmanager
     def lend(self, worker: int) -> Iterator[None]:
-        """Meanwhile the model has a worker's buffers, and the process its random numbers."""
+        """Meanwhile the model has a worker's buffers and extra state, and the process its random numbers."""
         if self._one:
             before = torch.get_rng_state()
             yield
             self.drew = self.drew or not torch.equal(before, torch.get_rng_state())
             return
-        buffers, random = self._states[worker]
+        buffers, extra, random = self._states[worker]
         if not self._apart:
-            self._put(buffers)
+            self._put(buffers, extra)
         restore_random_states(random, self._device)
         yield
-        self._states[worker] = self._buffers(), random_states(self._device)
+        self._states[worker] = self._now()
 
     def combined(self, weights: Sequence[float]) -> None:
         """Leaves the mean of the workers' running statistics in the model; other buffers are the first worker's."""
         if self._one:
             return
-        self._put(self._states[0][0])
+        self._put(*self._states[0][:2])
         means = {id(each) for each in averaged_buffers(self._module)}
-        every = zip(*(buffers for buffers, _ in self._states), strict=True)
+        every = zip(*(buffers for buffers, *_ in self._states), strict=True)
         with torch.no_grad():
             for buffer, values in zip(self._module.buffers(), every, strict=True):
                 if id(buffer) in means:
@@ -130,7 +155,7 @@ class Workers:
         for index, buffer in enumerate(self._module.buffers() if not self._one else ()):
             if id(buffer) in own or id(buffer) not in saved:
                 continue
-            values = [buffers[index] for buffers, _ in self._states]
+            values = [buffers[index] for buffers, *_ in self._states]
             value = values[0]
             if weights is not None and buffer.is_floating_point():
                 parts = torch.tensor(weights, dtype=torch.float64) / sum(weights)
@@ -138,7 +163,8 @@ class Workers:
             for each in values:
                 each.copy_(value)
 
-    def _put(self, values: Sequence[Tensor]) -> None:
+    def _put(self, values: Sequence[Tensor], extra: Mapping[str, Tensor]) -> None:
+        load_extra_states(self._module, extra)
         with torch.no_grad():
             for buffer, value in zip(self._module.buffers(), values, strict=True):
                 buffer.copy_(value)
@@ -196,19 +222,28 @@ def train_plainly(
 
 def loops_of(job: Job, module: nn.Module, epoch: int, workers: Workers) -> dict[str, PlainLoop]:
     """Returns the plain loop, or one for each set of parameters that takes turns."""
-    if not job.sets:
-        return {"": PlainLoop(job, module, objective_of(job, module), epoch, workers.lend)}
-    loops = {}
-    for name, part in parts_of(module, names_of_sets(module, job.sets)).items():
+    loops = {} if job.sets else {"": PlainLoop(job, module, own_objective(job, module), epoch, workers.lend)}
+    for name, part in parts_of(module, names_of_sets(module, job.sets)).items() if job.sets else ():
         own = alone(job, name)
-        loops[name] = PlainLoop(own, part, replace(objective_of(own, module), model=module), epoch, workers.lend)
+        loops[name] = PlainLoop(own, part, replace(own_objective(own, module), model=module), epoch, workers.lend)
+    for optimizer in (loop.optimizer for loop in loops.values()):
+        if isinstance(optimizer, HasModes) and not all(group.get("train_mode") for group in optimizer.param_groups):
+            optimizer.train()
     return loops
+
+
+def own_objective(job: Job, module: nn.Module) -> Objective:
+    """Returns the job's loss: the user's own, or where it is trained, the part of the model that it is."""
+    loss: Any = job.task.loss if job.task else internals.children(module).get(LOSS, job.loss)
+    return Objective(loss, job.inputs, job.target)
 
 
 @torch.no_grad()
 def adopt_averages(loops: Iterable[PlainLoop]) -> None:
-    """Gives the models their averaged weights, if there are any."""
+    """Gives the models the weights that are evaluated: averages, or those of an optimizer's eval mode."""
     for loop in loops:
+        if isinstance(loop.optimizer, HasModes) and not loop.averages:
+            loop.optimizer.eval()
         for name, average in loop.averages.items():
             loop.model.get_parameter(name).copy_(average)
 
@@ -220,8 +255,8 @@ def tensors_in(module: nn.Module) -> Tensors:
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensors]:
-    """Returns copies of a model's parameters and of the buffers that belong to its state."""
-    found: dict[str, Tensors] = {"parameters": {}, "buffers": {}}
+    """Returns copies of a model's parameters, of the buffers that belong to its state, and of its extra state."""
+    found: dict[str, Tensors] = {"parameters": {}, "buffers": {}, "extra state": _numbers(extra_states(module))}
     for name, tensor in parameters_and_buffers(module):
         kind, _, own = name.partition("/")
         found[f"{kind}s"][own] = tensor.detach().clone()
@@ -244,16 +279,36 @@ def read_run(run: Run) -> Trained:
         checkpoint = folder.open(step)
         by_kind: dict[str, Tensors] = {kind: {} for kind in KINDS}
         pieces = []
-        for rank in checkpoint.ranks:
-            for name, tensor in checkpoint.read(rank).items():
+        settings = json.dumps(checkpoint.description["settings"]).encode()
+        by_kind[OF_RANKS] = {"settings": torch.frombuffer(bytearray(settings), dtype=torch.uint8)}
+        for rank in reversed(checkpoint.ranks):
+            tensors = checkpoint.read(rank)
+            extra = _numbers(tensors)
+            by_kind["extra state"] |= extra
+            by_kind[OF_RANKS] |= {f"rank {rank}/{name}": each for name, each in extra.items()}
+            for name, tensor in tensors.items():
                 kind, _, own = name.partition("/")
                 if kind in ("parameter", "buffer"):
                     by_kind[f"{kind}s"][own] = tensor
                 elif kind == "state":
                     pieces.append(StatePiece.parse(own, tensor))
+                if kind in ("own", "local") or AVERAGE in name:
+                    by_kind[OF_RANKS][f"rank {rank}/{own}"] = tensor
         by_kind["optimizer state"] = _joined(pieces)
         found.rounds[step] = by_kind
     found.model = tensors_in(run.model)
+    return found
+
+
+def _numbers(saved: Mapping[str, Tensor]) -> Tensors:
+    """Returns the tensors and numbers in the extra state that a checkpoint has of modules."""
+    found: Tensors = {}
+    for name, text in saved.items():
+        if name.startswith("extra/") and name.endswith("|json"):
+            owner = name.removesuffix("|json")
+            tensors = [saved[f"{owner}|{index}"] for index in range(len(saved)) if f"{owner}|{index}" in saved]
+            tree = from_json(json.loads(bytes(text.tolist())), tensors.__getitem__)
+            found |= flat(tree, owner.removeprefix("extra/"))
     return found
 
 
@@ -299,7 +354,7 @@ def first_batch(job: Job, loader: Loader | None = None) -> Any:
 def evaluate(job: Job, module: nn.Module, loader: Loader) -> dict[str, float]:
     """Returns loss and metrics over the evaluation data, each example once."""
     losses = {loss_name(name): loss for name, loss in job.loss.items()} if isinstance(job.loss, Mapping) else {}
-    measures: dict[str, Any] = {} if losses else {"loss": objective_of(job, module).loss}
+    measures: dict[str, Any] = {} if losses else {"loss": own_objective(job, module).loss}
     measures |= {**(job.task.metrics if job.task else {}), **(job.metrics or {})}
     joined = {name: Accumulated(name, each, job.task) for name, each in measures.items() if accumulates(each)}
     sums: dict[str, tuple[float, float]] = {}
@@ -320,9 +375,9 @@ def evaluate(job: Job, module: nn.Module, loader: Loader) -> dict[str, float]:
 
 
 def flat(tree: Any, name: str = "output") -> Tensors:
-    """Returns the tensors of a tree by their place in it."""
-    if isinstance(tree, Tensor):
-        return {name: tree.detach().clone()}
+    """Returns the tensors and numbers of a tree by their place in it."""
+    if isinstance(tree, Tensor | bool | int | float):
+        return {name: torch.as_tensor(tree).detach().clone()}
     if isinstance(tree, Mapping):
         items: Sequence[tuple[Any, Any]] = list(tree.items())
     else:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from headrace.api.verification.plain_loop import PlainLoop
 from headrace.api.verification.plain_worker import pieces_of
-from headrace.api.verification.recording import Trained, Workers, examine, tensors_in, tensors_of
+from headrace.api.verification.recording import (
+    Trained,
+    Workers,
+    examine,
+    own_objective,
+    tensors_in,
+    tensors_of,
+)
 from headrace.averaging.outer_steps import Elastic, Nesterov
+from headrace.checkpoint.forms import extra_states, load_extra_states
 from headrace.data import Loader, as_pipeline
 from headrace.modules import copy_module
 from headrace.spec.job import Job
-from headrace.strategies import Gossip, ParameterAveraging, Strategy, Unconnected
+from headrace.strategies import Downpour, Gossip, ParameterAveraging, ParameterServer, Strategy, Unconnected
 from headrace.strategies.gossip import neighbours
 from headrace.training.shared_buffers.batch_norm import averaged_buffers
-from headrace.worker.session import objective_of
 
 Reference = Callable[[Job, Callable[[], nn.Module], Sequence[int]], Trained]
 """Takes a job, what builds its model, and the shares of the workers."""
@@ -28,7 +36,7 @@ class Copies:
 
     Attributes:
         models: of each worker.
-        examples: of each worker's share in the current round.
+        weights: of each worker's part of the current round's loss: its examples, or what an `hr.Mean` says.
     """
 
     def __init__(self, job: Job, build: Callable[[], nn.Module], shares: Sequence[int]) -> None:
@@ -39,12 +47,13 @@ class Copies:
         self._loops: list[PlainLoop] = []
         loaders = [Loader(pipeline, job.seed, job.global_batch_size, shares, rank) for rank in range(len(shares))]
         for model, workers in zip(self.models, lent, strict=True):
-            objective = objective_of(job, model)
-            self._loops.append(PlainLoop(job, model, objective, loaders[0].rounds_per_epoch, workers.lend))
+            self._loops.append(
+                PlainLoop(job, model, own_objective(job, model), loaders[0].rounds_per_epoch, workers.lend)
+            )
         self._shares = zip(*(loader.rounds(0, job.steps) for loader in loaders), strict=True)
         self.mean = copy_module(self.models[0])
         self.recording.rounds[0] = self._tensors(self.mean)
-        self.examples = [0] * len(shares)
+        self.weights = [0.0] * len(shares)
 
     def rounds(self, mixed: Callable[[int], None] = lambda done: None) -> Iterator[int]:
         """Does every worker's step of each round; yields how many rounds are done.
@@ -52,7 +61,6 @@ class Copies:
         `mixed` is called when all gradients of a round are there, before the updates.
         """
         for done, shares in enumerate(self._shares, 1):
-            self.examples = [share.examples for share in shares]
             active = [loop for loop, share in zip(self._loops, shares, strict=True) if share.examples]
             for loop, share in zip(self._loops, shares, strict=True):
                 loop.begin(pieces_of([share], self._job.options.accumulate))
@@ -61,8 +69,9 @@ class Copies:
             mixed(done)
             for loop in active:
                 loop.update()
-            total = sum(loop.loss * count for loop, count in zip(self._loops, self.examples, strict=True) if count)
-            self.recording.losses.append(total / sum(self.examples))
+            self.weights = [loop.weight for loop in self._loops]
+            total = sum(loop.loss * loop.weight for loop in self._loops)
+            self.recording.losses.append(total / (sum(self.weights) or 1.0))
             yield done
 
     def average(self, weights: Sequence[float]) -> None:
@@ -74,7 +83,8 @@ class Copies:
 
     @torch.no_grad()
     def average_buffers(self, model: nn.Module, weights: Sequence[float] = ()) -> None:
-        """Gives a model the mean of the workers' running statistics, and the first worker's other buffers."""
+        """Gives a model the mean of the workers' running statistics, and the first worker's other buffers and state."""
+        load_extra_states(model, extra_states(self.models[0]))
         parts = torch.tensor(weights or [1.0] * len(self.models), dtype=torch.float64)
         for target, buffer in zip(model.buffers(), self.models[0].buffers(), strict=True):
             target.copy_(buffer)
@@ -109,7 +119,7 @@ def averaging(strategy: ParameterAveraging, job: Job, build: Callable[[], nn.Mod
     if isinstance(outer, Nesterov):
         step = torch.optim.SGD(center.parameters(), outer.lr, outer.momentum, nesterov=outer.momentum > 0)
     for done in copies.rounds():
-        since = [before + now for before, now in zip(since, copies.examples, strict=True)]
+        since = [before + now for before, now in zip(since, copies.weights, strict=True)]
         if done > strategy.post_local and done % strategy.period and done != job.steps:  # type: ignore[operator]
             continue
         weights = since if any(since) and not isinstance(outer, Elastic) else [1.0] * len(shares)
@@ -185,3 +195,17 @@ def reference_of(strategy: Strategy) -> Reference | None:
         if plain and not strategy.average_optimizer_state and strategy.codec == "plain":
             return lambda *given: averaging(strategy, *given)
     return None
+
+
+def one_worker(strategy: Strategy) -> Strategy | None:
+    """Returns an asynchronous strategy with one worker, where that is a plain loop by definition; else None."""
+    if isinstance(strategy, ParameterServer):
+        return replace(strategy, workers=1, backup_workers=0)
+    if isinstance(strategy, Downpour):
+        return replace(strategy, workers=1, fetch_every=1, push_every=1, warmstart_steps=0, overlap=False)
+    return None
+
+
+def in_step(strategy: Strategy) -> bool:
+    """Whether servers apply the workers' gradients of a round as one step."""
+    return isinstance(strategy, ParameterServer) and strategy.staleness_bound == 0 and not strategy.backup_workers

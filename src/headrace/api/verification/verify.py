@@ -19,6 +19,7 @@ from headrace.api.probes.losses import join_loss
 from headrace.api.rehearsal.rehearse import rehearse
 from headrace.api.run import Run, TemporaryRunDir
 from headrace.api.verification.differences import (
+    BY_DEFINITION,
     DIFFERS,
     DOUBLE,
     EQUAL,
@@ -38,6 +39,7 @@ from headrace.api.verification.jobs import (
     doubling,
     frozen_data,
     keeping,
+    own_module,
     reads_alike,
     shorten,
     with_model,
@@ -53,19 +55,25 @@ from headrace.api.verification.recording import (
     tensors_in,
     train_plainly,
 )
-from headrace.api.verification.references import reference_of
+from headrace.api.verification.references import in_step, one_worker, reference_of
 from headrace.api.verification.verification import Verification
 from headrace.engine.base import Engine
 from headrace.engine.local.engine import kept_engine
 from headrace.errors import HeadraceError, JobError, UsageError
-from headrace.modules import set_train_modes
 from headrace.spec.job import Job
 from headrace.spec.options import Checkpoints, require_count
 from headrace.spec.plan import Plan
-from headrace.strategies import Downpour, OneDevice, ParameterServer, Strategy, resolve
+from headrace.strategies import (
+    Hybrid,
+    OneDevice,
+    Pipeline,
+    Strategy,
+    TensorParallel,
+    resolve,
+)
 from headrace.training.embeddings.layer import sparse_layers
-from headrace.worker.evaluations.loss import with_loss
-from headrace.worker.session import make_module, seed_torch
+from headrace.worker.attributes import SameBuild
+from headrace.worker.session import build_module, make_module
 from headrace.worker.worker import Worker
 
 PLAIN = "a plain PyTorch loop"
@@ -227,13 +235,17 @@ class _Session:
     def _compared(self, job: Job, tolerance: Tolerance) -> _Trial:
         strategy, notes = self._strategy, list[str]()
         job = join_loss(job, strategy.whole_model)
-        if strategy.equals_one_device or _in_step(strategy):
+        if not isinstance(job.model, nn.Module):
+            # What a constructor draws from the system is another thing whenever it is built: all get the first one's.
+            job = replace(job, model=SameBuild(job.model))
+            make_module(job)
+        if strategy.equals_one_device or in_step(strategy):
             return self._beside_plain(job, strategy, tolerance)
         reference = reference_of(strategy) if self._train is None else None
         run = self._run(job, strategy)
         if reference is not None:
             with keeping(job):
-                own = reference(job, partial(_copy_of_model, job), run.plan.shares)
+                own = reference(job, partial(build_module, job), run.plan.shares)
             rows = self._rows(job, strategy, run, own, tolerance)
             notes.append(f"{strategy.name} differs from one device by definition: {_DEFINITIONS[strategy.name]}")
             return _Trial(job, run.plan, OWN, rows, notes)
@@ -242,22 +254,34 @@ class _Session:
     def _beside_plain(self, job: Job, strategy: Strategy, tolerance: Tolerance) -> _Trial:
         """Compares a strategy that equals one device with it, as far as the model's layers let it."""
         with keeping(job):
-            has_tables = any(sparse_layers(_own_module(job)))
+            has_tables = any(sparse_layers(own_module(job)))
         if has_tables:
             return self._beside_one_device(job, strategy, tolerance)
-        plain, notes = self._plain(job, (1,)), []
-        run = self._run(job, strategy)
-        words = PLAIN
-        coupled = plain.drew or (_changes_buffers(plain) and job.options.batch_norm != "sync")
-        if coupled and run.plan.replicas > 1 and run.plan.replicas == run.plan.workers and self._train is None:
+        notes, words = list[str](), PLAIN
+        if in_step(strategy) and (job.options.clip_norm or job.options.clip_value):
+            job = replace(job, options=replace(job.options, clip_norm=None, clip_value=None))
+            notes.append("each worker clips its own gradient before it pushes it, by definition: compared without")
+        plain = self._plain(job, (1,))
+        coupled = plain.drew or (plain.changes and job.options.batch_norm != "sync")
+        divides = isinstance(strategy, Pipeline | TensorParallel | Hybrid)
+        if not coupled or not divides:
+            run = self._run(job, strategy)
+        if coupled and not divides and run.plan.replicas > 1 and self._train is None:
             notes.append(_why_coupled(plain))
             plain, words = self._plain(job, run.plan.shares, by_examples=not strategy.lock_step), BY_SHARES
-        elif coupled and run.plan.workers > 1:
+        elif coupled and (divides or run.plan.workers > 1):
+            # A micro-batch of one example cannot be normalised, so that such a model is not run as it is.
             job = with_model(job, without_random_layers)
             plain, run = self._plain(job, (1,)), self._run(job, strategy)
             notes.append(
                 "dropout and BatchNorm differ by definition where a model is divided (each part draws its own numbers, "
                 "and normalises micro-batches): compared with these layers in eval mode"
+            )
+        if isinstance(strategy, Pipeline) and plain.changes:
+            pieces = strategy.schedule_of(run.plan.workers).micro_batches
+            plain = self._plain(replace(job, options=replace(job.options, accumulate=pieces)), (1,))
+            notes.append(
+                f"forward changes buffers or state: in the plain loop, too, with each of {pieces} micro-batches"
             )
         return _Trial(job, run.plan, words, self._rows(job, strategy, run, plain, tolerance), notes)
 
@@ -283,7 +307,7 @@ class _Session:
         else:
             other = Trained(losses=losses_of(replayed), model=tensors_in(replayed.model), metrics=replayed.metrics)
             rows = self._rows(job, strategy, run, other, tolerance, resumes=False)
-        one = _one_worker(strategy)
+        one = one_worker(strategy)
         if one is None:
             rows = rows or [Row("losses", SKIPPED, why="there is no reference for these options")]
         else:
@@ -294,7 +318,7 @@ class _Session:
 
     def _plain(self, job: Job, shares: Sequence[int], by_examples: bool = False) -> Trained:
         with keeping(job):
-            return train_plainly(job, _own_module(job), shares, by_examples, self._train)
+            return train_plainly(job, own_module(job), shares, by_examples, self._train)
 
     def _run(self, job: Job, strategy: Strategy, resume: Path | None = None) -> Run:
         self._runs += 1
@@ -335,6 +359,12 @@ class _Session:
             examine(replace(job, loss=run.loss), run.model, here)
         if evaluates:
             rows += compare_numbers("run.model evaluated here", here.metrics, ours.metrics, tolerance)
+            if plain.changes_own and run.plan.replicas > 1 and job.options.sync_buffers == "local":
+                why = "each worker evaluates with its own buffers"
+                rows = [
+                    replace(row, verdict=BY_DEFINITION, why=why) if "evaluat" in row.what and row.by else row
+                    for row in rows
+                ]
         # By the run itself, in the mode in which it returns its model.
         rows += compare_tensors("run.predict", flat(run.predict(first_batch(job))), plain.outputs, tolerance)
         steps = sorted(step for step in ours.rounds if 0 < step < (job.steps or 0))
@@ -346,43 +376,6 @@ class _Session:
             again = {f"{kind}/{name}": each for kind, own in resumed.rounds[last].items() for name, each in own.items()}
             rows += compare_tensors("resumed run", again, every, EXACT)
         return rows
-
-
-def _own_module(job: Job) -> nn.Module:
-    """Returns the model that the plain loop trains: the user's own object, or what the user's function builds."""
-    if isinstance(job.model, nn.Module):
-        seed_torch(job.seed)
-        module = with_loss(job.model, job.loss)
-    else:
-        module = make_module(job)
-    set_train_modes(module)
-    return module
-
-
-def _copy_of_model(job: Job) -> nn.Module:
-    """Returns a model for one of several workers in one process."""
-    module = make_module(job)
-    set_train_modes(module)
-    return module
-
-
-def _one_worker(strategy: Strategy) -> Strategy | None:
-    """Returns an asynchronous strategy with one worker, where that is a plain loop by definition; else None."""
-    if isinstance(strategy, ParameterServer):
-        return replace(strategy, workers=1, backup_workers=0)
-    if isinstance(strategy, Downpour):
-        return replace(strategy, workers=1, fetch_every=1, push_every=1, warmstart_steps=0, overlap=False)
-    return None
-
-
-def _in_step(strategy: Strategy) -> bool:
-    """Whether servers apply the workers' gradients of a round as one step."""
-    return isinstance(strategy, ParameterServer) and strategy.staleness_bound == 0 and not strategy.backup_workers
-
-
-def _changes_buffers(plain: Trained) -> bool:
-    first, last = plain.rounds[0]["buffers"], plain.rounds[plain.last]["buffers"]
-    return any(not torch.equal(each, last[name]) for name, each in first.items() if each.is_floating_point())
 
 
 def _why_coupled(plain: Trained) -> str:
