@@ -74,7 +74,8 @@ class Trained:
     @property
     def changes_own(self) -> bool:
         """Whether these are others than the running statistics of BatchNorm, which are averaged where they are used."""
-        first, last = self.rounds[0]["buffers"], self.rounds[self.last]["buffers"]
+        # A replay has recorded no rounds.
+        first, last = (self.rounds[each]["buffers"] if self.rounds else {} for each in (0, max(self.rounds, default=0)))
         names = [name for name in first if not name.endswith(("running_mean", "running_var"))]
         return any(first[name].is_floating_point() and not torch.equal(first[name], last[name]) for name in names)
 
