@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import tomllib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -19,6 +18,7 @@ from hypothesis import settings
 
 from cover import each_value, one, pairwise
 from headrace.machine.versions import minor_of
+from mutants import mutants
 from warm.programs import PYTHON, join, launch, programs
 
 # A shell lets what it starts in the background ignore Ctrl-C, and the tests of it would wait for ever.
@@ -174,8 +174,7 @@ def kept(mark: str, name: str, cases: Sequence[Mapping[str, str]]) -> Collection
 
 def slow_ones(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     """Yields the slow tests that the usual run leaves out: of each file but the first, and those that find a fault."""
-    table = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text(encoding="utf-8"))
-    finders = {mutant["tests"].partition("[")[0] for mutant in table["mutant"]}
+    finders = {mutant.tests.partition("[")[0] for mutant in mutants()}
     first: dict[Path, str] = {}
     for item in items:
         name = item.nodeid.partition("[")[0]

@@ -19,12 +19,13 @@ import time
 import tomllib
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLE = ROOT / "tests" / "mutants.toml"
+TABLES = (ROOT / "tests" / "mutants.toml", ROOT / "benchmarks" / "verify-faults" / "faults.toml")
+"""The second one's faults `headrace verify` must find, too."""
 FOLDERS, FILES = ("src", "tests", "examples", "docs", "benchmarks"), ("pyproject.toml", "CONTRIBUTING.md", "README.md")
 IMPORTED = ("torch", "torch.nn.attention", "numpy", "pytest", "typer", "cloudpickle")
 """What every test imports besides headrace: each process that runs tests is forked with it."""
@@ -56,7 +57,9 @@ class Outcome:
 
 def mutants(words: Sequence[str] = ()) -> list[Mutant]:
     """Returns the table's faults that have one of the words; all of them for none."""
-    every = [Mutant(**row) for row in tomllib.loads(TABLE.read_text(encoding="utf-8"))["mutant"]]
+    known = [field.name for field in fields(Mutant)]
+    rows = [row for table in TABLES for row in tomllib.loads(table.read_text(encoding="utf-8"))["mutant"]]
+    every = [Mutant(**{name: row[name] for name in known}) for row in rows]
     return [one for one in every if not words or any(word in f"{one.file} {one.what}" for word in words)]
 
 

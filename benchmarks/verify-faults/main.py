@@ -6,12 +6,15 @@ python benchmarks/verify-faults/main.py [WORD ...] [--results FILE]
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib
 import json
 import os
 import platform
+import runpy
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -24,71 +27,123 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parents[1] / "src"
 TIMEOUT_S = 300
-IMPORTED = ("torch", "numpy", "typer", "rich")
-"""What every trial imports besides headrace: each process is forked with it."""
+SCRIPT = "script "
+"""What the kinds begin with that are plain scripts."""
 
 
-def verified(source: Path, kind: str, strategy: str, processes: bool) -> dict[str, Any]:
-    """Verifies a kind of job with the package in `source`; returns what came out, or the error.
-
-    In threads of a forked process, or where `processes` are asked for (threads share random numbers), in real ones.
-    """
+def forked(source: Path, kind: str, strategy: str, processes: bool, causes: bool) -> dict[str, Any]:
+    """Verifies a kind of job with the package in `source`, in a forked process; returns what came out, or the error."""
     output = source / "output.json"
     output.unlink(missing_ok=True)
     pid = os.fork()
     if pid == 0:
-        sys.path.insert(0, str(source))
-        sys.path.insert(0, str(HERE))
+        os.setsid()
+        sys.path[:0] = [str(source), str(HERE)]
         os.environ["PYTHONPATH"] = str(source)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         try:
-            output.write_text(json.dumps(trial(kind, strategy, processes)), encoding="utf-8")
+            output.write_text(json.dumps(trial(source, kind, strategy, processes, causes)), encoding="utf-8")
         finally:
             os._exit(0)
     began = time.monotonic()
     while not os.waitpid(pid, os.WNOHANG)[0]:
         if time.monotonic() - began > TIMEOUT_S:
-            os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
+            os.killpg(pid, signal.SIGKILL)
+        time.sleep(0.02)
     return json.loads(output.read_text(encoding="utf-8")) if output.exists() else {"error": "nothing came out"}
 
 
-def trial(kind: str, strategy: str, processes: bool) -> dict[str, Any]:
-    """Verifies here, with the package that `sys.path` has first."""
+def trial(source: Path, kind: str, strategy: str, processes: bool, causes: bool) -> dict[str, Any]:
+    """Verifies here, with the package that `sys.path` has first.
+
+    Workers are threads, or where `processes` are asked for (threads share random numbers), processes.
+    """
     hr: Any = importlib.import_module("headrace")
-    resolve = importlib.import_module("headrace.strategies").resolve
-    # The cause of a difference is not looked for: that takes several times as long.
-    importlib.import_module("headrace.api.verification.verify").SUSPECTS = {}
+    if not causes:
+        importlib.import_module("headrace.api.verification.verify").SUSPECTS = {}
     try:
-        job = importlib.import_module("job").job(kind)
-        engine = None if processes else hr.ThreadEngine()
-        found = hr.verify(job, resolve(strategy, 2), double=True, engine=engine)
+        if kind.startswith(SCRIPT):
+            found = script_verified(source, kind.removeprefix(SCRIPT))
+        else:
+            engine = None if processes else hr.ThreadEngine()
+            found = importlib.import_module("job").verified(kind, strategy, engine)
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-    return {"differ": [row.what for row in found.differences]}
+        return {"error": f"{type(error).__name__}: {error}", "modules": libraries()}
+    return {"differ": [row.what for row in found.differences], "cause": found.cause, "modules": libraries()}
 
 
-def outcome(folder: Path, fault: Mapping[str, str]) -> dict[str, Any]:
+def script_verified(source: Path, kind: str) -> Any:
+    """Does what `headrace verify script.py KIND` does, with forked processes, which need not import torch again."""
+    identity: Any = importlib.import_module("headrace.machine.identity")
+    steps: Any = importlib.import_module("headrace.api.verification.script_steps")
+    importlib.import_module("headrace").setup  # noqa: B018
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    folders = [source / "alone", source / "launched"]
+    for folder, world in zip(folders, (1, 2), strict=True):
+        shutil.rmtree(folder, ignore_errors=True)
+        launched = {**address, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)} if world > 1 else {}
+        asked = {identity.STEPS_FOLDER: str(folder), identity.STEPS: "6"}
+        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **launched} if launched else {} for rank in range(world)]
+        pids = [run_script(kind, {**asked, **rank}) for rank in ranks]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        if any(codes):
+            raise RuntimeError(f"{folder.name} ended with exit codes {codes}")
+    return steps.compare_scripts(HERE / "script.py", *folders, 2)
+
+
+def run_script(kind: str, environment: Mapping[str, str]) -> int:
+    """Runs the script in a forked process; returns its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    # What the parent cleans up at its end is not this process's.
+    atexit._clear()
+    os.environ |= environment
+    sys.argv[1:], code = [kind], 1
+    try:
+        runpy.run_path(str(HERE / "script.py"), run_name="__main__")
+    except SystemExit as end:
+        code = int(end.code or 0)
+    finally:
+        atexit._run_exitfuncs()
+        os._exit(code)
+
+
+def libraries() -> list[str]:
+    """Returns the modules of libraries that are imported here: the parent imports them for the next trials."""
+    mine = ("headrace", "job", "__m", "mutants")
+    return [name for name in list(sys.modules) if not name.startswith(mine)]
+
+
+def outcome(folder: Path, fault: Mapping[str, Any]) -> dict[str, Any]:
     """Plants a fault, verifies, and takes it out again."""
     file = folder / "headrace" / fault["file"]
     text = file.read_text(encoding="utf-8")
-    found: dict[str, Any] = {"what": fault["what"], "kind": fault["kind"], "strategy": fault["strategy"]}
+    names = ("what", "file", "kind", "strategy", "tests")
+    found: dict[str, Any] = {name: fault.get(name, "") for name in names}
     if text.count(fault["old"]) != 1:
         return {**found, "found": False, "by": f"stale: its text is there {text.count(fault['old'])} times"}
-    file.write_text(text.replace(fault["old"], fault["new"]), encoding="utf-8")
+    write(file, text.replace(fault["old"], fault["new"]))
+    wanted = fault.get("cause", "")
     try:
-        result = verified(folder, fault["kind"], fault["strategy"], bool(fault.get("processes")))
+        result = forked(folder, fault["kind"], fault.get("strategy", ""), bool(fault.get("processes")), bool(wanted))
     finally:
-        file.write_text(text, encoding="utf-8")
-    differ, error = result.get("differ", []), result.get("error", "")
+        write(file, text)
+    differ, error, cause = result.get("differ", []), result.get("error", ""), result.get("cause", "")
     # A fault that only breaks the program is found by anything.
-    named = bool(differ) or error.startswith("RanksDiffer")
-    return {
-        **found,
-        "found": named,
-        "by": (differ or [error])[0] if named or error else "",
-        "cause": result.get("cause", ""),
-    }
+    named = (bool(differ) or "RanksDiffer" in error) and wanted in cause
+    by = (differ or [error])[0] + f" (cause: {cause})" * bool(wanted)
+    return {**found, "found": named, "by": by}
+
+
+def write(file: Path, text: str) -> None:
+    """Writes a file with a time of its own: compiled files are told apart by whole seconds."""
+    later = int(file.stat().st_mtime) + 1
+    file.write_text(text, encoding="utf-8")
+    os.utime(file, (later, later))
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -97,32 +152,36 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--results", type=Path)
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="also without a fault")
     chosen = parser.parse_args(arguments)
-    for name in IMPORTED:
-        importlib.import_module(name)
-    every = tomllib.loads((HERE / "faults.toml").read_text(encoding="utf-8"))["fault"]
+    every = tomllib.loads((HERE / "faults.toml").read_text(encoding="utf-8"))["mutant"]
     faults = [each for each in every if not chosen.words or any(word in each["what"] for word in chosen.words)]
-    found = []
+    found, began_s = [], time.monotonic()
+    os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copytree(SOURCE / "headrace", folder / "headrace", ignore=shutil.ignore_patterns("__pycache__"))
-        kinds = {(f["kind"], f["strategy"], bool(f.get("processes"))) for f in faults if chosen.check}
+        for module in forked(folder, "plain", "pipeline", False, False)["modules"]:
+            try:
+                importlib.import_module(module)
+            except ImportError:
+                continue
+        kinds = {(f["kind"], f.get("strategy", ""), bool(f.get("processes"))) for f in faults if chosen.check}
         for kind, strategy, own in sorted(kinds):
-            if (result := verified(folder, kind, strategy, own)).get("differ") != []:
+            if (result := forked(folder, kind, strategy, own, False)).get("differ") != []:
+                result.pop("modules", None)
                 print(f"without a fault {kind}, {strategy}: {result}", flush=True)
         for fault in faults:
             began = time.monotonic()
             found.append(outcome(folder, fault))
             verdict = "found" if found[-1]["found"] else "NOT FOUND"
             print(
-                f"{verdict:<10}{found[-1]['by']:<28.28} {fault['what']} [{time.monotonic() - began:.0f} s]", flush=True
+                f"{verdict:<10}{fault['what']}: {found[-1]['by']:.150} [{time.monotonic() - began:.0f} s]", flush=True
             )
     count = sum(each["found"] for each in found)
-    print(f"{count} of {len(found)}")
+    print(f"{count} of {len(found)} in {time.monotonic() - began_s:.0f} s")
     if chosen.results:
         facts = {"date": date.today().isoformat(), "python": platform.python_version(), "cores": os.cpu_count()}
-        chosen.results.write_text(
-            json.dumps({**facts, "found": count, "faults": found}, indent=1) + "\n", encoding="utf-8"
-        )
+        record = {**facts, "seconds": round(time.monotonic() - began_s), "found": count, "faults": found}
+        chosen.results.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     sys.exit(count != len(found))
 
 
