@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from headrace.api.comparison import Comparison, compare
     from headrace.api.fit import fit, launch
     from headrace.api.model_profile import profile
-    from headrace.api.plain_script.setup import setup
+    from headrace.api.plain_script.processes import ScriptProcesses
+    from headrace.api.plain_script.setup import processes, setup
     from headrace.api.probes.learning_rate import LearningRates, find_learning_rate
     from headrace.api.probes.model_summary import ModelSummary, summary
     from headrace.api.rehearsal.rehearse import Rehearsal, rehearse
@@ -108,6 +109,7 @@ __all__ = [
     "RowwiseAdagrad",
     "Run",
     "Sandblaster",
+    "ScriptProcesses",
     "Strategy",
     "TensorBoard",
     "TensorParallel",
@@ -126,6 +128,7 @@ __all__ = [
     "launch",
     "limit_rows",
     "metrics",
+    "processes",
     "profile",
     "recommend",
     "rehearse",
@@ -147,7 +150,8 @@ _MODULES = {
     "api.run": ("Run",),
     "api.verification.verification": ("Verification",),
     "api.verification.verify": ("verify",),
-    "api.plain_script.setup": ("setup",),
+    "api.plain_script.processes": ("ScriptProcesses",),
+    "api.plain_script.setup": ("processes", "setup"),
     "averaging.outer_steps": ("Elastic", "Nesterov"),
     "averaging.period": ("AutoPeriod",),
     "engine.ray.engine": ("RayEngine",),

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from headrace.api.plain_script.gradients import Synchronizer
@@ -89,3 +90,20 @@ def trained(
         batches = ShareLoader(batches, meeting)
     script(model, optimizer, batches, meeting)
     return [value.detach().clone() for value in (*model.parameters(), *model.buffers())]
+
+
+def epoch(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def alike(script: Any, world: int = 3, **options: Any) -> None:
+    expected = trained(
+        script, None, **{name: value for name, value in options.items() if name not in ("central", "reduction")}
+    )
+    for result in on_ranks(lambda meeting: trained(script, meeting, **options), world):
+        assert not isinstance(result, Exception), result
+        for got, wanted in zip(result, expected, strict=True):
+            assert torch.allclose(got, wanted, rtol=0, atol=1e-12)

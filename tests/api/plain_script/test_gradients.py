@@ -10,18 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from api.plain_script.plain_runs import loader_of, on_ranks, said, sgd, trained
+from api.plain_script.plain_runs import alike, epoch, loader_of, on_ranks, said, sgd, trained
 from headrace.api.plain_script.gradients import Synchronizer
 from headrace.api.plain_script.meeting import Meeting
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import PeerLost, UsageError
-
-
-def epoch(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
-    for inputs, targets in batches:
-        optimizer.zero_grad()
-        functional.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
 
 
 def plain(model: Any, optimizer: Any, batches: Any, _: object) -> None:
@@ -98,16 +91,6 @@ def rooted(model: Any, optimizer: Any, batches: Any, _: object) -> None:
         for parameter in model.parameters():
             parameter.grad = parameter.grad.sign() * parameter.grad.abs().sqrt()
         optimizer.step()
-
-
-def alike(script: Any, world: int = 3, **options: Any) -> None:
-    expected = trained(
-        script, None, **{name: value for name, value in options.items() if name not in ("central", "reduction")}
-    )
-    for result in on_ranks(lambda meeting: trained(script, meeting, **options), world):
-        assert not isinstance(result, Exception), result
-        for got, wanted in zip(result, expected, strict=True):
-            assert torch.allclose(got, wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("central", [False, True])
@@ -219,6 +202,12 @@ def frozen_on_one(model: Any, optimizer: Any, batches: Any, meeting: Any) -> Non
     epoch(model, optimizer, batches)
 
 
+def hooking(model: Any, optimizer: Any, batches: Any, _: object) -> None:
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+    epoch(model, optimizer, batches)
+
+
 def skipping(model: Any, optimizer: Any, batches: Any, meeting: Any) -> None:
     for place, (inputs, targets) in enumerate(batches):
         if (meeting.rank, place) != (1, 1):
@@ -256,6 +245,7 @@ def steps_by_hand(model: Any, _optimizer: Any, batches: Any, _: object) -> None:
         (one_ulp, "2.weight has other values on rank 1 than on rank 0, after 1 backward passes and 1 steps"),
         (other_rate, "lr of parameter group 0 of SGD is 0.05 on rank 1 and 0.1 on rank 0, after 4 backward passes"),
         (frozen_on_one, "0.weight is frozen, float64 [6, 4] on rank 1 and trained, float64 [6, 4] on rank 0"),
+        (hooking, "a hook was registered on 0.weight after hr.setup"),
         (skipping, "rank 1 is at loss.backward() (after 1 backward passes and 1 steps, batch 2 of iteration 0)"),
         (stepping_twice, "rank 1 is at loss.backward() (after 1 backward passes and 2 steps, batch 1 of iteration 0)"),
         (gradients_of_its_own, "the gradient of 0.weight is another one on rank 1 than on rank 0 in step 0"),
@@ -307,6 +297,17 @@ def clamping(model: Any, optimizer: Any, batches: Any, _: object) -> None:
             parameter.data.mul_(0.9)
 
 
+def saving_on_one(model: Any, optimizer: Any, batches: Any, meeting: Any) -> None:
+    epoch(model, optimizer, batches)
+    if meeting.rank == 0:
+        optimizer.state_dict()
+    epoch(model, optimizer, batches)
+
+
+def loading_others(model: Any, _: object, __: object, meeting: Any) -> None:
+    model.load_state_dict({name: each + meeting.rank for name, each in model.state_dict().items()})
+
+
 def later_optimizer(model: Any, _: object, batches: Any, __: object) -> None:
     epoch(model, sgd(model), batches)
 
@@ -318,6 +319,8 @@ def later_optimizer(model: Any, _: object, batches: Any, __: object) -> None:
         (steps_by_hand, "0.weight has changed since hr.setup, or since the last optimizer.step()"),
         (later_optimizer, "SGD steps over parameters of which there is one copy"),
         (skipping, "rank 1 is at "),
+        (saving_on_one, "rank 0 at optimizer.state_dict(), which every process calls under central_storage"),
+        (loading_others, "0.weight that model.load_state_dict() gets is another one on rank 1 than on rank 0"),
     ],
 )
 def test_what_every_process_would_do_to_the_one_copy_is_refused(script: Any, message: str) -> None:

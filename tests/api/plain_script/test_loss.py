@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from headrace.api.plain_script.deliveries import Delivery
-from headrace.api.plain_script.loss import LossWatch, require_mean
+from headrace.api.plain_script.losses.forwards import FirstForward
+from headrace.api.plain_script.losses.loss import LossWatch, require_mean, require_sum
 from headrace.api.plain_script.meeting import Meeting
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import UsageError
@@ -45,6 +49,10 @@ MEANS: dict[str, Loss] = {
     ),
     "of stacked losses": lambda outputs, _: torch.stack([outputs.square().mean()] * EXAMPLES).sum(),
     "scaled": lambda outputs, targets: functional.cross_entropy(outputs, targets.argmax(1)) * 65536 / 2,
+    "smoothed": lambda outputs, targets: functional.cross_entropy(outputs, targets.argmax(1), label_smoothing=0.1),
+    "distilled": lambda outputs, targets: (
+        functional.kl_div(outputs, targets.softmax(1), reduction="batchmean") * (0.5 * 2.0**2)
+    ),
 }
 
 
@@ -104,6 +112,22 @@ COUPLED: dict[str, tuple[Loss, str]] = {
         ),
         "some examples of a share have no gradient",
     ),
+    "of some numbers": (
+        lambda outputs, targets: functional.mse_loss(outputs.flatten()[:7], targets.flatten()[:7]),
+        "the loss is a mean over some numbers of a share alone (MseLossBackward0",
+    ),
+    "padded": (
+        lambda outputs, targets: functional.cross_entropy(
+            outputs[..., None].repeat(1, 1, 2), torch.tensor([[0, -100], [1, 1], [2, 0], [1, -100]])
+        ),
+        "the loss is a mean over some numbers of a share alone (NllLoss2DBackward0",
+    ),
+    "adapted": (
+        lambda outputs, _: (
+            torch.autograd.grad(outputs.square().mean(), MODEL.weight, create_graph=True)[0].square().mean()
+        ),
+        "torch.autograd.grad gives gradients of the parameters that are of each process's share alone",
+    ),
     "weighted": (
         lambda outputs, targets: functional.cross_entropy(outputs, targets.argmax(1), torch.arange(1.0, 4)),
         "cross_entropy with class weights",
@@ -113,9 +137,10 @@ COUPLED: dict[str, tuple[Loss, str]] = {
 
 def watched(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
+    monkeypatch.setattr(torch.autograd, "grad", torch.autograd.grad)
     same = meeting()
     same.deliveries.add(Delivery(EXAMPLES, BATCH, ()), 0, 0, 0)
-    LossWatch(same).begin(MODEL)
+    LossWatch(same).begin(MODEL, False)
     drawn = torch.Generator().manual_seed(0)
     targets = torch.rand(EXAMPLES, 3, generator=drawn)
     for _ in range(6):
@@ -154,10 +179,75 @@ def test_the_first_passes_of_each_model_are_looked_at(monkeypatch: pytest.Monkey
     watched.deliveries.add(Delivery(2, 4, ()), 0, 0, 0)
     watch = LossWatch(watched)
     for _ in range(2):
-        watch.begin(MODEL)
-        watch.begin(nn.Linear(1, 1))
+        watch.begin(MODEL, False)
+        watch.begin(nn.Linear(1, 1), False)
         with pytest.raises(UsageError, match="the loss is a sum"):
             MODEL(torch.ones(2, 5)).sum().backward()
         for _ in range(20):
             MODEL(torch.ones(2, 5)).square().mean().backward()
         assert torch.autograd.backward is plain
+
+
+def test_a_tensor_whose_backward_adds_its_elements_is_a_sum() -> None:
+    outputs = MODEL(torch.ones(EXAMPLES, 5))
+    require_mean(meeting(), outputs, EXAMPLES, BATCH, torch.full_like(outputs, 1 / EXAMPLES))
+    with pytest.raises(UsageError, match="the loss is a sum"):
+        require_mean(meeting(), outputs, EXAMPLES, BATCH, torch.ones_like(outputs))
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (SUMS["by name"], ""),
+        (SUMS["halved"], ""),
+        (lambda outputs, _: outputs.square().mean() * EXAMPLES, ""),
+        (MEANS["mean"], "the loss is a mean (MseLossBackward0 over 12 numbers)"),
+        (MEANS["of sums"], "the loss is a mean (MeanBackward0 over 4 numbers)"),
+        (lambda outputs, _: outputs.sum() + MODEL.weight.norm(), "a term of the loss is made of parameters alone"),
+        (lambda outputs, _: checkpoint(torch.exp, outputs, use_reentrant=True).sum(), "use use_reentrant=False"),
+    ],
+)
+def test_what_is_no_sum_is_refused_where_shares_are_added(loss: Loss, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)) if message else nullcontext():
+        require_sum(loss_of(loss), EXAMPLES)
+
+
+class Centered(nn.Module):
+    def forward(self, values: Tensor) -> Tensor:
+        return values - values.mean(0)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.seen += len(values)
+        return values
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.Tanh(), ""),
+        (nn.Dropout(), ""),
+        (nn.BatchNorm1d(3), ""),
+        (nn.LayerNorm(3), ""),
+        (Centered(), "forward combines the examples of a batch"),
+        (Counting(), "forward changes '1.seen'"),
+    ],
+)
+def test_a_first_forward_tells_what_is_of_a_share(
+    layer: nn.Module, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, same = nn.Sequential(nn.Linear(5, 3), layer), meeting()
+    FirstForward(model, same)
+    inputs = torch.randn(EXAMPLES, 5)
+    model(inputs)
+    same.deliveries.add(Delivery(EXAMPLES, BATCH, ()), 0, 0, 0)
+    for _ in range(2):
+        model(inputs)
+    assert not model._forward_hooks
+    found = capfd.readouterr().err
+    assert found.count(message) == 1 if message else found == ""

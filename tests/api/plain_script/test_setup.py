@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
+    Dataset,
     DistributedSampler,
     RandomSampler,
     Sampler,
@@ -24,7 +27,7 @@ from torch.utils.data import (
 )
 
 import headrace as hr
-from headrace.api.plain_script.checks import facts_of
+from headrace.api.plain_script.checks import check_parts, facts_of
 from headrace.engine.local.engine import launch_script
 from headrace.errors import UsageError
 
@@ -182,6 +185,38 @@ def test_one_process_gets_every_example_of_every_batch() -> None:
         )
 
 
+def clamping() -> nn.Module:
+    model = nn.Linear(2, 1)
+    model.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    return model
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("build", "optimizer_of", "message"),
+    [
+        (lambda: torch.ones(2), lambda _: None, "the model is a Tensor; hr.setup takes a torch.nn.Module"),
+        (lambda: nn.LazyLinear(1), sgd, "weight has no shape yet; run the model on an example before hr.setup"),
+        (clamping, sgd, "a hook of 'weight' is not linear"),
+        (lambda: nn.Linear(2, 1), lambda _: sgd(nn.Linear(2, 1)), "2 of the optimizer's parameters are not the"),
+        (lambda: nn.Linear(2, 1), lambda model: [sgd(model)], "the optimizer is a list"),
+    ],
+)
+def test_what_several_processes_cannot_train_is_refused(build: Any, optimizer_of: Any, message: str) -> None:
+    model = build()
+    with pytest.raises(UsageError, match=re.escape(message)):
+        check_parts(model, optimizer_of(model))
+
+
+def test_a_factor_in_a_hook_is_the_same_for_a_share() -> None:
+    model = nn.Linear(2, 1)
+    model.weight.register_hook(lambda gradient: gradient * 0.5)
+    check_parts(model, None)
+
+
 def test_a_strategy_that_setup_does_not_know() -> None:
     with pytest.raises(UsageError, match="no strategy for plain scripts 'mirored'; did you mean 'mirrored'"):
         hr.setup(*parts(), strategy="mirored")
@@ -229,6 +264,19 @@ def test_samplers_give_the_order() -> None:
     assert torch.equal(seen(_Backwards()), inputs.flip(0))
 
 
+class Held(Dataset[Any]):
+    """Examples in an attribute."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[index]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
 def test_data_that_a_rank_has_drawn_otherwise_has_another_digest() -> None:
     model, optimizer, _ = parts()
 
@@ -241,6 +289,11 @@ def test_data_that_a_rank_has_drawn_otherwise_has_another_digest() -> None:
     assert facts(Subset(ones, range(50))) == facts(Subset(ones, list(range(50))))
     assert facts(Subset(ones, range(50))) != facts(Subset(twos, range(50)))
     assert facts(Subset(ones, range(50))) != facts(Subset(ones, range(1, 51)))
+    for data in (np.ones((100, 2)), list(range(100)), ["a", "b"]):
+        other = data.copy()
+        other[0] = other[1] * 2
+        assert facts(Held(data)) == facts(Held(data.copy())) != facts(Held(other))
+        assert facts(data) != facts(other)
     nested = Subset(Subset(ones, range(50)), [1, 2])
     assert facts(nested) != facts(Subset(Subset(ones, range(50)), [1, 3]))
 
@@ -290,11 +343,15 @@ model, optimizer, loader = hr.setup(model, torch.optim.SGD(model.parameters(), l
 draws = torch.rand(()).item(), numpy.random.rand(), random.random(), model.weight.sum().item()
 with open(sys.argv[2] + str(rank), "w") as file:
     print(*draws, file=file)
+beside = torch.nn.Parameter(torch.ones(1))
+other = torch.optim.SGD([beside], lr=0.1)
 for epoch in range(2):
     for (inputs,) in loader:
         if way == "ends" and (rank, epoch) == (1, 1):
             sys.exit(0)
         optimizer.zero_grad()
+        if way == "other":
+            other.step()
         loss = model(inputs).square()
         (loss.sum() if way == "sum" else loss.mean()).backward()
         optimizer.step()
@@ -306,6 +363,7 @@ for epoch in range(2):
     ("way", "message"),
     [
         ("right", ""),
+        ("other", "headrace: SGD steps over 1 parameters that hr.setup was not given"),
         ("ends", "the script on rank 1 has ended after 2 backward passes, and rank 0 waits for it at loss.backward()"),
         ("sum", "the loss is a sum (SumBackward0 over [2, 1]), where this process has 2 of a batch of 4 examples"),
     ],
@@ -315,7 +373,7 @@ def test_processes_draw_for_themselves_and_end_together(
 ) -> None:
     (tmp_path / "script.py").write_text(APART)
     code = launch_script(tmp_path / "script.py", [way, str(tmp_path / "rank")], 2)
-    assert code == (UsageError.exit_code if message else 0)
+    assert code == (0 if way in ("right", "other") else UsageError.exit_code)
     assert message in "".join(capfd.readouterr())
     first, second = ((tmp_path / f"rank{rank}").read_text().split() for rank in range(2))
     assert [one == other for one, other in zip(first, second, strict=True)] == [False, False, False, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
@@ -21,11 +22,14 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 from api.plain_script.plain_runs import on_ranks, said
+from headrace.api.plain_script.draws import CommonDraws
 from headrace.api.plain_script.meeting import Meeting
-from headrace.api.plain_script.shares import ShareLoader
+from headrace.api.plain_script.shares import ShareLoader, let_others_draw
+from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import UsageError
 
 NUMBERS = TensorDataset(torch.arange(22))
@@ -57,6 +61,19 @@ class Buckets(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return 4
+
+
+class Stream(IterableDataset[Any]):
+    """Examples in an order of its own, of which reading processes divide the places."""
+
+    def __init__(self, first: int = 0, step: int = 1) -> None:
+        self.first, self.step = first, step
+
+    def __iter__(self) -> Iterator[Tensor]:
+        reader = get_worker_info()
+        start, step = (reader.id, reader.num_workers) if reader else (0, 1)
+        places = range(self.first, 22, self.step)[start::step]
+        return map(torch.tensor, random.sample(places, len(places)))
 
 
 LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
@@ -100,6 +117,63 @@ def test_shares_are_the_batches_of_the_loader_alone(kind: str, world: int) -> No
             assert list(chain(*parts)) == batch
             sizes = list(map(len, parts))
             assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("readers", [0, 2])
+def test_a_stream_is_divided_in_the_order_of_the_script_alone(readers: int) -> None:
+    def read(meeting: Meeting | None) -> list[list[int]]:
+        torch.manual_seed(6), random.seed(6)
+        loader = DataLoader(Stream(), 8, num_workers=readers)
+        return [seen(batch) for _ in range(2) for batch in (ShareLoader(loader, meeting) if meeting else loader)]
+
+    expected = read(None)
+
+    def alone(meeting: Meeting) -> list[list[int]]:
+        # One rank after the other, since all have this process's generators.
+        for rank in range(meeting.world):
+            if rank == meeting.rank:
+                meeting.meet = lambda *_: [1]  # type: ignore[method-assign]
+                found = read(meeting)
+            meeting.group.barrier()
+        return found
+
+    of_ranks: list[Any] = on_ranks(alone, 3)
+    assert [list(chain(*parts)) for parts in zip(*of_ranks, strict=True)] == expected
+    assert all(max(map(len, parts)) - min(map(len, parts)) <= 1 for parts in zip(*of_ranks, strict=True))
+
+
+def test_streams_that_ranks_have_divided_are_named() -> None:
+    def read(meeting: Meeting) -> None:
+        for _ in ShareLoader(DataLoader(Stream(meeting.rank, 2), 4), meeting):
+            meeting.meet(0)
+
+    assert "rank 1 has taken other examples than rank 0 until batch 0 of iteration 0" in said(on_ranks(read))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_loaders_that_are_not_divided_leave_the_order_as_it_is_alone(
+    shuffle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in (DataLoader, RandomSampler):
+        monkeypatch.setattr(kind, "__iter__", kind.__iter__)
+    # One rank alone has the same generators as all ranks.
+    monkeypatch.setattr(CommonDraws, "agree", lambda _: None)
+
+    def orders(meeting: Meeting | None) -> list[list[int]]:
+        torch.manual_seed(3)
+        train: Any = DataLoader(NUMBERS, 4, shuffle=True)
+        test = DataLoader(NUMBERS, 6, shuffle=shuffle)
+        if meeting:
+            train = ShareLoader(train, meeting)
+            meeting.part()
+            let_others_draw(meeting)
+        return [seen(batch) for _ in range(3) for loader in (train, test) for batch in loader]
+
+    states = torch.get_rng_state(), random.getstate()
+    expected = orders(None)
+    assert orders(Meeting(ThreadCollective(ThreadGroup(1), 0))) == expected
+    torch.set_rng_state(states[0]), random.setstate(states[1])
 
 
 def test_an_iteration_may_be_left_and_another_begun_inside() -> None:
@@ -155,11 +229,6 @@ def test_a_distributed_sampler_gives_its_order_of_all_examples() -> None:
             assert set(of_ranks[0][:2]) | set(of_ranks[1][:2]) == set(list(whole)[:4])
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(8))
-
-
 class Rest(DistributedSampler[int]):
     """One of the user's own."""
 
@@ -174,7 +243,6 @@ class Endless(DataLoader[Any]):
     ("loader", "message"),
     [
         (DataLoader(NUMBERS, batch_size=None), "no batch_size"),
-        (DataLoader(Stream(), 4), "Stream is an IterableDataset"),
         (DataLoader(NUMBERS, 4, sampler=Rest(NUMBERS, 2, 0)), "Rest takes one rank's part of the data"),  # type: ignore[arg-type]
         (Endless(NUMBERS, 4), "Endless iterates in a way of its own"),
         ([1, 2], "the loader is a list"),

@@ -2,48 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Subset, TensorDataset
 from torch.utils.hooks import RemovableHandle
 
+from headrace import internals
+from headrace.api.plain_script.deliveries import OwnHook
 from headrace.api.plain_script.meeting import Meeting
 from headrace.api.plain_script.shares import ShareLoader
+from headrace.api.probes.finding import names_of
+from headrace.api.probes.parts.hooks import problems_of_hooks
 from headrace.collectives.digest import digests
 from headrace.data.cache.fingerprint import fingerprint
 from headrace.errors import UsageError
 from headrace.internals import BatchNorm
 from headrace.policies.roles import bounds
 
+_COLUMNS = (Tensor, np.ndarray, list, tuple)
 _SAMPLED = 64
 """Examples of which a digest is compared."""
 
 
-def check_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Raises a UsageError for a model or an optimizer that several processes cannot train."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the model is a {type(model).__name__}; hr.setup takes a torch.nn.Module, one in each call")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise UsageError(
+            "DistributedDataParallel averages gradients itself, without weights; give hr.setup its .module"
+        )
+    lazy = [name for name, each in model.named_parameters() if isinstance(each, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise UsageError(f"{lazy[0]} has no shape yet; run the model on an example before hr.setup (lazy layers)")
     devices = {parameter.device.type for parameter in model.parameters()}
     if devices != {"cpu"}:
         raise UsageError(f"setup works on CPU models, this one is on {', '.join(sorted(devices))}; use hr.fit there")
+    _require_hooks(model)
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"the optimizer is a {type(optimizer).__name__}; give hr.setup the torch.optim.Optimizer inside, or None "
+            "where the script updates its parameters itself"
+        )
     known = {id(parameter) for parameter in model.parameters()}
     strange = sum(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"])
     if strange:
-        raise UsageError(f"{strange} of the optimizer's parameters are not the model's; make it from the model")
+        raise UsageError(
+            f"{strange} of the optimizer's parameters are not the model's (a loss with parameters, a second model?): "
+            "give hr.setup all that it trains, as in hr.setup(torch.nn.ModuleList([model, loss]), optimizer, loader)"
+        )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UsageError("SparseAdam takes sparse gradients, and setup sums dense ones; use Adam")
 
 
+def _require_hooks(model: nn.Module) -> None:
+    """Raises a UsageError for hooks that make another thing of a share's gradient than of the batch's."""
+    for problem, names in problems_of_hooks(model).items():
+        raise UsageError(
+            f"a hook of {names_of(names)} {problem}; change .grad between loss.backward() and optimizer.step(), where "
+            "it is that of the whole batch (torch.nn.utils.clip_grad_value_, clip_grad_norm_)"
+        )
+
+
+def say_hooks(model: nn.Module, meeting: Meeting) -> None:
+    """Says that backward hooks of modules see the gradients of a share."""
+    hooked = [name for name, part in model.named_modules() if internals.backward_hooks(part)]
+    hooked += [name for name, part in model.named_modules() if internals.backward_pre_hooks(part)]
+    if hooked:
+        meeting.say(
+            f"the backward hooks of modules ({names_of(hooked)}) see gradients of each process's share, which are the "
+            "batch's only for what they make of single examples"
+        )
+
+
 def facts_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any] | ShareLoader | None
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, loader: DataLoader[Any] | ShareLoader | None
 ) -> dict[str, str]:
     """Returns what must be the same in all processes, by name: else they go through different batches."""
     shapes = [(name, tuple(each.shape), str(each.dtype)) for name, each in model.named_parameters()]
     facts = {
         "the model": f"{len(shapes)} parameters with digest {fingerprint(shapes)[:12]}",
-        "the optimizer": f"{type(optimizer).__name__} of {len(optimizer.param_groups)} parameter groups",
     }
+    if optimizer is not None:
+        facts["the optimizer"] = f"{type(optimizer).__name__} of {len(optimizer.param_groups)} parameter groups"
     return facts if loader is None else {**facts, **_facts_of_loader(loader)}
 
 
@@ -61,17 +108,40 @@ def _facts_of_loader(loader: DataLoader[Any] | ShareLoader) -> Mapping[str, str]
 
 
 def _sample(dataset: Any) -> str:
-    """Returns a digest of some examples, of data that are tensors: a script may have drawn them unseeded."""
+    """Returns a digest of some examples, of data in tensors, arrays and lists: they may have been drawn unseeded."""
     chosen: list[int] | None = None
     while isinstance(dataset, Subset):
         chosen = list(dataset.indices) if chosen is None else [dataset.indices[index] for index in chosen]
         dataset = dataset.dataset
     values = [] if chosen is None else [torch.tensor(chosen)]
-    if type(dataset) is TensorDataset:
-        count = len(dataset) if chosen is None else len(chosen)
-        rows = [count * part // _SAMPLED for part in range(min(count, _SAMPLED))]
-        values += [tensor[[chosen[row] for row in rows] if chosen else rows] for tensor in dataset.tensors]
-    return f" with digest {fingerprint(digests(values))[:12]}" if values else ""
+    columns: Iterable[Any] = (dataset,)
+    if not isinstance(dataset, _COLUMNS):
+        # Of a TensorDataset, its tensors in the place of their tuple.
+        held = {**vars(type(dataset)), **getattr(dataset, "__dict__", {})}
+        columns = (*held.pop("tensors", ()), *held.values()) if type(dataset) is TensorDataset else held.values()
+    texts = [text for column in columns for text in _rows(column, chosen)]
+    return f" with digest {fingerprint(digests(values), texts)[:12]}" if values or texts else ""
+
+
+def _rows(column: Any, chosen: Sequence[int] | None) -> Iterator[str]:
+    """Yields some of the rows of a tensor, an array or a list, as texts."""
+    if not isinstance(column, _COLUMNS) or (isinstance(column, Tensor | np.ndarray) and not column.ndim):
+        return
+    count = len(column) if chosen is None else len(chosen)
+    for part in range(min(count, _SAMPLED)):
+        row = count * part // min(count, _SAMPLED)
+        place = row if chosen is None else chosen[row]
+        if place < len(column):
+            yield _text(column[place])
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor | np.ndarray) and not (isinstance(value, np.ndarray) and value.dtype.hasobject):
+        return str(fingerprint(torch.as_tensor(value)))
+    if isinstance(value, list | tuple | dict):
+        return f"({','.join(map(_text, value.values() if isinstance(value, dict) else value))})"
+    # What else there is may have its address in its text.
+    return repr(value) if isinstance(value, str | int | float | np.generic) else type(value).__name__
 
 
 def guard_batch_norm(model: nn.Module, shares: ShareLoader | None, meeting: Meeting) -> None:
@@ -101,7 +171,7 @@ def guard_batch_norm(model: nn.Module, shares: ShareLoader | None, meeting: Meet
                 f"than {sum(whole)}"
             )
 
-    handles |= {layer: layer.register_forward_pre_hook(check) for layer in layers}
+    handles |= {layer: layer.register_forward_pre_hook(OwnHook(check)) for layer in layers}
 
 
 def _last_shares(shares: ShareLoader, world: int) -> tuple[list[int], list[int]] | None:

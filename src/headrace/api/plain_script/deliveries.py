@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -93,6 +94,23 @@ class Deliveries:
         return last
 
 
+class OwnHook:
+    """A hook of a module. Its copies, and files that it is written to, have one that does nothing."""
+
+    def __init__(self, act: Callable[..., None]) -> None:
+        self._act = act
+
+    def __call__(self, *given: Any) -> None:
+        self._act(*given)
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return nullcontext().__exit__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A file must not need this package.
+        return getattr, (nullcontext(), "__exit__")
+
+
 class ForwardCounts:
     """Counts the examples that a model's forward gets, where no call gets all of its share."""
 
@@ -100,7 +118,7 @@ class ForwardCounts:
         self._deliveries = deliveries
         self._examples = 0
         self._is_whole = False
-        model.register_forward_pre_hook(self._see, with_kwargs=True)
+        model.register_forward_pre_hook(OwnHook(self._see), with_kwargs=True)
 
     def take(self) -> int:
         """Returns how many examples forward got since the last call; 0 where a call got all of a share."""

@@ -26,6 +26,7 @@ class CommonDraws:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
+        self._is_drawing = False
         texts = self._gather()
         # Where a script does not seed a generator, the order is as good as rank 0's.
         self._common = [_from_text(kind, text) for kind, text in enumerate(texts[0])]
@@ -40,11 +41,16 @@ class CommonDraws:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Lets what runs inside draw from the common stream."""
+        if self._is_drawing:
+            yield
+            return
         private = _states()
         _set_states(self._common)
+        self._is_drawing = True
         try:
             yield
         finally:
+            self._is_drawing = False
             self._common = _states()
             _set_states(private)
 

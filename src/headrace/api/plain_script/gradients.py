@@ -15,6 +15,7 @@ from headrace.api.plain_script.deliveries import ForwardCounts
 from headrace.api.plain_script.meeting import BACKWARD, Meeting
 from headrace.collectives.digest import digests, ranks_apart
 from headrace.errors import UsageError
+from headrace.hooks import hooks_of
 from headrace.spec.model import ParameterSpec
 from headrace.training.reduction import CollectiveReduction, Reduction, SharedMemoryReduction
 
@@ -47,6 +48,7 @@ class Synchronizer:
         self._meeting = meeting
         self._adds = reduction == "sum"
         self._names: dict[int, str] = {}
+        self._hooks: dict[int, int] = {}
         self._watched: list[nn.Parameter] = []
         self._facts: list[tuple[bool, torch.dtype]] = []
         self._state = self._listed = 0
@@ -78,6 +80,10 @@ class Synchronizer:
             and ((left := given.get(id(parameter))) is None or left() is not gradient)
         ]
 
+    def knows(self, parameter: Tensor) -> bool:
+        """Tells whether the gradients of a parameter are made one."""
+        return id(parameter) in self._names
+
     def name(self, parameter: Tensor) -> str:
         """Returns a parameter's name in the model."""
         return self._names.get(id(parameter), "a parameter that is not the model's")
@@ -85,6 +91,7 @@ class Synchronizer:
     def _watch(self) -> None:
         """Finds the parameters of the model and of its optimizers, and notices the end of passes that reach them."""
         named = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        self._require_known_hooks()
         self._listed = self._count()
         of_optimizers = (
             parameter
@@ -104,6 +111,15 @@ class Synchronizer:
             if self._adds:
                 parameter.register_hook(lambda _, parameter=parameter: self._note(parameter))
             parameter.requires_grad_(trained)
+            self._hooks[id(parameter)] = _count_hooks(parameter)
+
+    def _require_known_hooks(self) -> None:
+        added = next((each for each in self._watched if _count_hooks(each) > self._hooks[id(each)]), None)
+        if added is not None:
+            raise UsageError(
+                f"a hook was registered on {self.name(added)} after hr.setup, and sees the gradient of this process's "
+                "share: register it before, where it is tried, or change .grad after loss.backward()"
+            )
 
     def _count(self) -> int:
         return sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
@@ -230,3 +246,7 @@ class Synchronizer:
                 "of torch.autograd.grad, its own metric). Draw weights before hr.setup, and train by loss.backward() "
                 "and optimizer.step()"
             )
+
+
+def _count_hooks(parameter: Tensor) -> int:
+    return sum(map(len, hooks_of(parameter)))

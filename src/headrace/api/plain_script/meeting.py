@@ -17,7 +17,7 @@ from headrace.api.plain_script.draws import CommonDraws
 from headrace.collectives.base import ProcessGroup, gather_texts
 from headrace.errors import PeerLost, UsageError
 
-BACKWARD, ASSIGNED, CLOSURE, STEP, ITERATION, BATCH, SETUP = range(7)
+BACKWARD, ASSIGNED, CLOSURE, STEP, ITERATION, BATCH, SETUP, BARRIER, GATHER, SAVED, LOADED = range(11)
 _ACTS = (
     "loss.backward()",
     "optimizer.step() with gradients that the script has assigned",
@@ -26,6 +26,10 @@ _ACTS = (
     "the beginning of an iteration over its loader",
     "a batch of its loader, without a backward pass before",
     "hr.setup",
+    "hr.processes().barrier()",
+    "gather(), sum() or mean() of hr.processes()",
+    "optimizer.state_dict(), which every process calls under central_storage, where each has a part of the states",
+    "model.load_state_dict(), which every process calls under central_storage",
 )
 _REMEDY = (
     "every process must do the same passes and steps, in the same order; where a share has nothing to train on, call "

@@ -10,24 +10,27 @@ from __future__ import annotations
 
 import atexit
 import sys
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from headrace.api.plain_script.checks import check_parts, facts_of, guard_batch_norm
+from headrace.api.plain_script.checks import check_parts, facts_of, guard_batch_norm, say_hooks
 from headrace.api.plain_script.gradients import Synchronizer
-from headrace.api.plain_script.loss import LossWatch
+from headrace.api.plain_script.losses.forwards import FirstForward
+from headrace.api.plain_script.losses.loss import LossWatch
 from headrace.api.plain_script.meeting import SETUP, Meeting
-from headrace.api.plain_script.shares import ShareLoader
+from headrace.api.plain_script.processes import ScriptProcesses
+from headrace.api.plain_script.shares import ShareLoader, let_others_draw
 from headrace.api.plain_script.steps import CentralParameters, SynchronizedSteps
 from headrace.api.verification.script_steps import record_steps
 from headrace.engine.torchrun.agreement import require_same
 from headrace.engine.torchrun.group import LaunchedGroup
 from headrace.engine.torchrun.refusal import tell_uncaught
 from headrace.engine.torchrun.secret import NOT_ENCRYPTED
-from headrace.engine.torchrun.store import launched_ranks
+from headrace.engine.torchrun.store import launched_rank, launched_ranks
 from headrace.errors import UnknownName, UsageError
 from headrace.machine.identity import versions
 from headrace.machine.resources import cores
@@ -39,49 +42,52 @@ _STRATEGIES = ("central_storage", "mirrored", "one_device")
 _REDUCTIONS = ("mean", "sum")
 
 
+_Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer | None)
+
+
 @overload
 def setup(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: _Optimizer,
     loader: DataLoader[Any] | ShareLoader,
     strategy: str = "mirrored",
     *,
     reduction: str | None = None,
     timeout_s: float = 10.0,
     encrypt: bool = True,
-) -> tuple[nn.Module, torch.optim.Optimizer, ShareLoader]: ...
+) -> tuple[nn.Module, _Optimizer, ShareLoader]: ...
 
 
 @overload
 def setup(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: _Optimizer,
     loader: None,
     strategy: str = "mirrored",
     *,
     reduction: str | None = None,
     timeout_s: float = 10.0,
     encrypt: bool = True,
-) -> tuple[nn.Module, torch.optim.Optimizer, None]: ...
+) -> tuple[nn.Module, _Optimizer, None]: ...
 
 
 def setup(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: _Optimizer,
     loader: DataLoader[Any] | ShareLoader | None,
     strategy: str = "mirrored",
     *,
     reduction: str | None = None,
     timeout_s: float = 10.0,
     encrypt: bool = True,
-) -> tuple[nn.Module, torch.optim.Optimizer, ShareLoader | None]:
+) -> tuple[nn.Module, _Optimizer, ShareLoader | None]:
     """Makes a plain script one worker of many: run it with `headrace launch script.py --workers 2`, or torchrun.
 
     Without a launcher it is one worker, and trains as before.
 
     Args:
         model: on the CPU; every process gets rank 0's weights.
-        optimizer: over this model's parameters; it stays the same object, so schedulers may hold it.
+        optimizer: over this model's parameters; it stays the same object. None where the script updates them itself.
         loader: its batches are divided, in the order that its samplers give them in the script alone. None where each
             process makes batches of its own, of equal size (episodes, samples that are drawn).
         strategy: "mirrored", "central_storage" or "one_device".
@@ -140,6 +146,8 @@ class _Script:
         self._loaders: dict[int, ShareLoader] = {}
         self._known: set[tuple[int, int]] = set()
         self._watch = LossWatch(self.meeting)
+        let_others_draw(self.meeting)
+        register_optimizer_step_pre_hook(self._notice)
 
         def leave() -> None:
             # An exception that ends a script says why by itself.
@@ -162,7 +170,7 @@ class _Script:
     def add(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         loader: DataLoader[Any] | ShareLoader | None,
         strategy: str,
         reduction: str | None,
@@ -176,6 +184,8 @@ class _Script:
         if known is None:
             broadcast(model, meeting.group)
             if strategy == "central_storage":
+                if optimizer is None:
+                    raise UsageError("central_storage divides an optimizer's updates, and there is none; use mirrored")
                 if not meeting.group.one_memory:
                     raise UsageError(
                         "central_storage keeps one copy in one host's memory, and there are several; use mirrored"
@@ -184,12 +194,14 @@ class _Script:
             known = Synchronizer(model, meeting, len(self._synchronizers), reduction)
             self._synchronizers.append(known)
             guard_batch_norm(model, shares, meeting)
-            if reduction is None:
-                self._watch.begin(model)
+            say_hooks(model, meeting)
+            FirstForward(model, meeting)
+            if reduction != "mean":
+                self._watch.begin(model, reduction == "sum")
         central = self._central.get(id(model))
         if central:
             known.check_values = central.check
-        if (id(model), id(optimizer)) not in self._known:
+        if optimizer is not None and (id(model), id(optimizer)) not in self._known:
             self._known.add((id(model), id(optimizer)))
             SynchronizedSteps(optimizer, known, meeting, central)
         # After the weights, which all ranks draw alike.
@@ -200,9 +212,38 @@ class _Script:
         )
         return shares
 
+    def _notice(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Says that an optimizer steps over parameters that setup was not given."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if optimizer not in self.meeting.optimizers and not any(
+            one.knows(parameter) for one in self._synchronizers for parameter in parameters
+        ):
+            self.meeting.say(
+                f"{type(optimizer).__name__} steps over {len(parameters)} parameters that hr.setup was not given, "
+                "by gradients of each process's share alone, so processes train different ones; give their model to "
+                "hr.setup, too, where they are not a process's own (as inputs that are searched for)"
+            )
+
 
 _scripts: list[_Script] = []
 """The one of this process, if a launcher has started it and there was a setup."""
+
+
+def processes() -> ScriptProcesses:
+    """Returns the processes that run the script: this one's rank, a barrier, and sums and means over all.
+
+    It may be called before `setup`, and without a launcher: the script is then one process.
+
+    Examples:
+        >>> here = hr.processes()
+        >>> here.rank, here.world, here.is_first
+        (0, 1, True)
+        >>> here.mean(0.5, count=8)
+        0.5
+    """
+    return ScriptProcesses(
+        launched_rank(), launched_ranks() or 1, lambda: (_scripts or [_script(10.0, True, {})])[0].meeting
+    )
 
 
 def _script(timeout_s: float, encrypt: bool, facts: dict[str, str]) -> _Script:

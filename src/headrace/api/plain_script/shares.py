@@ -12,8 +12,9 @@ import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ _OPTIONS = (
 )
 _Part = tuple[int, int, int]
 """Of a batch: this rank's examples, those of all ranks, and a digest of which they are."""
+_MARKED = 64
+"""Numbers of each tensor of an example that count for its digest."""
 
 
 class ShareLoader:
@@ -74,12 +77,19 @@ class ShareLoader:
             setattr(self.loader, name, value)
 
     def __len__(self) -> int:
-        return len(self._batch_sampler())
+        return len(self.loader) if self._is_stream else len(self._batch_sampler())
+
+    @property
+    def _is_stream(self) -> bool:
+        return isinstance(self.loader.dataset, IterableDataset)
 
     def __iter__(self) -> Iterator[Any]:
         if self._meeting is None:
             return iter(self.loader) if self._replaced() is None else iter(self._new_reader(self._batch_sampler()))
-        batches, meeting = self._batch_sampler(), self._meeting
+        meeting = self._meeting
+        if self._is_stream:
+            return self._stream(meeting)
+        batches = self._batch_sampler()
         with meeting.begin_iteration():
             chosen, seed = iter(batches), self._base_seed()
         self._seeds.manual_seed(meeting.reader_seed(seed))
@@ -88,6 +98,29 @@ class ShareLoader:
         if self._reader is None or not self.loader.persistent_workers:
             self._reader = self._new_reader(self._parts)
         return self._give(iter(self._reader), parts, meeting)
+
+    def _stream(self, meeting: Meeting) -> Iterator[Any]:
+        """Reads all examples on every rank, and all random numbers as in the script alone."""
+        if self._reader is None or not self.loader.persistent_workers:
+            divide = _ShareOfStream(self.loader.collate_fn, meeting.rank, meeting.world)
+            options = {**self._options(), "collate_fn": divide, "drop_last": self.loader.drop_last}
+            self._reader = DataLoader(
+                self.loader.dataset, self.loader.batch_size, generator=self.loader.generator, **options
+            )
+        with meeting.begin_iteration():
+            batches = iter(self._reader)
+        parts = deque[_Part]()
+
+        def shares() -> Iterator[Any]:
+            while True:
+                with meeting.drawing():
+                    taken = next(batches, None)
+                if taken is None:
+                    return
+                parts.append(taken[1])
+                yield taken[0]
+
+        return self._give(shares(), parts, meeting)
 
     def _give(self, shares: Iterator[Any], parts: deque[_Part], meeting: Meeting) -> Iterator[Any]:
         deliveries, given = meeting.deliveries, list[Delivery]()
@@ -115,6 +148,11 @@ class ShareLoader:
         deliveries.end(given)
         if trains and index and meeting.passes == passes:
             meeting.compare()
+            meeting.say(
+                "an iteration over a divided loader had no backward pass: what the script computes there (a metric, "
+                "statistics of a copy of the model) is of each process's share. hr.processes().mean(value, examples) "
+                "gives that of all, and a loader that hr.setup is not given has all examples in every process"
+            )
 
     def _count(self, batch: Any, given: int, meeting: Meeting) -> int:
         lengths: list[int] = []
@@ -149,9 +187,11 @@ class ShareLoader:
         return int(torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator).item())
 
     def _new_reader(self, batches: Any) -> DataLoader[Any]:
+        return DataLoader(self.loader.dataset, batch_sampler=batches, generator=self._seeds, **self._options())
+
+    def _options(self) -> dict[str, Any]:
         names = (*_OPTIONS, "prefetch_factor") if self.loader.num_workers else _OPTIONS
-        options = {name: getattr(self.loader, name) for name in names}
-        return DataLoader(self.loader.dataset, batch_sampler=batches, generator=self._seeds, **options)
+        return {name: getattr(self.loader, name) for name in names}
 
     def _batch_sampler(self) -> Any:
         replaced = self._replaced()
@@ -185,6 +225,55 @@ class _Parts:
         return len(shares) if shares is not None else 0
 
 
+class _ShareOfStream:
+    """Takes this rank's examples of each batch, of examples that have no index, before they become tensors.
+
+    Returns them with their number, that of the batch, and a digest of its first example.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], rank: int, world: int) -> None:
+        self._collate, self._rank, self._world = collate, rank, world
+
+    def __call__(self, batch: list[Any]) -> tuple[Any, _Part]:
+        start, stop = bounds(len(batch), (1,) * self._world)[self._rank]
+        # An empty batch has the form of one with an example.
+        share = self._collate(batch[start:stop] or batch[:1])
+        return share, (stop - start, len(batch), _mark(batch[0]))
+
+
+def _mark(example: Any) -> int:
+    """Returns a digest of an example, which all ranks must have."""
+    numbers: list[Any] = []
+    map_tensors(lambda tensor: numbers.append(tensor.flatten()[:_MARKED].tolist()), example)
+    return zlib.crc32(repr(numbers or example).encode())
+
+
+def let_others_draw(meeting: Meeting) -> None:
+    """Lets loaders that are not divided, as those of test data, draw what they draw in the script alone.
+
+    Every iteration draws a seed, and a shuffled one another, from the generators that the order of a divided loader
+    comes from.
+    """
+    plain_loader, plain_sampler = DataLoader.__iter__, RandomSampler.__iter__
+
+    def draws(generator: torch.Generator | None) -> AbstractContextManager[None]:
+        mine = generator is None and threading.current_thread() is meeting.thread
+        return meeting.drawing() if mine else nullcontext()
+
+    def iterate(loader: DataLoader[Any]) -> Any:
+        with draws(loader.generator):
+            return plain_loader(loader)
+
+    def sample(sampler: RandomSampler) -> Iterator[int]:
+        order = plain_sampler(sampler)
+        with draws(sampler.generator):
+            taken = list(islice(order, 1))
+        yield from chain(taken, order)
+
+    setattr(DataLoader, "__iter__", iterate)  # noqa: B010
+    setattr(RandomSampler, "__iter__", sample)  # noqa: B010
+
+
 def _require_batches(loader: Any, divides: bool) -> None:
     """Raises a UsageError for a loader whose batches cannot be divided."""
     if not isinstance(loader, DataLoader):
@@ -200,11 +289,6 @@ def _require_batches(loader: Any, divides: bool) -> None:
         raise UsageError(
             f"{type(loader).__name__} iterates in a way of its own, which setup would leave out, because it divides "
             "the batches of a torch DataLoader; give a DataLoader, and put what it adds into the loop"
-        )
-    if isinstance(loader.dataset, IterableDataset):
-        raise UsageError(
-            f"{type(loader.dataset).__name__} is an IterableDataset: its examples have no index, so a batch of them "
-            "cannot be divided; give the loader list(dataset), or a data set with __len__ and __getitem__"
         )
     sampler: Any = loader.sampler
     if isinstance(sampler, DistributedSampler) and (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,14 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from headrace.api.plain_script.deliveries import OwnHook
 from headrace.api.plain_script.gradients import Synchronizer
-from headrace.api.plain_script.meeting import ASSIGNED, STEP, Meeting
+from headrace.api.plain_script.meeting import ASSIGNED, LOADED, SAVED, STEP, Meeting
 from headrace.api.plain_script.separable import require_separable
+from headrace.checkpoint.forms import pack, unpack
+from headrace.collectives.base import gather_bytes, gather_texts
 from headrace.collectives.digest import digests, ranks_apart
 from headrace.errors import UsageError
 from headrace.modules import describe
 from headrace.policies.sharding import whole
 from headrace.training.central_storage.exchange import place_parameters, share_parameters
+from headrace.trees import as_json, from_json
 
 
 class CentralParameters:
@@ -36,6 +41,8 @@ class CentralParameters:
         self._ids = set(map(id, self._named.values()))
         self._optimizers: list[torch.optim.Optimizer] = []
         self._after = self._digests()
+        model.register_load_state_dict_pre_hook(OwnHook(self._begin_load))
+        model.register_load_state_dict_post_hook(OwnHook(self._end_load))
         # A step of an optimizer that is made later would be done by every process.
         register_optimizer_step_pre_hook(self._require_known)
 
@@ -48,6 +55,7 @@ class CentralParameters:
             )
         require_separable(optimizer, self._ids.difference(map(id, self._foreign)))
         self._optimizers.append(optimizer)
+        optimizer.register_state_dict_post_hook(self._whole_state)
 
     def leave_to_owners(self) -> None:
         """Leaves this process's optimizers the gradients of what it owns."""
@@ -80,6 +88,37 @@ class CentralParameters:
                 "it, which every process of the script changes; do it before hr.setup, or use strategy='mirrored', "
                 "where each process changes its own"
             )
+
+    def _begin_load(self, _: nn.Module, values: dict[str, Any], *__: object) -> None:
+        self._meeting.meet(LOADED)
+        named = {name: each for name, each in values.items() if isinstance(each, Tensor)}
+        apart = ranks_apart(digests(named.values()), self._meeting.group)
+        if apart is not None:
+            raise UsageError(
+                f"{[*named][apart[0]]} that model.load_state_dict() gets is another one on rank {apart[1]} than on "
+                "rank 0, and there is one copy of it; let all processes load the same file"
+            )
+
+    def _end_load(self, *_: object) -> None:
+        # Every process has written the same values.
+        self._meeting.group.barrier()
+        self._after = self._digests()
+        self._meeting.group.barrier()
+
+    def _whole_state(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        """Puts into a state dict what the other processes have of the states; every process calls it."""
+        self._meeting.meet(SAVED)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        foreign = set(map(id, self._foreign))
+        tensors: list[Tensor] = []
+        owned = {place: each for place, each in saved["state"].items() if id(parameters[place]) not in foreign}
+        form = json.dumps(as_json(owned, tensors))
+        contents = gather_bytes(self._meeting.group, pack({str(number): each for number, each in enumerate(tensors)}))
+        states: dict[int, Any] = {}
+        for text, content in zip(gather_texts(self._meeting.group, form), contents, strict=True):
+            numbered = {int(number): each for number, each in unpack(content).items()}
+            states |= from_json(json.loads(text), numbered.__getitem__)
+        saved["state"] = dict(sorted(states.items()))
 
     def _digests(self) -> dict[str, int]:
         return dict(zip(self._named, digests(self._named.values()), strict=True))

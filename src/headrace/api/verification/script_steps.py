@@ -7,6 +7,7 @@ import json
 from collections.abc import Sized
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,7 +26,7 @@ _FACTS = "facts.json"
 _numbers = itertools.count()
 
 
-def record_steps(model: nn.Module, optimizer: torch.optim.Optimizer, loader: object, strategy: str) -> None:
+def record_steps(model: nn.Module, optimizer: torch.optim.Optimizer | None, loader: object, strategy: str) -> None:
     """Writes a model after each step, and ends the process after the last one that `headrace verify` asks for."""
     asked = verified_steps()
     if asked is None:
@@ -49,8 +50,19 @@ def record_steps(model: nn.Module, optimizer: torch.optim.Optimizer, loader: obj
         if step == asked[1] and number == 0:
             raise SystemExit(0)
 
-    write()
-    optimizer.register_step_post_hook(write)
+    if optimizer is not None:
+        write()
+        optimizer.register_step_post_hook(write)
+        return
+    # What the script has made of the parameters is there when the next pass begins.
+    plain = torch.autograd.backward
+
+    def backward(*given: Any, **named: Any) -> None:
+        write()
+        plain(*given, **named)
+
+    # `Tensor.backward` calls it by this name.
+    setattr(torch.autograd, "backward", backward)  # noqa: B010
 
 
 def compare_scripts(script: Path, alone: Path, launched: Path, workers: int) -> Verification:

@@ -60,6 +60,11 @@ def launched_ranks() -> int | None:
     return int(os.environ["WORLD_SIZE"])
 
 
+def launched_rank() -> int:
+    """Returns this process's number among those of the launcher; 0 if there is no launcher."""
+    return int(os.environ["RANK"]) if launched_ranks() else 0
+
+
 def launched_store() -> StoreClient:
     """Returns the store of all the launcher's processes."""
     return _store()[0]

@@ -40,7 +40,18 @@ _REMEDY = (
 
 
 def probe_parameter_hooks(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
-    """Calls the hooks of parameters with random gradients, and looks at what they make of a mean of two."""
+    """Returns what `problems_of_hooks` does, as findings."""
+    return [
+        Finding(f"a hook of this parameter {problem}", names_of(names), _REMEDY, Scope.WORKERS, refused=True)
+        for problem, names in problems_of_hooks(module).items()
+    ]
+
+
+def problems_of_hooks(module: nn.Module) -> dict[str, list[str]]:
+    """Calls the hooks of parameters with random gradients, and looks at what they make of a mean of two.
+
+    Returns what they do that is not the same over parts, with the names of the parameters.
+    """
     found: dict[str, list[str]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and any(hooks_of(parameter)):
@@ -48,10 +59,7 @@ def probe_parameter_hooks(module: nn.Module, batch: Any, objective: Objective) -
                 problem = _problem(module, parameter)
             if problem:
                 found.setdefault(problem, []).append(name)
-    return [
-        Finding(f"a hook of this parameter {problem}", names_of(names), _REMEDY, Scope.WORKERS, refused=True)
-        for problem, names in found.items()
-    ]
+    return found
 
 
 def _problem(module: nn.Module, parameter: nn.Parameter) -> str:
