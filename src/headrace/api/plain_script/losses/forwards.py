@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from headrace import internals
 from headrace.api.plain_script.deliveries import OwnHook
 from headrace.api.plain_script.meeting import Meeting
-from headrace.api.probes.finding import drawn, names_of, trial
+from headrace.api.probes.finding import names_of
 from headrace.errors import DataError
 from headrace.modules import evaluating
+from headrace.training.user_code.trial import drawn, trial
 from headrace.training.whole_model import cut
 from headrace.trees import map_tensors
 from headrace.worker.attributes import attributes_of, copied, same
