@@ -14,8 +14,12 @@ from headrace.errors import UsageError
 class ScriptProcesses:
     """The processes that run a script: all of them call the same methods, in the same order. Alone, it is one.
 
-    Attributes:
-        rank, world: this one's number, and how many there are.
+    `hr.processes()` returns them.
+
+    Args:
+        rank: this one's number.
+        world: how many there are.
+        meet: returns what they meet by.
     """
 
     def __init__(self, rank: int, world: int, meet: Callable[[], Meeting]) -> None:
