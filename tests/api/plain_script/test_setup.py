@@ -141,6 +141,7 @@ def test_three_processes_train_what_one_trains(launched: Path, strategy: str, wa
 
 
 FIT = """
+torch.manual_seed(0)
 data = torch.randn(20, 3), torch.randn(20, 1)
 optimizer = lambda named: torch.optim.SGD(named, lr=0.1)
 job = hr.Job(lambda: nn.Linear(3, 1), optimizer, data, 4, hr.tasks.regression(), epochs=1)
