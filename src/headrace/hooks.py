@@ -81,6 +81,13 @@ def called(parameters: Sequence[Tensor], factor: float, before: Sequence[Tensor 
             parameter.grad = parameter.grad * factor
 
 
+def owners_of(hooks: Iterable[Callable[..., Any]]) -> list[Any]:
+    """Returns hooks, and the objects whose methods they are, such as a list's `append`."""
+    every = list(hooks)
+    bound = [getattr(hook, "__self__", None) for hook in every]
+    return [*every, *(owner for owner in bound if owner is not None and not isinstance(owner, nn.Module))]
+
+
 def _tables(parameter: Tensor) -> tuple[Any, Any]:
     return internals.gradient_hooks(parameter), internals.accumulation_hooks(parameter)
 

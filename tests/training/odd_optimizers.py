@@ -172,6 +172,19 @@ def clamp(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
                 tensor.grad.clamp_(-0.5, 0.5)
 
 
+def bounded(pairs: Any) -> optim.Optimizer:
+    """Keeps all weights small after a step."""
+
+    def limit(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                tensor.data.clamp_(-0.2, 0.2)
+
+    optimizer = optim.SGD(pairs, lr=0.1)
+    optimizer.register_step_post_hook(limit)
+    return optimizer
+
+
 def clip(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     torch.nn.utils.clip_grad_norm_([tensor for group in optimizer.param_groups for tensor in group["params"]], 1.0)
 

@@ -165,6 +165,31 @@ def write_after_the_update(worker: Any) -> None:
                 parameter.grad.add_(100)
 
 
+def shrink_before_backward(worker: Any) -> None:
+    for x, y in worker.batches():
+        for parameter in worker.model.parameters():
+            parameter.data.mul_(0.9)
+        worker.backward(functional.mse_loss(worker.model(x), y))
+        worker.update()
+
+
+def shrink_before_update(worker: Any) -> None:
+    for x, y in worker.batches():
+        worker.backward(functional.mse_loss(worker.model(x), y))
+        for parameter in worker.model.parameters():
+            parameter.data.mul_(0.9)
+        worker.update()
+
+
+def update_twice(worker: Any) -> None:
+    for x, y in worker.batches():
+        for _ in range(2):
+            worker.backward(functional.mse_loss(worker.model(x), y))
+            worker.update()
+            if isinstance(worker, Plain):
+                worker.optimizer.zero_grad()
+
+
 CARRIES: dict[str, hr.Strategy] = {
     "one_device": hr.OneDevice(),
     "mirrored": hr.Mirrored(2),
@@ -185,6 +210,9 @@ LOOPS: tuple[Loop, ...] = (
     freeze_and_thaw_by_step,
     clamp_weights,
     shrink_weights,
+    shrink_before_backward,
+    shrink_before_update,
+    update_twice,
     hang_hooks,
     hang_hooks_and_differentiate,
     write_after_the_update,
@@ -199,7 +227,13 @@ REFUSED: dict[str, dict[Loop, str]] = {
         ),
         **dict.fromkeys((hang_hooks, hang_hooks_and_differentiate), "'0.weight', '2.weight': fully_sharded divides"),
     },
-    "parameter_server": dict.fromkeys((clamp_weights, shrink_weights), "the loop, between two rounds, has changed"),
+    "parameter_server": {
+        **dict.fromkeys(
+            (clamp_weights, shrink_weights, shrink_before_backward, shrink_before_update),
+            "the loop, between two rounds, has changed",
+        ),
+        update_twice: "a second update of one batch in round 0",
+    },
 }
 
 
@@ -251,49 +285,6 @@ def test_memory_that_others_see_is_never_in_grad() -> None:
             assert all(parameter.grad is None for parameter in worker.model.parameters())
 
     hr.launch(write, make_job(), hr.Mirrored(2), engine=hr.ThreadEngine(), check=False)
-
-
-def losses_of_other_weights(worker: hr.Worker) -> None:
-    for x, _ in worker.batches():
-        worker.backward(hr.Mean(worker.model(x).sum(), 3.0))
-        worker.backward(hr.Mean(worker.model(x).sum(), 5.0))
-
-
-def no_update(worker: hr.Worker) -> None:
-    for x, _ in worker.batches():
-        worker.backward(worker.model(x).mean())
-
-
-def step_after_backward(worker: hr.Worker) -> None:
-    for batch in worker.batches():
-        worker.backward(worker.model(batch[0]).mean())
-        worker.step(batch)
-
-
-def outside(worker: hr.Worker) -> None:
-    worker.backward(worker.model(torch.ones(1, 4, dtype=torch.float64)).sum())
-
-
-def after_the_last(worker: hr.Worker) -> None:
-    for batch in worker.batches():
-        worker.step(batch)
-    worker.step(batch)
-
-
-@pytest.mark.parametrize(
-    ("loop", "message"),
-    [
-        (losses_of_other_weights, "the losses of a round weigh 3 and 5"),
-        (no_update, r"went on without worker.update\(\) after worker.backward\(loss\) in round 0"),
-        (step_after_backward, r"worker.step\(batch\) after worker.backward\(loss\)"),
-        (outside, r"a step outside of `for batch in worker.batches\(\)`"),
-        (after_the_last, r"a step outside of `for batch in worker.batches\(\)`"),
-    ],
-)
-@pytest.mark.parametrize("strategy", [hr.OneDevice(), hr.Mirrored(2)], ids=["one_device", "mirrored"])
-def test_verbs_out_of_order_are_refused(loop: Loop, message: str, strategy: hr.Strategy) -> None:
-    with pytest.raises(UsageError, match=message):
-        hr.launch(loop, make_job(), strategy, engine=hr.ThreadEngine(), check=False)
 
 
 def half_frozen() -> nn.Module:

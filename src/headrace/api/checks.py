@@ -103,7 +103,8 @@ def inspect_job(job: Job, closures: bool = False, whole_model: bool = True) -> J
     pipeline, said_of_data = as_pipeline(job.data)
     notices = (*notice_of_torch(), *said_of_data)
     check_cache_folders(*(data for data in (pipeline, job.eval_data) if isinstance(data, InputPipeline)))
-    users = (job.loss, job.task, job.metrics, job.inputs, job.target)
+    makers: list[Any] = [each.optimizer for each in job.sets.values()] or [job.optimizer]
+    users = (job.loss, job.task, job.metrics, job.inputs, job.target, *makers, job.options.schedule)
     with torch.random.fork_rng(devices=[]), untouched(*users), same_generators():
         job, module, said = _made(join_loss(job, whole_model))
         sets = find_sets(job, module)
@@ -204,7 +205,7 @@ def _try_in_train_mode(
 
 def _try_model(job: Job, module: nn.Module, share: Share, what: str, sets: Sets) -> tuple[bool, Any, Any]:
     """Runs model and loss in the mode that they are in; returns whether the loss is a `Mean`, output and target."""
-    before = dict(module.named_parameters())
+    before = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     output = _run(job, module, share.batch, what)
     require_same_parameters(before, module)
     target = select_target(share.batch, job.target)

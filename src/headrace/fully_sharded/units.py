@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +69,9 @@ def written(parameter: str) -> UsageError:
     )
 
 
+_MOST_VALUES = 10_000
+
+
 def refuse_hooks(names: Sequence[str]) -> None:
     """Raises UsageError for parameters that have hooks, which would see no gradient of a whole parameter."""
     if names:
@@ -75,6 +79,30 @@ def refuse_hooks(names: Sequence[str]) -> None:
             f"{', '.join(map(repr, names)):.200}: fully_sharded divides the parameter among the workers, so that its "
             "hooks (register_hook, register_post_accumulate_grad_hook) would see no gradient; use mirrored or "
             "central_storage, or change the loss or Options(clip_norm=...)"
+        )
+
+
+def refuse_kept(module: nn.Module) -> None:
+    """Raises UsageError for lists and dicts that hold a parameter, which would stay the one before it is divided."""
+    plain = vars(nn.Module())
+    waiting: list[tuple[str, Any]] = [
+        (f"{name}.{key}".lstrip("."), value)
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
+        if key not in plain
+    ]
+    own, paths = {id(parameter) for parameter in module.parameters()}, []
+    for path, value in waiting:
+        if id(value) in own:
+            paths.append(path)
+        elif isinstance(value, dict | list | tuple) and len(waiting) < _MOST_VALUES:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [(f"{path}[{key!r}]", each) for key, each in items]
+    if paths:
+        raise UsageError(
+            f"{', '.join(map(repr, paths)):.200}: this attribute holds a parameter beside its registered name, and "
+            "fully_sharded divides the registered one, so that forward would compute with an old one; use the "
+            "registered name in forward, or mirrored"
         )
 
 

@@ -26,7 +26,7 @@ from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective
 from headrace.devices import HOST
 from headrace.errors import InfeasiblePlan, UsageError
-from headrace.fully_sharded.units import AUTO, find_units, refuse_hooks
+from headrace.fully_sharded.units import AUTO, find_units, refuse_hooks, refuse_kept
 from headrace.hooks import hooked_parameters
 from headrace.modules import without_data
 from headrace.policies.roles import data_parallel_plan
@@ -97,6 +97,7 @@ class FullySharded(Strategy):
         # Only to refuse what cannot be sharded before any process starts.
         find_units(probe.module, self.units)
         refuse_hooks(hooked_parameters(dict(probe.module.named_parameters())))
+        refuse_kept(probe.module)
         return model
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:

@@ -18,7 +18,8 @@ from headrace.spec.events import Evaluated, Notice
 from headrace.spec.job import Share
 from headrace.training.compute import Computed
 from headrace.worker.control import RunControl
-from headrace.worker.guards.write_guard import WriteGuard, guard_of_loop
+from headrace.worker.guards.losses import LossGuard
+from headrace.worker.guards.write_guard import GradientWrites, WriteGuard, guard_of_loop
 from headrace.worker.loops.base import Loop
 from headrace.worker.losses import NonFiniteHandler
 from headrace.worker.session import WorkerSession
@@ -72,7 +73,9 @@ class Worker:
         if run.train is not None and not self._exchange.keeps_writes:
             self._guard = guard_of_loop(self.model, run.strategy.name)
             self._guard.look()
-        self._in_round = self._begun = self._sends = False
+        self._in_round = self._begun = self._sends = self._done = False
+        self._gradients = GradientWrites(session) if run.train is not None else None
+        self._loss_guard = LossGuard(session) if run.train is not None else None
         self._times = [0.0, 0.0, 0.0, 0.0]
 
     @property
@@ -111,12 +114,16 @@ class Worker:
         try:
             with closing(self._loop.shares()) as shares:
                 for share in shares:
-                    self._computed, self._begun, self._in_round = None, False, True
+                    self._computed, self._begun, self._in_round, self._done = None, False, True, False
                     if self._turns:
                         self.turn = self._turns.at(self._progress.round)
                     if self._session.run.train is not None:
                         # Before the loop's own forward.
                         self._loop.attempt(self._prepare)
+                        if self._guard:
+                            self._guard.look()
+                        if self._gradients:
+                            self._gradients.look()
                     began = perf_counter()
                     batch = self._compute.place(share.batch)
                     self._times[0] = self._progress.waited_s + perf_counter() - began
@@ -137,6 +144,8 @@ class Worker:
         """
         if self._sends:
             raise UsageError("worker.step(batch) after worker.backward(loss); call worker.update() between the two")
+        if self._gradients:
+            self._gradients.require_none_yet()
         self._begin(lambda: self._compute_step(batch))
         return self.update()
 
@@ -152,7 +161,13 @@ class Worker:
             return computed if earlier is None else _sum(earlier, computed)
 
         self._sends = True
+        if self._gradients and earlier is None:
+            self._gradients.require_none_yet()
+        if self._loss_guard:
+            self._loss_guard.look(loss, self._progress.share)
         self._begin(differentiate)
+        if self._gradients:
+            self._gradients.look()
 
     def update(self) -> float | None:
         """Synchronizes and updates: the second half of `step`.
@@ -165,6 +180,17 @@ class Worker:
             return None
         if computed is None:
             raise UsageError("worker.update() without a worker.backward(loss) before it")
+        if sends and self._gradients:
+            self._gradients.tell()
+        if self._guard:
+            self._guard.require_unchanged()
+            if self._done:
+                raise UsageError(
+                    f"a second update of one batch in round {self._progress.round}: {self._session.run.strategy.name} "
+                    "counts a round by one update of each worker; use one_device, mirrored or central_storage (without "
+                    "min_workers), or one update for a batch"
+                )
+            self._done = True
         began = perf_counter()
         loss = self._losses.now(computed.loss)
         finite = loss is None or math.isfinite(loss)
@@ -183,6 +209,8 @@ class Worker:
         self._loop.advance()
         if self._guard:
             self._guard.look()
+        if self._gradients:
+            self._gradients.look()
         return loss
 
     def evaluate(self) -> dict[str, float]:

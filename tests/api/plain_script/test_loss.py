@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from headrace.api.plain_script.deliveries import Delivery
 from headrace.api.plain_script.losses.forwards import FirstForward
-from headrace.api.plain_script.losses.loss import LossWatch, require_mean, require_sum
+from headrace.api.plain_script.losses.loss import LossWatch, mean_check
 from headrace.api.plain_script.meeting import Meeting
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import UsageError
+from headrace.training.user_code.loss_graph import require_mean, require_sum
 
 EXAMPLES, BATCH = 4, 8
 MODEL = nn.Linear(5, 3)
@@ -71,20 +72,20 @@ def loss_of(loss: Loss) -> Tensor:
 @pytest.mark.parametrize("kind", SUMS)
 def test_a_sum_is_refused_with_the_remedy(kind: str) -> None:
     with pytest.raises(UsageError, match=r"the loss is a sum .*reduction='sum'"):
-        require_mean(meeting(), loss_of(SUMS[kind]), EXAMPLES, BATCH)
+        require_mean(mean_check(meeting()), loss_of(SUMS[kind]), EXAMPLES, BATCH)
 
 
 @pytest.mark.parametrize("kind", MEANS)
 def test_a_mean_is_not(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
-    require_mean(meeting(), loss_of(MEANS[kind]), EXAMPLES, BATCH)
+    require_mean(mean_check(meeting()), loss_of(MEANS[kind]), EXAMPLES, BATCH)
     assert capfd.readouterr().err == ""
 
 
 def test_a_sum_over_another_number_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         same = meeting()
-        require_mean(same, loss_of(lambda outputs, _: outputs.square().sum() / 37), EXAMPLES, BATCH)
-        require_mean(same, loss_of(lambda outputs, _: outputs.square().sum() / 37), EXAMPLES, BATCH)
+        require_mean(mean_check(same), loss_of(lambda outputs, _: outputs.square().sum() / 37), EXAMPLES, BATCH)
+        require_mean(mean_check(same), loss_of(lambda outputs, _: outputs.square().sum() / 37), EXAMPLES, BATCH)
     assert capfd.readouterr().err.count("the loss is a sum (SumBackward0 over [4, 3]) divided by 37") == 2
 
 
@@ -167,9 +168,9 @@ def test_of_a_mean_nothing_is_told(
 
 def test_of_one_example_a_sum_and_a_mean_are_told_apart() -> None:
     outputs = MODEL(torch.ones(1, 5))
-    require_mean(meeting(), outputs.square().sum() / len(outputs), 1, 2)
+    require_mean(mean_check(meeting()), outputs.square().sum() / len(outputs), 1, 2)
     with pytest.raises(UsageError, match="the loss is a sum"):
-        require_mean(meeting(), outputs.square().sum(), 1, 2)
+        require_mean(mean_check(meeting()), outputs.square().sum(), 1, 2)
 
 
 def test_the_first_passes_of_each_model_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,9 +191,9 @@ def test_the_first_passes_of_each_model_are_looked_at(monkeypatch: pytest.Monkey
 
 def test_a_tensor_whose_backward_adds_its_elements_is_a_sum() -> None:
     outputs = MODEL(torch.ones(EXAMPLES, 5))
-    require_mean(meeting(), outputs, EXAMPLES, BATCH, torch.full_like(outputs, 1 / EXAMPLES))
+    require_mean(mean_check(meeting()), outputs, EXAMPLES, BATCH, torch.full_like(outputs, 1 / EXAMPLES))
     with pytest.raises(UsageError, match="the loss is a sum"):
-        require_mean(meeting(), outputs, EXAMPLES, BATCH, torch.ones_like(outputs))
+        require_mean(mean_check(meeting()), outputs, EXAMPLES, BATCH, torch.ones_like(outputs))
 
 
 @pytest.mark.parametrize(

@@ -277,3 +277,105 @@ class Late(nn.Module):
 def test_a_layer_that_forward_makes_is_refused_by_name(strategy: Any) -> None:
     with pytest.raises(JobError, match=r"forward makes 'head\.weight', 'head\.bias', which .* nn\.LazyLinear"):
         hr.fit(_job(Late), strategy, engine=THREADS)
+
+
+def test_a_number_that_counts_is_said_where_it_does_nothing_yet() -> None:
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.calls += self.training
+            return super().forward(inputs).tanh() if self.calls > 3 else super().forward(inputs)
+
+    class Loss:
+        calls = 0
+
+        def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+            self.calls += 1
+            return nn.functional.cross_entropy(output, target) * (2 if self.calls > 3 else 1)
+
+    said = _said(_job(lambda: Counting(4, 3).double(), loss=Loss()))
+    assert "the model's 'calls': each call changes this number" in said
+    assert "the loss's 'calls': each call changes this number" in said
+
+
+def test_a_buffer_that_is_not_saved_and_carried_is_said() -> None:
+    class Following(nn.Linear):
+        mean: Tensor
+
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.register_buffer("mean", torch.zeros(4), persistent=False)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            if self.training:
+                self.mean.lerp_(inputs.mean(0), 0.1)
+            return super().forward(inputs - self.mean)
+
+    assert "the model's 'mean': forward carries it from batch to batch" in _said(_job(lambda: Following().double()))
+
+
+def test_a_buffer_that_forward_makes_is_refused() -> None:
+    class First(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            if not hasattr(self, "first"):
+                self.register_buffer("first", inputs.mean(0))
+            return super().forward(inputs - self.get_buffer("first"))
+
+    with pytest.raises(JobError, match="forward makes the buffer 'first', which the model did not have before"):
+        inspect_job(_job(lambda: First(4, 3).double()))
+
+
+class OfClass(nn.Linear):
+    """Counts for all objects of its class."""
+
+    calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        OfClass.calls += 1
+        return super().forward(inputs)
+
+
+def test_what_optimizers_schedules_and_classes_count_begins_in_the_run_as_it_was() -> None:
+    steps: list[int] = []
+    asked: list[int] = []
+
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        made = SGD(named)
+        made.register_step_post_hook(lambda *_: steps.append(1))
+        return made
+
+    def factor(_: int) -> float:
+        asked.append(1)
+        return 0.9 ** len(asked)
+
+    schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=factor)
+    job = _job(lambda: OfClass(4, 3).double(), optimizer=optimizer, options=hr.Options(schedule=schedule))
+    info = inspect_job(job)
+    probe(info.job, info.module, *objectives_of(info.job, info.module, info.weighed))
+    assert (steps, asked, OfClass.calls) == ([], [], 0)
+
+
+def test_a_parameter_in_a_list_is_refused_where_parameters_are_divided() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+            self.kept = {"weights": [self.layer.weight]}
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return nn.functional.linear(inputs, self.kept["weights"][0], self.layer.bias)
+
+    job = _job(lambda: Listed().double())
+    with pytest.raises(UsageError, match=r"kept\['weights'\]\[0\].*: this attribute holds a parameter beside"):
+        hr.fit(job, hr.FullySharded(2), engine=THREADS)
+
+
+def test_backward_hooks_of_a_whole_model_are_refused_by_a_pipeline() -> None:
+    def hooked() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+        model.register_full_backward_pre_hook(lambda _, gradients: tuple(each * 0.5 for each in gradients))
+        return model
+
+    with pytest.raises(JobError, match="it has backward hooks, which would see no backward"):
+        hr.fit(_job(hooked), hr.Pipeline(2), engine=THREADS)

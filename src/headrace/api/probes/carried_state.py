@@ -37,6 +37,13 @@ COUNTED = (
 )
 
 
+NUMBERED = (
+    "each call changes this number, which is neither a parameter nor a buffer: each worker has its own, each "
+    "micro-batch changes it, and neither checkpoints nor run.model have it"
+)
+_REMEDY = "keep it in a buffer (register_buffer), or return it from get_extra_state"
+
+
 def probe_carried_state(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
     """Compares the loss of a batch with that after another batch, which the model or the loss has seen."""
     count = examples_of(batch)
@@ -48,6 +55,17 @@ def probe_carried_state(module: nn.Module, batch: Any, objective: Objective) -> 
     least = 8 * _epsilon(module) * abs(alone)
     after, _ = _loss_after(module, objective, second, first)
     findings: list[Finding] = []
+    if abs(after - alone) <= least:
+        # What counts may act later. What is saved is another matter.
+        saved = [f"{name}." if name else "" for name, _ in stateful_modules(module)]
+        for owner in (module, objective.loss):
+            _, changed = _loss_after(module, objective, second, first, owner)
+            counts = [name for name, value in changed.items() if type(value) in (int, float)]
+            if owner is module:
+                counts = [name for name in counts if not any(map(name.startswith, saved))]
+            if counts:
+                where = "the model's " if owner is module else "the loss's "
+                findings.append(Finding(NUMBERED, where + names_of(counts), _REMEDY, Scope.STATE))
     # Which of the two it is, is asked only where it is one of them.
     for owner in (module, objective.loss) if abs(after - alone) > least else ():
         after, changed = _loss_after(module, objective, second, first, owner)
@@ -64,6 +82,7 @@ def _loss_after(
     Also the attributes of the owner that changed.
     """
     changed: dict[str, Any] = {}
+    unsaved: dict[str, Any] = {}
     with trial(module), untouched(objective.loss):
         if before is not None:
             states = [(part, part.get_extra_state()) for _, part in stateful_modules(module)]
@@ -82,13 +101,26 @@ def _loss_after(
                         objective.of(module, before)
                 now = {} if owner is None else _values(owner)
                 changed |= {path: now[path] for path in now if path not in start or not same(now[path], start[path])}
+                unsaved = _unsaved(module) if owner in (None, module) else {}
             for part, state in states:
                 part.set_extra_state(state)
+            for path, attribute in attributes_of(module).items() if unsaved else ():
+                if path in unsaved:
+                    attribute.replace(unsaved[path])
         seed_torch(0)
         random.seed(0)
         np.random.seed(0)
         total, weight = weigh(loss_of(module, batch, objective), examples_of(batch))
     return float(total) / max(float(weight), 1e-30), changed
+
+
+def _unsaved(module: nn.Module) -> dict[str, Any]:
+    """Returns copies of the buffers that are not saved."""
+    saved = module.state_dict(keep_vars=True)
+    if all(name in saved for name, _ in module.named_buffers()):
+        return {}
+    buffers = {id(each) for each in module.buffers()}
+    return {path: copied(each.value) for path, each in attributes_of(module).items() if id(each.value) in buffers}
 
 
 def _values(owner: Any) -> Mapping[str, Any]:
@@ -111,7 +143,7 @@ def _of_model(changed: Mapping[str, Any]) -> Finding:
     return Finding(
         COUNTED if counts else CARRIED,
         f"the model's {names_of(list(changed))}" if changed else "the model",
-        "keep it in a buffer (register_buffer), or return it from get_extra_state",
+        _REMEDY,
         Scope.STATE,
     )
 

@@ -44,11 +44,16 @@ def probe_random_layers(module: nn.Module, batch: Any, objective: Objective) -> 
 
 
 def require_same_parameters(before: Collection[str], module: nn.Module) -> None:
-    """Raises a JobError where a forward has made parameters that were not there before."""
+    """Raises a JobError where a forward has made parameters or buffers that were not there before."""
     if new := [name for name, _ in module.named_parameters() if name not in before]:
         raise JobError(
             f"forward makes {names_of(new)}, which the model did not have before, so that no optimizer trains it; make "
             "the layer in the constructor, or a lazy one, nn.LazyLinear, that gets its shape from the first examples"
+        )
+    if new := [name for name, _ in module.named_buffers() if name not in before]:
+        raise JobError(
+            f"forward makes the buffer {names_of(new)}, which the model did not have before, so that each worker would "
+            "have its own and no checkpoint it; register it in the constructor, and let forward fill it"
         )
 
 

@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, product
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from headrace.api.checks import JobInfo
 from headrace.api.probes.carried_state import CARRIED, COUNTED, probe_carried_state
 from headrace.api.probes.changing_buffers import probe_changing_buffers, probe_written_parameters
 from headrace.api.probes.finding import Finding, Scope
 from headrace.api.probes.layers import probe_random_layers
-from headrace.api.probes.parts.hooks import probe_module_hooks, probe_parameter_hooks
+from headrace.api.probes.parts.gradients import probe_gradients
+from headrace.api.probes.parts.hooks import probe_parameter_hooks
 from headrace.api.probes.parts.split_loss import probe_split_loss, probe_split_metrics
 from headrace.batches import call, select_target
 from headrace.data import Loader, as_pipeline
@@ -35,19 +36,24 @@ PROBES: tuple[Probe, ...] = (
     probe_random_layers,
     probe_carried_state,
     probe_parameter_hooks,
-    probe_module_hooks,
+    probe_gradients,
 )
-_LEAST, _MOST = 4, 8
+_LEAST, _MOST, _MOST_OF_SMALL = 4, 8, 32
 """Examples of the batch: at least two halves of two, because BatchNorm takes no batch of one."""
+_SMALL = 1_000_000
+"""Parameters of a small model: of more examples, more likely some are masked or of another class."""
+_BATCHES = 3
+"""For the loss of a small model."""
 _SEEN = 16
 """Batches of which the first with as many is taken: a filter or a collate function may leave out examples."""
 
 
 def probe(job: Job, module: nn.Module, *objectives: Objective, probes: Iterable[Probe] = PROBES) -> tuple[Finding, ...]:
-    """Runs the probes with each objective on the first examples of the job's data."""
-    share = _first_share(job, job.data)
-    if share is None:
+    """Runs the probes with each objective on some examples of the job's data."""
+    shares = _some_shares(job, job.data, module)
+    if not shares:
         return ()
+    share, *others = shares
     try:
         cut(share.batch, 0, 1, share.examples, "a probe")
     except DataError as error:
@@ -58,14 +64,17 @@ def probe(job: Job, module: nn.Module, *objectives: Objective, probes: Iterable[
             findings += each(module, share.batch, objective)
         except Exception as error:  # whatever a user's model raises
             findings.append(_left_out(f"the model failed on part of a batch of {share.examples} examples", error))
+    if probe_split_loss in probes and not findings:
+        # One batch of the data may be all alike.
+        findings += [each for other in others for each in probe_split_loss(module, other.batch, objectives[0])]
     # What two losses both show is said once.
     return tuple(dict.fromkeys(findings))
 
 
 def probe_metrics(job: Job, module: nn.Module) -> tuple[Finding, ...]:
-    """Runs the job's own metrics on the first examples of its evaluation data, whole and in parts."""
+    """Runs the job's own metrics on some examples of its evaluation data, whole and in parts."""
     metrics = {name: metric for name, metric in (job.metrics or {}).items() if not accumulates(metric)}
-    share = _first_share(job, job.eval_data) if metrics and job.eval_data is not None else None
+    share, *_ = _some_shares(job, job.eval_data, module) if metrics and job.eval_data is not None else (None,)
     if share is None:
         return ()
 
@@ -78,12 +87,14 @@ def probe_metrics(job: Job, module: nn.Module) -> tuple[Finding, ...]:
         return (_left_out(f"a metric failed on part of a batch of {share.examples} examples", error),)
 
 
-def _first_share(job: Job, data: Any) -> Share | None:
-    """Returns a small batch of the first examples; None where there are too few."""
+def _some_shares(job: Job, data: Any, module: nn.Module) -> list[Share]:
+    """Returns small batches of examples from all over the data, of a large model one; none where there are too few."""
     pipeline, _ = as_pipeline(data)
-    count = min(_MOST, max(_LEAST, job.global_batch_size), len(pipeline))
+    small = sum(map(Tensor.numel, module.parameters())) < _SMALL
+    count = min(_MOST_OF_SMALL if small else _MOST, max(_LEAST, job.global_batch_size), len(pipeline))
     loader = Loader(pipeline, job.seed, count, (1,), 0, ordered=True)
-    return next((share for share in islice(loader.sweep(alone=True), _SEEN) if share.examples >= _LEAST), None)
+    large = (share for share in islice(loader.spread(), _SEEN) if share.examples >= _LEAST)
+    return list(islice(large, _BATCHES if small else 1))
 
 
 def _left_out(reason: str, error: Exception) -> Finding:

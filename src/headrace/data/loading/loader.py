@@ -126,6 +126,18 @@ class Loader:
         self.counters.begin()
         return self._shares(islice(self._parts(0), self.rounds_per_epoch), 0, alone)
 
+    def spread(self) -> Generator[Share, None, None]:
+        """Yields batches of examples from all over the data, each once: the first of a file may be all of one kind.
+
+        Raises:
+            DataError: an example cannot be read.
+        """
+        self.counters.begin()
+        order = ExampleOrder(len(self._pipeline), self._seed, 0)
+        for index in range(self.rounds_per_epoch):
+            begin, end, of = self._rounds.span(index)
+            yield self._read((0, torch.from_numpy(order.slice(begin, end)), of))
+
     def portion(self, round_: int, part: int, parts: int) -> Share:
         """Reads one part of one round's batch, independent of what was read before.
 

@@ -55,6 +55,8 @@ def record(
         raise Untraceable(module, "it is a ScriptModule, or compiled as a whole")
     if internals.forward_hooks(module) or internals.forward_pre_hooks(module):
         raise Untraceable(module, "it has forward hooks, which would see no forward; register them on its layers")
+    if internals.backward_hooks(module) or internals.backward_pre_hooks(module):
+        raise Untraceable(module, "it has backward hooks, which would see no backward; register them on its layers")
     recorder = _Recorder(module, args, kwargs, whole)
     try:
         with frames_cleared(), recorder.patched():

@@ -25,6 +25,9 @@ _MOST_BYTES = 1 << 26
 """Of the tensors and arrays that are copied."""
 _FOREIGN = ("torch", "numpy", "builtins", "threading", "logging", "_thread", "io", "abc", "typing", "headrace")
 """Libraries whose objects are not looked into."""
+_LIBRARIES = ("torchvision", "transformers", "timm", "diffusers", "peft")
+"""Libraries whose classes are not looked into: there are many, and they keep nothing there."""
+_VARIABLES = (int, float, np.ndarray, list, dict, set, deque)
 _VALUES = (bool, int, float, complex, str, bytes, type, ModuleType)
 
 
@@ -119,6 +122,8 @@ class _State:
         if isinstance(value, torch.jit.ScriptModule):
             return (*value.parameters(), *value.buffers())
         if isinstance(value, nn.Module) or type(value).__module__.partition(".")[0] not in _FOREIGN:
+            for kind in type(value).__mro__:
+                self._note_class(kind)
             state: Any = getattr(value, "__dict__", None)
             slots = [name for kind in type(value).__mro__ for name in _slots(kind) if _has(value, name)]
             for name in slots:
@@ -127,13 +132,28 @@ class _State:
             return [state, *inside] if isinstance(state, dict) else inside
         return ()
 
+    def _note_class(self, kind: type) -> None:
+        """Notes the numbers and containers of a class of the user's own, and of the modules of its methods."""
+        if id(kind) in self.seen or kind.__module__.partition(".")[0] in (*_FOREIGN, *_LIBRARIES):
+            return
+        self.seen[id(kind)] = kind
+        for name, each in list(vars(kind).items()):
+            if isinstance(each, FunctionType):
+                for content in self._note_names(each, _VARIABLES):
+                    self._note(content)
+            elif isinstance(each, _VARIABLES) and not name.startswith("__"):
+                self._undo.append(partial(_set_again, kind, name, each))
+                self._note(each)
+
     def _note_globals(self, function: FunctionType) -> list[Any]:
         """Notes the variables of a function's module that it names: numbers, containers, tensors and functions."""
-        space = function.__globals__
         if function.__module__ is None or function.__module__.partition(".")[0] in _FOREIGN:
             return []
+        return self._note_names(function, (*_VARIABLES, Tensor, FunctionType, nn.Module))
+
+    def _note_names(self, function: FunctionType, kinds: tuple[type, ...]) -> list[Any]:
+        space = function.__globals__
         names = [name for name in function.__code__.co_names if name in space]
-        kinds = (int, float, Tensor, np.ndarray, list, dict, set, deque, FunctionType, nn.Module)
         found = {name: space[name] for name in names if isinstance(space[name], kinds)}
         self._undo.append(partial(space.update, found))
         return list(found.values())
@@ -189,6 +209,11 @@ def _set_content(cell: CellType, content: list[Any]) -> None:
     for value in content:
         if not now or now[0] is not value:
             cell.cell_contents = value
+
+
+def _set_again(kind: type, name: str, value: Any) -> None:
+    if vars(kind).get(name) is not value:
+        setattr(kind, name, value)
 
 
 def _slots(kind: type) -> Iterable[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from headrace import internals
 from headrace.collectives.digest import digests
 from headrace.errors import UsageError
 from headrace.modules import held_part
+from headrace.spec.events.run import Notice
+from headrace.worker.session import WorkerSession
 
 _EVERY = 4
 """The first looks that compare all elements; later it does at powers of two, and versions always."""
@@ -56,6 +58,55 @@ class WriteGuard:
         if any(apart):
             names = [repr(name) for name, bad in zip(self._named, apart, strict=True) if bad]
             raise UsageError(f"{self._what} has changed {', '.join(names):.200}; {self._remedy}")
+
+
+class GradientWrites:
+    """Watches what a loop of the user's own does to gradients, which are those of this worker's share."""
+
+    def __init__(self, session: WorkerSession) -> None:
+        self._session = session
+        self._named = {
+            name: each for name, each in session.replica.compute.module.named_parameters() if not each.is_meta
+        }
+        self._says = session.rank == 0 and session.group.world > 1
+        self._held: dict[str, tuple[Tensor | None, int]] = {}
+
+    def look(self) -> None:
+        """Notes the gradients, before user code sees them."""
+        grads = ((name, each.grad) for name, each in self._named.items())
+        self._held = {name: (own, 0 if own is None else internals.version(own)) for name, own in grads}
+
+    def require_none_yet(self) -> None:
+        """Raises UsageError if the loop has computed gradients before the first backward, which would be lost."""
+        found = [name for name, own in self._changed() if own is not None and bool(own.any())]
+        if found:
+            raise UsageError(
+                f"{', '.join(map(repr, found)):.200}: .grad was there before worker.backward(loss), which begins anew, "
+                "so that it would not be sent; give worker.backward each loss, or do loss.backward() after it"
+            )
+
+    def tell(self) -> None:
+        """Says once that the loop writes to gradients."""
+        if self._says and any(self._changed()):
+            self._says = False
+            events = self._session.events
+            events.write(Notice(self._session.rank, events.now(), _WRITES))
+
+    def _changed(self) -> list[tuple[str, Tensor | None]]:
+        held = self._held
+        grads = ((name, self._named[name].grad) for name in held)
+        return [
+            (name, own)
+            for name, own in grads
+            if own is not held[name][0] or (own is not None and internals.version(own) != held[name][1])
+        ]
+
+
+_WRITES = (
+    "the loop writes to gradients between worker.backward and worker.update: each worker to those of its own share, "
+    "before they are summed; what is not linear in them (a norm, a clamp, a sign) is another update than that of one "
+    "device: use Options(clip_norm=...) or Options(clip_value=...) for limits"
+)
 
 
 def guard_of_loop(module: nn.Module, strategy: str) -> WriteGuard:

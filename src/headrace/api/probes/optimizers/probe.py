@@ -12,7 +12,6 @@ What differs from the reference is what the optimizer cannot do.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.api.probes.optimizers.known import known_kept
+from headrace.api.probes.optimizers.values import across, clipped, like, wide
 from headrace.errors import UsageError
 from headrace.spec.model import OptimizerNeeds
 from headrace.spec.options import Options
@@ -45,8 +45,6 @@ _ACROSS = (1, 4)
 """Steps whose gradients are at right angles to each row, for optimizers that look for such ones (AdamP)."""
 _SAVED_AFTER = 4
 _MOST_GROUPS = 6
-_LONGEST, _MOST_ELEMENTS = 130, 20_000
-"""Of a tried parameter: longer than 128, from which on some optimizers factor a matrix."""
 _SMALL_LR = 0.01
 
 _Values = dict[str, Tensor]
@@ -117,6 +115,10 @@ class _Untried(Exception):
     """The reference could not make its steps, because of its cause."""
 
 
+class _OtherUpdate(Exception):
+    """A step has made something else than the reference's."""
+
+
 class _Trial:
     """Random values and gradients for some of a model's parameters; the others have no memory and no gradient.
 
@@ -138,13 +140,13 @@ class _Trial:
         self._start: _Values = {}
         for name in _tried(template, shapes):
             tensor = shapes[name]
-            shape = tensor.shape if exact else _clipped(tensor.shape)
-            value = torch.randn(shape, generator=generator, dtype=_wide(tensor.dtype))
+            shape = tensor.shape if exact else clipped(tensor.shape)
+            value = torch.randn(shape, generator=generator, dtype=wide(tensor.dtype))
             self._start[name] = value.to(tensor.dtype) if exact else value
         # Of a common direction, so that estimates that grow along the way do grow.
-        directions = {name: _like(value, generator) for name, value in self._start.items()}
+        directions = {name: like(value, generator) for name, value in self._start.items()}
         self._gradients = [
-            {name: scale * (directions[name] + 0.5 * _like(value, generator)) for name, value in self._start.items()}
+            {name: scale * (directions[name] + 0.5 * like(value, generator)) for name, value in self._start.items()}
             for scale in _SCALES
         ]
 
@@ -160,6 +162,7 @@ class _Trial:
         middle, unsaved = self._start, ""
         pieces: Sequence[StatePiece] = ()
         settings: Any = {}
+        self._after: list[_Values] = []
         try:
             for step in range(len(_SCALES)):
                 if step == _SAVED_AFTER:
@@ -170,8 +173,9 @@ class _Trial:
                         unsaved = str(error)
                 for segment, tensor in whole.owned if step in _ACROSS else ():
                     gradients = self._gradients[step]
-                    gradients[segment.parameter] = _across(tensor.detach(), gradients[segment.parameter])
+                    gradients[segment.parameter] = across(tensor.detach(), gradients[segment.parameter])
                 self._step(whole, step)
+                self._after.append(_values([whole]))
         except Exception as error:
             raise _Untried from error
         random = drawn() != before
@@ -210,20 +214,32 @@ class _Trial:
             others = trained()
             for other in others:
                 other.swap_weights(averaged=True)
+        except _OtherUpdate as error:
+            return str(error)
         except Exception as error:
             return _text(error)
-        expected, found = _values([whole]), _values(others)
+        if other_update := self._apart(_values([whole]), _values(others)):
+            return other_update
+        settings = whole.settings()
+        for other in others:
+            if changed := _differing(settings, other.settings()):
+                return f"{changed} differs"
+        return ""
+
+    def _apart(self, expected: _Values, found: _Values) -> str:
         for name, begun in self._start.items():
             start = begun.flatten()
             moved = float((expected[name] - start).abs().max()) if start.numel() else 0.0
             apart = float((expected[name] - found[name]).abs().max()) if start.numel() else 0.0
             if not apart <= self._tolerance * moved + 1e-14:
                 return f"the update of {name!r} is another one, by {apart / (moved or 1.0):.1e} of what it moves"
-        settings = whole.settings()
-        for other in others:
-            if changed := _differing(settings, other.settings()):
-                return f"{changed} differs"
         return ""
+
+    def _require_same(self, updaters: Sequence[Updater], step: int) -> None:
+        """Raises where values are apart after a step, which later steps may hide (a limit on weights)."""
+        # A small step in single precision is all rounding.
+        if not self._exact and (other_update := self._apart(self._after[step], _values(updaters))):
+            raise _OtherUpdate(other_update)
 
     def _whole(self, start: _Values) -> Updater:
         optimizer = self._built(start)
@@ -273,6 +289,7 @@ class _Trial:
         for step in range(len(_SCALES)):
             for updater in updaters:
                 self._step(updater, step)
+            self._require_same(updaters, step)
         return updaters
 
     def _in_two_calls(self) -> list[Updater]:
@@ -280,6 +297,7 @@ class _Trial:
         for step in range(len(_SCALES)):
             for half in (names[::2], names[1::2]):
                 self._step(updater, step, half)
+            self._require_same([updater], step)
         return [updater]
 
     def _resumed(self, middle: _Values, pieces: Sequence[StatePiece], settings: Mapping[str, Any]) -> list[Updater]:
@@ -316,14 +334,6 @@ def _tried(template: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> li
         first = {tensors[name].dim(): name for name in reversed(names)}
         found += sorted({*first.values(), names[-1], *names[:2]}, key=names.index)
     return found
-
-
-def _clipped(shape: Sequence[int]) -> list[int]:
-    lengths = [min(length, _LONGEST) for length in shape]
-    while math.prod(lengths) > _MOST_ELEMENTS:
-        longest = lengths.index(max(lengths))
-        lengths[longest] = -(-lengths[longest] // 2)
-    return lengths
 
 
 def _inside(start: _Values) -> list[list[Segment]]:
@@ -376,24 +386,8 @@ def _differing(settings: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     return next((f"its attribute {key!r}" for key in {**mine, **its} if mine.get(key) != its.get(key)), "")
 
 
-def _across(value: Tensor, gradient: Tensor) -> Tensor:
-    """Returns the part of a gradient that is at right angles to each row of a matrix, or to a vector."""
-    rows = value.to(gradient.dtype).reshape(value.shape[0] if value.dim() > 1 else 1, -1)
-    own = gradient.reshape(rows.shape)
-    along = (own * rows.conj()).sum(1, keepdim=True) / rows.abs().square().sum(1, keepdim=True).clamp(min=1e-30)
-    return (own - along * rows).view(value.shape)
-
-
 def _no_memory(tensor: Tensor, like: Tensor | None = None) -> nn.Parameter:
     return stand_in(tensor.shape, tensor.dtype, torch.device("cpu"), (tensor if like is None else like).requires_grad)
-
-
-def _like(value: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(value.shape, generator=generator, dtype=_wide(value.dtype))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype.is_complex else torch.float64
 
 
 def _text(error: BaseException) -> str:

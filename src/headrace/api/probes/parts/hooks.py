@@ -2,32 +2,25 @@
 
 A hook on a parameter sees, on one device, the gradient of the whole batch. Each of several workers calls it with the
 gradient of its own share, so that the mean of what it makes is the same where it is affine: a factor, a mask, something
-that is added. A hook that clamps, looks at a norm, draws random numbers or makes the update itself is not. Hooks of
-modules see gradients of values, example by example, unless they combine examples.
+that is added. A hook that clamps, looks at a norm, draws random numbers or makes the update itself is not.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headrace import internals
 from headrace.api.probes.finding import Finding, Scope, names_of
-from headrace.batches import examples_of
-from headrace.hooks import emptied, hooks_of, silenced
-from headrace.metrics import weigh
-from headrace.modules import evaluating
+from headrace.hooks import hooks_of, owners_of
 from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.trial import drawn, trial
 from headrace.training.user_code.untouched import untouched
-from headrace.training.whole_model import cut
 
 _SCALES = (1.0, 1e6, 1e-6)
 """Of the gradients that are tried: what clamps large ones, or drops small ones, shows at one of them."""
@@ -73,7 +66,7 @@ def _problem(module: nn.Module, parameter: nn.Parameter) -> str:
 
     def made(*gradients: Tensor) -> Tensor | None:
         """Returns what they make of the last of some gradients, beginning as they are now."""
-        with trial(module), untouched(*_owners(chain(*hooks_of(parameter))), but=(parameter,)):
+        with trial(module), untouched(*owners_of(chain(*hooks_of(parameter))), but=(parameter,)):
             for gradient in gradients:
                 result = _called(parameter, gradient)
             return result
@@ -109,7 +102,7 @@ def _problem(module: nn.Module, parameter: nn.Parameter) -> str:
 
 
 def _called_apart(module: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:
-    with untouched(module, *_owners(chain(*hooks_of(parameter))), but=(parameter,)), torch.no_grad():
+    with untouched(module, *owners_of(chain(*hooks_of(parameter))), but=(parameter,)), torch.no_grad():
         _called(parameter, gradient)
 
 
@@ -130,69 +123,3 @@ def _apart(one: Tensor, other: Tensor) -> bool:
     size = max(float(one.abs().max()), float(other.abs().max())) if one.numel() else 0.0
     tolerance = _TOLERANCE.get(one.dtype, _HALF_TOLERANCE)
     return bool(size) and not float((one - other).abs().max()) <= tolerance * size
-
-
-def probe_module_hooks(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
-    """Compares the gradients of a batch with the sums of its parts', where backward hooks of modules see them."""
-    hooked = {name: part for name, part in module.named_modules() if _tables(part)}
-    count = examples_of(batch)
-    if not hooked or count < 2 or objective.model is not None:
-        return ()
-
-    def gradients(low: int, high: int, scale: float = 1.0) -> list[Tensor | None]:
-        loss = objective.of(module, cut(batch, low, high, count, "a probe"))
-        total, _ = weigh(loss, high - low)
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        found = torch.autograd.grad(total * scale, trained, allow_unused=True)
-        return [None if each is None else each / scale for each in found]
-
-    def differ(one: list[Tensor | None], *others: list[Tensor | None]) -> bool:
-        for whole, *parts in zip(one, *others, strict=True):
-            present = [part for part in parts if part is not None]
-            if whole is not None and present and _apart(whole, torch.stack(present).sum(0)):
-                return True
-        return False
-
-    parameters = list(module.parameters())
-    with (
-        trial(module),
-        evaluating(module),
-        torch.enable_grad(),
-        silenced(parameters),
-        untouched(*_owners(_hooks(module))),
-    ):
-        halves = (0, count // 2), (count // 2, count)
-        whole = gradients(0, count)
-        combines = differ(whole, *(gradients(*half) for half in halves))
-        scaled = any(differ(whole, gradients(0, count, scale)) for scale in (1e3, 1e-3))
-        if combines:
-            with _without(hooked.values()):
-                combines = not differ(gradients(0, count), *(gradients(*half) for half in halves))
-    names = names_of(list(hooked)) if list(hooked) != [""] else "the model"
-    if combines:
-        what = "a backward hook of this module combines the examples of a batch, of which each share has a part"
-        return [Finding(what, names, "use one_device", Scope.SHARES, refused=True)]
-    if scaled:
-        what = "a backward hook of this module looks at the size of gradients, which are those of a share's own mean"
-        return [Finding(what, names, "use mirrored or central_storage", Scope.OWN_MEANS, refused=True)]
-    return ()
-
-
-def _owners(hooks: Iterable[Callable[..., Any]]) -> list[Any]:
-    """Returns hooks, and the objects whose methods they are, such as a list's `append`."""
-    every = list(hooks)
-    bound = [getattr(hook, "__self__", None) for hook in every]
-    return [*every, *(owner for owner in bound if owner is not None and not isinstance(owner, nn.Module))]
-
-
-def _tables(part: nn.Module) -> list[Any]:
-    return [table for table in (internals.backward_hooks(part), internals.backward_pre_hooks(part)) if table]
-
-
-def _hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    return [hook for part in module.modules() for table in _tables(part) for hook in table.values()]
-
-
-def _without(parts: Any) -> AbstractContextManager[None]:
-    """Calls no backward hooks of modules meanwhile."""
-    return emptied([table for part in parts for table in _tables(part)])

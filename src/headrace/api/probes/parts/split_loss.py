@@ -8,20 +8,22 @@ the whole set. It is measured in eval mode, where dropout and BatchNorm do nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headrace import internals
 from headrace.api.probes.finding import Finding, Scope
-from headrace.batches import examples_of
+from headrace.batches import call, examples_of, select_target
 from headrace.internals import BatchNorm
 from headrace.metrics import Mean, weigh
 from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.trial import drawn, loss_of, trial
+from headrace.training.user_code.untouched import untouched
 from headrace.training.whole_model import cut
 from headrace.trees import map_tensors
 from headrace.worker.session import seed_torch
@@ -29,6 +31,8 @@ from headrace.worker.session import seed_torch
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-4}
 _HALF_TOLERANCE = 0.05
 _WHERE = "the loss"
+_STEPS = (0.5, 1.0, 1.0, 2.0, 4.0)
+"""By which outputs are moved along the gradients of the sum of their losses."""
 _DRAWS = 3
 _RANDOM = 0.25
 """How far from 2 the ratio of two sums may be, whose random numbers differ."""
@@ -40,7 +44,7 @@ def probe_split_loss(module: nn.Module, batch: Any, objective: Objective) -> Seq
     if count < 2:
         return ()
     with trial(module):
-        _use_running_statistics(module)
+        use_running_statistics(module)
         before = drawn()
         loss = _settled(module, batch, objective)
         if drawn() != before:
@@ -51,13 +55,61 @@ def probe_split_loss(module: nn.Module, batch: Any, objective: Objective) -> Seq
             return (_undecided("the model draws random numbers in eval mode, too"),)
         whole = _value(loss, count)
         parts = [_value(loss_of(module, part, objective), length) for part, length in _parts(batch, count)]
-    tolerance = _tolerance(module, loss)
-    apart = _compare(whole, parts, tolerance)
-    if apart and not isinstance(loss, Mean):
-        total, added = apart[0], sum(value / length for value, length in parts)
-        if abs(total - added) <= tolerance * abs(total):
-            return (_sum(f"that of a batch of {count} examples, {total:.6g}, is the sum of its parts' losses"),)
+        tolerance = _tolerance(module, loss)
+        apart = _compare(whole, parts, tolerance)
+        if apart and not isinstance(loss, Mean):
+            total, added = apart[0], sum(value / length for value, length in parts)
+            if abs(total - added) <= tolerance * abs(total):
+                return (_sum(f"that of a batch of {count} examples, {total:.6g}, is the sum of its parts' losses"),)
+        apart = apart or _compare_elsewhere(module, batch, objective, count, tolerance)
     return (_finding(isinstance(loss, Mean), count, *apart),) if apart else ()
+
+
+def _compare_elsewhere(
+    module: nn.Module, batch: Any, objective: Objective, count: int, tolerance: float
+) -> tuple[float, float] | None:
+    """Compares the losses of other outputs, on the way to smaller ones: where all are alike at first, or a limit is met
+    later. The model runs once."""
+    if objective.model is not None:
+        return None
+    output, target = call(module, batch, objective.inputs), select_target(batch, objective.target)
+
+    def value(low: int, high: int) -> tuple[Any, float]:
+        with untouched(objective.loss):
+            parts = (cut(each, low, high, count, "a probe") for each in (output, target))
+            total, weight = weigh(objective.loss(*parts), high - low, "the loss")
+        return total, float(weight)
+
+    for step in _STEPS:
+        with torch.enable_grad():
+            leaves: list[Tensor] = []
+            output = map_tensors(partial(_leaf, leaves), output)
+            whole, weight = value(0, count)
+        if not leaves or not whole.requires_grad:
+            return None
+        parts = [(float(total), each) for total, each in (value(*bounds) for bounds in _bounds(count))]
+        if apart := _compare((float(whole), weight), parts, tolerance):
+            return apart
+        slopes = torch.autograd.grad(whole, leaves, allow_unused=True)
+        with torch.no_grad():
+            for leaf, slope in zip(leaves, slopes, strict=True):
+                if slope is not None:
+                    leaf.sub_(slope * _apart_from_each_other(leaf), alpha=step * count)
+    return None
+
+
+def _apart_from_each_other(values: Tensor) -> Tensor:
+    """Returns a factor for each row, so that rows that are alike do not stay so."""
+    rows = len(values) if values.dim() else 1
+    factors = torch.linspace(0.2, 2.0, rows, dtype=values.dtype, device=values.device)
+    return factors.reshape(rows, *(1 for _ in values.shape[1:])) if values.dim() else factors[0]
+
+
+def _leaf(leaves: list[Tensor], tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    leaves.append(tensor.detach().requires_grad_())
+    return leaves[-1]
 
 
 def _settled(module: nn.Module, batch: Any, objective: Objective) -> Any:
@@ -99,7 +151,7 @@ def probe_split_metrics(
     count = examples_of(batch)
     with trial(module):
         module.eval()
-        _use_running_statistics(module)
+        use_running_statistics(module)
         before = drawn()
         whole, *parts = [(*taken(part), length) for part, length in ((batch, count), *_parts(batch, count))]
         if drawn() != before:
@@ -115,8 +167,11 @@ def probe_split_metrics(
 
 def _parts(batch: Any, count: int) -> list[tuple[Any, int]]:
     """Returns parts of a batch, each with its number of examples."""
-    ends = pairwise(sorted({0, 1, count // 2, count}))
-    return [(cut(batch, low, high, count, "a probe"), high - low) for low, high in ends]
+    return [(cut(batch, low, high, count, "a probe"), high - low) for low, high in _bounds(count)]
+
+
+def _bounds(count: int) -> Iterable[tuple[int, int]]:
+    return pairwise(sorted({0, 1, min(2, count), count // 2, count}))
 
 
 def _compare(
@@ -186,7 +241,7 @@ def _tolerance(module: nn.Module, loss: Any) -> float:
     return max(_TOLERANCES.get(dtype, _HALF_TOLERANCE) for dtype in types)
 
 
-def _use_running_statistics(module: nn.Module) -> None:
+def use_running_statistics(module: nn.Module) -> None:
     """Gives statistics to BatchNorm layers without, which would look at the batch in eval mode, too."""
     for layer in module.modules():
         if isinstance(layer, BatchNorm) and layer.running_mean is None and layer.num_features:

@@ -1,0 +1,267 @@
+"""Is a loss a mean over examples? The answer is in its graph, so that a forward that draws numbers makes no difference.
+
+mse_loss(reduction="sum") / 8     DivBackward0 (by 8) ─► MseLossBackward0 (reduction 2, of shape (4, 1))
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headrace import internals
+from headrace.errors import UsageError
+
+_SAME = {
+    *("NegBackward0", "CloneBackward0", "AliasBackward0", "ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0"),
+    *("ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0", "SelectBackward0"),
+}
+"""What gives one number for one number, up to its sign."""
+_OF_PARAMETERS = {
+    "torch::autograd::AccumulateGrad",
+    "PowBackward0",
+    "MulBackward0",
+    "AbsBackward0",
+    "ViewBackward0",
+    "TBackward0",
+    "SumBackward0",
+    "LinalgVectorNormBackward0",
+}
+"""What a penalty on weights is made of."""
+_JOINED = ("StackBackward0", "CatBackward0")
+"""What makes one tensor of single losses."""
+_SCALED = ("MulBackward0", "DivBackward0")
+_MEAN, _SUM = 1, 2
+"""The saved reductions that stand for "mean" and "sum"."""
+_ADDED, _AVERAGED, _WEIGHTED, _OF_WEIGHTS = range(4)
+"""Kinds of terms of a loss."""
+_REENTRANT = "CheckpointFunctionBackward"
+_SMALL = 1e-7
+"""Of the largest second derivative: what is below is rounding."""
+
+
+class _Term(NamedTuple):
+    """A term of a loss: a sum or a mean of numbers, times `factors`. `every` is False for a mean of some alone."""
+
+    kind: int
+    name: str = ""
+    sizes: Sequence[int] = ()
+    factors: tuple[float, ...] = ()
+    every: bool = True
+
+
+@dataclass(frozen=True)
+class MeanCheck:
+    """What is said of a loss that is not a mean over a share, by `say`, with the remedies of who asks: `remedy` for a
+    sum, and `counted` for a mean over chosen numbers."""
+
+    say: Callable[[str], object]
+    remedy: str
+    counted: str
+
+
+def require_mean(check: MeanCheck, loss: Tensor, examples: int, of: int, gradient: Tensor | None = None) -> None:
+    """Raises a UsageError for a loss that is a sum over a share of so many examples, of a batch of so many.
+
+    Where it is a tensor of several, backward adds them, times a `gradient`.
+    """
+    if loss.numel() > 1:
+        terms = [_Term(_ADDED, "backward() of a tensor", loss.shape, (float(each),)) for each in _factor(gradient)]
+    else:
+        terms = [*_terms(loss.grad_fn, ())]
+    for term in terms:
+        _require_mean(check, term, examples, of)
+
+
+def _require_mean(check: MeanCheck, term: _Term, examples: int, of: int) -> None:
+    sizes = term.sizes
+    if term.kind == _WEIGHTED:
+        check.say(
+            "cross_entropy with class weights divides by the weights of a process's own targets, so the result is "
+            "not that of one process; use reduction='none' and divide the sum by len(batch)"
+        )
+    elif term.kind == _AVERAGED and (not term.every or math.prod(sizes) % examples):
+        check.say(
+            f"the loss is a mean over some numbers of a share alone ({term.name}; a mask, padding, ignore_index), "
+            f"which each process divides by its own number, so the result is not that of one process; {check.counted}"
+        )
+    if term.kind != _ADDED or not sizes or (examples not in sizes and sizes[0] % examples):
+        return
+    factor = math.prod(term.factors)
+    divisor = 1 / abs(factor) if factor else math.inf
+    # Of one example, a mean that is written out divides by 1.
+    # A mean may be weighted, as in distillation: batchmean times the square of a temperature.
+    divisors = [divisor, *(1 / abs(each) for each in term.factors if each)]
+    if not any(_is_one(each, _counts(sizes, examples)) for each in divisors) or (examples == 1 and not term.factors):
+        divided = "" if divisor == 1 else f" divided by {divisor:g}"
+        said = (
+            f"the loss is a sum ({term.name} over {list(sizes)}){divided}, where this process has {examples} of a "
+            f"batch of {of} examples, and gradients are averaged by examples: {check.remedy}; where it is divided by "
+            f"the number of what was chosen, {check.counted}"
+        )
+        if divisor < max(2, examples) or _is_one(divisor, _counts((of, *sizes[1:]), of)):
+            raise UsageError(said)
+        check.say(said)
+
+
+def require_sum(loss: Tensor, examples: int) -> None:
+    """Raises a UsageError for a loss that is not a sum over the examples of a share."""
+    for term in _terms(loss.grad_fn, ()) if loss.numel() == 1 else ():
+        factor = abs(math.prod(term.factors))
+        if term.kind == _OF_WEIGHTS:
+            raise UsageError(
+                f"a term of the loss is made of parameters alone ({term.name}), and with reduction='sum' it counts "
+                "once in each process: divide it by hr.processes().world, or use the optimizer's weight_decay"
+            )
+        if (
+            term.kind != _ADDED
+            and examples > 1
+            and (factor < examples or not _is_one(factor % examples, (0, examples)))
+        ):
+            raise UsageError(
+                f"the loss is a mean ({term.name} over {math.prod(term.sizes)} numbers) over the {examples} examples "
+                "of a share, and with reduction='sum' the gradients of the shares are added: leave reduction out"
+            )
+    if any(node.name() == _REENTRANT for node in _nodes(loss.grad_fn)):
+        raise UsageError(
+            "torch.utils.checkpoint with use_reentrant=True runs backward passes inside of others, whose sums "
+            "reduction='sum' cannot tell apart; use use_reentrant=False"
+        )
+
+
+def _factor(gradient: Tensor | None) -> Sequence[float]:
+    """Returns the number that all elements of a gradient are, if they are one."""
+    if gradient is None or not gradient.numel() or not bool((gradient == gradient.flatten()[0]).all()):
+        return ()
+    return (gradient.flatten()[0].item(),)
+
+
+def _terms(node: Any, factors: tuple[float, ...]) -> Iterator[_Term]:
+    name = node.name()
+    following = [after for after, _ in node.next_functions if after is not None]
+    if name in _SCALED and len(following) == 1:
+        other = _saved(node, "other")
+        if other is None:
+            other = _saved(node, "self")
+        if other is not None and other.numel() == 1:
+            value = float(other)
+            factor = value if name.startswith("Mul") else 1 / value if value else math.inf
+            yield from _terms(following[0], (*factors, factor))
+    elif name == "MulBackward1":
+        # A part of a loss with label smoothing, whose sums are a mean together.
+        yield from (term for term in _terms(following[0], factors) if term.kind != _ADDED)
+    elif name in _SAME or name.startswith(("AddBackward", "SubBackward")):
+        for after in following:
+            yield from _terms(after, factors)
+    elif _is_of_parameters(node):
+        yield _Term(_OF_WEIGHTS, name, (), factors)
+    elif name in ("SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1"):
+        if following and following[0].name() not in _JOINED and not _is_of_parameters(following[0]):
+            yield _Term(_ADDED if name.startswith("Sum") else _AVERAGED, name, _saved(node, "self_sym_sizes"), factors)
+    elif _saved(node, "reduction") == _MEAN:
+        weight, total = _saved(node, "total_weight"), _saved(node, "target")
+        if weight is None or total is None:
+            values = _saved(node, "self")
+            if values is not None:
+                yield _Term(_AVERAGED, name, tuple(values.shape), factors)
+        elif _saved(node, "weight") is not None:
+            yield _Term(_WEIGHTED, name, tuple(total.shape), factors)
+        else:
+            yield _Term(_AVERAGED, name, (int(weight),), factors, int(weight) == total.numel())
+    elif _saved(node, "reduction") == _SUM:
+        yield _Term(_ADDED, f"{name} with reduction='sum'", tuple(_saved(node, "self").shape), factors)
+
+
+def _nodes(first: Any) -> Iterator[Any]:
+    """Yields all nodes of a graph."""
+    seen, rest = set(), [first]
+    while rest:
+        node = rest.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            rest += [after for after, _ in node.next_functions if after is not None]
+
+
+def _saved(node: Any, name: str) -> Any:
+    return getattr(node, internals.SAVED + name, None)
+
+
+def _is_of_parameters(node: Any) -> bool:
+    """Tells whether a value is made of parameters alone, as a penalty on their norms is."""
+    return all(each.name() in _OF_PARAMETERS for each in _nodes(node))
+
+
+def _counts(sizes: Sequence[int], examples: int) -> list[int]:
+    """Returns the numbers by which a sum of such a shape is divided to be a mean over examples."""
+    inner = [math.prod(chosen) for count in range(len(sizes)) for chosen in itertools.combinations(sizes[1:], count)]
+    return [first * each for first in (examples, sizes[0]) for each in inner]
+
+
+def _is_one(value: float, counts: Sequence[int]) -> bool:
+    return any(math.isclose(value, count, rel_tol=1e-6) for count in counts)
+
+
+def findings_of(loss: Tensor, outputs: Tensor) -> Iterator[str]:
+    """Yields lines about a loss that is not a mean over examples, from its derivatives by outputs `(examples, ...)`.
+
+    In a mean, each example has a part of its own: second derivatives by two examples are 0.
+    """
+    gradient = _gradient(loss, outputs, create_graph=True)
+    if gradient is None or len(outputs) < 2:
+        return
+    rows = gradient.detach().reshape(len(outputs), -1)
+    without = int((rows == 0).all(1).sum())
+    if 0 < without < len(rows):
+        yield (
+            "some examples of a share have no gradient: if the loss is a mean over chosen ones (a mask, ignore_index), "
+            "each process divides by its own number, and the result is not that of one process; divide their sum by "
+            "len(batch)"
+        )
+    if not gradient.requires_grad:
+        return
+    # Not their sum, which is 0 where outputs go through a softmax.
+    first = gradient[0].reshape(-1)
+    second = _gradient(first @ torch.linspace(1, 2, len(first), dtype=first.dtype), outputs)
+    if second is None:
+        return
+    sizes = second.reshape(len(outputs), -1).abs().amax(1)
+    if float(sizes[1:].max()) > _SMALL * float(sizes.max()):
+        yield (
+            "the loss of an example depends on other examples of its share (they are compared, or a root or a ratio is "
+            "taken over the batch): each process has that of its share, and the result is not that of one process"
+        )
+
+
+def _gradient(value: Tensor, outputs: Tensor, create_graph: bool = False) -> Tensor | None:
+    try:
+        (gradient,) = torch.autograd.grad(
+            value, outputs, retain_graph=True, create_graph=create_graph, allow_unused=True
+        )
+    except RuntimeError:
+        # Not every operation has a second derivative; what has none here is not looked at.
+        return None
+    return gradient
+
+
+class LastOutput:
+    """Keeps the outputs of a model's last forward, as far as there is a row for each example."""
+
+    def __init__(self) -> None:
+        self.outputs: Tensor | None = None
+
+    def keep(self, model: object, values: object, outputs: Any) -> None:
+        """Is called after a forward."""
+        tensors = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        first = next((each for each in tensors if isinstance(each, Tensor) and each.requires_grad and each.dim()), None)
+        self.outputs = first
+
+    def take(self, examples: int) -> Tensor | None:
+        """Returns them once."""
+        outputs, self.outputs = self.outputs, None
+        return outputs if outputs is not None and len(outputs) == examples else None

@@ -1,0 +1,107 @@
+"""What a loop of one's own gives to the verbs, and what is said of it or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import headrace as hr
+from headrace.errors import UsageError, WorkerFailed
+from worker.test_between_verbs import CARRIES, Loop, make_job
+
+
+def backward_before(worker: hr.Worker) -> None:
+    for x, _ in worker.batches():
+        worker.model(x).square().mean().backward()
+        worker.backward(worker.model(x).mean())
+        worker.update()
+
+
+@pytest.mark.parametrize("name", CARRIES)
+def test_gradients_from_before_the_first_backward_are_refused(name: str) -> None:
+    with pytest.raises((UsageError, WorkerFailed), match=r"'0.weight'.*: \.grad was there before worker\.backward"):
+        hr.launch(backward_before, make_job(), CARRIES[name], engine=hr.ThreadEngine(), check=False)
+
+
+def summed(worker: hr.Worker) -> None:
+    for x, y in worker.batches():
+        worker.backward(functional.mse_loss(worker.model(x), y, reduction="sum"))
+        worker.update()
+
+
+def contrasted(worker: hr.Worker) -> None:
+    for x, _ in worker.batches():
+        outputs = worker.model(x)
+        worker.backward(functional.cross_entropy(outputs @ outputs.T, torch.arange(len(x))))
+        worker.update()
+
+
+def clipped(worker: hr.Worker) -> None:
+    for x, y in worker.batches():
+        worker.backward(functional.mse_loss(worker.model(x), y))
+        nn.utils.clip_grad_norm_(worker.model.parameters(), 0.1)
+        worker.update()
+
+
+def test_a_sum_is_refused_in_a_loop_of_shares() -> None:
+    with pytest.raises(UsageError, match=r"the loss is a sum \(MseLossBackward0 with reduction='sum'.*hr.Mean"):
+        hr.launch(summed, make_job(), hr.Mirrored(2), engine=hr.ThreadEngine(), check=False)
+    hr.launch(summed, make_job(), hr.OneDevice(), engine=hr.ThreadEngine(), check=False)
+
+
+@pytest.mark.parametrize(
+    ("loop", "line"),
+    [(contrasted, "depends on other examples of its share"), (clipped, "the loop writes to gradients")],
+)
+def test_what_a_share_makes_otherwise_is_said(loop: Any, line: str) -> None:
+    for strategy in (hr.OneDevice(), hr.Mirrored(2)):
+        run = hr.launch(loop, make_job(), strategy, engine=hr.ThreadEngine(), check=False)
+        said = any(line in event.text for event in run.events if event.kind == "notice")
+        assert said == (strategy.name == "mirrored")
+
+
+def losses_of_other_weights(worker: hr.Worker) -> None:
+    for x, _ in worker.batches():
+        worker.backward(hr.Mean(worker.model(x).sum(), 3.0))
+        worker.backward(hr.Mean(worker.model(x).sum(), 5.0))
+
+
+def no_update(worker: hr.Worker) -> None:
+    for x, _ in worker.batches():
+        worker.backward(worker.model(x).mean())
+
+
+def step_after_backward(worker: hr.Worker) -> None:
+    for batch in worker.batches():
+        worker.backward(worker.model(batch[0]).mean())
+        worker.step(batch)
+
+
+def outside(worker: hr.Worker) -> None:
+    worker.backward(worker.model(torch.ones(1, 4, dtype=torch.float64)).sum())
+
+
+def after_the_last(worker: hr.Worker) -> None:
+    for batch in worker.batches():
+        worker.step(batch)
+    worker.step(batch)
+
+
+@pytest.mark.parametrize(
+    ("loop", "message"),
+    [
+        (losses_of_other_weights, "the losses of a round weigh 3 and 5"),
+        (no_update, r"went on without worker.update\(\) after worker.backward\(loss\) in round 0"),
+        (step_after_backward, r"worker.step\(batch\) after worker.backward\(loss\)"),
+        (outside, r"a step outside of `for batch in worker.batches\(\)`"),
+        (after_the_last, r"a step outside of `for batch in worker.batches\(\)`"),
+    ],
+)
+@pytest.mark.parametrize("strategy", [hr.OneDevice(), hr.Mirrored(2)], ids=["one_device", "mirrored"])
+def test_verbs_out_of_order_are_refused(loop: Loop, message: str, strategy: hr.Strategy) -> None:
+    with pytest.raises(UsageError, match=message):
+        hr.launch(loop, make_job(), strategy, engine=hr.ThreadEngine(), check=False)
