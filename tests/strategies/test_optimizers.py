@@ -31,6 +31,7 @@ from training.odd_optimizers import (
     Noisy,
     OfGroup,
     OfParameter,
+    Placed,
     Remembering,
     Written,
     by_dims,
@@ -55,6 +56,7 @@ STRATEGIES: dict[str, hr.Strategy] = {
     "tensor_parallel": hr.TensorParallel(2),
     "fully_sharded": hr.FullySharded(2),
     "hybrid": hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2)),
+    "divided mirrors": hr.Hybrid(hr.Mirrored(2), hr.TensorParallel(2)),
     "divided hybrid": hr.Hybrid(hr.FullySharded(2), hr.Pipeline(2)),
 }
 WHOLE = {"mirrored", "central_storage", "one server"}
@@ -72,6 +74,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], set[str]]] = {
     "momentum at the start": (momentous, EVERYWHERE),
     "groups by dims": (by_dims, EVERYWHERE),
     "state of values": (Anchored, EVERYWHERE - {"one server", "two servers", "shards"}),
+    "state by place": (Placed, EVERYWHERE - {"tensor_parallel", "divided mirrors"}),
     "collections": (Keeping, EVERYWHERE),
     "counts": (Counting, EVERYWHERE),
     "counts by group": (of_tensors(CountingByGroup), EVERYWHERE),

@@ -107,6 +107,23 @@ class Anchored(Written):
             tensor.lerp_(state["anchor"], 0.1)
 
 
+class Placed(Written):
+    """Moves each element by a factor of its own, which goes by its place in its parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                factors = torch.linspace(0.5, 1.5, tensor.numel(), dtype=tensor.dtype)
+                self.state[tensor]["factor"] = factors.view(tensor.shape)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for tensor, state in self.state.items():
+            if tensor.grad is not None:
+                tensor.addcmul_(tensor.grad, state["factor"], value=-0.1)
+
+
 class Keeping(Written):
     """Keeps collections and texts of each parameter."""
 

@@ -87,6 +87,7 @@ class OptimizerNeeds:
         unsaved: why a checkpoint cannot hold its state; empty where one can.
         random: whether a step draws random numbers.
         gradients: whether a step fails where a parameter has no gradient.
+        placed: whether the state that its constructor makes goes by where an element is in its parameter.
     """
 
     coupled: str = ""
@@ -96,6 +97,7 @@ class OptimizerNeeds:
     unsaved: str = ""
     random: bool = False
     gradients: bool = False
+    placed: bool = False
 
     @property
     def remedy(self) -> str:

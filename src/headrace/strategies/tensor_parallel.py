@@ -98,6 +98,11 @@ class TensorParallel(Strategy):
                 f"the job's optimizer looks at whole matrices, of which each device has a part under {self.name}; use "
                 "one that treats every element alone (SGD, Adam), or mirrored"
             )
+        if model.optimizer.placed:
+            raise UsageError(
+                "the state that the job's optimizer makes in its constructor goes by an element's place in its "
+                f"parameter, and {self.name} makes it over slices; use mirrored, or fully_sharded"
+            )
         # Each builds the whole model before it keeps a part, and how small the parts are is not known yet.
         require_memory(self.name, max(2 * len(roles), model.copies) * model.trainable_bytes, cluster)
         return Plan(

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.api.probes.optimizers.known import known_kept
+from headrace.api.probes.optimizers.placed import goes_by_place
 from headrace.api.probes.optimizers.values import across, clipped, like, wide
 from headrace.errors import UsageError
 from headrace.spec.model import OptimizerNeeds
@@ -131,8 +132,7 @@ class _Trial:
     def __init__(
         self, factory: Factory, named: Sequence[tuple[str, Tensor]], template: torch.optim.Optimizer, exact: bool
     ) -> None:
-        self._template, self._exact = template, exact
-        self._factory = factory
+        self._template, self._exact, self._factory = template, exact, factory
         self._tolerance = 1e-3 if exact else 1e-6
         self._named = [(name, _no_memory(tensor)) for name, tensor in named]
         generator = torch.Generator().manual_seed(0)
@@ -159,9 +159,8 @@ class _Trial:
         if not self._exact and group_settings(whole.optimizer) != group_settings(self._template):
             raise _Untried from UsageError("its groups depend on the sizes of the parameters")
         before = drawn()
-        middle, unsaved = self._start, ""
+        middle, unsaved, settings = self._start, "", {}
         pieces: Sequence[StatePiece] = ()
-        settings: Any = {}
         self._after: list[_Values] = []
         try:
             for step in range(len(_SCALES)):
@@ -195,7 +194,8 @@ class _Trial:
         if random:
             coupled = f"{type(whole.optimizer).__name__}.step() draws random numbers"
         modes, values = isinstance(whole.optimizer, HasModes), self._reads_values()
-        needs = OptimizerNeeds(coupled, at_once or bool(coupled), values, modes, unsaved, random, self.gradients)
+        found = coupled, at_once or bool(coupled), values, modes, unsaved, random, self.gradients
+        needs = OptimizerNeeds(*found, goes_by_place(self._built, self._start))
         return OptimizerFindings(sliceable and not coupled, kept, needs)
 
     def fails(self, closure: Callable[[], float]) -> Exception | None:
@@ -253,10 +253,10 @@ class _Trial:
                 store.pop(found[name], None)
         return self._updater(optimizer, [(_all(name, value), found[name]) for name, value in start.items()])
 
-    def _built(self, start: _Values, values: bool = True) -> torch.optim.Optimizer:
+    def _built(self, start: Mapping[str, Tensor], values: bool = True) -> torch.optim.Optimizer:
         return build(self._factory, self._parameters(start, values))
 
-    def _parameters(self, start: _Values, values: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    def _parameters(self, start: Mapping[str, Tensor], values: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         for name, tensor in self._named:
             value = start.get(name, tensor)
             yield name, nn.Parameter(value.clone()) if values and name in start else _no_memory(value, tensor)
