@@ -14,6 +14,7 @@ import headrace as hr
 from headrace.api.checks import inspect_job
 from headrace.api.probes.probing import probe
 from headrace.errors import DataError, HeadraceError, JobError, UsageError
+from headrace.worker.guards.witness import updates_of
 from headrace.worker.session import objectives_of
 
 RNG = torch.Generator().manual_seed(1)
@@ -353,6 +354,7 @@ def test_what_optimizers_schedules_and_classes_count_begins_in_the_run_as_it_was
     job = _job(lambda: OfClass(4, 3).double(), optimizer=optimizer, options=hr.Options(schedule=schedule))
     info = inspect_job(job)
     probe(info.job, info.module, *objectives_of(info.job, info.module, info.weighed))
+    updates_of(job, info.module)
     assert (steps, asked, OfClass.calls) == ([], [], 0)
 
 

@@ -73,11 +73,14 @@ def updates_of(job: Job, module: nn.Module) -> dict[str, str]:
         named = [
             (key, stand_in(each.shape, each.dtype, _CPU, each.requires_grad)) for key, each in part.named_parameters()
         ]
-        optimizer = build(one_optimizer(own.optimizer, "a set of parameters"), named)
+        factory = one_optimizer(own.optimizer, "a set of parameters")
+        # What they count begins in the run as it was.
+        with untouched(factory, own.options.schedule):
+            optimizer = build(factory, named)
+            if own.options.schedule is not None:
+                make(own.options.schedule, optimizer)
         of = f" of the set {name!r}" if name else ""
         found[f"the code of the optimizer's step{of}"] = f"{type(optimizer).__qualname__} {_code(type(optimizer).step)}"
-        if own.options.schedule is not None:
-            make(own.options.schedule, optimizer)
         for index, group in enumerate(group_settings(optimizer)):
             for key, value in group["options"].items():
                 shown = value["float"] if isinstance(value, dict) and value.keys() == {"float"} else value
