@@ -88,6 +88,8 @@ def refuse_kept(module: nn.Module) -> None:
     waiting: list[tuple[str, Any]] = [
         (f"{name}.{key}".lstrip("."), value)
         for name, part in module.named_modules()
+        # Recurrent layers of torch renew the list that they hold.
+        if not isinstance(part, nn.RNNBase)
         for key, value in vars(part).items()
         if key not in plain
     ]

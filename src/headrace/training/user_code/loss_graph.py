@@ -262,6 +262,8 @@ class LastOutput:
         self.outputs = first
 
     def take(self, examples: int) -> Tensor | None:
-        """Returns them once."""
+        """Returns them once; not those with hooks, which a derivative by them would call."""
         outputs, self.outputs = self.outputs, None
-        return outputs if outputs is not None and len(outputs) == examples else None
+        if outputs is None or len(outputs) != examples or internals.gradient_hooks(outputs):
+            return None
+        return outputs
