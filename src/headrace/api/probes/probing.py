@@ -50,7 +50,7 @@ _SEEN = 16
 
 def probe(job: Job, module: nn.Module, *objectives: Objective, probes: Iterable[Probe] = PROBES) -> tuple[Finding, ...]:
     """Runs the probes with each objective on some examples of the job's data."""
-    shares = _some_shares(job, job.data, module)
+    shares = _some_shares(job, job.data, module, 1 if job.task else _BATCHES)
     if not shares:
         return ()
     share, *others = shares
@@ -64,8 +64,8 @@ def probe(job: Job, module: nn.Module, *objectives: Objective, probes: Iterable[
             findings += each(module, share.batch, objective)
         except Exception as error:  # whatever a user's model raises
             findings.append(_left_out(f"the model failed on part of a batch of {share.examples} examples", error))
-    if probe_split_loss in probes and not findings:
-        # One batch of the data may be all alike.
+    if job.task is None and probe_split_loss in probes and not findings:
+        # One batch of the data may be all alike; the loss of a task is a mean of any.
         findings += [each for other in others for each in probe_split_loss(module, other.batch, objectives[0])]
     # What two losses both show is said once.
     return tuple(dict.fromkeys(findings))
@@ -74,27 +74,27 @@ def probe(job: Job, module: nn.Module, *objectives: Objective, probes: Iterable[
 def probe_metrics(job: Job, module: nn.Module) -> tuple[Finding, ...]:
     """Runs the job's own metrics on some examples of its evaluation data, whole and in parts."""
     metrics = {name: metric for name, metric in (job.metrics or {}).items() if not accumulates(metric)}
-    share, *_ = _some_shares(job, job.eval_data, module) if metrics and job.eval_data is not None else (None,)
-    if share is None:
+    shares = _some_shares(job, job.eval_data, module, 1) if metrics and job.eval_data is not None else []
+    if not shares:
         return ()
 
     def taken(batch: Any) -> tuple[Any, Any]:
         return call(module, batch, job.inputs), select_target(batch, job.target)
 
     try:
-        return tuple(probe_split_metrics(module, share.batch, taken, metrics))
+        return tuple(probe_split_metrics(module, shares[0].batch, taken, metrics))
     except Exception as error:  # whatever a user's metric raises
-        return (_left_out(f"a metric failed on part of a batch of {share.examples} examples", error),)
+        return (_left_out(f"a metric failed on part of a batch of {shares[0].examples} examples", error),)
 
 
-def _some_shares(job: Job, data: Any, module: nn.Module) -> list[Share]:
+def _some_shares(job: Job, data: Any, module: nn.Module, most: int) -> list[Share]:
     """Returns small batches of examples from all over the data, of a large model one; none where there are too few."""
     pipeline, _ = as_pipeline(data)
     small = sum(map(Tensor.numel, module.parameters())) < _SMALL
     count = min(_MOST_OF_SMALL if small else _MOST, max(_LEAST, job.global_batch_size), len(pipeline))
     loader = Loader(pipeline, job.seed, count, (1,), 0, ordered=True)
     large = (share for share in islice(loader.spread(), _SEEN) if share.examples >= _LEAST)
-    return list(islice(large, _BATCHES if small else 1))
+    return list(islice(large, most if small else 1))
 
 
 def _left_out(reason: str, error: Exception) -> Finding:

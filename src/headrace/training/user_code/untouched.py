@@ -114,6 +114,8 @@ class _State:
             self._undo.append(partial(_set_content, value, content))
             return content
         if isinstance(value, FunctionType):
+            if value.__closure__ is None and _is_foreign(value):
+                return ()
             return (*(value.__closure__ or ()), *(value.__defaults__ or ()), vars(value), *self._note_globals(value))
         if isinstance(value, MethodType):
             return value.__self__, value.__func__
@@ -147,7 +149,7 @@ class _State:
 
     def _note_globals(self, function: FunctionType) -> list[Any]:
         """Notes the variables of a function's module that it names: numbers, containers, tensors and functions."""
-        if function.__module__ is None or function.__module__.partition(".")[0] in _FOREIGN:
+        if _is_foreign(function):
             return []
         return self._note_names(function, (*_VARIABLES, Tensor, FunctionType, nn.Module))
 
@@ -174,6 +176,10 @@ class _State:
     def _fits(self, size: int) -> bool:
         self._bytes += size
         return self._bytes <= _MOST_BYTES
+
+
+def _is_foreign(function: FunctionType) -> bool:
+    return function.__module__ is None or function.__module__.partition(".")[0] in _FOREIGN
 
 
 def _refill(container: Any, content: Any) -> None:
