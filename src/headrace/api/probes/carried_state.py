@@ -53,9 +53,9 @@ def probe_carried_state(module: nn.Module, batch: Any, objective: Objective) -> 
     first, second = (cut(batch, start, start + half, count, "a probe") for start in (0, half))
     alone, _ = _loss_after(module, objective, second, None)
     least = 8 * _epsilon(module) * abs(alone)
-    after, _ = _loss_after(module, objective, second, first)
+    after, both = _loss_after(module, objective, second, first)
     findings: list[Finding] = []
-    if abs(after - alone) <= least:
+    if abs(after - alone) <= least and any(type(value) in (int, float) for value in both.values()):
         # What counts may act later. What is saved is another matter.
         saved = [f"{name}." if name else "" for name, _ in stateful_modules(module)]
         for owner in (module, objective.loss):
@@ -79,7 +79,7 @@ def _loss_after(
 ) -> tuple[float, dict[str, Any]]:
     """Returns the loss of a batch after one before it, of which the owner, or both, keep what has changed.
 
-    Also the attributes of the owner that changed.
+    Also the attributes of the owner, or of both, that changed.
     """
     changed: dict[str, Any] = {}
     unsaved: dict[str, Any] = {}
@@ -90,7 +90,8 @@ def _loss_after(
                 # What is saved is another matter.
                 plain = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
                 stack.enter_context(untouched(*map(internals.buffers, plain), *module.parameters()))
-                start = {} if owner is None else _values(owner)
+                owners = (module, objective.loss) if owner is None else (owner,)
+                start = _values(owners)
                 if owner is module:
                     run_forward(module, before, objective)
                 else:
@@ -99,7 +100,7 @@ def _loss_after(
                     # Which may be made of gradients.
                     with torch.set_grad_enabled(objective.model is not None):
                         objective.of(module, before)
-                now = {} if owner is None else _values(owner)
+                now = _values(owners)
                 changed |= {path: now[path] for path in now if path not in start or not same(now[path], start[path])}
                 unsaved = _unsaved(module) if owner in (None, module) else {}
             for part, state in states:
@@ -123,14 +124,19 @@ def _unsaved(module: nn.Module) -> dict[str, Any]:
     return {path: copied(each.value) for path, each in attributes_of(module).items() if id(each.value) in buffers}
 
 
-def _values(owner: Any) -> Mapping[str, Any]:
-    if isinstance(owner, nn.Module):
-        found = attributes_of(owner)
-    else:
-        walk = AttributeWalk(set())
-        walk.visit("", owner, None)
-        found = walk.found
-    return {path.lstrip("."): copied(each.value) for path, each in found.items()}
+def _values(owners: Sequence[Any]) -> Mapping[str, Any]:
+    values: dict[str, Any] = {}
+    for index, owner in enumerate(owners):
+        if isinstance(owner, nn.Module):
+            found = attributes_of(owner)
+        else:
+            walk = AttributeWalk(set())
+            walk.visit("", owner, None)
+            found = walk.found
+        # Of two, both may have one of the same name.
+        of = f"{index} " if len(owners) > 1 else ""
+        values |= {of + path.lstrip("."): copied(each.value) for path, each in found.items()}
+    return values
 
 
 def _epsilon(module: nn.Module) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import islice, product
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from headrace.errors import DataError, JobError, UsageError
 from headrace.spec.job import Job, Share
 from headrace.spec.plan import Plan, cuts_shares, has_stages
 from headrace.training.user_code.objective import Objective
+from headrace.training.user_code.trial import run_forward, trial
 from headrace.training.whole_model import cut
 from headrace.worker.evaluations.accumulated import accumulates
 from headrace.worker.session import objectives_of
@@ -44,6 +47,8 @@ _SMALL = 1_000_000
 """Parameters of a small model: of more examples, more likely some are masked or of another class."""
 _BATCHES = 3
 """For the loss of a small model."""
+_MOST_S = 0.05
+"""What a forward of more than `_MOST` examples may take."""
 _SEEN = 16
 """Batches of which the first with as many is taken: a filter or a collate function may leave out examples."""
 
@@ -58,6 +63,11 @@ def probe(job: Job, module: nn.Module, *objectives: Objective, probes: Iterable[
         cut(share.batch, 0, 1, share.examples, "a probe")
     except DataError as error:
         return (_left_out("the batch cannot be cut into parts", error),)
+    try:
+        if share.examples > _MOST and _is_slow(module, share, objectives[0]):
+            share, others = replace(share, batch=cut(share.batch, 0, _LEAST, share.examples), examples=_LEAST), []
+    except Exception as error:  # whatever a user's model raises
+        return (_left_out(f"the model failed on part of a batch of {share.examples} examples", error),)
     findings: list[Finding] = []
     for each, objective in product(probes, objectives):
         try:
@@ -69,6 +79,15 @@ def probe(job: Job, module: nn.Module, *objectives: Objective, probes: Iterable[
         findings += [each for other in others for each in probe_split_loss(module, other.batch, objectives[0])]
     # What two losses both show is said once.
     return tuple(dict.fromkeys(findings))
+
+
+def _is_slow(module: nn.Module, share: Share, objective: Objective) -> bool:
+    """Whether so many examples take long."""
+    batch = cut(share.batch, 0, _LEAST, share.examples)
+    began = perf_counter()
+    with trial(module):
+        run_forward(module, batch, objective)
+    return (perf_counter() - began) * share.examples / _LEAST > _MOST_S
 
 
 def probe_metrics(job: Job, module: nn.Module) -> tuple[Finding, ...]:

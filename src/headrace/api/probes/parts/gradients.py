@@ -59,15 +59,16 @@ def probe_gradients(module: nn.Module, batch: Any, objective: Objective) -> Sequ
             gradients = [None if each is None else each / factor for each in found]
             return _Sums(total.detach(), gradients, drawn() != before)
 
-    def three(one: float = 1.0, other: float = 1.0) -> tuple[_Sums, _Sums, _Sums]:
-        return sums(0, count), sums(0, count // 2, one), sums(count // 2, count, other)
+    def three(one: float = 1.0, other: float = 1.0, whole: _Sums | None = None) -> tuple[_Sums, _Sums, _Sums]:
+        return whole or sums(0, count), sums(0, count // 2, one), sums(count // 2, count, other)
 
     with silenced(list(module.parameters())):
         for training in (True, False):
             with _modes(module, training):
-                if sums(0, count).random:
+                whole = sums(0, count)
+                if whole.random:
                     continue
-                found = _finding(module, three, hooks)
+                found = _finding(module, three, hooks, whole)
             if training and found and not found.refused:
                 with _modes(module, False):
                     found = found if _differ(*three(1e3, 1e-3)) else _OTHER_LOSS
@@ -86,8 +87,10 @@ _OTHER_LOSS = Finding(
 )
 
 
-def _finding(module: nn.Module, three: Callable[..., Sequence[_Sums]], hooks: Sequence[Any]) -> Finding | None:
-    found = three(1e3, 1e-3)
+def _finding(
+    module: nn.Module, three: Callable[..., Sequence[_Sums]], hooks: Sequence[Any], whole: _Sums
+) -> Finding | None:
+    found = three(1e3, 1e-3, whole)
     if not _added(*found):
         return _OTHER_LOSS
     if not _differ(*found):
