@@ -55,17 +55,18 @@ def probe_carried_state(module: nn.Module, batch: Any, objective: Objective) -> 
     least = 8 * _epsilon(module) * abs(alone)
     after, both = _loss_after(module, objective, second, first)
     findings: list[Finding] = []
-    if abs(after - alone) <= least and any(type(value) in (int, float) for value in both.values()):
+    if abs(after - alone) <= least:
         # What counts may act later. What is saved is another matter.
-        saved = [f"{name}." if name else "" for name, _ in stateful_modules(module)]
-        for owner in (module, objective.loss):
-            _, changed = _loss_after(module, objective, second, first, owner)
-            counts = [name for name, value in changed.items() if type(value) in (int, float)]
-            if owner is module:
-                counts = [name for name in counts if not any(map(name.startswith, saved))]
-            if counts:
-                where = "the model's " if owner is module else "the loss's "
-                findings.append(Finding(NUMBERED, where + names_of(counts), _REMEDY, Scope.STATE))
+        saved = [f"0 {name}." if name else "0 " for name, _ in stateful_modules(module)]
+        counts = [name for name, value in both.items() if type(value) in (int, float)]
+        counts = [name for name in counts if not any(map(name.startswith, saved))]
+        models = [name.removeprefix("0 ") for name in counts if name.startswith("0 ")]
+        losses = [name.removeprefix("1 ") for name in counts if name.startswith("1 ")]
+        # A loss may lead to the model.
+        losses = [name for name in losses if not name.endswith(tuple(f".{each}" for each in models))]
+        for where, own in (("the model's", models), ("the loss's", losses)):
+            if own:
+                findings.append(Finding(NUMBERED, f"{where} {names_of(own)}", _REMEDY, Scope.STATE))
     # Which of the two it is, is asked only where it is one of them.
     for owner in (module, objective.loss) if abs(after - alone) > least else ():
         after, changed = _loss_after(module, objective, second, first, owner)

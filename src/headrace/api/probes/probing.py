@@ -55,7 +55,7 @@ _SEEN = 16
 
 def probe(job: Job, module: nn.Module, *objectives: Objective, probes: Iterable[Probe] = PROBES) -> tuple[Finding, ...]:
     """Runs the probes with each objective on some examples of the job's data."""
-    shares = _some_shares(job, job.data, module, 1 if job.task else _BATCHES)
+    shares = _some_shares(job, job.data, module if probe_split_loss in probes else None, 1 if job.task else _BATCHES)
     if not shares:
         return ()
     share, *others = shares
@@ -106,10 +106,13 @@ def probe_metrics(job: Job, module: nn.Module) -> tuple[Finding, ...]:
         return (_left_out(f"a metric failed on part of a batch of {shares[0].examples} examples", error),)
 
 
-def _some_shares(job: Job, data: Any, module: nn.Module, most: int) -> list[Share]:
-    """Returns small batches of examples from all over the data, of a large model one; none where there are too few."""
+def _some_shares(job: Job, data: Any, module: nn.Module | None, most: int) -> list[Share]:
+    """Returns small batches of examples from all over the data, none where there are too few.
+
+    Several, and larger ones, for a small model whose loss is compared.
+    """
     pipeline, _ = as_pipeline(data)
-    small = sum(map(Tensor.numel, module.parameters())) < _SMALL
+    small = module is not None and sum(map(Tensor.numel, module.parameters())) < _SMALL
     count = min(_MOST_OF_SMALL if small else _MOST, max(_LEAST, job.global_batch_size), len(pipeline))
     loader = Loader(pipeline, job.seed, count, (1,), 0, ordered=True)
     large = (share for share in islice(loader.spread(), _SEEN) if share.examples >= _LEAST)
