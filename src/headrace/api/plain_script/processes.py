@@ -20,6 +20,11 @@ class ScriptProcesses:
         rank: this one's number.
         world: how many there are.
         meet: returns what they meet by.
+
+    Examples:
+        >>> here = hr.processes()
+        >>> here.gather({"loss": 0.5}), here.sum(2)
+        ([{'loss': 0.5}], 2.0)
     """
 
     def __init__(self, rank: int, world: int, meet: Callable[[], Meeting]) -> None:
