@@ -368,3 +368,14 @@ def test_a_page_and_json(tmp_path: Path) -> None:
     document = json.loads(json.dumps(plain_values(found)))
     assert document["equal"] is True
     assert document["rows"][0]["what"] == "losses"
+
+
+def test_sets_in_turns_have_no_reference_where_workers_are_alone() -> None:
+    optimizer = {"0": partial(torch.optim.SGD, lr=0.1), "1": partial(torch.optim.SGD, lr=0.1)}
+    loss = {name: lambda model, batch: model(batch[0]).square().mean() for name in optimizer}
+    made = hr.Job(
+        model=lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)),
+        loss=loss, optimizer=optimizer, data=(torch.randn(12, 4), torch.randn(12, 2)), global_batch_size=4, epochs=1,
+    )  # fmt: skip
+    found = hr.verify(made, hr.Unconnected(workers=2), rounds=2, engine=hr.ThreadEngine())
+    assert str(found).splitlines()[-1].startswith("nothing was compared")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headrace.api.verification.differences import DIFFERS, Row
+from headrace.api.verification.differences import DIFFERS, SKIPPED, Row
 from headrace.report.format import clean, duration, plural
 
 _WIDTH = 80
@@ -91,6 +91,8 @@ def where(row: Row) -> str:
 def answer(found: Verification) -> str:
     """Returns the last sentence."""
     took = f" ({duration(found.seconds)})" if found.seconds else ""
+    if all(row.verdict == SKIPPED for row in found.rows):
+        return f"nothing was compared{took}"
     if found.equal:
         return f"equal: {found.strategy} computes what it is compared with{took}"
     return f"differs{f'; likely cause: {found.cause}' if found.cause else ''}{took}"

@@ -243,6 +243,9 @@ class _Session:
             return self._beside_plain(job, strategy, tolerance)
         reference = reference_of(strategy) if self._train is None else None
         run = self._run(job, strategy)
+        if reference is not None and job.sets:
+            row = Row("losses", SKIPPED, why="sets of parameters take turns, which the reference does not")
+            return _Trial(job, run.plan, "nothing", [row], notes)
         if reference is not None:
             with keeping(job):
                 own = reference(job, partial(build_module, job), run.plan.shares)
