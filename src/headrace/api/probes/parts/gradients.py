@@ -28,7 +28,7 @@ from headrace.training.whole_model import cut
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
 _HALF_TOLERANCE = 0.05
-_MOST_ELEMENTS = 4_000_000
+_MOST_ELEMENTS = 250_000
 """Of the parameters whose gradients are compared, the small ones first."""
 
 
