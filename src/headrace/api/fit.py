@@ -309,7 +309,7 @@ def _witness(info: JobInfo, arguments: FitArguments, ranks: int | None) -> Witne
     try:
         loss = seeded_loss(info.module, batch, objectives_of(info.job, info.module, info.weighed))
     except Exception:
-        # The probes have said that the model fails on so few examples in train mode.
+        # A loss that fails on two examples in train mode is not compared; where the run's batches fail, it says so.
         return None
     return Witness(batch, loss, updates_of(info.job, info.module))
 

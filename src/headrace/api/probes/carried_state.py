@@ -6,26 +6,23 @@ computed alone, and after another one, with the same random numbers.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from headrace import internals
 from headrace.api.probes.finding import Finding, Scope, names_of
 from headrace.batches import examples_of
-from headrace.metrics import weigh
 from headrace.modules import stateful_modules
 from headrace.training.user_code.objective import Objective
-from headrace.training.user_code.trial import loss_of, run_forward, trial
+from headrace.training.user_code.trial import run_forward, trial
 from headrace.training.user_code.untouched import untouched
 from headrace.training.whole_model import cut
 from headrace.worker.attributes import AttributeWalk, attributes_of, copied, same
-from headrace.worker.session import seed_torch
+from headrace.worker.guards.witness import mean_from_seed
 
 CARRIED = (
     "forward carries it from batch to batch outside of parameters and buffers, so each worker carries its own, and no "
@@ -109,11 +106,7 @@ def _loss_after(
             for path, attribute in attributes_of(module).items() if unsaved else ():
                 if path in unsaved:
                     attribute.replace(unsaved[path])
-        seed_torch(0)
-        random.seed(0)
-        np.random.seed(0)
-        total, weight = weigh(loss_of(module, batch, objective), examples_of(batch))
-    return float(total) / max(float(weight), 1e-30), changed
+        return mean_from_seed(module, batch, objective), changed
 
 
 def _unsaved(module: nn.Module) -> dict[str, Any]:

@@ -98,16 +98,21 @@ def _code(function: Any) -> str:
 
 
 def seeded_loss(module: nn.Module, batch: Any, objectives: Sequence[Objective]) -> float:
-    """Returns the mean loss of a batch with random numbers of one seed; leaves model and losses as they were."""
+    """Returns the mean losses of a batch, added; leaves model, losses and random numbers as they were."""
     total = 0.0
     for objective in objectives:
         with trial(module), untouched(objective.loss):
-            seed_torch(0)
-            random.seed(0)
-            np.random.seed(0)
-            summed, weight = weigh(loss_of(module, batch, objective), examples_of(batch))
-            total += float(summed) / max(float(weight), 1e-30)
+            total += mean_from_seed(module, batch, objective)
     return total
+
+
+def mean_from_seed(module: nn.Module, batch: Any, objective: Objective) -> float:
+    """Returns the mean loss of a batch with the random numbers of one seed, within a `trial`."""
+    seed_torch(0)
+    random.seed(0)
+    np.random.seed(0)
+    total, weight = weigh(loss_of(module, batch, objective), examples_of(batch))
+    return float(total) / max(float(weight), 1e-30)
 
 
 def _same(found: float, wanted: float, module: nn.Module) -> bool:

@@ -34,7 +34,7 @@ def known_kept(factory: Callable[..., Any], tensors: Iterable[Tensor]) -> int | 
     if kind not in _ELEMENTWISE or (isinstance(factory, partial) and factory.args):
         return None
     assert isinstance(kind, type)
-    # A step that somebody has replaced is not torch's.
+    # The caller's program may have replaced the step.
     replaced = Path(kind.step.__code__.co_filename).parent != Path(optim.__file__).parent
     if replaced or not all(_is_number(value) and name not in _TRIED for name, value in options.items()):
         return None
