@@ -22,7 +22,8 @@ from headrace.training.optimizer import (
     state_pieces,
 )
 from headrace.training.reduction import may_write_gradients
-from headrace.training.update import Updater
+from headrace.training.update import AVERAGE, Updater
+from training.odd_optimizers import Averaging
 
 optim = torch.optim
 
@@ -304,6 +305,30 @@ def test_state_is_loaded_in_its_parameters_order_of_memory() -> None:
     loaded = optimizer.state[image]["momentum_buffer"]
     assert loaded.stride() == image.stride()
     assert torch.equal(loaded.flatten(), torch.arange(48.0))
+
+
+def test_what_others_read_stays_as_it_is_while_the_state_is_saved() -> None:
+    read: list[Tensor] = []
+
+    class Watched(Averaging):
+        def train(self) -> None:
+            read.append(memory.clone())
+            super().train()
+
+    memory = torch.arange(4.0)
+    parameter = nn.Parameter(memory.view(2, 2))
+    updater = Updater(Watched([parameter]), [(Segment("a", 0, 4, 0), parameter)], Options(), 1)
+    for round_ in range(2):
+        parameter.grad = torch.ones(2, 2)
+        updater.step(round_)
+    before = memory.clone()
+    (evaluated,) = [piece.value for piece in updater.state() if piece.key == AVERAGE]
+    assert not torch.equal(evaluated, before)
+    assert torch.equal(read[-1], before)
+    assert torch.equal(memory, before)
+    parameter.grad = torch.ones(2, 2)
+    updater.step(2)
+    assert not torch.equal(memory, before)
 
 
 def test_a_parameter_without_state_stays_without() -> None:

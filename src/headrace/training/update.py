@@ -322,14 +322,17 @@ class Updater:
         """Yields the parameters that the optimizer evaluates with, which an exported checkpoint has."""
         if not self._modes or self._decay is not None or self.swapped:
             return
-        trained = [tensor.clone() for tensor in self._tensors]
+        # In memory of its own: what is trained may be shared with processes that read it meanwhile.
+        trained = [tensor.data for tensor in self.parameters]
+        for tensor in self.parameters:
+            tensor.data = tensor.data.clone()
         self._modes.eval()
         for segment, tensor in owned:
             yield StatePiece(segment.parameter, AVERAGE, segment.start, tensor.detach().flatten().clone())
         self._modes.train()
         # To the last bit, so that a run that saves goes on as one that does not.
-        for tensor, before in zip(self._tensors, trained, strict=True):
-            tensor.copy_(before)
+        for tensor, before in zip(self.parameters, trained, strict=True):
+            tensor.data = before
 
     def load(
         self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None, index: int | None = None
