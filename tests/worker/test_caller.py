@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import headrace as hr
 from headrace.errors import UsageError, WorkerFailed
 from headrace.worker.guards.caller import _SETTINGS, read_caller, take_settings
+from headrace.worker.guards.witness import updates_of
 
 X = torch.linspace(-1, 1, 32).view(-1, 4)
 JOB = hr.Job(
@@ -147,6 +149,16 @@ def test_a_worker_whose_optimizer_is_another_one_is_named(tmp_path: Path, monkey
     monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: None)
     with pytest.raises(WorkerFailed, match=r"the code of the optimizer's step is SGD \w+ in this worker's process"):
         hr.fit(replace(job, optimizer=partial(torch.optim.SGD, lr=0.1)), hr.Mirrored(workers=2))
+
+
+def test_wrappers_of_torch_itself_are_no_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's compiler puts one around RAdam's step, when a program imports it."""
+    job, model = replace(JOB, optimizer=partial(torch.optim.RAdam, lr=0.1)), JOB.model()
+    before = updates_of(job, model)
+    monkeypatch.setattr(torch.optim.RAdam, "step", torch.no_grad()(torch.optim.RAdam.step))
+    assert updates_of(job, model) == before
+    monkeypatch.setattr(torch.optim.RAdam, "step", functools.wraps(torch.optim.RAdam.step)(lambda self: None))
+    assert updates_of(job, model) != before
 
 
 def test_hooks_of_all_optimizers_are_refused_where_workers_would_not_have_them() -> None:
