@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     global_pre_hooks: Any
     register_process_group: Any
     registered_operators: Any
+    saved_tensors_hooks: Any
     strong_wolfe: Any
     unregister_process_group: Any
 
@@ -215,6 +216,12 @@ NAMES: Mapping[str, PrivateName] = {
     "function_mode_at": PrivateName("torch._C:_get_function_stack_at", _FOLLOWS, _STAGED),
     "dispatch_modes": PrivateName("torch._C:_len_torch_dispatch_stack", _FOLLOWS, _STAGED),
     "dispatch_mode_at": PrivateName("torch._C:_get_dispatch_stack_at", _FOLLOWS, _STAGED),
+    "saved_tensors_hooks": PrivateName(
+        "torch._C._autograd:_top_saved_tensors_default_hooks",
+        "notices that headrace is called within hooks of saved tensors",
+        "they are not noticed, and workers train without them",
+        lambda: lambda _: None,
+    ),
     "functions_disabled": PrivateName(
         "torch._C:DisableTorchFunction", "keeps a recorder from seeing itself", "refused: hr.TensorParallel"
     ),

@@ -158,6 +158,12 @@ def test_what_a_library_keeps_among_the_builtins_stays_there(monkeypatch: pytest
     assert shipped(lambda x: namespace["size"](x))("abc") == 3
 
 
+def test_a_function_may_name_what_only_looks_like_a_module() -> None:
+    namespace: dict[str, Any] = {"torch": torch, "__name__": "__main__"}
+    exec("def enabled():\n    return torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled", namespace)
+    assert shipped(namespace["enabled"])() == (torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled)
+
+
 def test_two_processes_do_not_see_what_the_other_writes() -> None:
     packed, descriptor, length = pack(torch.zeros(40_000))
     one, two = (unpack(packed, each, length) for each in (os.dup(descriptor), descriptor))

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import headrace as hr
 from headrace.errors import UsageError, WorkerFailed
@@ -90,6 +91,9 @@ def test_modes_that_workers_would_not_be_in_are_refused(engine: hr.Engine | None
         hr.fit(JOB, hr.Mirrored(2), engine=engine)
     with torch.device("meta"), pytest.raises(UsageError, match="torch's default device is meta here"):
         hr.fit(JOB, hr.Mirrored(2), engine=engine)
+    for mode in (torch.autograd.graph.save_on_cpu(), TorchDispatchMode()):
+        with mode, pytest.raises(UsageError, match=r"within torch.autograd.graph.saved_tensors_hooks .* outside"):
+            hr.fit(JOB, hr.Mirrored(2), engine=engine)
 
 
 class Drawing(nn.Module):

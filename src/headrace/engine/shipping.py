@@ -8,11 +8,13 @@ copy-on-write, so that no worker sees what another writes.
 from __future__ import annotations
 
 import builtins
+import importlib
 import io
 import linecache
 import mmap
 import os
 import pickle
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,6 +94,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(value) is Tensor and not value.requires_grad and _is_part(value):
             # torch would send the whole storage with each tensor: all examples with each example of a list.
             return value.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if isinstance(value, ModuleType) and type(value) is not ModuleType and value is sys.modules.get(value.__name__):
+            # torch.backends.mkldnn, say: cloudpickle takes an object of a module's subclass apart.
+            return importlib.import_module, (value.__name__,)
         if isinstance(value, nn.Parameter) and any(hooks := hooks_of(value)):
             # torch sends none. As state, because they may refer to the parameter.
             make, parts = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)

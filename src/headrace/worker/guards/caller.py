@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.backends import mha
 
+from headrace import internals
 from headrace.devices import HOST, float32_backends
 from headrace.errors import UsageError
 
@@ -123,6 +124,11 @@ def read_caller() -> CallerProcess:
         raise UsageError(
             "this call is within torch.autocast, and workers would not be; call it outside, and give the job "
             'options=hr.Options(precision="bf16"), or use torch.autocast in the model\'s forward'
+        )
+    if internals.saved_tensors_hooks(False) is not None or internals.dispatch_modes():
+        raise UsageError(
+            "this call is within torch.autograd.graph.saved_tensors_hooks (save_on_cpu, say) or a "
+            "TorchDispatchMode, and workers would not be; call it outside, and enter these in the model's forward"
         )
     device = torch.get_default_device()
     if device.type != HOST:
