@@ -218,8 +218,8 @@ NAMES: Mapping[str, PrivateName] = {
     "dispatch_mode_at": PrivateName("torch._C:_get_dispatch_stack_at", _FOLLOWS, _STAGED),
     "saved_tensors_hooks": PrivateName(
         "torch._C._autograd:_top_saved_tensors_default_hooks",
-        "notices that headrace is called within hooks of saved tensors",
-        "they are not noticed, and workers train without them",
+        "notices a call within such hooks",
+        "they are not noticed",
         lambda: lambda _: None,
     ),
     "functions_disabled": PrivateName(
@@ -343,10 +343,7 @@ def hooks_of_all_modules() -> bool:
 
 
 def compiler_errors() -> tuple[tuple[type[Exception], ...], tuple[type[Exception], ...]]:
-    """Returns the errors by which torch's compiler says that it cannot compile, and that of the model's own code.
-
-    One that this torch lacks is left out: the error then reaches the user in torch's words.
-    """
+    """Returns those of torch's compiler that say it cannot compile, and that of the model's own code; known ones."""
     dynamo, inductor = (importlib.import_module(f"torch.{name}.exc") for name in ("_dynamo", "_inductor"))
 
     def present(module: Any, *names: str) -> tuple[type[Exception], ...]:
@@ -366,11 +363,6 @@ def without_compiler(mode: type) -> type:
     """Keeps torch from importing its compiler, for seconds, to keep it away from a dispatch mode; for a class."""
     setattr(mode, "_should_skip_dynamo", classmethod(lambda _: False))  # noqa: B010
     return mode
-
-
-def usage_error_of_typer() -> Any:
-    """Returns the root of typer's usage errors, for which it has no public name."""
-    return importlib.import_module("typer").BadParameter.__mro__[1]
 
 
 def name_ranks(mesh: Any, name: str, ranks: Any) -> None:

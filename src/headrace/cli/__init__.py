@@ -12,7 +12,6 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from headrace import internals
 from headrace.cli.commands.bench import bench
 from headrace.cli.commands.data import data
 from headrace.cli.commands.doctor import doctor
@@ -88,7 +87,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "launch": {"ignore_unknown_options": True},
 }
 
-_TyperError = internals.usage_error_of_typer()
+# The root of its usage errors, for which typer has no public name.
+_TyperError: Any = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="headrace",

@@ -58,8 +58,8 @@ def require_same_results(run: RunSpec, module: nn.Module) -> None:
 def _text(what: str, here: str, there: str) -> str:
     return (
         f"{what} is {here} in this worker's process and {there} in the one that called headrace: a worker imports "
-        "files by their names, and has nothing of what that program has changed in them (a replaced function of a "
-        "library, a global variable of another module), nor modes of torch that it is in, nor its hash() of texts; make "
+        "files by their names, and has nothing of what that program has changed in them (a function of a library "
+        "that was replaced, a global variable of another module), nor modes of torch, nor its hash() of texts; make "
         "the change in the file itself or in the function that builds the model or the optimizer, start Python with "
         "PYTHONHASHSEED=0, or use engine=hr.ThreadEngine()"
     )
