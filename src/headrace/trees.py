@@ -14,7 +14,7 @@ from headrace.errors import UsageError
 
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 """Types that torch stores and converts, and for which most of its operations are missing."""
-_MOST_NUMBERS = 1_000
+MOST_NUMBERS = 1_000
 """Of a tensor that becomes JSON."""
 
 
@@ -112,7 +112,7 @@ def plain(value: Any, what: str) -> Any:
     if isinstance(value, float):
         # As text, because infinity is no JSON number.
         return {"float": repr(float(value))}
-    if isinstance(value, Tensor) and value.numel() <= _MOST_NUMBERS:
+    if isinstance(value, Tensor) and value.numel() <= MOST_NUMBERS:
         return {"tensor": plain(value.tolist(), what), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, list | tuple):
         return {type(value).__name__: [plain(item, what) for item in value]}
@@ -120,6 +120,13 @@ def plain(value: Any, what: str) -> Any:
         kind = "counter" if isinstance(value, Counter) else "dict"
         return {kind: [[plain(key, what), plain(item, what)] for key, item in value.items()]}
     raise UsageError(f"{what} holds a {type(value).__name__}, which a checkpoint cannot keep; use plain numbers")
+
+
+def holds_tensor(made: Any) -> bool:
+    """Tells whether `plain` has made this of something with a tensor."""
+    if isinstance(made, dict):
+        return "tensor" in made or any(map(holds_tensor, made.values()))
+    return isinstance(made, list) and any(map(holds_tensor, made))
 
 
 def restored(value: Any) -> Any:

@@ -62,6 +62,13 @@ def test_a_model_of_one_layer_is_no_pipeline() -> None:
         train(replace(job(MODELS["mlp"]), model=nn.Sequential(nn.Linear(4, 3)).double()), hr.Pipeline(2))
 
 
+@pytest.mark.parametrize(("batch", "message"), [(4, "a micro-batch has 1 of 4"), (16, "last .* in parts of 1")])
+def test_batch_norm_of_one_example_is_refused(batch: int, message: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    with pytest.raises(UsageError, match=message):
+        train(replace(job(MODELS["mlp"]), model=model, global_batch_size=batch), hr.Pipeline(2))
+
+
 @pytest.mark.slow
 def test_what_an_optimizer_keeps_counts_against_the_limit() -> None:
     wide = replace(

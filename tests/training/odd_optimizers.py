@@ -285,3 +285,36 @@ def by_dims(pairs: Any) -> optim.Optimizer:
     optimizer = optim.AdamW([tensor for _, tensor in pairs if tensor.dim() > 1], lr=0.01, weight_decay=0.5)
     optimizer.add_param_group({"params": [tensor for _, tensor in pairs if tensor.dim() < 2], "weight_decay": 0.0})
     return optimizer
+
+
+class SlowCopies(optim.Optimizer):
+    """Lookahead as it is often written: the slow copies are made by the constructor, and kept in an attribute."""
+
+    def __init__(self, params: Any, every: int = 5) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.inner = optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.every, self.done = every, 0
+        self.slow = [tensor.detach().clone() for group in self.param_groups for tensor in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        self.done += 1
+        if self.done % self.every == 0:
+            every = [tensor for group in self.param_groups for tensor in group["params"]]
+            for slow, tensor in zip(self.slow, every, strict=True):
+                tensor.copy_(slow.lerp_(tensor, 0.5))
+
+
+class Referring(Written):
+    """Keeps its parameters in a list of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.mine = [tensor for group in self.param_groups for tensor in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for tensor in self.mine:
+            if tensor.grad is not None:
+                tensor.sub_(tensor.grad, alpha=0.1)

@@ -7,7 +7,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,10 @@ class Collective(ABC):
 
     bucket_bytes = (25 << 20, 25 << 20)
     """Of gradients that are summed while backward runs: the first bucket's, and the most; enough for full speed."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Returns itself: a copy of a layer communicates as the layer does."""
+        return self
 
     @abstractmethod
     def barrier(self) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headrace.batches import call, select_target
 from headrace.collectives.base import Collective, ProcessGroup
+from headrace.errors import UsageError
 from headrace.fully_sharded.sharding import ShardedModule
 from headrace.fully_sharded.units import refuse_hooks
 from headrace.metrics import Mean, weigh
@@ -30,6 +31,24 @@ from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.trained import FixedParameters
 from headrace.training.whole_model import HALF, cut
 from headrace.trees import widened
+
+_PARTS = {
+    "No backend type": (
+        "a parameter and its .grad are divided among the workers under fully_sharded, so that no norm or sum of them "
+        "can be taken in a loop; use Options(clip_norm=...), or mirrored or central_storage, which have whole ones"
+    ),
+    "for storage of size 0": (
+        "fully_sharded releases a unit's parameters after its backward, and a derivative of a derivative "
+        "(torch.autograd.grad(..., create_graph=True), a penalty on gradients, forces) needs them again; use mirrored "
+        "or central_storage, whose workers have whole ones"
+    ),
+    "FSDP does not support deepcopy": (
+        "a model that is divided among the workers cannot be copied under fully_sharded (deepcopy, AveragedModel); use "
+        "Options(ema_decay=...) for an average, build a second model by the job's function, or use mirrored or "
+        "central_storage"
+    ),
+}
+"""What errors of torch mean, by words of them."""
 
 
 class ShardedModel(Compute):
@@ -124,6 +143,10 @@ class ShardedModel(Compute):
 
     def attend(self) -> None:
         self.predict(self._sample)
+
+    def explained(self, error: Exception) -> UsageError | None:
+        cause = next((cause for words, cause in _PARTS.items() if words in str(error)), None)
+        return UsageError(f"{cause} ({type(error).__name__}: {error!s:.100})") if cause else super().explained(error)
 
     def equal_parameters(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, self._sharded.pieces[name]) for name in self._sharded.pieces if name in self._sharded.whole)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from headrace.batches import select_target
 from headrace.data import Loader, as_pipeline
-from headrace.errors import UnfitMachine
+from headrace.errors import UnfitMachine, UsageError
 from headrace.machine.allocator import give_back
 from headrace.metrics import weigh
 from headrace.modules import set_train_modes
@@ -40,6 +40,7 @@ from headrace.pipeline.trace.tracing import trace, unchanged
 from headrace.spec.compute import LayerSpec
 from headrace.spec.job import Job
 from headrace.spec.model import ProfileRequest
+from headrace.training.shared_buffers.batch_norm import NO_STATISTICS
 from headrace.training.user_code.objective import Objective
 from headrace.trees import map_tensors, nbytes
 
@@ -156,6 +157,13 @@ def measure(job: Job, module: nn.Module, objective: Objective, request: ProfileR
         return known
     try:
         found = profile(module, objective, batch, sample=sample, threads=request.threads or None, autocast=autocast)
+    except ValueError as error:
+        if request.examples > 1 or NO_STATISTICS not in str(error):
+            raise
+        raise UsageError(
+            f"a micro-batch has 1 of {job.global_batch_size} examples, and BatchNorm computes no statistics of one; "
+            "use a larger global_batch_size, fewer micro_batches, or micro_batches=1 with Options(batch_norm='sync')"
+        ) from error
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise

@@ -13,6 +13,9 @@ from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.plan import Plan, Role, Segment, has_stages
 
+MICRO_BATCHES_A_STAGE = 4
+"""Of a pipeline: from so many on, the bubble hardly matters (GPipe, section 2.3)."""
+
 
 def pieces_of(plan: Plan, examples: int, micro_batches: int) -> list[int]:
     """Returns how many examples of a global batch are computed at a time, by workers without stages in so many."""
@@ -20,7 +23,8 @@ def pieces_of(plan: Plan, examples: int, micro_batches: int) -> list[int]:
     options = inner if isinstance(inner, Mapping) else plan.options
     if has_stages(plan):
         chosen = options.get("micro_batches")
-        micro_batches = chosen if isinstance(chosen, int) else 1
+        ranks = plan.workers // plan.replicas
+        micro_batches = chosen if isinstance(chosen, int) else MICRO_BATCHES_A_STAGE * ranks
     shares = [stop - start for start, stop in bounds(examples, plan.data_shares)]
     parts = (bounds(share, (1,) * micro_batches) for share in shares)
     return [stop - start for own in parts for start, stop in own if stop > start]

@@ -36,7 +36,7 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import EVERY_WORKER, Plan
 from headrace.strategies.broadcast import broadcast
-from headrace.strategies.checks import check_count, refuse_coupled
+from headrace.strategies.checks import check_count, refuse_coupled, refuse_derived_state
 from headrace.strategies.context import ModelProbe, WorkerContext
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
@@ -95,6 +95,7 @@ class FullySharded(Strategy):
 
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
         # Only to refuse what cannot be sharded before any process starts.
+        refuse_derived_state(self.name, probe.module)
         find_units(probe.module, self.units)
         refuse_hooks(hooked_parameters(dict(probe.module.named_parameters())))
         refuse_kept(probe.module)

@@ -30,6 +30,7 @@ from headrace.spec.compute import LayerSpec
 from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import Options
 from headrace.spec.plan import EVERY_WORKER, Plan, ProcessCounts, Role, Segment
+from headrace.strategies.checks import refuse_derived_state
 from headrace.strategies.context import ModelProbe, ServerContext, WorkerContext
 from headrace.strategies.fully_sharded import FullySharded, require_sliceable, sharded_plan
 from headrace.strategies.mirrored import Mirrored
@@ -137,6 +138,7 @@ class Hybrid(ServedStrategy):
             )
 
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
+        refuse_derived_state(self.name, probe.module)
         replicas, devices = self._counts(probe.cluster)
         if isinstance(self.inner, FullySharded):
             return self.inner.inspect_model(model, probe)

@@ -28,21 +28,18 @@ from headrace.pipeline.stage import cut
 from headrace.pipeline.stage_module import StageModule, edges
 from headrace.pipeline.staged import PipelineExchange, StagedModel
 from headrace.pipeline.trace.tracing import trace
-from headrace.policies.roles import require_memory, worker_roles
+from headrace.policies.roles import MICRO_BATCHES_A_STAGE, require_memory, worker_roles
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan, Role, Segment
 from headrace.strategies.broadcast import broadcast
-from headrace.strategies.checks import check_count, refuse_coupled
+from headrace.strategies.checks import check_count, refuse_coupled, refuse_derived_state
 from headrace.strategies.context import ModelProbe, WorkerContext
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
 from headrace.training.whole_model import HALF
 from headrace.trees import map_tensors
-
-_MICRO_BATCHES_A_STAGE = 4
-"""From so many micro-batches a stage on, the bubble hardly matters (GPipe, section 2.3)."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +118,7 @@ class Pipeline(Strategy):
             )
 
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
+        refuse_derived_state(self.name, probe.module)
         roles = worker_roles(self.name, self.stages, probe.cluster, spread=True)
         global_batch_size = probe.global_batch_size
         if isinstance(self.micro_batches, int) and self.micro_batches > global_batch_size:
@@ -208,7 +206,7 @@ class Pipeline(Strategy):
         return StagedModel(traced, part, runner, channels, context.objective, count, total or group.sum)
 
     def _count(self, ranks: int) -> int:
-        return self.micro_batches if isinstance(self.micro_batches, int) else _MICRO_BATCHES_A_STAGE * ranks
+        return self.micro_batches if isinstance(self.micro_batches, int) else MICRO_BATCHES_A_STAGE * ranks
 
     def schedule_of(self, ranks: int) -> PipelineSchedule:
         """Returns the order of passes on so many ranks."""

@@ -32,8 +32,8 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.broadcast import broadcast
-from headrace.strategies.checks import check_count, refuse_coupled
-from headrace.strategies.context import WorkerContext
+from headrace.strategies.checks import check_count, refuse_coupled, refuse_derived_state
+from headrace.strategies.context import ModelProbe, WorkerContext
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.tensor_parallel.recording import Trial
@@ -89,6 +89,10 @@ class TensorParallel(Strategy):
                 "compile=True makes one program of a model, and split layers communicate in the middle of it; use "
                 "compile=False, or mirrored"
             )
+
+    def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
+        refuse_derived_state(self.name, probe.module)
+        return model
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         roles = worker_roles(self.name, self.devices, cluster, spread=True)

@@ -81,6 +81,17 @@ class Compute(ABC):
     def attend(self) -> None:  # noqa: B027  (most workers predict by themselves)
         """Takes part in what others predict, where this worker has no examples and they need its parameters."""
 
+    def explained(self, error: Exception) -> UsageError | None:
+        """Returns what an error of torch in the user's code means, where this rank has a part of the model alone."""
+        meta = any(parameter.is_meta for parameter in self.module.parameters())
+        if not meta or "meta" not in str(error) or not isinstance(error, RuntimeError | NotImplementedError):
+            return None
+        return UsageError(
+            f"this rank holds a part of {type(self.module).__name__}, and the loop uses another "
+            f"({type(error).__name__}: {error!s:.200}); of worker.model, this rank's stages have data, and neither it "
+            "nor its methods can be called: use worker.step(batch), which computes whole steps, and worker.evaluate()"
+        )
+
     def equal_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yields by name the parameters that are the same on this rank's `mates` whenever these have synchronized."""
         for name, parameter in self.module.named_parameters():

@@ -29,7 +29,7 @@ from headrace.training.optimizer import (
     state_bytes,
     state_pieces,
 )
-from headrace.trees import plain, restored
+from headrace.trees import holds_tensor, plain, restored
 
 
 class Schedule:
@@ -145,13 +145,22 @@ def _options(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Returns numbers and texts that an optimizer keeps in attributes, or for no parameter, as JSON values."""
     found: dict[str, Any] = {}
+    updated = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
     for prefix, each in nested(optimizer).items():
         named = {name: value for name, value in vars(each).items() if not _is_torchs(each, name)}
+        named = {name: value for name, value in named.items() if not _refers(value, updated)}
         named |= {f"state[{key}]": value for key, value in each.state.items() if isinstance(key, str)}
         for name, value in named.items():
             with suppress(UsageError):
                 found[f"{prefix}{name}"] = plain(value, name)
     return found
+
+
+def _refers(value: Any, updated: set[int]) -> bool:
+    """Tells whether a value has some of the optimizer's parameters, which it must go on to refer to."""
+    if isinstance(value, dict):
+        return any(_refers(each, updated) for each in value.values())
+    return any(_refers(each, updated) for each in value) if isinstance(value, list | tuple) else id(value) in updated
 
 
 def set_attributes(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
@@ -358,7 +367,8 @@ class Updater:
     def settings(self) -> dict[str, Any]:
         """Returns the state that is no tensor, the same on every rank, as JSON values."""
         every, first = attributes(self.optimizer), self._first_attributes
-        changed = {name: value for name, value in every.items() if first.get(name) != value}
+        # What a constructor makes of values is another thing where it makes it again.
+        changed = {name: each for name, each in every.items() if first.get(name) != each or holds_tensor(each)}
         settings = {**self.schedule.settings(), "scale": None if self._scale is None else self._scale.settings()}
         return {**settings, "attributes": changed} if changed else settings
 

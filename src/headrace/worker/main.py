@@ -15,7 +15,7 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.checkpoint.forms import extra_states, pack, unpack
 from headrace.checkpoint.trained_model import save_model
 from headrace.collectives.base import ProcessGroup
-from headrace.errors import HeadraceError, PeerLost, UsageError
+from headrace.errors import HeadraceError, PeerLost
 from headrace.machine.limits import explained
 from headrace.machine.resources import peak_resident_bytes, resident_bytes
 from headrace.modules import is_dense, parameters_and_buffers, stateful_modules
@@ -91,7 +91,7 @@ def work(
         closing.enter_context(loop)
         worker = Worker(session, control, loop)
         events.write(WorkerStarted(rank, events.now(), role.host, os.getpid(), role.device, role.threads))
-        with reporter.until_end(session.loader.counters), _parts_explained(compute.module):
+        with reporter.until_end(session.loader.counters), _parts_explained(compute):
             (run.train or train)(worker)
         stays = loop.leave()
         if stays:
@@ -116,18 +116,14 @@ def work(
 
 
 @contextmanager
-def _parts_explained(module: nn.Module) -> Iterator[None]:
-    """Says what torch does not where a loop uses tensors of a model of which this rank holds a part."""
+def _parts_explained(compute: Compute) -> Iterator[None]:
+    """Says what torch does not where user code does to a model what cannot be done to the part that this rank has."""
     try:
         yield
-    except (RuntimeError, NotImplementedError) as error:
-        if "meta" not in str(error) or not any(parameter.is_meta for parameter in module.parameters()):
-            raise
-        raise UsageError(
-            f"this rank holds a part of {type(module).__name__}, and the loop uses another ({type(error).__name__}: "
-            f"{error!s:.200}); of worker.model, this rank's stages have data, and neither it nor its methods can be "
-            "called: use worker.step(batch), which computes whole steps, and worker.evaluate()"
-        ) from error
+    except Exception as error:
+        if explained := compute.explained(error):
+            raise explained from error
+        raise
 
 
 def _build(

@@ -25,7 +25,9 @@ from training.odd_optimizers import (
     Noisy,
     OfGroup,
     OfParameter,
+    Referring,
     Remembering,
+    SlowCopies,
     Written,
     bounded,
     careless,
@@ -163,6 +165,24 @@ def test_a_train_and_an_eval_mode() -> None:
 
 def test_what_no_checkpoint_holds() -> None:
     assert found(Remembering).needs.unsaved.startswith("Remembering keeps something outside its groups")
+
+
+def deep(width: int) -> list[tuple[str, Tensor]]:
+    return list(nn.Sequential(*(nn.Linear(width, width) for _ in range(5))).named_parameters())
+
+
+@pytest.mark.parametrize("every", [3, 5])
+def test_copies_that_a_constructor_makes_are_tried_and_kept(every: int) -> None:
+    small, large = (probe_optimizer(partial(SlowCopies, every=every), deep(width)) for width in (4, 40))
+    assert small.needs.coupled.startswith("SlowCopies looks at several parameters together")
+    assert (small.needs.unsaved, large.needs.unsaved[:60]) == (
+        "",
+        "SlowCopies keeps something outside its groups, its state of ",
+    )
+
+
+def test_parameters_in_a_list_of_ones_own_stay_the_same() -> None:
+    assert found(Referring).needs.unsaved == ""
 
 
 def test_objects_in_the_state_of_a_parameter() -> None:

@@ -18,6 +18,7 @@ from headrace.policies.roles import pieces_of
 from headrace.report.format import plural
 from headrace.spec.job import Job
 from headrace.spec.plan import Plan
+from headrace.training.shared_buffers.batch_norm import NO_STATISTICS
 from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.trial import drawn, run_forward, trial
 
@@ -76,13 +77,30 @@ def refuse_share_of_one(job: Job, module: nn.Module, plan: Plan, examples: int) 
             return
         except ValueError as error:
             # Not of layers whose channels have more than one value, as of pictures.
-            if "more than 1 value per channel" not in str(error):
+            if NO_STATISTICS not in str(error):
                 return
     which = "each batch" if ones[0] == batch else "the last batch of an epoch"
     raise UsageError(
         f"{which} has {plural(ones[0], 'example')}, in parts of {' + '.join(map(str, pieces[ones[0]]))}, and BatchNorm "
         f"computes no statistics of one; use another global_batch_size, leave examples out (of {examples}), use fewer "
         "workers or micro-batches, or Options(batch_norm='sync')"
+    )
+
+
+def probe_batch_norm(module: nn.Module, pieces: Sequence[int]) -> tuple[Finding, ...]:
+    """Tells of layers that normalise pieces of a batch by themselves, of so many examples."""
+    layers = [name for name, each in module.named_modules() if isinstance(each, BatchNorm) and each.training]
+    if not layers or len(pieces) < 2:
+        return ()
+    sizes = " or ".join(map(str, sorted(set(pieces))))
+    return (
+        Finding(
+            f"BatchNorm normalises {len(pieces)} parts of a batch, of {sizes} examples, each by itself, as other "
+            "systems do, so the result is not that of one device",
+            names_of(layers),
+            "Options(batch_norm='sync') normalises over the whole batch, where workers have one part each",
+            Scope.SHARES,
+        ),
     )
 
 

@@ -14,13 +14,14 @@ from headrace.api.checks import JobInfo
 from headrace.api.probes.carried_state import CARRIED, COUNTED, probe_carried_state
 from headrace.api.probes.changing_buffers import probe_changing_buffers, probe_written_parameters
 from headrace.api.probes.finding import Finding, Scope
-from headrace.api.probes.layers import probe_random_layers
+from headrace.api.probes.layers import probe_batch_norm, probe_random_layers
 from headrace.api.probes.parts.gradients import probe_gradients
 from headrace.api.probes.parts.hooks import probe_parameter_hooks
 from headrace.api.probes.parts.split_loss import probe_split_loss, probe_split_metrics
 from headrace.batches import call, select_target
 from headrace.data import Loader, as_pipeline
 from headrace.errors import DataError, JobError, UsageError
+from headrace.policies.roles import pieces_of
 from headrace.spec.job import Job, Share
 from headrace.spec.plan import Plan, cuts_shares, has_stages
 from headrace.training.user_code.objective import Objective
@@ -139,6 +140,8 @@ def run_probes(info: JobInfo, plan: Plan, equals: bool = True) -> tuple[str, ...
     findings = probe_metrics(job, info.module)
     probes = PROBES if _scopes(plan, accumulate) else (probe_carried_state,)
     findings += probe(job, info.module, *objectives_of(job, info.module, info.weighed), probes=probes)
+    if job.options.batch_norm == "local":
+        findings += probe_batch_norm(info.module, pieces_of(plan, job.global_batch_size, accumulate))
     # Servers that wait for all workers make the step of one device, too.
     said = said_by(findings, plan, accumulate, equals or plan.options.get("staleness_bound") == 0)
     lost = (CARRIED, COUNTED) if cuts_shares(plan) else (CARRIED,)

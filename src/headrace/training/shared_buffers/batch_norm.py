@@ -19,6 +19,9 @@ from headrace.collectives.base import Collective
 from headrace.errors import JobError
 from headrace.internals import BatchNorm
 
+NO_STATISTICS = "more than 1 value per channel"
+"""What torch says of a batch of one example."""
+
 
 class _Normalize(torch.autograd.Function):
     """Normalises `(examples, channels, ...)` by statistics over all workers."""

@@ -25,10 +25,29 @@ class LossOfModel:
         return self.module(output, target)
 
 
+class _Aside:
+    """Takes the loss out of a model while its forward runs, which may call all children, as that of a Sequential."""
+
+    def __init__(self) -> None:
+        self._taken: list[nn.Module | None] = []
+
+    def take(self, module: nn.Module, inputs: Any) -> None:
+        """Goes before forward."""
+        self._taken.append(internals.children(module).pop(LOSS, None))
+
+    def put(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Goes after it."""
+        if (loss := self._taken.pop()) is not None:
+            internals.children(module)[LOSS] = loss
+
+
 def with_loss(module: nn.Module, loss: Any) -> nn.Module:
     """Makes a copy of a loss that is a part of the model a part of one; returns the model."""
     if isinstance(loss, LossOfModel):
         module.add_module(LOSS, copy_module(loss.module))
+        aside = _Aside()
+        module.register_forward_pre_hook(aside.take, prepend=True)
+        module.register_forward_hook(aside.put, always_call=True)
     return module
 
 
@@ -41,5 +60,8 @@ def without_loss(module: nn.Module) -> nn.Module | None:
     """Takes the loss out of a model, and returns it, if there is one."""
     if isinstance(module, torch.jit.ScriptModule):
         return None
+    for hooks in (internals.forward_pre_hooks(module), internals.forward_hooks(module)):
+        for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _Aside)]:
+            del hooks[key]
     loss: nn.Module | None = internals.children(module).pop(LOSS, None)
     return loss

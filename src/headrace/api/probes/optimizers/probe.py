@@ -39,6 +39,7 @@ from headrace.training.optimizer import (
 )
 from headrace.training.update import HasModes, Updater, attributes, group_settings
 from headrace.training.user_code.trial import drawn
+from headrace.trees import MOST_NUMBERS, holds_tensor
 
 _SCALES = (1.0, 1.0, 100.0, 0.01, 1.0, 1.0, 1.0)
 """How large the gradients of each step are, so that a limit on them is met; more steps than wrappers wait for."""
@@ -90,8 +91,8 @@ def probe_optimizer(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> Op
             "hr.Sandblaster(workers=2) (--strategy sandblaster), or another optimizer"
         )
     error: BaseException | None = None
-    for exact in (False, True):
-        trial = _Trial(factory, named, template, exact)
+    for exact, every in ((False, False), (True, False), (False, True)):
+        trial = _Trial(factory, named, template, exact, every)
         findings = []
         for trial.gradients in (False, True):
             try:
@@ -103,7 +104,7 @@ def probe_optimizer(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> Op
         if findings:
             return findings[0]
     assert error is not None
-    if isinstance(error, TypeError) or trial.fails(lambda: 0.0) is None:
+    if isinstance(error, TypeError) or (trial.fails() and not trial.fails(lambda: 0.0)):
         raise UsageError(
             f"{type(template).__name__}.step() cannot be called by itself: {_text(error)}; optimizers that need a "
             "closure cannot be used here"
@@ -123,22 +124,23 @@ class _OtherUpdate(Exception):
 class _Trial:
     """Random values and gradients for some of a model's parameters; the others have no memory and no gradient.
 
-    `exact` tries them in their own shape and type, else they are small, and in double precision. With `gradients` the
-    others have empty ones.
+    `exact` tries them in their own shape and type, else they are small, and in double precision; `every` tries all,
+    for an optimizer that has made something of each. With `gradients` the others have empty ones.
     """
 
     gradients = False
 
     def __init__(
-        self, factory: Factory, named: Sequence[tuple[str, Tensor]], template: torch.optim.Optimizer, exact: bool
+        self, factory: Factory, named: Sequence[tuple[str, Tensor]], template: Any, exact: bool, every: bool
     ) -> None:
         self._template, self._exact, self._factory = template, exact, factory
         self._tolerance = 1e-3 if exact else 1e-6
         self._named = [(name, _no_memory(tensor)) for name, tensor in named]
         generator = torch.Generator().manual_seed(0)
         shapes = dict(named)
+        self._too_large = any(tensor.numel() > MOST_NUMBERS for tensor in shapes.values())
         self._start: _Values = {}
-        for name in _tried(template, shapes):
+        for name in shapes if every else _tried(template, shapes):
             tensor = shapes[name]
             shape = tensor.shape if exact else clipped(tensor.shape)
             value = torch.randn(shape, generator=generator, dtype=wide(tensor.dtype))
@@ -183,11 +185,15 @@ class _Trial:
         sliceable = not self._problem(whole, lambda: self._divided(_inside))
         coupled = "" if sliceable else self._problem(whole, lambda: self._divided(_between))
         at_once = bool(self._problem(whole, self._in_two_calls))
+        if self._too_large:
+            # A checkpoint will hold small tensors of attributes alone.
+            held = settings.get("attributes", {})
+            settings |= {"attributes": {key: each for key, each in held.items() if not holds_tensor(each)}}
         if not unsaved and self._problem(whole, lambda: self._resumed(middle, pieces, settings)):
             unsaved = (
                 f"{type(whole.optimizer).__name__} keeps something outside its groups, its state of parameters and its "
-                "attributes, and its steps after a resume would be others; keep tensors and numbers there, or run with "
-                "checkpoints=False"
+                f"attributes, or there a tensor of over {MOST_NUMBERS:,} numbers, and its steps after a resume would "
+                "be others; keep tensors in the state of parameters, numbers in attributes, or use checkpoints=False"
             )
         if coupled:
             coupled = f"{type(whole.optimizer).__name__} looks at several parameters together ({coupled})"
@@ -198,12 +204,12 @@ class _Trial:
         needs = OptimizerNeeds(*found, goes_by_place(self._built, self._start))
         return OptimizerFindings(sliceable and not coupled, kept, needs)
 
-    def fails(self, closure: Callable[[], float]) -> Exception | None:
-        """Returns what the first step raises with a closure."""
+    def fails(self, *closure: Callable[[], float]) -> Exception | None:
+        """Returns what the first step raises, with a closure or without."""
         updater = self._whole(self._start)
         self._assign(updater, 0)
         try:
-            updater.optimizer.step(closure)
+            updater.optimizer.step(*closure)
         except Exception as error:
             return error
         return None
