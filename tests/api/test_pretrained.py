@@ -6,7 +6,6 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from tokenizers import Tokenizer, models
@@ -16,11 +15,11 @@ import headrace as hr
 from headrace.api.checks import inspect_job
 from headrace.bench.library import declare_operators
 from headrace.errors import DataError, JobError, UsageError
+from late import Late
 
 declare_operators()
 
-import transformers  # noqa: E402  (once torchvision can be imported)
-
+datasets, transformers = Late("datasets"), Late("transformers")
 THREADS = hr.ThreadEngine()
 ROWS = [
     [(7 * row + place) % 29 for place in range(length)] for row, length in enumerate((3, 9, 5, 8, 2, 7, 4, 6, 9, 5))

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -23,6 +22,7 @@ from headrace.errors import UsageError, WorkerFailed
 from headrace.report.model.events import read_events
 from headrace.spec.events import LAUNCHER, Event, Notice, RunEnded, RunStarted
 from headrace.spec.plain import to_plain
+from late import Late
 
 THREADS = hr.ThreadEngine()
 
@@ -235,7 +235,7 @@ def test_tensorboard_gets_what_happened(tmp_path: Path) -> None:
     listeners = [heard.append, hr.TensorBoard(tmp_path / "board", every_s=0)]
     run = hr.fit(make_job(eval_data=(INPUTS, TARGETS)), hr.Mirrored(2), engine=THREADS, on_event=listeners)
     assert len(heard) == len(run.events)
-    read = EventAccumulator(str(tmp_path / "board"))
+    read = Late("tensorboard.backend.event_processing.event_accumulator").EventAccumulator(str(tmp_path / "board"))
     read.Reload()
     assert [point.step for point in read.Scalars("loss")] == list(range(8))
     assert read.Scalars("evaluation/loss")[-1].value == pytest.approx(run.metrics["loss"])

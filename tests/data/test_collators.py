@@ -6,16 +6,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
-import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import headrace as hr
 from headrace.errors import DataError, UsageError
+from late import Late
 
+datasets, transformers = Late("datasets"), Late("transformers")
 LENGTHS = (3, 1, 5, 2, 4, 2, 6)
 TOKENS = {"input_ids": [[7 + at] * length for at, length in enumerate(LENGTHS)], "label": list(range(len(LENGTHS)))}
 

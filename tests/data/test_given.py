@@ -6,7 +6,6 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -16,7 +15,9 @@ import headrace as hr
 from headrace.data import as_pipeline, from_torch
 from headrace.data.pipeline.source import Epoch, Source
 from headrace.errors import DataError, UsageError
+from late import Late
 
+datasets = Late("datasets")
 EPOCH = Epoch(0, 0)
 
 

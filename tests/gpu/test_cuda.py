@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 import headrace as hr
 from headrace import devices, errors
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.collectives.torch_distributed import TorchDistributed
 from headrace.engine.local.engine import LocalEngine
+from headrace.machine.versions import minor_of
 from headrace.modules import describe
 from headrace.spec.events import Stepped, WorkerStarted
 from headrace.training.reduction import CollectiveReduction, OverlappedReduction
@@ -60,9 +60,7 @@ def largest_difference(a: nn.Module, b: nn.Module) -> float:
     return max(float((x.double() - y.double()).abs().max()) for x, y in pairs)
 
 
-sums_unused = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="fully_sharded needs torch 2.13"
-)
+sums_unused = pytest.mark.skipif(minor_of(torch.__version__) < (2, 13), reason="fully_sharded needs torch 2.13")
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import headrace as hr
@@ -25,9 +23,11 @@ from headrace.errors import InfeasiblePlan, PeerLost, UsageError
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import Notice, WorkerEnded
 from headrace.spec.model import ModelSpec, ParameterSpec
+from late import Late
 from strategies.contract_models import Case, Partial, asking, vectors
 from strategies.contract_runs import distance, drive, train
 
+fsdp, dtensor = Late("torch.distributed.fsdp"), Late("torch.distributed.tensor")
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 
 
@@ -112,7 +112,7 @@ def test_units_are_found_or_named(units: str | list[str], said: str, tmp_path: P
 
 def test_an_older_torch_is_refused_with_the_version_that_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
     # Without it ranks that use different parts of a unit would sum tensors of different parameters.
-    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
+    monkeypatch.delattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params", raising=False)
     with pytest.raises(errors.UnfitMachine, match=r"torch 2\..*some ranks use a part.*'torch>=2.13', or use mirrored"):
         hr.fit(Case(Blocks, texts).job(8), hr.FullySharded(2), device="cpu", engine=hr.ThreadEngine())
 
@@ -124,8 +124,8 @@ def test_each_worker_holds_its_part_and_gathers_a_unit_while_it_runs() -> None:
     def look(worker: hr.Worker) -> None:
         first, second = worker.model.get_submodule("0"), worker.model.get_submodule("2")
         seen = gathered.setdefault(worker.rank, [])
-        first.register_forward_hook(lambda *_: seen.append(isinstance(second.weight, DTensor)))
-        second.register_forward_hook(lambda *_: seen.append(isinstance(first.weight, DTensor)))
+        first.register_forward_hook(lambda *_: seen.append(isinstance(second.weight, dtensor.DTensor)))
+        second.register_forward_hook(lambda *_: seen.append(isinstance(first.weight, dtensor.DTensor)))
         for batch in worker.batches():
             worker.step(batch)
             held[worker.rank] = [each.to_local().numel() for each in worker.model.parameters()]  # type: ignore[attr-defined]
@@ -273,7 +273,7 @@ def test_units_go_by_the_collectives_of_devices(model: Callable[[], nn.Module]) 
     ranks, one = drive(job, hr.FullySharded(3), 3, 0, 9, wired=True), drive(job, hr.OneDevice(), 1, 0, 9)
     for rank in ranks:
         # Of a tied parameter the second name has this rank's part.
-        whole = {name: tensor for name, tensor in rank.tensors.items() if not isinstance(tensor, DTensor)}
+        whole = {name: tensor for name, tensor in rank.tensors.items() if not isinstance(tensor, dtensor.DTensor)}
         assert whole.keys() >= dict(job.model.named_parameters()).keys()  # type: ignore[union-attr]
         assert distance(whole, {name: one[0].tensors[name] for name in whole}) <= 1e-9
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 import headrace as hr
 from headrace.data import Loader
@@ -23,11 +22,13 @@ from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Replica
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import PARAMETER
+from late import Late
 from strategies.contract_models import Case, Partial, dense
 from strategies.contract_runs import Saved, held, step, with_replicas
 from strategies.test_contract import ROWS
 from strategies.test_state import SYNCHRONOUS
 
+fsdp = Late("torch.distributed.fsdp")
 COUNT = 12
 """Three rounds of four examples an epoch: every worker has its share of each."""
 VALUES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "huge": 1e150, "-huge": -1e150}
@@ -85,7 +86,7 @@ class Syringe:
 
     def __init__(self, module: nn.Module) -> None:
         # Parts of parameters get no gradient from backward; all ranks come here together, and gather whole ones.
-        sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        sharded = [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
         for part in sharded:
             part.unshard()
         # `extra` has a gradient in some rounds alone.
