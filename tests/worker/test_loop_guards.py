@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 from typing import Any
 
 import pytest
@@ -53,15 +55,85 @@ def test_a_sum_is_refused_in_a_loop_of_shares() -> None:
     hr.launch(summed, make_job(), hr.OneDevice(), engine=hr.ThreadEngine(), check=False)
 
 
+def weakened_where_large(worker: hr.Worker) -> None:
+    for x, y in worker.batches():
+        loss = functional.mse_loss(worker.model(x), y)
+        worker.backward(loss * 0.1 if loss.item() > 12 else loss)
+        worker.update()
+
+
+def over_their_mean(worker: hr.Worker) -> None:
+    for x, y in worker.batches():
+        loss = functional.mse_loss(worker.model(x), y)
+        worker.backward(loss / loss.detach())
+        worker.update()
+
+
+def once_more_where_large(worker: hr.Worker) -> None:
+    for x, y in worker.batches():
+        loss = functional.mse_loss(worker.model(x), y)
+        worker.backward(loss)
+        if loss > 12:
+            worker.backward(worker.model(x).square().mean())
+        worker.update()
+
+
+def flooded(worker: hr.Worker) -> None:
+    for x, y in worker.batches():
+        worker.backward((functional.mse_loss(worker.model(x), y) - 12).abs() + 12)
+        worker.update()
+
+
+def sharpness_aware(worker: hr.Worker) -> None:
+    parameters = list(worker.model.parameters())
+    for x, y in worker.batches():
+        gradients = torch.autograd.grad(functional.mse_loss(worker.model(x), y), parameters)
+        held = [each.detach().clone() for each in parameters]
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.add_(gradient.sign(), alpha=0.01)
+        worker.backward(functional.mse_loss(worker.model(x), y))
+        with torch.no_grad():
+            for parameter, value in zip(parameters, held, strict=True):
+                parameter.copy_(value)
+        worker.update()
+
+
+def by_the_rules(worker: hr.Worker) -> None:
+    """Reads its losses, has a schedule of its own, and divides by its examples."""
+    for x, y in worker.batches():
+        loss = (worker.model(x) - y).square().sum() / len(x) * min(1, (worker.round + 1) / 3)
+        print(f"{loss.item():.3f}", file=io.StringIO())
+        worker.backward(loss + 0.1 * sum(each.square().sum() for each in worker.model.parameters()))
+        worker.update()
+
+
+MIRRORED, CENTRAL, TENSORS = hr.Mirrored(2), hr.CentralStorage(2), hr.TensorParallel(2)
+SERVED = hr.ParameterServer(2, staleness_bound=0)
+OTHERWISE = "are not made alike"
+
+
 @pytest.mark.parametrize(
-    ("loop", "line"),
-    [(contrasted, "depends on other examples of its share"), (clipped, "the loop writes to gradients")],
+    ("loop", "line", "strategy"),
+    [
+        (contrasted, "depends on other examples of its share", MIRRORED),
+        (clipped, "the loop writes to gradients", MIRRORED),
+        (weakened_where_large, rf"{OTHERWISE}.*: on rank 0 .*MulBackward0 \[0.1\].*\(round 2\)", CENTRAL),
+        (weakened_where_large, OTHERWISE, SERVED),
+        (over_their_mean, OTHERWISE, hr.Mirrored(2, min_workers=1)),
+        (once_more_where_large, OTHERWISE, MIRRORED),
+        (flooded, r"a limit is put to the loss \(AbsBackward0\)", MIRRORED),
+        (sharpness_aware, "parameters that the loop has changed otherwise on each", MIRRORED),
+        (sharpness_aware, "the loop writes to parameters, of which each worker has parts", TENSORS),
+        *((by_the_rules, "", each) for each in (hr.Mirrored(3), SERVED, TENSORS)),
+    ],
 )
-def test_what_a_share_makes_otherwise_is_said(loop: Any, line: str) -> None:
-    for strategy in (hr.OneDevice(), hr.Mirrored(2)):
-        run = hr.launch(loop, make_job(), strategy, engine=hr.ThreadEngine(), check=False)
-        said = any(line in event.text for event in run.events if event.kind == "notice")
-        assert said == (strategy.name == "mirrored")
+def test_what_a_share_makes_otherwise_is_said(loop: Any, line: str, strategy: hr.Strategy) -> None:
+    for chosen in (hr.OneDevice(), strategy):
+        run = hr.launch(loop, make_job(), chosen, engine=hr.ThreadEngine(), check=False)
+        said = [event.text for event in run.events if event.kind == "notice"]
+        found = [text for text in said if re.search(line or f"share|{OTHERWISE}|the loop", text)]
+        assert bool(found) == (chosen is strategy and bool(line)), said
 
 
 def losses_of_other_weights(worker: hr.Worker) -> None:

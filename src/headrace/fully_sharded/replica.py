@@ -64,6 +64,8 @@ class ShardedModel(Compute):
         scale: of the loss; None for none.
     """
 
+    divided = True
+
     def __init__(
         self,
         sharded: ShardedModule,
@@ -110,7 +112,9 @@ class ShardedModel(Compute):
 
     def backward(self, loss: Tensor | Mean, share: Share, adds: bool = False) -> Computed:
         require_plain_forward(self._options)
-        if not adds:
+        if adds:
+            self._gradients.require_unchanged()
+        else:
             self._begin()
         weight = float(loss.weight if isinstance(loss, Mean) else share.examples)
         (all_weight,) = self._group.sum([weight]) if isinstance(loss, Mean) else (float(share.of),)

@@ -194,6 +194,8 @@ class SlicedReplica(ModelParallelGroup):
 class SplitModel(Compute):
     """Computes with slices of layers; `mates` are the ranks that hold the same slice."""
 
+    divided = True
+
     def __init__(self, whole: WholeModel, split: RewrittenModel, mates: ProcessGroup) -> None:
         self.module, self.device = whole.module, whole.device
         self.counts = split.group.rank == 0
@@ -212,6 +214,8 @@ class SplitModel(Compute):
         return self._loss_of_one(self._whole.run(share))
 
     def backward(self, loss: Tensor | Mean, share: Share, adds: bool = False) -> Computed:
+        if adds:
+            self._gradients.require_unchanged()
         computed = self._loss_of_one(self._whole.backward(loss, share, adds))
         self._gradients.look()
         return computed

@@ -36,6 +36,7 @@ class Compute(ABC):
     Attributes:
         module: the model, on `device`; where this rank holds a part of it, the rest is on the meta device.
         counts: whether this rank's outputs, losses and examples count: those of one rank of a replica do.
+        divided: whether workers have parts of single parameters.
         mates: the ranks that hold the same part of the model as this one; None for all workers.
         moved_bytes: written for other ranks of its replica and read from them so far.
         notes: lines for the user, about the model.
@@ -46,6 +47,7 @@ class Compute(ABC):
     module: nn.Module
     device: torch.device
     counts: bool = True
+    divided: bool = False
     mates: ProcessGroup | None = None
     moved_bytes: int = 0
     notes: tuple[str, ...] = ()

@@ -187,6 +187,7 @@ def _finish(session: WorkerSession, control: RunControl, loop: Loop) -> None:
     if session.run.swaps_weights:
         group.together(replica.exchange.adopt_averaged_weights)
     group.together(lambda: control.guard.compare(evaluates=True))
+    group.together(control.verbs.compare_rounds)
 
 
 def _ended(session: WorkerSession, moved_bytes: int, runtime_bytes: int) -> WorkerEnded:

@@ -120,6 +120,7 @@ class Worker:
                     if self._session.run.train is not None:
                         # Before the loop's own forward.
                         self._loop.attempt(self._prepare)
+                        self._control.verbs.begin()
                         if self._guard:
                             self._guard.look()
                         if self._gradients:
@@ -161,10 +162,11 @@ class Worker:
             return computed if earlier is None else _sum(earlier, computed)
 
         self._sends = True
-        if self._gradients and earlier is None:
-            self._gradients.require_none_yet()
+        if self._gradients:
+            (self._gradients.require_none_yet if earlier is None else self._gradients.tell)()
         if self._loss_guard:
             self._loss_guard.look(loss, self._progress.share)
+            self._control.verbs.note(loss)
         self._begin(differentiate)
         if self._gradients:
             self._gradients.look()
@@ -251,6 +253,7 @@ class Worker:
         self._times[1] = perf_counter() - began
 
     def _compute_step(self, batch: Any) -> Computed:
+        self._control.verbs.note()
         # Before compute, in which the stages of a pipeline wait for each other.
         self._control.verbs.require_same("step")
         return self._compute.run(self._loop.part(batch))

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from api.plain_script.plain_runs import on_ranks
 from headrace.api.plain_script.deliveries import Delivery
 from headrace.api.plain_script.losses.forwards import FirstForward
 from headrace.api.plain_script.losses.loss import LossWatch, mean_check
-from headrace.api.plain_script.meeting import Meeting
+from headrace.api.plain_script.meeting import BACKWARD, Meeting
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import UsageError
-from headrace.training.user_code.loss_graph import require_mean, require_sum
+from headrace.training.user_code.loss_graph import made_of, require_mean, require_sum
 
 EXAMPLES, BATCH = 4, 8
 MODEL = nn.Linear(5, 3)
@@ -174,8 +175,8 @@ def test_of_one_example_a_sum_and_a_mean_are_told_apart() -> None:
 
 
 def test_the_first_passes_of_each_model_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = torch.autograd.backward
-    monkeypatch.setattr(torch.autograd, "backward", plain)
+    plain = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
     watched = meeting()
     watched.deliveries.add(Delivery(2, 4, ()), 0, 0, 0)
     watch = LossWatch(watched)
@@ -186,7 +187,20 @@ def test_the_first_passes_of_each_model_are_looked_at(monkeypatch: pytest.Monkey
             MODEL(torch.ones(2, 5)).sum().backward()
         for _ in range(20):
             MODEL(torch.ones(2, 5)).square().mean().backward()
-        assert torch.autograd.backward is plain
+        assert torch.autograd.grad is plain
+
+
+def test_losses_that_processes_make_otherwise_are_told(capfd: pytest.CaptureFixture[str]) -> None:
+    def meet(meeting: Meeting) -> None:
+        examples = (3, 2)[meeting.rank]
+        for factor in (2.0, 1 / examples, 1.0, (1.0, 0.1)[meeting.rank]):
+            assert not meeting.rank or capfd.readouterr().err == ""
+            meeting.made.append(made_of(MODEL(torch.ones(examples, 5)).square().mean() * factor))
+            meeting.meet(BACKWARD, examples=examples)
+
+    assert on_ranks(meet) == [None, None]
+    assert "on rank 0 of MulBackward0 [1.0]" in (said := capfd.readouterr().err)
+    assert "on rank 1 of MulBackward0 [0.1" in said
 
 
 def test_a_tensor_whose_backward_adds_its_elements_is_a_sum() -> None:

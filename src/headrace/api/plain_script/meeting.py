@@ -16,6 +16,7 @@ from headrace.api.plain_script.deliveries import Deliveries
 from headrace.api.plain_script.draws import CommonDraws
 from headrace.collectives.base import ProcessGroup, gather_texts
 from headrace.errors import PeerLost, UsageError
+from headrace.training.user_code.loss_graph import SEARCHES, Made, otherwise_made
 
 BACKWARD, ASSIGNED, CLOSURE, STEP, ITERATION, BATCH, SETUP, BARRIER, GATHER, SAVED, LOADED = range(11)
 _ACTS = (
@@ -53,6 +54,7 @@ class _Record(NamedTuple):
     options: int
     examples: int
     chosen: int
+    made: int
 
     @property
     def where(self) -> str:
@@ -72,6 +74,7 @@ class Meeting:
         weight: this rank's part of the examples of the last backward pass.
         comparisons: what compares the parameters of all ranks.
         thread: the one that trains.
+        made: what the losses since the last meeting are made of.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -83,6 +86,8 @@ class Meeting:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.comparisons: list[Callable[[], None]] = []
         self.thread = threading.current_thread()
+        self.made: list[Made] = []
+        self._searches = SEARCHES
         self._draws: CommonDraws | None = None
         self._said: set[str] = set()
         self._values: list[Any] = []
@@ -151,10 +156,10 @@ class Meeting:
             UsageError: the ranks differ.
             PeerLost: a process was lost.
         """
-        shares = self.deliveries
+        given = self.deliveries
         own = _Record(
-            *(act, model, self.passes, self.steps, shares.batches, shares.epoch, shares.index, shares.order),
-            *(state, self._options_digest(), examples, chosen),
+            *(act, model, self.passes, self.steps, given.batches, given.epoch, given.index, given.order),
+            *(state, self._options_digest(), examples, chosen, zlib.crc32(repr(self.made).encode())),
         )
         try:
             rows = self.group.gather(torch.tensor(own, dtype=torch.int64).view(torch.uint8)).view(torch.int64)
@@ -162,7 +167,15 @@ class Meeting:
             raise self._explained(own, error) from error
         records = [_Record(*row) for row in rows.tolist()]
         self._compare(records, states)
-        return [record.examples for record in records]
+        shares = [record.examples for record in records]
+        if len({record.made for record in records}) > 1 and act == BACKWARD and min(shares) > 1 and self._searches:
+            self._searches -= 1
+            made = [json.loads(text) for text in gather_texts(self.group, json.dumps(self.made))]
+            if said := otherwise_made([*zip(range(self.world), made, shares, strict=True)]):
+                self._searches = 0
+                self.say(said)
+        self.made = []
+        return shares
 
     def mean(self, value: float, model: int) -> float:
         """Returns the mean of all ranks' values, weighted as the gradients of the last backward pass were."""
@@ -184,8 +197,8 @@ class Meeting:
 
     def _compare(self, records: Sequence[_Record], states: Callable[[], Mapping[str, str]] | None) -> None:
         first = records[0]
-        # The last two fields may differ.
-        other = next((rank for rank, record in enumerate(records) if record[:-2] != first[:-2]), 0)
+        # The last three fields may differ.
+        other = next((rank for rank, record in enumerate(records) if record[:-3] != first[:-3]), 0)
         if not other:
             _require_same_parts(records)
             return

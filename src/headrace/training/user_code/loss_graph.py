@@ -38,9 +38,20 @@ _JOINED = ("StackBackward0", "CatBackward0")
 _SCALED = ("MulBackward0", "DivBackward0")
 _MEAN, _SUM = 1, 2
 """The saved reductions that stand for "mean" and "sum"."""
-_ADDED, _AVERAGED, _WEIGHTED, _OF_WEIGHTS = range(4)
+_BENT = {
+    *("AbsBackward0", "ClampBackward0", "ClampBackward1", "ClampMaxBackward0", "ClampMinBackward0", "WhereBackward0"),
+    *("ReluBackward0", "LeakyReluBackward0", "MaximumBackward0", "MinimumBackward0"),
+}
+"""What is linear only on a side of a limit."""
+_ADDED, _AVERAGED, _WEIGHTED, _OF_WEIGHTS, _LIMITED = range(5)
 """Kinds of terms of a loss."""
 _REENTRANT = "CheckpointFunctionBackward"
+_NEAREST = 16
+"""Operations of a loss that are compared between workers."""
+SEARCHES = 16
+"""Rounds whose losses differ by something that examples explain; then they are not compared any more."""
+_NUMBERS = ("other", "self", "exponent", "min", "max", "beta", "threshold")
+"""What operations have saved of the numbers that they take."""
 _SMALL = 1e-7
 """Of the largest second derivative: what is below is rounding."""
 
@@ -89,6 +100,11 @@ def _require_mean(check: MeanCheck, term: _Term, examples: int, of: int) -> None
         check.say(
             f"the loss is a mean over some numbers of a share alone ({term.name}; a mask, padding, ignore_index), "
             f"which each process divides by its own number, so the result is not that of one process; {check.counted}"
+        )
+    if term.kind == _LIMITED and examples > 1:
+        check.say(
+            f"a limit is put to the loss ({term.name}), which is the mean over a share, so the result is not that of "
+            "one process; put it to the losses of single examples, before their mean"
         )
     if term.kind != _ADDED or not sizes or (examples not in sizes and sizes[0] % examples):
         return
@@ -160,6 +176,8 @@ def _terms(node: Any, factors: tuple[float, ...]) -> Iterator[_Term]:
             yield from _terms(after, factors)
     elif _is_of_parameters(node):
         yield _Term(_OF_WEIGHTS, name, (), factors)
+    elif name in _BENT:
+        yield _Term(_LIMITED, name)
     elif name in ("SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1"):
         if following and following[0].name() not in _JOINED and not _is_of_parameters(following[0]):
             yield _Term(_ADDED if name.startswith("Sum") else _AVERAGED, name, _saved(node, "self_sym_sizes"), factors)
@@ -178,10 +196,9 @@ def _terms(node: Any, factors: tuple[float, ...]) -> Iterator[_Term]:
 
 
 def _nodes(first: Any) -> Iterator[Any]:
-    """Yields all nodes of a graph."""
+    """Yields all nodes of a graph, the nearest first."""
     seen, rest = set(), [first]
-    while rest:
-        node = rest.pop()
+    for node in rest:
         if node not in seen:
             seen.add(node)
             yield node
@@ -247,6 +264,60 @@ def _gradient(value: Tensor, outputs: Tensor, create_graph: bool = False) -> Ten
         # Not every operation has a second derivative; what has none here is not looked at.
         return None
     return gradient
+
+
+Made = list[tuple[str, list[float]]]
+"""Operations, each with the single numbers that it takes."""
+
+
+def made_of(loss: Tensor) -> Made:
+    """Returns the operations that are nearest to a loss, each once: a factor of it is among their numbers."""
+    found: dict[tuple[str, tuple[float, ...]], None] = {}
+    for node in itertools.islice(_nodes(loss.grad_fn), _NEAREST):
+        values = (_saved(node, name) for name in _NUMBERS)
+        found[node.name(), tuple(float(value) for value in values if _is_number(value))] = None
+    return [(name, list(numbers)) for name, numbers in found]
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.requires_grad and not value.is_complex()
+    return isinstance(value, int | float)
+
+
+def otherwise_made(done: Sequence[tuple[int, Sequence[Made], int]]) -> str:
+    """Returns a line where some ranks have made their losses otherwise; of each rank, its losses and examples.
+
+    By the number of its examples each may divide.
+    """
+    ranks, made, examples = zip(*done, strict=True)
+    if _same_made(made, examples):
+        return ""
+    ways = [", ".join(f"{name} {taken or ''}".strip() for loss in losses for name, taken in loss) for losses in made]
+    other = next((place for place, way in enumerate(ways) if way != ways[0]), 0)
+    said = "; ".join(f"on rank {ranks[place]} of {ways[place] or 'nothing':.200}" for place in (0, other))
+    return (
+        "the losses of a round are not made alike; each worker sees the loss and the data of its share alone, so what "
+        f"is decided by them (by loss.item(), a mean of the batch) is not what one process does: {said}"
+    )
+
+
+def _same_made(made: Sequence[Sequence[Made]], examples: Sequence[int]) -> bool:
+    shapes, numbers = [], []
+    for losses in made:
+        shapes.append([[(name, len(taken)) for name, taken in operations] for operations in losses])
+        numbers.append([number for operations in losses for _, taken in operations for number in taken])
+    return all(shape == shapes[0] for shape in shapes) and all(
+        any(
+            all(math.isclose(each, values[0], rel_tol=1e-9) for each in values)
+            for values in (column, *(_scaled(column, examples, by) for by in (1, -1)))
+        )
+        for column in zip(*numbers, strict=True)
+    )
+
+
+def _scaled(values: Sequence[float], examples: Sequence[int], by: int) -> list[float]:
+    return [value * count**by for value, count in zip(values, examples, strict=True)]
 
 
 class LastOutput:

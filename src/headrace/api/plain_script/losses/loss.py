@@ -12,7 +12,14 @@ from torch.utils.hooks import RemovableHandle
 from headrace import internals
 from headrace.api.plain_script.deliveries import OwnHook
 from headrace.api.plain_script.meeting import Meeting
-from headrace.training.user_code.loss_graph import LastOutput, MeanCheck, findings_of, require_mean, require_sum
+from headrace.training.user_code.loss_graph import (
+    LastOutput,
+    MeanCheck,
+    findings_of,
+    made_of,
+    require_mean,
+    require_sum,
+)
 
 _PASSES = 6
 """Backward passes whose losses are looked at: turns of several models may each have one of their own."""
@@ -26,7 +33,10 @@ _REMEDY = (
 
 
 class LossWatch:
-    """Looks at the losses of the first backward passes; one that is not what it is taken for raises a UsageError."""
+    """Looks at the losses of the first backward passes; one that is not what it is taken for raises a UsageError.
+
+    What losses are made of is noted in every pass, for the meeting, which compares it.
+    """
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
@@ -40,6 +50,9 @@ class LossWatch:
     def begin(self, model: nn.Module, adds: bool) -> None:
         """Looks at the losses from now on, for a model that comes to those that are there."""
         self._parameters.update(map(id, model.parameters()))
+        if not self._left:
+            self._plain_grad = torch.autograd.grad
+            setattr(torch.autograd, "grad", self._grad)  # noqa: B010
         self._left += _PASSES
         self._adds.add(adds)
         last = LastOutput()
@@ -48,8 +61,6 @@ class LossWatch:
             self._plain = torch.autograd.backward
             # `Tensor.backward` calls it by this name.
             setattr(torch.autograd, "backward", self._backward)  # noqa: B010
-            self._plain_grad = torch.autograd.grad
-            setattr(torch.autograd, "grad", self._grad)  # noqa: B010
 
     def _grad(self, outputs: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
         every = (inputs,) if isinstance(inputs, Tensor) else inputs
@@ -67,20 +78,20 @@ class LossWatch:
             # One inside another, of recomputed layers.
             plain(tensors, *arguments, **named)
             return
-        self._left -= 1
-        if self._left == 0:
-            setattr(torch.autograd, "backward", plain)  # noqa: B010
-            setattr(torch.autograd, "grad", self._plain_grad)  # noqa: B010
-            self._plain = None
+        looks = self._left > 0
+        self._left -= looks
+        single = isinstance(tensors, Tensor)
+        losses = (tensors,) if single else tuple(tensors)
+        self._meeting.made += [made_of(loss) for loss in losses if loss.grad_fn is not None]
         # Of several models, whose losses are of both kinds, it is not known which this one is.
-        if last is not None and last.examples and len(self._adds) == 1:
+        if looks and last is not None and last.examples and len(self._adds) == 1:
             gradients = arguments[0] if arguments else named.get("grad_tensors")
-            single = isinstance(tensors, Tensor)
-            every = (gradients,) if single else gradients or [None] * len(tensors)
-            for loss, gradient in zip((tensors,) if single else tensors, every, strict=False):
+            every = (gradients,) if single else gradients or [None] * len(losses)
+            for loss, gradient in zip(losses, every, strict=False):
                 if loss.grad_fn is not None:
                     self._require(loss, gradient, last.examples, last.of)
-        if self._left == 0:
+        if looks and not self._left:
+            setattr(torch.autograd, "grad", self._plain_grad)  # noqa: B010
             for _, handle in self._models:
                 handle.remove()
             self._models.clear()
