@@ -296,8 +296,8 @@ def test_a_number_that_counts_is_said_where_it_does_nothing_yet() -> None:
             return nn.functional.cross_entropy(output, target) * (2 if self.calls > 3 else 1)
 
     said = _said(_job(lambda: Counting(4, 3).double(), loss=Loss()))
-    assert "the model's 'calls': each call changes this number" in said
-    assert "the loss's 'calls': each call changes this number" in said
+    assert "the model's 'calls': each call changes this number (" in said
+    assert "the loss's 'calls': each call changes this number (" in said
 
 
 def test_a_buffer_that_is_not_saved_and_carried_is_said() -> None:

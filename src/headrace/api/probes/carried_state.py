@@ -6,7 +6,7 @@ computed alone, and after another one, with the same random numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,10 +16,12 @@ from torch import nn
 from headrace import internals
 from headrace.api.probes.finding import Finding, Scope, names_of
 from headrace.batches import examples_of
+from headrace.hooks import silenced
+from headrace.metrics import weigh
 from headrace.modules import stateful_modules
 from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.trial import run_forward, trial
-from headrace.training.user_code.untouched import untouched
+from headrace.training.user_code.untouched import Counters, untouched
 from headrace.training.whole_model import cut
 from headrace.worker.attributes import AttributeWalk, attributes_of, copied, same
 from headrace.worker.guards.witness import mean_from_seed
@@ -35,8 +37,8 @@ COUNTED = (
 
 
 NUMBERED = (
-    "each call changes this number, which is neither a parameter nor a buffer: each worker has its own, each "
-    "micro-batch changes it, and neither checkpoints nor run.model have it"
+    "each call changes this number (or iterator, or list), which is neither a parameter nor a buffer: each worker has "
+    "its own, each micro-batch changes it, and neither checkpoints nor run.model have it"
 )
 _REMEDY = "keep it in a buffer (register_buffer), or return it from get_extra_state"
 
@@ -50,20 +52,10 @@ def probe_carried_state(module: nn.Module, batch: Any, objective: Objective) -> 
     first, second = (cut(batch, start, start + half, count, "a probe") for start in (0, half))
     alone, _ = _loss_after(module, objective, second, None)
     least = 8 * _epsilon(module) * abs(alone)
-    after, both = _loss_after(module, objective, second, first)
+    after, _ = _loss_after(module, objective, second, first)
     findings: list[Finding] = []
     if abs(after - alone) <= least:
-        # What counts may act later. What is saved is another matter.
-        saved = [f"0 {name}." if name else "0 " for name, _ in stateful_modules(module)]
-        counts = [name for name, value in both.items() if type(value) in (int, float)]
-        counts = [name for name in counts if not any(map(name.startswith, saved))]
-        models = [name.removeprefix("0 ") for name in counts if name.startswith("0 ")]
-        losses = [name.removeprefix("1 ") for name in counts if name.startswith("1 ")]
-        # A loss may lead to the model.
-        losses = [name for name in losses if not name.endswith(tuple(f".{each}" for each in models))]
-        for where, own in (("the model's", models), ("the loss's", losses)):
-            if own:
-                findings.append(Finding(NUMBERED, f"{where} {names_of(own)}", _REMEDY, Scope.STATE))
+        findings += _counting(module, objective, first)
     # Which of the two it is, is asked only where it is one of them.
     for owner in (module, objective.loss) if abs(after - alone) > least else ():
         after, changed = _loss_after(module, objective, second, first, owner)
@@ -72,12 +64,30 @@ def probe_carried_state(module: nn.Module, batch: Any, objective: Objective) -> 
     return findings
 
 
+def _counting(module: nn.Module, objective: Objective, batch: Any) -> Iterator[Finding]:
+    """Yields what counts in forward, in the loss, and in the backward pass, as hooks do: it may act later."""
+    with trial(module), untouched(objective.loss), silenced(list(module.parameters())):
+        # What is saved is another matter.
+        saved: list[Any] = [*module.parameters(), *module.buffers()]
+        saved += [each for _, part in stateful_modules(module) for each in (part, vars(part))]
+        models = Counters(module, saved)
+        losses = Counters(objective.loss, [*models.seen, *saved])
+        with torch.enable_grad():
+            total, _ = weigh(objective.of(module, batch), examples_of(batch))
+            trained = [each for each in module.parameters() if each.requires_grad]
+            if total.requires_grad:
+                torch.autograd.grad(total, trained, allow_unused=True)
+        for where, counters in (("the model's", models), ("the loss's", losses)):
+            if names := counters.changed():
+                yield Finding(NUMBERED, f"{where} {names_of(names)}", _REMEDY, Scope.STATE)
+
+
 def _loss_after(
     module: nn.Module, objective: Objective, batch: Any, before: Any | None, owner: Any = None
 ) -> tuple[float, dict[str, Any]]:
     """Returns the loss of a batch after one before it, of which the owner, or both, keep what has changed.
 
-    Also the attributes of the owner, or of both, that changed.
+    Also the attributes of the owner that changed.
     """
     changed: dict[str, Any] = {}
     unsaved: dict[str, Any] = {}
@@ -88,8 +98,7 @@ def _loss_after(
                 # What is saved is another matter.
                 plain = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
                 stack.enter_context(untouched(*map(internals.buffers, plain), *module.parameters()))
-                owners = (module, objective.loss) if owner is None else (owner,)
-                start = _values(owners)
+                start = _values(owner)
                 if owner is module:
                     run_forward(module, before, objective)
                 else:
@@ -98,7 +107,7 @@ def _loss_after(
                     # Which may be made of gradients.
                     with torch.set_grad_enabled(objective.model is not None):
                         objective.of(module, before)
-                now = _values(owners)
+                now = _values(owner)
                 changed |= {path: now[path] for path in now if path not in start or not same(now[path], start[path])}
                 unsaved = _unsaved(module) if owner in (None, module) else {}
             for part, state in states:
@@ -118,19 +127,14 @@ def _unsaved(module: nn.Module) -> dict[str, Any]:
     return {path: copied(each.value) for path, each in attributes_of(module).items() if id(each.value) in buffers}
 
 
-def _values(owners: Sequence[Any]) -> Mapping[str, Any]:
-    values: dict[str, Any] = {}
-    for index, owner in enumerate(owners):
-        if isinstance(owner, nn.Module):
-            found = attributes_of(owner)
-        else:
-            walk = AttributeWalk(set())
-            walk.visit("", owner, None)
-            found = walk.found
-        # Of two, both may have one of the same name.
-        of = f"{index} " if len(owners) > 1 else ""
-        values |= {of + path.lstrip("."): copied(each.value) for path, each in found.items()}
-    return values
+def _values(owner: Any) -> Mapping[str, Any]:
+    if isinstance(owner, nn.Module):
+        found = attributes_of(owner)
+    else:
+        walk = AttributeWalk(set())
+        walk.visit("", owner, None)
+        found = walk.found
+    return {path.lstrip("."): copied(each.value) for path, each in found.items()}
 
 
 def _epsilon(module: nn.Module) -> float:

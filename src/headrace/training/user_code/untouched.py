@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -28,6 +28,7 @@ _FOREIGN = ("torch", "numpy", "builtins", "threading", "logging", "_thread", "io
 _LIBRARIES = ("torchvision", "transformers", "timm", "diffusers", "peft")
 """Libraries whose classes are not looked into: there are many, and they keep nothing there."""
 _VARIABLES = (int, float, np.ndarray, list, dict, set, deque)
+_COUNTING = (torch.int64, torch.int32, torch.float32, torch.float64)
 _VALUES = (bool, int, float, complex, str, bytes, type, ModuleType)
 
 
@@ -54,11 +55,58 @@ def same_generators() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def reachable(root: Any) -> list[Any]:
-    """Returns what an object leads to: its attributes, what it has closed over, and so on."""
-    state = _State(())
+def reachable(root: Any, but: Iterable[Any] = ()) -> list[Any]:
+    """Returns what an object leads to: its attributes, what it has closed over, and so on, but some objects."""
+    state = _State(but)
     state.enter(root)
     return list(state.seen.values())
+
+
+class Counters:
+    """The numbers in what an object leads to: attributes, variables, lengths of lists, tensors of one element."""
+
+    def __init__(self, root: Any, but: Sequence[Any]) -> None:
+        skipped = set(map(id, but))
+        self.seen = [each for each in reachable(root, but) if id(each) not in skipped]
+        self._names: dict[int, str] = {}
+        for value in self.seen:
+            self._names |= {id(each): name for name, each in _named(value)}
+        cells = [each for each in self.seen if isinstance(each, CellType)]
+        self._names |= {id(each): self._names.get(id(cell), "") for cell in cells for each in _content(cell)}
+        self._held = [(each, self._numbers(each)) for each in self.seen]
+
+    def changed(self) -> list[str]:
+        """Returns the names of those that have changed; also iterators, which tell nothing of where they are."""
+        found = [self._names.get(id(each), type(each).__name__) for each in self.seen if _is_iterator(each)]
+        for value, before in self._held:
+            found += [name for name, number in self._numbers(value).items() if before.get(name) != number]
+        return list(dict.fromkeys(found))
+
+    def _numbers(self, value: Any) -> dict[str, float]:
+        name = self._names.get(id(value), type(value).__name__)
+        if isinstance(value, list | deque | set):
+            items = [each for each in value if type(each) in (int, float)] if isinstance(value, list) else []
+            return {name: hash((len(value), *items))}
+        if isinstance(value, Tensor):
+            return {name: float(value)} if value.numel() == 1 and value.dtype in _COUNTING else {}
+        pairs = [(name, each) for each in _content(value)] if isinstance(value, CellType) else _named(value)
+        return {key: each for key, each in pairs if type(each) in (int, float)}
+
+
+def _named(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields what a value keeps by names."""
+    if isinstance(value, FunctionType):
+        yield from zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        places = reversed(value.__code__.co_varnames[: value.__code__.co_argcount])
+        yield from zip(places, reversed(value.__defaults__ or ()), strict=False)
+        space = {} if _is_foreign(value) else value.__globals__
+        yield from ((name, space[name]) for name in value.__code__.co_names if name in space)
+    elif isinstance(value, dict | type):
+        yield from ((str(key), each) for key, each in [*(value if isinstance(value, dict) else vars(value)).items()])
+
+
+def _is_iterator(value: Any) -> bool:
+    return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
 
 
 class _State:
