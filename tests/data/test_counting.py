@@ -51,6 +51,12 @@ def test_examples_that_are_left_out_without_being_none_are_counted() -> None:
     assert counted(lambda given: None, [torch.zeros(3)] * 4) == (None, 0, "")
 
 
+def test_the_batch_may_be_the_second_dim() -> None:
+    tokens = torch.zeros(3, 8, 5), torch.zeros(3, 8)
+    assert counted(lambda given: tokens, [torch.zeros(3)] * 8)[1:] == (8, "")
+    assert counted(lambda given: tokens, [None] + [torch.zeros(3)] * 8)[1:] == (8, "")
+
+
 def test_what_cannot_be_told_is_said() -> None:
     graph = {"nodes": torch.zeros(9), "edges": torch.zeros(2, 5)}
     _, count, said = counted(lambda given: graph, [None, *[_EXAMPLE] * 3])

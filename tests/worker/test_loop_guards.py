@@ -49,6 +49,11 @@ def clipped(worker: hr.Worker) -> None:
         worker.update()
 
 
+def of_a_part(worker: hr.Worker) -> None:
+    for x, y in worker.batches():
+        worker.step((x[:1], y[:1]))
+
+
 def test_a_sum_is_refused_in_a_loop_of_shares() -> None:
     with pytest.raises(UsageError, match=r"the loss is a sum \(MseLossBackward0 with reduction='sum'.*hr.Mean"):
         hr.launch(summed, make_job(), hr.Mirrored(2), engine=hr.ThreadEngine(), check=False)
@@ -126,6 +131,7 @@ OTHERWISE = "are not made alike"
         (sharpness_aware, "parameters that the loop has changed otherwise on each", MIRRORED),
         (sharpness_aware, "the loop writes to parameters, of which each worker has parts", TENSORS),
         *((by_the_rules, "", each) for each in (hr.Mirrored(3), SERVED, TENSORS)),
+        (of_a_part, "worker.step got 1 of the examples, and this worker's share has", MIRRORED),
     ],
 )
 def test_what_a_share_makes_otherwise_is_said(loop: Any, line: str, strategy: hr.Strategy) -> None:

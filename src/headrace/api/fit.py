@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
 from headrace.api.agreement import require_alike
 from headrace.api.arguments import FitArguments, check_arguments, checkpoints_of, resume_request
 from headrace.api.checks import JobInfo, check_options, check_split, inspect_job
@@ -199,7 +201,9 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
             find_leader(wanted, arguments.timeout_s + _SUCCESSION_S)
     known = Cluster.load(arguments.cluster) if isinstance(arguments.cluster, str | Path) else arguments.cluster
     with _machines(chosen, arguments, ranks) as cluster:
-        info, plan = _planned(job, chosen, arguments, cluster, known, ranks)
+        # A data set may count or draw what is read of it; the run begins with it as it was.
+        with untouched(_objects(getattr(job, "data", None)), _objects(getattr(job, "eval_data", None))):
+            info, plan = _planned(job, chosen, arguments, cluster, known, ranks)
         job = info.job
         checkpoints = checkpoints_of(job, chosen, arguments)
         keeper = TemporaryRunDir() if wanted is None else None
@@ -224,6 +228,11 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
             status = supervise(spec, info, engine, request, listeners)
     _leave(status, keeper)
     return Run(job, plan, directory, status, info.module, keeper)
+
+
+def _objects(data: object) -> object:
+    """Returns data that may change when it is read: not tensors."""
+    return data if isinstance(data, Dataset | DataLoader) and type(data) is not TensorDataset else None
 
 
 def _leave(status: str, keeper: TemporaryRunDir | None) -> None:
@@ -305,7 +314,8 @@ def _witness(info: JobInfo, arguments: FitArguments, ranks: int | None) -> Witne
     in_caller = ranks or (arguments.engine is not None and arguments.engine.in_caller)
     if in_caller or not arguments.check or info.model.tables:
         return None
-    batch = sample_of(info.job)
+    with untouched(_objects(info.job.data)):
+        batch = sample_of(info.job)
     try:
         loss = seeded_loss(info.module, batch, objectives_of(info.job, info.module, info.weighed))
     except Exception:

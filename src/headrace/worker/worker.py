@@ -147,6 +147,8 @@ class Worker:
             raise UsageError("worker.step(batch) after worker.backward(loss); call worker.update() between the two")
         if self._gradients:
             self._gradients.require_none_yet()
+        if self._loss_guard:
+            self._loss_guard.look_at(batch, self._progress.share)
         self._begin(lambda: self._compute_step(batch))
         return self.update()
 

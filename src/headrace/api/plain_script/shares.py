@@ -32,6 +32,7 @@ from torch.utils.data import (
 
 from headrace.api.plain_script.deliveries import Delivery
 from headrace.api.plain_script.meeting import Meeting
+from headrace.api.plain_script.watched import SaidBatch, WatchedCollate
 from headrace.data.pipeline.counting import count_in
 from headrace.data.pipeline.source import emptied
 from headrace.errors import UsageError
@@ -96,13 +97,17 @@ class ShareLoader:
         parts = deque[_Part]()
         self._parts.next = self._divide(chosen, parts, meeting)
         if self._reader is None or not self.loader.persistent_workers:
-            self._reader = self._new_reader(self._parts)
+            looks = meeting.rank == 0 and self._reader is None
+            watched = WatchedCollate(self.loader.collate_fn, self.loader.dataset) if looks else None
+            self._reader = self._new_reader(self._parts, watched)
         return self._give(iter(self._reader), parts, meeting)
 
     def _stream(self, meeting: Meeting) -> Iterator[Any]:
         """Reads all examples on every rank, and all random numbers as in the script alone."""
         if self._reader is None or not self.loader.persistent_workers:
-            divide = _ShareOfStream(self.loader.collate_fn, meeting.rank, meeting.world)
+            looks = meeting.rank == 0 and self._reader is None
+            watched = WatchedCollate(self.loader.collate_fn) if looks else self.loader.collate_fn
+            divide = _ShareOfStream(watched, meeting.rank, meeting.world)
             options = {**self._options(), "collate_fn": divide, "drop_last": self.loader.drop_last}
             self._reader = DataLoader(
                 self.loader.dataset, self.loader.batch_size, generator=self.loader.generator, **options
@@ -128,6 +133,9 @@ class ShareLoader:
         trains = threading.current_thread() is meeting.thread
         try:
             for batch in shares:
+                if isinstance(batch, SaidBatch):
+                    meeting.say(batch.line)
+                    batch = batch.batch
                 # A script that never calls backward may train in a way that no process tells the others.
                 if trains and index and not meeting.passes and index.bit_count() == 1:
                     meeting.compare()
@@ -186,8 +194,9 @@ class ShareLoader:
             return int(self._seeds.initial_seed())
         return int(torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator).item())
 
-    def _new_reader(self, batches: Any) -> DataLoader[Any]:
-        return DataLoader(self.loader.dataset, batch_sampler=batches, generator=self._seeds, **self._options())
+    def _new_reader(self, batches: Any, collate: Callable[[list[Any]], Any] | None = None) -> DataLoader[Any]:
+        options = {**self._options(), "collate_fn": collate or self.loader.collate_fn}
+        return DataLoader(self.loader.dataset, batch_sampler=batches, generator=self._seeds, **options)
 
     def _options(self) -> dict[str, Any]:
         names = (*_OPTIONS, "prefetch_factor") if self.loader.num_workers else _OPTIONS

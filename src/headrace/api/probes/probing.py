@@ -18,6 +18,7 @@ from headrace.api.probes.layers import probe_batch_norm, probe_random_layers
 from headrace.api.probes.parts.gradients import probe_gradients
 from headrace.api.probes.parts.hooks import probe_parameter_hooks
 from headrace.api.probes.parts.split_loss import probe_split_loss, probe_split_metrics
+from headrace.api.probes.reading import probe_reading
 from headrace.batches import call, select_target
 from headrace.data import Loader, as_pipeline
 from headrace.errors import DataError, JobError, UsageError
@@ -60,16 +61,21 @@ def probe(job: Job, module: nn.Module, *objectives: Objective, probes: Iterable[
     if not shares:
         return ()
     share, *others = shares
+    findings: list[Finding] = []
+    if probe_split_loss in probes:
+        try:
+            findings += probe_reading(job, module, objectives[0])
+        except Exception as error:  # whatever a user's data or model raises
+            findings.append(_left_out("the data were not read again in parts", error))
     try:
         cut(share.batch, 0, 1, share.examples, "a probe")
     except DataError as error:
-        return (_left_out("the batch cannot be cut into parts", error),)
+        return (*findings, _left_out("the batch cannot be cut into parts", error))
     try:
         if share.examples > _MOST and _is_slow(module, share, objectives[0]):
             share, others = replace(share, batch=cut(share.batch, 0, _LEAST, share.examples), examples=_LEAST), []
     except Exception as error:  # whatever a user's model raises
-        return (_left_out(f"the model failed on part of a batch of {share.examples} examples", error),)
-    findings: list[Finding] = []
+        return (*findings, _left_out(f"the model failed on part of a batch of {share.examples} examples", error))
     for each, objective in product(probes, objectives):
         try:
             findings += each(module, share.batch, objective)

@@ -138,6 +138,15 @@ class Loader:
             begin, end, of = self._rounds.span(index)
             yield self._read((0, torch.from_numpy(order.slice(begin, end)), of))
 
+    def first(self, start: int, stop: int) -> Share:
+        """Reads some of the first examples of `spread` as one batch.
+
+        Raises:
+            DataError: an example cannot be read.
+        """
+        order = ExampleOrder(len(self._pipeline), self._seed, 0)
+        return self._read((0, torch.from_numpy(order.slice(start, stop)), stop - start))
+
     def portion(self, round_: int, part: int, parts: int) -> Share:
         """Reads one part of one round's batch, independent of what was read before.
 

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from headrace.errors import DataError
+from headrace.trees import map_tensors
 
 
 def counted(collate: Callable[[Sequence[Any]], Any], examples: Sequence[Any]) -> tuple[Any, int, str]:
@@ -38,7 +39,19 @@ def counted(collate: Callable[[Sequence[Any]], Any], examples: Sequence[Any]) ->
 
 def count_in(batch: Any, given: int, whole: int) -> tuple[int, str]:
     """Returns how many of `given` examples a batch holds, `whole` of which were not None; a line if that is unclear."""
-    return (0, "") if batch is None else _count(set(_lengths(batch)), given, whole)
+    if batch is None:
+        return 0, ""
+    lengths = set(_lengths(batch))
+    if not {given, whole} & lengths and (seconds := _second_dims(batch)) in ({given}, {whole}):
+        # The batch is the second dim of all, as of sequences side by side.
+        return seconds.pop(), ""
+    return _count(lengths, given, whole)
+
+
+def _second_dims(batch: Any) -> set[int]:
+    found: set[int] = set()
+    map_tensors(lambda tensor: found.add(tensor.shape[1] if tensor.dim() > 1 else -1), batch)
+    return found
 
 
 def _count(lengths: set[int], given: int, whole: int) -> tuple[int, str]:

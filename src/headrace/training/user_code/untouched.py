@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from headrace.modules import restore, same_values
 
@@ -171,7 +172,8 @@ class _State:
             return value.func, value.args, value.keywords
         if isinstance(value, torch.jit.ScriptModule):
             return (*value.parameters(), *value.buffers())
-        if isinstance(value, nn.Module) or type(value).__module__.partition(".")[0] not in _FOREIGN:
+        users = isinstance(value, nn.Module | Dataset | DataLoader)
+        if users or type(value).__module__.partition(".")[0] not in _FOREIGN:
             for kind in type(value).__mro__:
                 self._note_class(kind)
             state: Any = getattr(value, "__dict__", None)

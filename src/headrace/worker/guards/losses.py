@@ -9,12 +9,19 @@ from torch import Tensor
 from headrace.spec.events.run import Notice
 from headrace.spec.job import Share
 from headrace.training.user_code.loss_graph import LastOutput, MeanCheck, findings_of, require_mean
+from headrace.trees import map_tensors
 from headrace.worker.session import WorkerSession
 
 _PASSES = 6
 """Losses that are looked at: turns of several models may each have one of their own."""
 _REMEDY = "give worker.backward the mean over the share, or hr.Mean(total, weight)"
 _COUNTED = "give worker.backward hr.Mean(total, number)"
+
+
+def _first_dims(batch: Any) -> set[int]:
+    found = set[int]()
+    map_tensors(lambda tensor: found.add(len(tensor)) if tensor.dim() else None, batch)
+    return found
 
 
 class LossGuard:
@@ -25,6 +32,7 @@ class LossGuard:
         self._left = _PASSES if session.group.world > 1 else 0
         self._last = LastOutput()
         self._said: set[str] = set()
+        self._has_seen_others = False
         if self._left:
             self._handle = session.replica.compute.module.register_forward_hook(self._last.keep)
 
@@ -40,6 +48,19 @@ class LossGuard:
                 self._say(line)
         if not self._left:
             self._handle.remove()
+
+    def look_at(self, batch: Any, share: Share) -> None:
+        """Says that a step is not of this worker's share, by whose number of examples it is weighted."""
+        if self._has_seen_others or share.examples >= share.of:
+            return
+        given, lent = _first_dims(batch), _first_dims(share.batch)
+        self._has_seen_others = bool(given) and share.examples in lent - given
+        if self._has_seen_others:
+            self._say(
+                f"worker.step got {min(given)} of the examples, and this worker's share has {share.examples} of "
+                f"{share.of}, by which gradients are weighted: where workers take unequal parts, the result is not "
+                f"that of one process; for what is chosen, {_COUNTED}"
+            )
 
     def _say(self, line: str) -> None:
         if line not in self._said:

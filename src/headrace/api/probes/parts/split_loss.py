@@ -21,6 +21,7 @@ from headrace.api.probes.finding import Finding, Scope
 from headrace.batches import call, examples_of, select_target
 from headrace.internals import BatchNorm
 from headrace.metrics import Mean, weigh
+from headrace.spec.job import Share
 from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.trial import drawn, loss_of, trial
 from headrace.training.user_code.untouched import untouched
@@ -65,6 +66,20 @@ def probe_split_loss(module: nn.Module, batch: Any, objective: Objective) -> Seq
     return (_finding(isinstance(loss, Mean), count, *apart),) if apart else ()
 
 
+def loss_apart(
+    module: nn.Module, objective: Objective, whole: Share, parts: Sequence[Share]
+) -> tuple[float, float] | None:
+    """Returns the loss of a batch and the weighted mean of those of its parts, read for themselves, if they differ."""
+    with trial(module):
+        use_running_statistics(module)
+        before = drawn()
+        loss, *losses = [_settled(module, share.batch, objective) for share in (whole, *parts)]
+        if drawn() != before:
+            return None
+        values = [_value(each, part.examples) for each, part in zip(losses, parts, strict=True)]
+        return _compare(_value(loss, whole.examples), values, _tolerance(module, loss))
+
+
 def _compare_elsewhere(
     module: nn.Module, batch: Any, objective: Objective, count: int, tolerance: float
 ) -> tuple[float, float] | None:
@@ -88,7 +103,7 @@ def _compare_elsewhere(
             whole, weight = value(0, count)
         if not leaves or not whole.requires_grad:
             return None
-        parts = [(float(total), each) for total, each in (value(*bounds) for bounds in _bounds(count))]
+        parts = [(float(total), each) for total, each in (value(*bounds) for bounds in bounds_of_parts(count))]
         if apart := _compare((float(whole), weight), parts, tolerance):
             return apart
         slopes = torch.autograd.grad(whole, leaves, allow_unused=True)
@@ -172,10 +187,11 @@ def probe_split_metrics(
 
 def _parts(batch: Any, count: int) -> list[tuple[Any, int]]:
     """Returns parts of a batch, each with its number of examples."""
-    return [(cut(batch, low, high, count, "a probe"), high - low) for low, high in _bounds(count)]
+    return [(cut(batch, low, high, count, "a probe"), high - low) for low, high in bounds_of_parts(count)]
 
 
-def _bounds(count: int) -> Iterable[tuple[int, int]]:
+def bounds_of_parts(count: int) -> Iterable[tuple[int, int]]:
+    """Returns where the parts of a batch begin and end."""
     return pairwise(sorted({0, 1, min(2, count), count // 2, count}))
 
 
