@@ -94,6 +94,25 @@ class Auxiliary(Layered):
         return (self.head(x), self.third(x)) if self.training else self.head(x)
 
 
+class Clamped(Layered):
+    """A hook of autograd's graph makes its gradients others."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.third(torch.relu(self.second(self.first(x))))
+        if x.grad_fn is not None:
+            x.grad_fn.register_prehook(lambda gradients: (gradients[0].clamp(-0.01, 0.01),))
+        return self.head(x)
+
+
+class Rounded(Layered):
+    """What is saved for the backward pass is rounded."""
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda each: (8 * each).round() / 8, lambda each: each):
+            x = self.third(torch.relu(self.second(self.first(x))))
+        return self.head(x)
+
+
 def both(output: Any, target: Tensor) -> Tensor:
     main, other = output if isinstance(output, tuple) else (output, None)
     loss = nn.functional.cross_entropy(main, target)
@@ -101,7 +120,7 @@ def both(output: Any, target: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Auxiliary, Skipping])
+@pytest.mark.parametrize("kind", [Auxiliary, Skipping, Clamped, Rounded])
 def test_a_model_that_does_something_else_in_evaluation_is_one_device(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model = kind().double()

@@ -22,6 +22,7 @@ from headrace.api.probes.layers import (
 )
 from headrace.api.probes.losses import check_loss_parameters, join_loss
 from headrace.api.probes.optimizers.probe import OptimizerFindings, probe_optimizer, together
+from headrace.api.probes.optimizers.schedules import check_schedule
 from headrace.api.probes.sets import Sets, find_sets, try_loss
 from headrace.batches import arguments, call, form, select_target
 from headrace.data import InputPipeline, Loader, as_pipeline
@@ -41,12 +42,10 @@ from headrace.tasks import Task
 from headrace.training.embeddings.building import tables_of
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.embeddings.updater import RowUpdater, check_tables
-from headrace.training.optimizer import build, require_lbfgs
-from headrace.training.update import make
+from headrace.training.optimizer import require_lbfgs
 from headrace.training.user_code.trial import drawn, trial, without_compilers
 from headrace.training.user_code.untouched import same_generators, untouched
 from headrace.training.whole_model import cut
-from headrace.trees import plain
 from headrace.worker.attributes import SameBuild
 from headrace.worker.evaluations.accumulated import accumulates, check_accumulated
 from headrace.worker.session import alone, make_module, objective_of
@@ -151,7 +150,8 @@ def _try_update(job: Job, module: nn.Module, sets: Sets, closures: bool) -> Opti
         of_set = f" of the set {name!r}" if sets else ""
         trial = partial(_try_optimizer, optimizer, named, closures)
         found = _guarded(f"the optimizer{of_set} cannot be made", trial)
-        _try_schedule(own.options, optimizer, named)
+        if own.options.schedule is not None:
+            _guarded("the schedule cannot be made", partial(check_schedule, own.options, optimizer, named))
         every.append(replace(found, kept=found.kept + (own.options.ema_decay is not None)))
     return together(every)
 
@@ -346,14 +346,6 @@ def _check_precision(options: Options, module: nn.Module) -> None:
             f"precision={options.precision!r} changes how float32 parameters are computed with, and the model's are "
             f"{named}; use precision='fp32', which leaves all types as they are, or make the model of float32"
         )
-
-
-def _try_schedule(options: Options, optimizer: Callable[..., Any], named: Sequence[tuple[str, Tensor]]) -> None:
-    factory = options.schedule
-    if factory is not None:
-        built = build(optimizer, named)
-        scheduler = _guarded("the schedule cannot be made", lambda: make(factory, built))
-        plain(scheduler.state_dict(), "the schedule's state")
 
 
 def _run(job: Job, module: nn.Module, batch: Any, what: str) -> Any:

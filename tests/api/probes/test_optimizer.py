@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -14,7 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from headrace.api.probes.optimizers import probe
 from headrace.api.probes.optimizers.known import known_kept
 from headrace.api.probes.optimizers.probe import OptimizerFindings, probe_optimizer
+from headrace.api.probes.optimizers.schedules import check_schedule
 from headrace.errors import UsageError
+from headrace.spec.options import Options
 from training.odd_optimizers import (
     Anchored,
     Averaging,
@@ -310,3 +314,25 @@ def test_a_hook_of_all_optimizers_is_tried() -> None:
         assert found(partial(optim.SGD, lr=0.1)).needs.coupled
     finally:
         handle.remove()
+
+
+def _rate(how: str, step: int) -> float:
+    if step < 3:
+        return 1.0
+    return {"torch": lambda: float(torch.rand(())), "random": random.random, "clock": time.perf_counter}[how]()
+
+
+@pytest.mark.parametrize("how", ["torch", "random", "clock"])
+def test_a_schedule_that_is_no_function_of_the_step_is_refused(how: str) -> None:
+    options = Options(schedule=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, partial(_rate, how)))
+    named = [("weight", nn.Parameter(torch.ones(2)))]
+    with pytest.raises(UsageError, match=r"other learning rates when it is made again .* in step 3\): it draws random"):
+        check_schedule(options, partial(torch.optim.SGD, lr=0.1), named)
+
+
+def test_a_schedule_may_draw_from_a_generator_that_it_makes() -> None:
+    def make(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        drawn = random.Random(1)
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: drawn.random())
+
+    check_schedule(Options(schedule=make), partial(torch.optim.SGD, lr=0.1), [("weight", nn.Parameter(torch.ones(2)))])

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
+from headrace.hooks import silenced
+from headrace.internals import tree_leaves
 from headrace.modules import evaluating, same_values, set_train_modes, stateful_modules
 from headrace.pipeline.trace.fx_tracer import record
 from headrace.pipeline.trace.graph_stage import RecordedModel
 from headrace.pipeline.trace.inputs import longer_batch, masked_otherwise, places
 from headrace.pipeline.trace.layers import LayerMap, align, lay_out
 from headrace.pipeline.trace.recorded_forward import Recording, Untraceable, answer, execute
+from headrace.training.user_code.trial import trial
 
 _NUMBER = "what it does depends on the number of examples"
+_ROUNDING = 1e3
+"""Times the precision of a type: what operations in another order may make of it."""
 _MASK = "what it does depends on the mask"
 
 
@@ -39,6 +44,8 @@ def trace_graph(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
             set_train_modes(module)
             recording = record(module, args, kwargs, tuple(whole))
             _verify(recording, module, *longer_batch(args, kwargs), _NUMBER)
+            if not recording.recomputes:
+                _require_backward(recording, module, args, kwargs)
             if recording.constants:
                 _compare_constants(recording, record(module, *longer_batch(args, kwargs), tuple(whole)))
             for masked in masked_otherwise(args, kwargs):
@@ -104,20 +111,59 @@ def _evaluated(
     return None
 
 
-def _verify(
-    recording: Recording, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], why: str
+def _require_backward(
+    recording: Recording, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Runs what was recorded once more; raises an `Untraceable` if forward's questions do not get the same answers."""
+    """Raises an `Untraceable` if the backward pass is another one than that of forward, whose output is the same.
+
+    Hooks of autograd's graph, and of what it saves, are not recorded.
+    """
+    trained = [each for each in module.parameters() if each.requires_grad]
+
+    def gradients(run: Callable[[], Any]) -> tuple[Tensor, Sequence[Tensor | None]]:
+        with trial(module), torch.enable_grad(), silenced(trained):
+            leaves = [each for each in tree_leaves(run()) if isinstance(each, Tensor) and each.requires_grad]
+            weighed = [each.flatten() @ torch.linspace(1, 2, each.numel()).to(each) for each in leaves]
+            total = torch.stack([each.double() for each in weighed]).sum() if weighed else torch.zeros(())
+            return total.detach(), torch.autograd.grad(total, trained, allow_unused=True) if weighed else ()
+
+    one, of_one = gradients(lambda: module.forward(*args, **kwargs))
+    other, of_other = gradients(lambda: _verify(recording, module, args, kwargs, _NUMBER, gradients=True))
+    if not _apart([one], [other]) and _apart(of_one, of_other):
+        raise Untraceable(module, "its backward pass is not that of its operations (hooks of autograd's graph)")
+
+
+def _apart(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
+    """Tells whether tensors differ by more than rounding of the largest: one that should be 0 is all rounding."""
+    pairs = [(one, other) for one, other in zip(some, others, strict=True) if one is not None and other is not None]
+    least = _ROUNDING * max((float(one.abs().max()) for one, _ in pairs if one.numel()), default=0.0)
+    return any((one is None) != (other is None) for one, other in zip(some, others, strict=True)) or any(
+        float((one - other).abs().max()) > least * torch.finfo(one.dtype).eps for one, other in pairs if one.numel()
+    )
+
+
+def _verify(
+    recording: Recording,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    why: str,
+    gradients: bool = False,
+) -> Any:
+    """Runs what was recorded once more, and returns the leaves of its output.
+
+    Raises an `Untraceable` if forward's questions do not get the same answers.
+    """
     found, _ = places(module, args, kwargs)
     values: dict[fx.Node, Any] = {}
     for node in recording.graph.nodes:
         if node.op == "output":
-            continue
+            return map_arg(node.args[0], values.__getitem__)
         if node.op == "placeholder":
             values[node] = found[node.target]
             continue
         try:
-            with torch.no_grad():
+            with torch.set_grad_enabled(gradients):
                 values[node] = execute(recording, node, *map_arg((node.args, node.kwargs), values.__getitem__))
         except Exception as error:
             raise Untraceable(recording.owners[node], f"{why}: {type(error).__name__}: {error}") from error
