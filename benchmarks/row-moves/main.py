@@ -144,7 +144,7 @@ def one_run(counted: Counted, options: argparse.Namespace, until: float) -> None
         run = hr.fit(job(ids, workers), strategy, check=False, on_event=kills)
     finally:
         kills.over.set()
-    sums = -run.model.item.source.pull(torch.arange(ROWS))[:, 0]
+    sums = -run.model.item.weight.detach()[:, 0]
     expected = torch.bincount(ids.view(-1), minlength=ROWS).double()
     moves = [event for event in run.events if isinstance(event, RowsMoved)]
     counted.runs += 1

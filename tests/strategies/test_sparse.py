@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import os
@@ -20,9 +21,7 @@ from headrace.checkpoint import folder
 from headrace.checkpoint.spool import Spool
 from headrace.errors import DataError, InfeasiblePlan, JobError, UsageError
 from headrace.report.views.table import run_rows
-from headrace.spec.events import Event, ServerStarted, Stepped
-from headrace.training.embeddings.generator import first_rows
-from headrace.training.embeddings.layer import sparse_layers
+from headrace.spec.events import Event, Notice, ServerStarted, Stepped
 
 ROWS, EXAMPLES = 300, 96
 
@@ -60,8 +59,7 @@ def job(optimizer: Callable[..., Any], epochs: int = 2, **options: Any) -> hr.Jo
 
 def weights(run: hr.Run) -> Tensor:
     """Returns every number of the trained model."""
-    rows = [run.model.item.source.pull(torch.arange(ROWS)), run.model.seen.source.pull(torch.arange(50))]  # type: ignore[union-attr,operator]
-    return torch.cat([each.flatten() for each in (*rows, *run.model.parameters())]).detach()
+    return torch.cat([each.flatten() for each in run.model.parameters()]).detach()
 
 
 OPTIMIZERS = {
@@ -93,7 +91,7 @@ def test_synchronous_strategies_give_what_one_device_gives(strategy: str, optimi
     expected, loss = one_device(optimizer)
     torch.testing.assert_close(weights(run), expected, rtol=1e-9, atol=1e-9)
     assert run.metrics["loss"] == pytest.approx(loss, rel=1e-9)
-    assert torch.equal(run.model.item.source.pull(torch.tensor([0])), torch.zeros(1, 4).double())  # type: ignore[union-attr,operator]
+    assert torch.equal(run.model.item.weight[:1], torch.zeros(1, 4).double())  # type: ignore[union-attr,index]
 
 
 @pytest.mark.slow
@@ -115,42 +113,34 @@ def test_strategies_are_compared_beside_a_ceiling(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_device_gives_what_torch_gives_with_the_same_rows() -> None:
-    one = job(OPTIMIZERS["adagrad"], epochs=1)
-    run = hr.fit(one, hr.OneDevice(), device="cpu", engine=THREADS())
-    torch.manual_seed(one.seed)
-    model = TwoTables()
+@pytest.mark.parametrize("strategy", [hr.OneDevice(), *SYNCHRONOUS.values()])
+def test_a_model_that_is_built_begins_with_its_own_rows_and_gives_what_torch_gives(strategy: hr.Strategy) -> None:
+    one = dataclasses.replace(job(OPTIMIZERS["adagrad"], epochs=1), model=TwoTables())
+    model = copy.deepcopy(one.model)
+    assert isinstance(model, TwoTables)
+    run = hr.fit(one, strategy, device="cpu", engine=THREADS())
     # With dense gradients: the same numbers, and torch's optimizers take them without a warning.
     model.item.sparse = model.seen.sparse = False
-    with torch.no_grad():
-        for layer in (model.item, model.seen):
-            spec = next(each.spec for each in sparse_layers(run.model) if each.spec.rows == len(layer.weight))
-            layer.weight.copy_(first_rows(spec, torch.arange(spec.rows)))
-    batches, start = _batches_of(one)
-    model.tower.load_state_dict(start)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.3)
-    for x, y in batches:
+    for x, y in _batches_of(one):
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
-    with torch.no_grad():
-        theirs = [model.item.weight, model.seen.weight, *model.tower.parameters()]
-        torch.testing.assert_close(weights(run), torch.cat([each.flatten() for each in theirs]), rtol=1e-9, atol=1e-9)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(run.model.state_dict()[name], value, rtol=1e-9, atol=1e-9)
+    assert not any("torch's draws" in event.text for event in run.events if isinstance(event, Notice))
 
 
-def _batches_of(one: hr.Job) -> tuple[list[Any], dict[str, Tensor]]:
-    """Returns the batches of a job, and what its tower begins with."""
+def _batches_of(one: hr.Job) -> list[Any]:
     batches: list[Any] = []
-    start: dict[str, Tensor] = {}
 
     def collect(worker: hr.Worker) -> None:
-        start.update({name: value.clone() for name, value in worker.model.tower.state_dict().items()})  # type: ignore[union-attr]
         for batch in worker.batches():
             batches.append(batch)
             worker.step(batch)
 
     hr.launch(collect, one, device="cpu", engine=THREADS())
-    return batches, start
+    return batches
 
 
 @pytest.mark.slow
@@ -256,10 +246,7 @@ def test_asynchronous_pushes_of_rows_count_once_each_when_a_server_is_killed(rea
     run = hr.fit(one, strategy, device="cpu", on_event=kill)
     assert killed
     expected = hr.fit(one, hr.OneDevice(), device="cpu", engine=THREADS())
-    every = torch.arange(ROWS)
-    rows = [each.model.item.source.pull(every) for each in (run, expected)]  # type: ignore[union-attr,operator]
-    torch.testing.assert_close(*rows, rtol=1e-9, atol=1e-9)
-    assert len(run.model.item.source.table) == len(torch.unique(one.data[0][:, 0]))  # type: ignore[union-attr,arg-type]
+    torch.testing.assert_close(run.model.item.weight, expected.model.item.weight, rtol=1e-9, atol=1e-9)  # type: ignore[union-attr]
 
 
 class Plain(nn.Module):
@@ -278,8 +265,8 @@ class Plain(nn.Module):
 def test_layers_are_made_sparse_by_name() -> None:
     one = dataclasses.replace(job(OPTIMIZERS["sgd"], 1), model=Plain)
     run = hr.fit(one, hr.ParameterServer(workers=2, sparse=("*.item",)), device="cpu", engine=THREADS())
-    assert [layer.spec.name for layer in sparse_layers(run.model)] == ["tables.item"]
-    assert "tables.user.weight" in run.model.state_dict()
+    assert [name for name, _ in run.model.named_parameters()] == [name for name, _ in Plain().named_parameters()]
+    assert isinstance(run.model.tables["item"], nn.Embedding)  # type: ignore[index]
     with pytest.raises(
         UsageError, match=r"sparse='item' is the name of no nn.Embedding .* has 'tables.item', 'tables.user'"
     ):

@@ -355,7 +355,7 @@ def test_what_a_run_says() -> None:
     model = ModelSpec(())
     cluster = detect("cpu", None)
     one, two = (strategy.plan(model, cluster) for strategy in (hr.OneDevice(), hr.Mirrored(2)))
-    always = "x: EVALUATION; y", "x: STATE; y"
+    always = "x: EVALUATION; y", "x: START; y", "x: STATE; y"
     assert said_by(findings, one, 1) == always
     assert said_by(findings, two, 1) == ("x: SHARES; y", "x: WORKERS; y", "x: PROCESSES; y", *always)
     assert said_by(findings, one, 2) == ("x: SHARES; y", "x: PIECES; y", *always)

@@ -19,6 +19,7 @@ class Scope(StrEnum):
     PIECES = "several micro-batches in one process"
     EQUALITY = "a comparison with one device"
     EVALUATION = "evaluations, whatever the strategy"
+    START = "how the model begins, whatever the strategy"
     STATE = "what checkpoints have not, whatever the strategy"
 
 

@@ -18,6 +18,7 @@ from headrace.policies.roles import pieces_of
 from headrace.report.format import plural
 from headrace.spec.job import Job
 from headrace.spec.plan import Plan
+from headrace.training.embeddings.layer import LocalRows, sparse_layers
 from headrace.training.shared_buffers.batch_norm import NO_STATISTICS
 from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.trial import drawn, run_forward, trial
@@ -42,6 +43,20 @@ def probe_random_layers(module: nn.Module, batch: Any, objective: Objective) -> 
             Scope.EQUALITY,
         ),
     )
+
+
+def probe_rows(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
+    """Tells which sparse embeddings begin with other random numbers than torch would draw for them."""
+    found = [
+        layer.spec.name
+        for layer in sparse_layers(module)
+        if isinstance(layer.source, LocalRows) and not len(layer.source.table) and layer.spec.init.kind != "constant"
+    ]
+    if not found:
+        return ()
+    what = "a row of this sparse embedding begins with numbers of the job's seed and its index, not with torch's draws"
+    remedy = "give the job a model that is built (model=Model()) where it must begin as in plain PyTorch"
+    return (Finding(what, names_of(found), remedy, Scope.START),)
 
 
 def require_same_parameters(before: Collection[str], module: nn.Module) -> None:

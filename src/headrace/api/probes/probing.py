@@ -14,7 +14,7 @@ from headrace.api.checks import JobInfo
 from headrace.api.probes.carried_state import CARRIED, COUNTED, probe_carried_state
 from headrace.api.probes.changing_buffers import probe_changing_buffers, probe_written_parameters
 from headrace.api.probes.finding import Finding, Scope
-from headrace.api.probes.layers import probe_batch_norm, probe_random_layers
+from headrace.api.probes.layers import probe_batch_norm, probe_random_layers, probe_rows
 from headrace.api.probes.parts.gradients import probe_gradients
 from headrace.api.probes.parts.hooks import probe_parameter_hooks
 from headrace.api.probes.parts.split_loss import probe_split_loss, probe_split_metrics
@@ -42,6 +42,7 @@ PROBES: tuple[Probe, ...] = (
     probe_carried_state,
     probe_parameter_hooks,
     probe_gradients,
+    probe_rows,
 )
 _LEAST, _MOST, _MOST_OF_SMALL = 4, 8, 32
 """Examples of the batch: at least two halves of two, because BatchNorm takes no batch of one."""
@@ -144,7 +145,7 @@ def run_probes(info: JobInfo, plan: Plan, equals: bool = True) -> tuple[str, ...
     """
     job, accumulate = info.job, info.job.options.accumulate
     findings = probe_metrics(job, info.module)
-    probes = PROBES if _scopes(plan, accumulate) else (probe_carried_state,)
+    probes = PROBES if _scopes(plan, accumulate) else (probe_carried_state, probe_rows)
     findings += probe(job, info.module, *objectives_of(job, info.module, info.weighed), probes=probes)
     if job.options.batch_norm == "local":
         findings += probe_batch_norm(info.module, pieces_of(plan, job.global_batch_size, accumulate))
@@ -165,7 +166,7 @@ def said_by(findings: Iterable[Finding], plan: Plan, accumulate: int, equals: bo
     Raises:
         UsageError: one is of what cannot be had, and the plan's strategy `equals` one device.
     """
-    scopes = {*_scopes(plan, accumulate), Scope.EVALUATION, Scope.STATE}
+    scopes = {*_scopes(plan, accumulate), Scope.EVALUATION, Scope.START, Scope.STATE}
     said = [finding for finding in findings if finding.scope in scopes]
     for finding in said:
         if finding.refused and equals:

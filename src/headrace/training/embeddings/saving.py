@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from headrace.training.embeddings.layer import LocalRows, SparseEmbedding
+from headrace import internals
+from headrace.training.embeddings.layer import LocalRows, SparseEmbedding, sparse_layers
 from headrace.training.embeddings.table import EmbeddingTable, RowBlock
+
+_MOST_WHOLE_BYTES = 1 << 30
 
 
 def rows_of_layers(layers: Iterable[SparseEmbedding]) -> dict[str, Tensor]:
@@ -29,3 +32,40 @@ def load_rows(layers: Iterable[SparseEmbedding], saved: Mapping[str, Tensor]) ->
         if (ids := saved.get(f"rows/{layer.spec.name}/ids")) is not None:
             table.load(RowBlock(ids, saved[f"rows/{layer.spec.name}/values"], {}))
         layer.source = LocalRows(table)
+
+
+def with_layers_of_torch(module: nn.Module) -> nn.Module:
+    """Puts torch's layers, with all their rows, in the place of sparse ones; returns the model, or what replaces it.
+
+    Tables of more than 1 GiB together stay as they are, as do those with limited rows.
+    """
+    layers = [each for each in sparse_layers(module) if each.spec.limit is None]
+    if sum(each.spec.rows * each.spec.row_bytes for each in layers) > _MOST_WHOLE_BYTES:
+        return module
+    made = {id(each): _layer_of_torch(each) for each in layers}
+    for part in list(module.modules()):
+        for key, child in internals.children(part).items():
+            internals.children(part)[key] = made.get(id(child), child)
+    return made.get(id(module), module)
+
+
+def _layer_of_torch(layer: SparseEmbedding) -> nn.Module:
+    rows, width, padding = layer.num_embeddings, layer.embedding_dim, layer.padding_idx
+    weight = layer.source.pull(torch.arange(rows))
+    made: nn.Embedding | nn.EmbeddingBag
+    if layer.bag is None:
+        made = nn.Embedding(rows, width, padding, sparse=True, _weight=weight)
+    else:
+        # torch has no sparse gradients of the largest values of a bag.
+        sparse, last = layer.bag.mode != "max", layer.bag.include_last_offset
+        made = nn.EmbeddingBag(
+            rows,
+            width,
+            mode=layer.bag.mode,
+            sparse=sparse,
+            include_last_offset=last,
+            padding_idx=padding,
+            _weight=weight,
+        )
+    made.weight.requires_grad_(layer.spec.trainable)
+    return made.train(layer.training)
