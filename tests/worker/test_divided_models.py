@@ -68,3 +68,14 @@ def saved_in_half() -> nn.Module:
 def test_a_state_dict_that_makes_other_tensors_is_refused_where_models_are_divided(strategy: hr.Strategy) -> None:
     with pytest.raises(UsageError, match=r"'0.weight', .*: the model's state_dict makes these tensors of others"):
         hr.fit(make_job(saved_in_half), strategy, engine=hr.ThreadEngine(), check=False)
+
+
+def test_layers_with_hooks_stay_whole_for_servers_too() -> None:
+    def hooked() -> nn.Module:
+        module = net()
+        module[2].weight.register_hook(lambda gradient: gradient * 0.5)  # type: ignore[index,union-attr]
+        return module
+
+    strategy = hr.Hybrid(hr.ParameterServer(workers=1, servers=2, staleness_bound=0), hr.TensorParallel(2))
+    alone, run = (hr.fit(make_job(hooked), each, engine=hr.ThreadEngine()) for each in (hr.OneDevice(), strategy))
+    torch.testing.assert_close(run.model.state_dict(), alone.model.state_dict(), rtol=0, atol=1e-9)

@@ -14,7 +14,6 @@ where it is (Shoeybi et al., "Megatron-LM", 2019, section 3):
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from torch import nn
 from headrace.collectives.base import ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import PeerLost, UnknownName, UsageError
-from headrace.modules import describe
+from headrace.modules import copy_module, describe
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
 from headrace.spec.cluster import Cluster
@@ -131,7 +130,7 @@ class TensorParallel(Strategy):
                 errors[rank] = error
                 everyone.abort(rank)
 
-        copies = [copy.deepcopy(module) for _ in range(devices)]
+        copies = [copy_module(module) for _ in range(devices)]
         threads = [threading.Thread(target=device, args=(rank,)) for rank in range(devices)]
         for thread in threads:
             thread.start()

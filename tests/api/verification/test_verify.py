@@ -17,6 +17,7 @@ import headrace as hr
 from headrace import errors as hr_errors
 from headrace.api.verification import plain_loop
 from headrace.api.verification.differences import DIFFERS, EQUAL
+from headrace.api.verification.jobs import changed_attributes
 from headrace.api.verification.page import write_page
 from headrace.api.verification.verification import plain_values
 from headrace.strategies import Strategy
@@ -103,6 +104,23 @@ def test_a_difference_is_said_with_its_place_and_its_cause() -> None:
     assert first.by > 1e-3
     assert "the job's loss" in found.cause
     assert "likely cause: the job's loss" in str(found)
+
+
+class Following(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x) * self.scale
+        self.scale = 0.9 * self.scale + float(x.abs().mean())
+        return out
+
+
+def test_the_attributes_that_a_forward_changes_are_named() -> None:
+    model = Following()
+    assert changed_attributes(job(model=model), torch.ones(2, 4)) == ["scale"]
+    assert model.scale == 1.0
 
 
 def test_rounding_in_single_precision_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,21 @@ def test_a_script_that_launches_a_loop_is_verified_in_the_place_of_its_call(fold
 def test_a_script_that_asks_for_something_else(folder: Path, capfd: Capture, options: list[str], said: str) -> None:
     assert run(["verify", *options]) == 1
     assert said in capfd.readouterr().err
+
+
+def test_a_script_that_is_killed_leaves_no_folder(
+    folder: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = folder / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    kills = "loss=lambda output, target: os.kill(os.getpid(), 9)"
+    script = JOB.replace("loss=loss", kills).replace("def job", "def made")
+    Path("killed.py").write_text(f"import os\n{script}\nhr.fit(made())\n")
+    assert run(["verify", "killed.py"]) == 1
+    assert "killed.py, alone, ended with exit code -9" in capfd.readouterr().err
+    assert list(temporary.glob("headrace-*")) == []
 
 
 def test_what_cannot_be_verified_is_refused(folder: Path, capsys: Capture) -> None:

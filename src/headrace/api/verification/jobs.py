@@ -23,6 +23,7 @@ from headrace.spec.options import Options
 from headrace.spec.parameter_sets import ParameterSet
 from headrace.training.user_code.untouched import untouched
 from headrace.trees import map_leaves
+from headrace.worker.attributes import attributes_of, copied, same
 from headrace.worker.evaluations.loss import with_loss
 from headrace.worker.session import build_module, seed_torch
 
@@ -279,6 +280,16 @@ def with_pinned_attributes(module: nn.Module) -> nn.Module:
     }
     module.register_forward_hook(_Pinned(values))
     return module
+
+
+def changed_attributes(job: Job, batch: Any) -> list[str]:
+    """Returns the numbers, arrays and tensors in attributes of the model that a forward changes."""
+    with keeping(job), torch.random.fork_rng(devices=[]):
+        module = own_module(job)
+        before = {path: copied(each.value) for path, each in attributes_of(module).items()}
+        call(module, batch, job.inputs)
+        after = attributes_of(module)
+        return [path for path, value in before.items() if path not in after or not same(after[path].value, value)]
 
 
 SUSPECTS: Mapping[str, tuple[str, Callable[[Job], Job]]] = {

@@ -54,7 +54,9 @@ def _verify_instead(
     # What runs below trains.
     fit.instead = None
     end_verified_steps()
-    found = verify(job, chosen, train=train, rounds=rounds, engine=arguments.engine, say=_say)
+    # There the caller deletes it, also where this process is killed.
+    runs = folder / "runs"
+    found = verify(job, chosen, train=train, rounds=rounds, run_dir=runs, engine=arguments.engine, say=_say)
     notes = ["compared: the first call of hr.fit or hr.launch; the script ended there"]
     ignored: Mapping[str, Any] = {"callbacks": arguments.callbacks, "resume": arguments.resume}
     notes += [f"{name}=... of that call had no part in it" for name, value in ignored.items() if value]

@@ -15,6 +15,7 @@ from torch import nn
 from headrace.api.arguments import FitArguments
 from headrace.api.checks import inspect_job
 from headrace.api.fit import run_job
+from headrace.api.probes.finding import names_of
 from headrace.api.probes.losses import join_loss
 from headrace.api.rehearsal.rehearse import rehearse
 from headrace.api.run import Run, TemporaryRunDir
@@ -35,6 +36,7 @@ from headrace.api.verification.differences import (
 from headrace.api.verification.jobs import (
     SUSPECTS,
     affordable_batch,
+    changed_attributes,
     doubled,
     doubling,
     frozen_data,
@@ -223,7 +225,8 @@ class _Session:
             self._say(f"again without {name}")
             try:
                 if self._trial(without(job), double).equal:
-                    return f"{words}"
+                    names = changed_attributes(job, first_batch(job)) if name == "attributes" else []
+                    return f"{words}{f' ({names_of(names)})' if names else ''}"
             except HeadraceError:
                 continue
         return "none of " + ", ".join(SUSPECTS) + " alone: with each left out it differs, too"

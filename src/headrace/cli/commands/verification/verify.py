@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -31,6 +30,7 @@ from headrace.cli.options import (
 from headrace.cli.output import ExitCode, answering
 from headrace.errors import RunFailed, UnfitMachine
 from headrace.machine.identity import STEPS, STEPS_FOLDER
+from headrace.machine.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from headrace.api.verification.verification import Verification
@@ -143,16 +143,22 @@ def _of_script(script: Path, arguments: Sequence[str], workers: int | None, roun
     # Lazily: they import torch.
     from headrace.api.verification import script_alone
     from headrace.api.verification.script_steps import compare_scripts
+    from headrace.engine.base import end_with, leave_alone
     from headrace.engine.local.engine import launch_script
 
     count = workers or 2
 
     def alone() -> int:
         command = [sys.executable, "-m", script_alone.__name__, str(workers or 0), str(script), *arguments]
-        return subprocess.run(command, check=False).returncode
+        process = subprocess.Popen(command)
+        end_with(process.pid)
+        try:
+            # Where it is killed, what it has written goes with the folder below.
+            return process.wait()
+        finally:
+            leave_alone(process.pid)
 
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with temporary_folder() as folder:
         _say(f"{script.name}, alone")
         _run_recorded(alone, script, folder / "alone", rounds)
         found = script_alone.read_verification(folder / "alone")
