@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import headrace as hr
 from headrace.errors import UsageError, WorkerFailed
+from headrace.spec.events import Notice
 from worker.test_between_verbs import CARRIES, Loop, make_job
 
 
@@ -183,3 +184,20 @@ def after_the_last(worker: hr.Worker) -> None:
 def test_verbs_out_of_order_are_refused(loop: Loop, message: str, strategy: hr.Strategy) -> None:
     with pytest.raises(UsageError, match=message):
         hr.launch(loop, make_job(), strategy, engine=hr.ThreadEngine(), check=False)
+
+
+def stepping(worker: hr.Worker) -> None:
+    for batch in worker.batches():
+        worker.step(batch)
+
+
+@pytest.mark.parametrize("train", [None, stepping])
+@pytest.mark.parametrize(
+    "strategy",
+    [hr.FullySharded(2), hr.TensorParallel(2), hr.Pipeline(2), hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2))],
+    ids=lambda strategy: strategy.name,
+)
+def test_nothing_is_said_of_loops_that_write_nothing(strategy: hr.Strategy, train: Any) -> None:
+    arguments = {"strategy": strategy, "engine": hr.ThreadEngine(), "check": False}
+    run = hr.launch(train, make_job(), **arguments) if train else hr.fit(make_job(), **arguments)
+    assert not any("the loop" in event.text for event in run.events if isinstance(event, Notice))

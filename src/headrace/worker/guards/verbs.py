@@ -20,6 +20,7 @@ from headrace.collectives.digest import digests
 from headrace.errors import UsageError
 from headrace.metrics import Mean
 from headrace.spec.events.run import Notice
+from headrace.spec.plan import has_stages
 from headrace.training.user_code.loss_graph import SEARCHES, Made, made_of, otherwise_made
 from headrace.worker.session import WorkerSession
 
@@ -43,7 +44,7 @@ class VerbGuard:
         self._in_rounds = not self._in_lockstep and not session.replica.exchange.keeps_writes
         self._round, self._steps = -1, 0
         self._parameters = [each for each in session.replica.compute.module.parameters() if not each.is_meta]
-        self._divided = session.replica.compute.divided
+        self._divided = session.replica.compute.divided or has_stages(session.run.plan)
         self._versions: list[int] = []
         self._made: list[Made] = []
         self._written = 0
@@ -62,6 +63,8 @@ class VerbGuard:
 
     def note(self, loss: Any = None) -> None:
         """Notes what a loss is made of, and the parameters that it is computed with."""
+        if not self._compares:
+            return
         total = loss.total if isinstance(loss, Mean) else loss
         if isinstance(total, Tensor) and total.grad_fn is not None:
             self._made.append(made_of(total))
