@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -201,3 +202,13 @@ def test_nothing_is_said_of_loops_that_write_nothing(strategy: hr.Strategy, trai
     arguments = {"strategy": strategy, "engine": hr.ThreadEngine(), "check": False}
     run = hr.launch(train, make_job(), **arguments) if train else hr.fit(make_job(), **arguments)
     assert not any("the loop" in event.text for event in run.events if isinstance(event, Notice))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"), [(hr.ParameterServer(2, staleness_bound=0), True), (hr.Mirrored(2), False)]
+)
+def test_that_each_worker_clips_its_own_gradient_is_said(strategy: hr.Strategy, said: bool) -> None:
+    job = replace(make_job(), options=hr.Options(clip_norm=0.1))
+    run = hr.fit(job, strategy, engine=hr.ThreadEngine(), device="cpu")
+    lines = [event.text for event in run.events if isinstance(event, Notice)]
+    assert any(line.startswith("clip_norm: each worker clips the gradient of its own share") for line in lines) == said

@@ -20,7 +20,7 @@ from headrace.api.probes.layers import (
     refuse_sparse_layers,
     require_same_parameters,
 )
-from headrace.api.probes.losses import check_loss_parameters, join_loss
+from headrace.api.probes.losses import check_loss_of_copy, check_loss_parameters, join_loss
 from headrace.api.probes.optimizers.probe import OptimizerFindings, probe_optimizer, together
 from headrace.api.probes.optimizers.schedules import check_schedule
 from headrace.api.probes.sets import Sets, find_sets, try_loss
@@ -105,11 +105,15 @@ def inspect_job(job: Job, closures: bool = False, whole_model: bool = True) -> J
     makers: list[Any] = [each.optimizer for each in job.sets.values()] or [job.optimizer]
     users = (job.loss, job.task, job.metrics, job.inputs, job.target, *makers, job.options.schedule)
     with torch.random.fork_rng(devices=[]), untouched(*users), same_generators():
+        given = job.model
         job, module, said = _made(join_loss(job, whole_model))
         sets = find_sets(job, module)
         weighed, more = _try(job, module, job.data, "data", sets)
         notices += (*said, *more)
-        check_loss_parameters(job, module, lambda: _first_share(job, job.data, "data")[0])
+        sample = partial(_sample, job)
+        check_loss_parameters(job, module, sample)
+        if isinstance(given, nn.Module):
+            check_loss_of_copy(job, given, module, sample)
         if job.eval_data is not None:
             notices += _eval_notices(job)
             notices += _try(job, module, job.eval_data, "eval_data", sets)[1]
@@ -123,6 +127,10 @@ def inspect_job(job: Job, closures: bool = False, whole_model: bool = True) -> J
     check_tables(spec, job.options)
     # What is said of the data is often said of eval_data, too.
     return JobInfo(job, module, spec, weighed, len(pipeline), tuple(dict.fromkeys(notices)), sets=sets)
+
+
+def _sample(job: Job) -> Share:
+    return _first_share(job, job.data, "data")[0]
 
 
 def _eval_notices(job: Job) -> tuple[str, ...]:

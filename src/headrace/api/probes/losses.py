@@ -19,6 +19,7 @@ from headrace.spec.job import Job, Share
 from headrace.training.user_code.trial import trial
 from headrace.training.user_code.untouched import reachable, untouched
 from headrace.worker.evaluations.loss import LossOfModel
+from headrace.worker.guards.witness import mean_from_seed, same_value
 from headrace.worker.session import objectives_of
 
 
@@ -68,9 +69,48 @@ def check_loss_parameters(job: Job, module: nn.Module, sample: Callable[[], Shar
             total, _ = weigh(objective.of(module, share.batch), share.examples)
             gradients = torch.autograd.grad(total, others, allow_unused=True) if total.requires_grad else ()
         used = [each for each, gradient in zip(others, gradients, strict=False) if gradient is not None]
+        if used and isinstance(job.model, nn.Module) and id(used[0]) in set(map(id, job.model.parameters())):
+            raise JobError(
+                f"the loss depends on {plural(len(used), 'parameter')} of the model that was given, {_OF_A_COPY}; for "
+                "a sum of squares use the optimizer's weight_decay"
+            )
         if used:
             raise JobError(
                 f"the loss depends on {plural(len(used), 'parameter')} that the model that is trained does not have, "
                 f"the first of shape {tuple(used[0].shape)}, so nothing would train them; give the nn.Module that has "
                 "them as the job's loss itself, or make it a part of the model"
             )
+
+
+def check_loss_of_copy(job: Job, given: nn.Module, module: nn.Module, sample: Callable[[], Share]) -> None:
+    """Raises a JobError where the loss looks at the model that was given, and workers train copies of it."""
+    parts = {id(part): name for name, part in given.named_modules()}
+    losses: list[Any] = list(job.loss.values()) if isinstance(job.loss, Mapping) else [job.loss]
+    for loss in losses:
+        own = loss.module if isinstance(loss, LossOfModel) else loss
+        held = [each for each in own.modules() if id(each) in parts] if isinstance(own, nn.Module) else []
+        if any(map(_trained, held)):
+            name = parts[id(held[0])]
+            raise JobError(f"the loss has {f'{name!r} of the model' if name else 'the model'} as a part, {_OF_A_COPY}")
+    inside = set(map(id, reachable(given)))
+    for objective in objectives_of(job, module):
+        if not any(id(each) in inside for each in reachable(objective.loss)):
+            continue
+        batch = sample().batch
+        modes = {name: part.training for name, part in module.named_modules()}
+        with trial(given), trial(module), untouched(objective.loss):
+            for name, part in given.named_modules():
+                part.training = modes.get(name, part.training)
+            of_copy = mean_from_seed(module, batch, objective)
+            of_given = mean_from_seed(given, batch, objective)
+        if not same_value(of_copy, of_given, module):
+            raise JobError(
+                f"the loss is {of_given:.9g} with the model that was given and {of_copy:.9g} with a copy: it looks at "
+                f"what that model keeps (a variable, a list), {_OF_A_COPY}"
+            )
+
+
+_OF_A_COPY = (
+    "and workers train copies of the model, which it would not see; return from forward what the loss needs, or make "
+    "the loss a part of the model, whose forward returns it"
+)

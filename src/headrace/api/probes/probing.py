@@ -144,7 +144,7 @@ def run_probes(info: JobInfo, plan: Plan, equals: bool = True) -> tuple[str, ...
         JobError: forward carries something from batch to batch, and the plan has stages, which do not.
     """
     job, accumulate = info.job, info.job.options.accumulate
-    findings = probe_metrics(job, info.module)
+    findings = (*probe_metrics(job, info.module), *_clipped(job))
     probes = PROBES if _scopes(plan, accumulate) else (probe_carried_state, probe_rows)
     findings += probe(job, info.module, *objectives_of(job, info.module, info.weighed), probes=probes)
     if job.options.batch_norm == "local":
@@ -158,6 +158,16 @@ def run_probes(info: JobInfo, plan: Plan, equals: bool = True) -> tuple[str, ...
             f"{carried[0].where}; {carried[0].remedy}, or use a strategy that runs the whole model, as mirrored"
         )
     return said
+
+
+def _clipped(job: Job) -> tuple[Finding, ...]:
+    """Returns a finding where gradients are clipped."""
+    given = [name for name in ("clip_norm", "clip_value") if getattr(job.options, name) is not None]
+    what = (
+        "each worker clips the gradient of its own share, before it is summed or applied, so the update is another one"
+    )
+    remedy = "use mirrored, central_storage or fully_sharded, which clip that of the whole batch"
+    return (Finding(what, " and ".join(given), remedy, Scope.OWN_MEANS),) if given else ()
 
 
 def said_by(findings: Iterable[Finding], plan: Plan, accumulate: int, equals: bool = True) -> tuple[str, ...]:

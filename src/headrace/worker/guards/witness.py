@@ -46,7 +46,7 @@ def require_same_results(run: RunSpec, module: nn.Module) -> None:
         if own.get(what) != witness.updates.get(what):
             raise JobError(_text(what, own.get(what, "none"), witness.updates.get(what, "none")))
     found = seeded_loss(module, witness.batch, objectives_of(run.job, module, run.weighed))
-    if _same(found, witness.loss, module):
+    if same_value(found, witness.loss, module):
         return
     again = build_module(run.job)
     if found != seeded_loss(again, witness.batch, objectives_of(run.job, again, run.weighed)):
@@ -119,7 +119,8 @@ def mean_from_seed(module: nn.Module, batch: Any, objective: Objective) -> float
     return float(total) / max(float(weight), 1e-30)
 
 
-def _same(found: float, wanted: float, module: nn.Module) -> bool:
+def same_value(found: float, wanted: float, module: nn.Module) -> bool:
+    """Tells whether two losses of a model differ by rounding alone."""
     # Of half the digits: the caller may add in another order.
     types = {each.dtype for each in module.parameters() if each.is_floating_point()}
     tolerance = math.sqrt(max((torch.finfo(dtype).eps for dtype in types), default=0.0))
