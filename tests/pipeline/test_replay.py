@@ -349,3 +349,20 @@ def test_checkpoints_of_blocks_are_recomputed_in_stages() -> None:
 def test_blocks_within_a_function_with_its_own_backward_are_refused() -> None:
     with pytest.raises(JobError, match=r"within a function that has its own backward, .* use_reentrant=False, or"):
         trace(Recomputing(reentrant=True), torch.randn(3, 4))
+
+
+class Mapped(nn.Module):
+    """Calls a layer within vmap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = torch.func.vmap(lambda row: self.second(row))(self.first(x))
+        return output
+
+
+def test_layers_within_a_transform_are_refused() -> None:
+    with pytest.raises(JobError, match=r"it calls second within a transform of torch.func .*submodule"):
+        trace(Mapped(), torch.randn(3, 4))

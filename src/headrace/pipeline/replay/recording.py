@@ -159,6 +159,11 @@ class CallRecorder:
                 f"it calls {path} within a function that has its own backward, as torch.utils.checkpoint does with "
                 "use_reentrant=True; use_reentrant=False, or Pipeline(recompute='always') in its place, can be cut"
             )
+        if internals.functorch_active():
+            raise Irreplayable(
+                f"it calls {path} within a transform of torch.func (vmap, grad), which stages would have in parts; "
+                "batched operations in its place can be cut, or the transform in the forward of a module"
+            )
         count = self._counts[path] = self._counts.get(path, 0) + 1
         name = path if count == 1 else f"{path}:{count}"
         self._note_checkpoint(name)
