@@ -111,7 +111,7 @@ def averaging(strategy: ParameterAveraging, job: Job, build: Callable[[], nn.Mod
     DiLoCo (Douillard et al., 2023): how far the mean has moved is a gradient for SGD with Nesterov momentum. EASGD
     (Zhang et al., 2015): workers are pulled towards a center, and the center towards them.
     """
-    copies, since = Copies(job, build, shares), [0.0] * len(shares)
+    copies, since, synced = Copies(job, build, shares), [0.0] * len(shares), 0
     outer = Nesterov() if strategy.outer == "nesterov" else Elastic() if strategy.outer == "elastic" else strategy.outer
     center = copy_module(copies.models[0])
     alpha = outer.beta / len(shares) if isinstance(outer, Elastic) else 0.0
@@ -120,15 +120,18 @@ def averaging(strategy: ParameterAveraging, job: Job, build: Callable[[], nn.Mod
         step = torch.optim.SGD(center.parameters(), outer.lr, outer.momentum, nesterov=outer.momentum > 0)
     for done in copies.rounds():
         since = [before + now for before, now in zip(since, copies.weights, strict=True)]
-        if done > strategy.post_local and done % strategy.period and done != job.steps:  # type: ignore[operator]
+        due = done >= synced + (1 if synced < strategy.post_local else strategy.period)  # type: ignore[operator]
+        if not due and done != job.steps:
             continue
+        synced = done
         weights = since if any(since) and not isinstance(outer, Elastic) else [1.0] * len(shares)
         copies.average_buffers(center, weights)
         for model in copies.models:
             for one, other in zip(averaged_buffers(center), averaged_buffers(model), strict=True):
                 other.copy_(one)
         if isinstance(outer, Elastic):
-            _pull(center, copies.models, alpha)
+            # The center is the model: nothing is pulled for the sake of the end.
+            _pull(center, copies.models, alpha if due else 0.0)
         else:
             copies.average(weights)
             for pulled, mean in zip(center.parameters(), copies.mean.parameters(), strict=True):
