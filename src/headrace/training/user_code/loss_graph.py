@@ -5,6 +5,7 @@ mse_loss(reduction="sum") / 8     DivBackward0 (by 8) ─► MseLossBackward0 (r
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -274,9 +275,15 @@ def made_of(loss: Tensor) -> Made:
     """Returns the operations that are nearest to a loss, each once: a factor of it is among their numbers."""
     found: dict[tuple[str, tuple[float, ...]], None] = {}
     for node in itertools.islice(_nodes(loss.grad_fn), _NEAREST):
-        values = (_saved(node, name) for name in _NUMBERS)
+        values = (_saved(node, name) for name in _numbers_of(type(node)))
         found[node.name(), tuple(float(value) for value in values if _is_number(value))] = None
     return [(name, list(numbers)) for name, numbers in found]
+
+
+@functools.cache
+def _numbers_of(operation: type) -> tuple[str, ...]:
+    # Asked in each step: an attribute that is missing takes long.
+    return tuple(name for name in _NUMBERS if hasattr(operation, internals.SAVED + name))
 
 
 def _is_number(value: Any) -> bool:
