@@ -275,15 +275,15 @@ def made_of(loss: Tensor) -> Made:
     """Returns the operations that are nearest to a loss, each once: a factor of it is among their numbers."""
     found: dict[tuple[str, tuple[float, ...]], None] = {}
     for node in itertools.islice(_nodes(loss.grad_fn), _NEAREST):
-        values = (_saved(node, name) for name in _numbers_of(type(node)))
+        values = (_saved(node, name) for name in _numbers_of(node.__class__))
         found[node.name(), tuple(float(value) for value in values if _is_number(value))] = None
     return [(name, list(numbers)) for name, numbers in found]
 
 
 @functools.cache
-def _numbers_of(operation: type) -> tuple[str, ...]:
-    # Asked in each step: an attribute that is missing takes long.
-    return tuple(name for name in _NUMBERS if hasattr(operation, internals.SAVED + name))
+def _numbers_of(operation: type[Any]) -> tuple[str, ...]:
+    # Looked up once, as this is done in each step, and an attribute that is missing takes long.
+    return tuple(name for name in _NUMBERS if internals.SAVED + name in dir(operation))
 
 
 def _is_number(value: Any) -> bool:
