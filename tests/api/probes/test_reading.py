@@ -124,6 +124,15 @@ def test_what_reading_again_and_in_parts_finds(given: hr.Job, scope: Scope | Non
     assert all(text in finding.line for finding in findings)
 
 
+def test_slow_data_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.api.probes.reading._MOST_S", 0.0)
+    data, module = Counted(), MeanOverTime()
+    given = padding(data, "inputs")
+    (finding,) = probe_reading(given, module, objectives_of(given, module, False)[0])
+    assert (finding.scope, data.reads) == (Scope.EQUALITY, 8)
+    assert "reading 8 examples takes" in finding.what
+
+
 def test_a_data_set_begins_as_it_was_and_several_workers_say_that_it_changes() -> None:
     torch.manual_seed(0)
     model, counted = MeanOverTime(), Counted()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 
 import torch
 from torch import nn
@@ -19,6 +20,8 @@ from headrace.training.user_code.untouched import same_generators
 
 _LEAST, _MOST = 4, 8
 """Examples that are read."""
+_MOST_S = 0.5
+"""What reading them may take."""
 _WHERE = "the data"
 
 
@@ -32,8 +35,10 @@ def probe_reading(job: Job, module: nn.Module, objective: Objective) -> Sequence
         return ()
     loader = Loader(pipeline, job.seed, count, (1,), 0, ordered=True)
     with torch.random.fork_rng(devices=[]), same_generators():
-        before = drawn()
+        before, began = drawn(), perf_counter()
         whole = loader.first(0, count)
+        if (seconds := perf_counter() - began) > _MOST_S:
+            return (_slow(count, seconds),)
         draws = drawn() != before
         again = loader.first(0, count)
         parts = [loader.first(*bounds) for bounds in bounds_of_parts(count)]
@@ -56,6 +61,15 @@ def probe_reading(job: Job, module: nn.Module, objective: Objective) -> Sequence
             else "make examples one by one in the data set, or use one_device",
             Scope.WORKERS,
         ),
+    )
+
+
+def _slow(count: int, seconds: float) -> Finding:
+    return Finding(
+        f"reading {count} examples takes {seconds:.2g} s, so it was not tried whether they are the same in other batches",
+        _WHERE,
+        "compare a short run with one_device yourself",
+        Scope.EQUALITY,
     )
 
 
