@@ -66,7 +66,7 @@ def probe_reading(job: Job, module: nn.Module, objective: Objective) -> Sequence
 
 def _slow(count: int, seconds: float) -> Finding:
     return Finding(
-        f"reading {count} examples takes {seconds:.2g} s, so it was not tried whether they are the same in other batches",
+        f"reading {count} examples takes {seconds:.2g} s, so it was not tried whether they are alike in other batches",
         _WHERE,
         "compare a short run with one_device yourself",
         Scope.EQUALITY,
