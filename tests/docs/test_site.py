@@ -36,6 +36,12 @@ def site(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     return folder
 
 
+def test_every_public_name_has_its_place_in_the_reference() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    assert sorted(re.findall(r"^::: headrace\.([\w.]+)$", text, re.MULTILINE)) == sorted(hr.__all__)
+
+
+@pytest.mark.full
 @pytest.mark.slow
 def test_every_public_name_is_in_the_reference_of_the_site(site: Path) -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in (site / "api").glob("*.html"))
@@ -45,6 +51,7 @@ def test_every_public_name_is_in_the_reference_of_the_site(site: Path) -> None:
     assert sorted(names - found) == []
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_names_that_share_a_line_are_rows_of_the_reference(site: Path) -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in (site / "api").glob("*.html"))
@@ -65,6 +72,7 @@ def test_axe_finds_no_serious_fault_on_the_site(site: Path, tmp_path: Path) -> N
                 assert [each for each in faults(tab) if each.startswith(("serious", "critical"))] == [], (page, width)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_site_asks_no_other_host(site: Path) -> None:
     asked = re.compile(r'<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)="(https?://[^"]+)"')
@@ -78,11 +86,12 @@ def test_every_page_is_in_the_navigation() -> None:
     assert [page for page in pages if f" {page}\n" not in shown] == []
 
 
+@pytest.mark.full
 @pytest.mark.slow
-def test_twenty_tasks_are_found_within_three_clicks(site: Path) -> None:
+def test_tasks_are_found_within_three_clicks(site: Path) -> None:
     shown = (ROOT / "docs" / "find.md").read_text(encoding="utf-8")
     rows = [row for row in shown.splitlines() if row.startswith("| ") and "](" in row]
-    assert len(rows) == 20
+    assert len(rows) > 20
     for row in rows:
         # Several pages have a comma or "or" between them; "›" is before what is clicked next.
         for way in re.split(r", (?:or )?(?=\[)", row.split("|")[2]):
