@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,31 @@ class Listed(Dataset[Any]):
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
+
+
+class Own:
+    """A sampler of a user's own, whose length says that it takes all examples."""
+
+    def __init__(self, taken: list[Any]) -> None:
+        self.taken = taken
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[Any]:
+        np.random.rand()
+        random.random()
+        torch.rand(())
+        return iter(self.taken)
+
+
+class OwnBatches(BatchSampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2, 3], [4, 4]])
+
+
+class Waiting(Listed):
+    def set_epoch(self, epoch: int) -> None: ...
 
 
 class Foreign:
@@ -152,6 +179,25 @@ def test_the_sampler_of_one_process_of_several_is_replaced() -> None:
     assert len(as_pipeline(loader)[0]) == 6
 
 
+def _drawn() -> tuple[Any, ...]:
+    return random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize(
+    "options", [{"sampler": Own([2, 3, 0, 1, 4, 5])}, {"batch_sampler": Own([[2, 3, 0, 1, 4, 5]])}]
+)
+def test_a_permutation_of_ones_own_is_replaced_without_a_draw(options: Any) -> None:
+    before = _drawn()
+    _, (notice,) = as_pipeline(DataLoader(Listed(), **options))
+    assert "order replace its " in notice
+    assert before == _drawn()
+
+
+@pytest.mark.parametrize("data", [Waiting(), DataLoader(torch.utils.data.Subset(Waiting(), range(2)))])
+def test_a_data_set_that_waits_to_be_told_the_epoch_is_said(data: Any) -> None:
+    assert "set_epoch of the data set Waiting is called by no run" in as_pipeline(data)[1][-1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["spawn", "forkserver"])
 def test_processes_of_a_loader_that_are_no_forks_read(start: str) -> None:
@@ -199,6 +245,12 @@ def test_a_loader_keeps_its_processes() -> None:
         (DataLoader(Listed(), sampler=[0] * 7), "the DataLoader's list repeats or leaves out examples"),
         (DataLoader(Listed(), sampler=WeightedRandomSampler([1.0] * 6, 6)), "repeats or leaves out examples"),
         (DataLoader(Listed(), sampler=RandomSampler(Y, num_samples=3)), "repeats or leaves out examples"),
+        (DataLoader(Listed(), sampler=Own([0, 0, 1, 2, 3, 4])), "the DataLoader's Own repeats or leaves out examples"),
+        (DataLoader(Listed(), sampler=Own([5, 1, 2])), "the DataLoader's Own takes 3 of 6 examples"),
+        (DataLoader(Listed(), sampler=count()), "the DataLoader's count repeats or leaves out examples"),  # type: ignore[arg-type]
+        (DataLoader(Listed(), batch_sampler=Own([[0, 1], [2, 0], [4, 5]])), "the DataLoader's Own repeats or leaves"),
+        (DataLoader(Listed(), batch_sampler=OwnBatches([0] * 6, 2, False)), "OwnBatches repeats or leaves out"),
+        (DataLoader(Listed(), sampler=Own([(0, 1)] * 6)), r"the DataLoader's Own gives \(0, 1\) and not the index"),
         (torch.utils.data.Subset(Listed(), []), "the data set is empty"),
     ],
 )

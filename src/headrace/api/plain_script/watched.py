@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from headrace.api.probes.finding import names_of
 from headrace.data.pipeline.parts import COMBINES, PADS, differences
@@ -46,6 +49,8 @@ class WatchedCollate:
         self._left -= 1
         line = self._of_state() or ("" if self._collate is default_collate else self._of_parts(examples))
         batch = self._collate(examples)
+        if not line and self._left == _LOOKS - 1:
+            line = self._of_reading()
         return SaidBatch(batch, line) if line else batch
 
     def _of_state(self) -> str:
@@ -57,6 +62,31 @@ class WatchedCollate:
             f"reading changes {names_of(changed)} of the data set, of which each process has its own, equal at the "
             "start: what it counts or draws is another thing than in one process; let an example depend on its index "
             "alone"
+        )
+
+    def _of_reading(self) -> str:
+        """Returns a line where two examples are others when they are read together."""
+        dataset, together = self._dataset, getattr(self._dataset, "__getitems__", None)
+        if dataset is None or isinstance(dataset, list | TensorDataset):
+            return ""
+
+        def read(*indices: int) -> list[Any]:
+            # Copies, as they may be views of what the next read writes to.
+            return copy.deepcopy(together([*indices]) if callable(together) else [dataset[index] for index in indices])
+
+        with torch.random.fork_rng(devices=[]), same_generators(), untouched(dataset):
+            begins = drawn()
+            try:
+                found = dict(differences(read(0, 1), [read(0), read(1)], "example"))
+            except Exception:
+                # One that has other keys, or too few examples.
+                return ""
+            if not found or drawn() != begins:
+                return ""
+        return (
+            f"examples that are read together are others than those read alone ({names_of(list(found))}): the data set "
+            "combines or counts them, or gives views of one buffer, and each process reads its share; let an example "
+            "depend on its index alone, in memory of its own"
         )
 
     def _of_parts(self, examples: list[Any]) -> str:
@@ -86,10 +116,13 @@ class WatchedCollate:
 def _state(dataset: Any) -> dict[str, Any]:
     """Returns numbers and generators in attributes of a data set, also of those inside it, as far as they compare."""
     found: dict[str, Any] = {}
-    waiting = [("", dataset)]
-    while waiting and len(found) < _MOST:
-        path, value = waiting.pop()
-        for name, each in getattr(value, "__dict__", {}).items():
+    waiting = deque([("", dataset)])
+    for _ in range(_MOST):
+        if not waiting or len(found) >= _MOST:
+            break
+        path, value = waiting.popleft()
+        items = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        for name, each in islice(items.items(), _MOST):
             where = f"{path}{name}"
             if isinstance(each, int | float):
                 found[where] = each
@@ -101,6 +134,6 @@ def _state(dataset: Any) -> dict[str, Any]:
                 found[where] = repr(each.bit_generator.state)
             elif isinstance(each, np.random.RandomState):
                 found[where] = repr(each.get_state())
-            elif isinstance(each, Dataset):
+            elif isinstance(each, Dataset | dict):
                 waiting.append((f"{where}.", each))
     return found

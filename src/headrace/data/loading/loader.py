@@ -184,12 +184,11 @@ class Loader:
         return Bucketed(order, length, lengths, self._rounds.batch, batching.window, self._seed, epoch)
 
     def _shares(self, parts: Iterator[Part], start_round: int, alone: bool = False) -> Generator[Share, None, None]:
-        processes = self._pipeline.processes
         # Workers of other ranks and hosts, and evaluations, must not draw the same, nor a resumed run as its beginning.
         seed = derived(self._seed, self._host, self._data_rank, start_round, self._ordered)
-        if processes is not None and not alone:
-            running = read_by_torch(self._reader, processes, parts, seed)
-            self.counters.parallel, self.counters.readers = "processes", processes.count
+        if self._pipeline.processes is not None and not alone:
+            running = read_by_torch(self._reader, self._pipeline, parts, seed)
+            self.counters.parallel, self.counters.readers = "processes", self._pipeline.processes.count
         else:
             running = self._batch_reader.run_inline(parts) if alone else self._batch_reader.run(parts, seed)
         with closing(running):

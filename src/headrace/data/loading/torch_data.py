@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
+import random
 import traceback
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice, tee
+from functools import partial
+from itertools import chain, islice, takewhile, tee
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -19,13 +23,16 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     default_collate,
 )
 
+from headrace.data.loading.attributes import state_of
 from headrace.data.loading.reader import ExampleReader, Part, ReadResult
+from headrace.data.pipeline.order import derived
 from headrace.data.pipeline.pipeline import InputPipeline, Processes, from_arrays
 from headrace.data.pipeline.source import DatasetSource, Source, require_whole
 from headrace.errors import DataError
@@ -34,6 +41,11 @@ _FORMS = (
     "a pair of tensors or arrays, a dict of them, a torch Dataset or DataLoader, or a pipeline from hr.data, such as "
     "hr.data.Pipeline(source) of an hr.data.Source"
 )
+
+_OPTIONS = ("prefetch_factor", "worker_init_fn", "timeout", "persistent_workers")
+_WHOLE = (SequentialSampler, RandomSampler)
+"""Samplers whose length says whether they take all examples."""
+_CHECKED: WeakSet[DataLoader[Any]] = WeakSet()
 
 
 @runtime_checkable
@@ -71,7 +83,7 @@ def as_pipeline(data: Any) -> tuple[InputPipeline, tuple[str, ...]]:
     examples = isinstance(data, list) and data and isinstance(data[0], tuple | dict)
     if isinstance(data, tuple | list) and not examples:
         return from_arrays(*data).shuffle(), ()
-    return _from_dataset(data).shuffle(), ()
+    return _from_dataset(data).shuffle(), _lines_of(data)
 
 
 def from_torch(data: Any, limit: int = 100_000) -> InputPipeline:
@@ -182,31 +194,66 @@ def _from_loader(loader: DataLoader[Any]) -> tuple[InputPipeline, tuple[str, ...
     if loader.num_workers > 0 and isinstance(pipeline.source, DatasetSource):
         pipeline = InputPipeline(pipeline.source, shuffled=True, processes=_processes(loader))
         notice += f"; each worker reads with {loader.num_workers} processes"
-    return pipeline, (notice,)
+    return pipeline, (notice, *_lines_of(loader.dataset))
 
 
 def _require_all_examples(loader: DataLoader[Any]) -> None:
     """Refuses samplers that choose examples: replacing them would change what is trained on."""
     batches: Any = loader.batch_sampler
-    sampler: Any = batches.sampler if isinstance(batches, BatchSampler) else loader.sampler
+    whole = type(batches) is not BatchSampler
+    sampler: Any = batches if whole else batches.sampler
+    # That of one process of several takes its part of all examples, as workers do anyway.
+    if loader in _CHECKED or type(sampler) is DistributedSampler:
+        return
     length = len(DatasetSource(loader.dataset))
     name = type(sampler).__name__
     repeats = isinstance(sampler, WeightedRandomSampler) or (
         isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != length)
     )
-    # That of one process of several takes its part of all examples, as workers do anyway.
-    known = isinstance(sampler, Sized) and not isinstance(sampler, DistributedSampler)
-    taken = len(sampler) if known else length
+    indices = range(len(sampler)) if repeats or type(sampler) in _WHOLE else _drawn(sampler, whole, length)
+    taken = len(indices)
+    repeats |= len(set(indices)) < taken
     if not repeats and (taken < length or isinstance(sampler, SubsetRandomSampler)):
         raise DataError(
             f"the DataLoader's {name} takes {taken} of {length} examples, and the job's order would "
             "replace it; give torch.utils.data.Subset(dataset, indices) instead"
         )
-    if repeats or taken > length:
+    if repeats or set(indices) != set(range(length)):
         raise DataError(
             f"the DataLoader's {name} repeats or leaves out examples, but an epoch visits each exactly once; "
             "weight the loss instead, or change the data set"
         )
+    _CHECKED.add(loader)
+
+
+def _drawn(sampler: Any, batches: bool, length: int) -> list[int]:
+    """Returns what a sampler takes in an epoch, one index more than there are examples at most."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        taken = list(islice(chain.from_iterable(sampler) if batches else sampler, length + 1))
+    random.setstate(python)
+    np.random.set_state(numpy)
+    try:
+        return list(map(operator.index, taken))
+    except TypeError:
+        raise DataError(
+            f"the DataLoader's {type(sampler).__name__} gives {taken[0]!r:.60} and not the index of an example, and "
+            "the job's order would replace it; give a data set that is indexed by numbers"
+        ) from None
+
+
+def _lines_of(dataset: Any) -> tuple[str, ...]:
+    """Returns a line where a data set waits to be told the epoch."""
+    names = []
+    while dataset is not None:
+        if callable(getattr(dataset, "set_epoch", None)):
+            names.append(type(dataset).__name__)
+        dataset = getattr(dataset, "dataset", None)
+    return tuple(
+        f"set_epoch of the data set {name} is called by no run, so only a loop of one's own (hr.launch) tells it the "
+        "epoch; the parameter rng of a function in hr.data's map differs from epoch to epoch by itself"
+        for name in names
+    )
 
 
 def _described(loader: DataLoader[Any]) -> str:
@@ -218,34 +265,37 @@ def _described(loader: DataLoader[Any]) -> str:
 
 
 def _processes(loader: DataLoader[Any]) -> Processes:
-    options = {name: getattr(loader, name) for name in ("prefetch_factor", "worker_init_fn", "timeout")}
+    options = {name: getattr(loader, name) for name in _OPTIONS}
     context: Any = loader.multiprocessing_context
     return Processes(loader.num_workers, {**options, "multiprocessing_context": context and context.get_start_method()})
 
 
 def read_by_torch(
-    reader: ExampleReader, processes: Processes, parts: Iterator[Part], seed: int
+    reader: ExampleReader, pipeline: InputPipeline, parts: Iterator[Part], seed: int
 ) -> Generator[tuple[Part, ReadResult], None, None]:
     """Yields each part (epoch, indices, length of the global batch) with its batch, read by a `DataLoader`'s processes.
 
-    `seed` seeds the processes' own random numbers. Of an unreadable example, the process's traceback is a note.
+    They begin anew with an epoch if the data set was changed meanwhile, as torch's begin with each. `seed` seeds the
+    processes' own random numbers. Of an unreadable example, the process's traceback is a note.
     """
-    mine, theirs = tee(parts)
-    loader = DataLoader(
-        _Reading(reader),
-        batch_size=None,
-        # As arrays, since each tensor would be sent through a file of its own.
-        sampler=((epoch, indices.numpy()) for epoch, indices, _ in theirs if len(indices)),
-        collate_fn=_identity,
-        num_workers=processes.count,
-        **processes.options,
-        # Seeds its processes without drawing from the generator that dropout uses.
-        generator=torch.Generator().manual_seed(seed % 2**63),
-    )
-    batches = iter(loader)
+    assert pipeline.processes is not None
+    stays = pipeline.processes.options.get("persistent_workers")
+    batches: Iterator[Any] | None = None
+    last, state = -1, None
     try:
-        for part in mine:
+        while (part := next(parts, None)) is not None:
             epoch, indices, _ = part
+            if batches is None or (
+                epoch != last and not stays and (state is None or state != state_of(pipeline.source, pipeline.steps))
+            ):
+                # The old ones end before the new ones begin.
+                batches, state = None, state_of(pipeline.source, pipeline.steps)
+                parts, rest = tee(parts)
+                theirs: Iterator[Part] = chain([part], rest)
+                if state is None and not stays:
+                    theirs = takewhile(partial(_is_of, epoch), theirs)
+                batches = iter(_loader(reader, pipeline.processes, theirs, seed if last < 0 else derived(seed, epoch)))
+            last = epoch
             read = next(batches) if len(indices) else reader.read(epoch, indices)
             if isinstance(read, _Broken):
                 error = DataError(read.message)
@@ -255,6 +305,24 @@ def read_by_torch(
     finally:
         # Its processes end with the last reference, which a traceback with this frame must not keep.
         del batches
+
+
+def _is_of(epoch: int, part: Part) -> bool:
+    return part[0] == epoch
+
+
+def _loader(reader: ExampleReader, processes: Processes, parts: Iterable[Part], seed: int) -> DataLoader[Any]:
+    return DataLoader(
+        _Reading(reader),
+        batch_size=None,
+        # As arrays, since each tensor would be sent through a file of its own.
+        sampler=((epoch, indices.numpy()) for epoch, indices, _ in parts if len(indices)),
+        collate_fn=_identity,
+        num_workers=processes.count,
+        **processes.options,
+        # Seeds its processes without drawing from the generator that dropout uses.
+        generator=torch.Generator().manual_seed(seed % 2**63),
+    )
 
 
 @dataclass(frozen=True)
