@@ -7,7 +7,7 @@ import os
 import signal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import headrace as hr
 from headrace.training.turns.exchange import TurnsExchange
@@ -17,10 +17,21 @@ ROUND = 7
 
 
 class Sensitive(nn.Sequential):
-    """Draws random numbers and has running statistics, so that a trace of a round that was not done shows."""
+    """Draws random numbers, has running statistics and counts, so that a trace of a round that was not done shows."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 1))
+        self.calls = 0
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.calls)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.calls = int(state)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += self.training
+        return super().forward(inputs) * (1 + 0.01 * self.calls)
 
 
 def die() -> None:

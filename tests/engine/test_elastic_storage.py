@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,21 @@ from headrace.spec.events import Notice, WorkerStarted
 
 pytestmark = pytest.mark.slow
 
-ADAM = functools.partial(torch.optim.Adam, lr=0.01)
+
+class Counting(torch.optim.Adam):
+    """Counts its steps in an attribute and in its groups."""
+
+    counted = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.counted += 1
+        for group in self.param_groups:
+            group["counted"] = group.get("counted", 0) + 1
+            group["lr"] = 0.01 / (1 + 0.1 * self.counted + 0.1 * group["counted"])
+        super().step(closure)
+
+
+ADAM = functools.partial(Counting, lr=0.01)
 AVERAGED = hr.Options(ema_decay=0.9, schedule=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=3))
 
 

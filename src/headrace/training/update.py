@@ -360,7 +360,10 @@ class Updater:
     def load_settings(self, settings: Mapping[str, Any]) -> None:
         """Loads what `settings` returned."""
         self.schedule.load(settings)
-        set_attributes(self.optimizer, settings.get("attributes", {}))
+        now, first = attributes(self.optimizer), self._first_attributes
+        # Settings do not have what was as the constructor had made it.
+        unlike = {name: value for name, value in first.items() if now.get(name) != value}
+        set_attributes(self.optimizer, {**unlike, **settings.get("attributes", {})})
         if self._scale is not None and settings["scale"] is not None:
             self._scale.load(settings["scale"])
 

@@ -81,6 +81,7 @@ class ElasticStorageExchange(ReducingExchange):
         self._new_updater = new_updater
         self._scale = scale
         self._scale_before: dict[str, float] = {}
+        self._undone: Mapping[str, Any] | None = None
         share = self._share = self._new_share(None)
         used, gradients = share.gradients.used, share.summed
         super().__init__(share.updater, clipper, used, share.updater.parameters, gradients, 0, share.indices)
@@ -88,7 +89,7 @@ class ElasticStorageExchange(ReducingExchange):
     def regroup(self) -> None:
         """Goes on with the group's present members; every member calls it."""
         share = self._new_share(self._share)
-        self._share = share
+        self._share, self._undone = share, None
         self.updater, self._parameters, self._indices = share.updater, share.updater.parameters, share.indices
         self._attach(share.gradients.used, share.summed)
 
@@ -104,10 +105,12 @@ class ElasticStorageExchange(ReducingExchange):
         return share.summed, share.summed
 
     def update(self, round_: int) -> None:
-        updater = self.updater
+        updater, before = self.updater, self.updater.settings()
         try:
             self._change(lambda: updater.apply(range(len(updater.owned)), round_))
         except MemberLost:
+            # An optimizer may count its steps in attributes or groups.
+            self._undone = before
             if self._scale:
                 self._scale.load(self._scale_before)
             raise
@@ -193,7 +196,7 @@ class ElasticStorageExchange(ReducingExchange):
         updater = self._new_updater(own)
         if old:
             state.swapped = old.state.swapped
-            updater.load(state.pieces(), old.updater.settings())
+            updater.load(state.pieces(), self._undone or old.updater.settings())
             updater.swapped = state.swapped
             state.place(updater)
         return updater

@@ -44,6 +44,7 @@ class _Before:
 
     done: int
     buffers: list[Tensor]
+    extra: dict[str, Tensor]
     generators: tuple[Tensor, Any, Any]
     counted: tuple[int, int]
 
@@ -218,12 +219,12 @@ class MemberChanges:
             yield f"buffer/{name}", buffer
 
     def _keep(self) -> None:
-        """Copies what rounds may change before they count: buffers, and the generators of random numbers."""
-        session = self._session
-        buffers = [buffer.detach().clone() for buffer in session.replica.compute.module.buffers()]
+        """Copies what rounds may change before they count: buffers, extra state and generators of random numbers."""
+        session, module = self._session, self._session.replica.compute.module
+        buffers, extra = [buffer.detach().clone() for buffer in module.buffers()], extra_states(module)
         generators = torch.get_rng_state(), random.getstate(), self._numpy.read()
         counted = session.progress.examples, session.page.ranks[session.rank].heartbeat.examples
-        self._before = _Before(session.progress.done, buffers, generators, counted)
+        self._before = _Before(session.progress.done, buffers, extra, generators, counted)
         self._elastic.keep()
 
     def _bring_back(self) -> None:
@@ -233,6 +234,7 @@ class MemberChanges:
         with torch.no_grad():
             for buffer, kept in zip(session.replica.compute.module.buffers(), before.buffers, strict=True):
                 restore(buffer, kept)
+            load_extra_states(session.replica.compute.module, before.extra)
         torch.set_rng_state(own)
         random.setstate(python)
         np.random.set_state(numpy)
