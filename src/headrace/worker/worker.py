@@ -267,7 +267,8 @@ class Worker:
         self._begun = True
 
     def _require_update(self) -> None:
-        if self._guard and not self._sends:
+        # In a round that comes again a part of the update may be there.
+        if self._guard and not self._sends and not self._loop.spoilt:
             self._guard.require_unchanged()
         if self._computed is not None and not self._loop.spoilt:
             raise UsageError(
