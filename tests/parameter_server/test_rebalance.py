@@ -57,8 +57,7 @@ def job(epochs: int = 2) -> hr.Job:
 
 
 def rows_of(run: hr.Run) -> list[Tensor]:
-    every = torch.arange(ROWS)
-    return [layer.source.pull(every) for layer in (run.model.item, run.model.other)]
+    return [layer.weight.detach() for layer in (run.model.item, run.model.other)]
 
 
 @pytest.fixture(scope="module")

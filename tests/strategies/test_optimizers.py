@@ -158,7 +158,7 @@ def test_an_exported_checkpoint_has_the_parameters_of_the_eval_mode(tmp_path: Pa
 
 
 def test_what_no_checkpoint_holds_is_refused_where_there_are_checkpoints(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"Remembering keeps something outside .* or run with checkpoints=False"):
+    with pytest.raises(UsageError, match=r"Remembering keeps something outside .* or use checkpoints=False"):
         fit(job(Remembering), hr.OneDevice(), run_dir=tmp_path)
     expected, _ = by_hand(job(Remembering))
     assert distance(fit(job(Remembering), hr.Mirrored(2)).model.state_dict(), expected) <= DOUBLE

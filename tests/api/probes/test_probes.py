@@ -166,10 +166,19 @@ def test_random_numbers_are_found() -> None:
 def test_a_model_that_fails_on_part_of_a_batch_is_told() -> None:
     class Fixed(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x.view(-1, 8)) if len(x) % 2 == 0 else x[7]
+            return super().forward(x.view(-1, 8)) if len(x) in (2, 8) else x[7]
 
     (finding,) = found(lambda: Fixed(8, CLASSES))
+    assert "fails on half of" in finding.what
     assert "IndexError" in finding.what
+
+
+def test_a_loss_that_takes_no_single_example_is_compared_on_halves() -> None:
+    def hardest(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, target, reduction="none").topk(2).values.mean()
+
+    (finding,) = found(lambda: nn.Sequential(nn.Flatten(), nn.Linear(8, CLASSES)), loss=hardest)
+    assert "shares train with another loss" in finding.what
 
 
 class Residual(nn.Module):

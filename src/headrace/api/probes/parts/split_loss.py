@@ -55,7 +55,15 @@ def probe_split_loss(module: nn.Module, batch: Any, objective: Objective) -> Seq
                 return (_sum(f"that of a batch and the same once more is {ratio:.3g} times that of the batch"),)
             return (_undecided("the model draws random numbers in eval mode, too"),)
         whole = _value(loss, count)
-        parts = [_value(loss_of(module, part, objective), length) for part, length in _parts(batch, count)]
+
+        def value(low: int, high: int) -> tuple[float, float]:
+            part = cut(batch, low, high, count, "a probe")
+            return _value(loss_of(module, part, objective), high - low)
+
+        try:
+            parts = _of_parts(value, count)
+        except Exception as error:  # whatever a user's model or loss raises
+            return (_failed(count, error),)
         tolerance = _tolerance(module, loss)
         apart = _compare(whole, parts, tolerance)
         if apart and not isinstance(loss, Mean):
@@ -103,7 +111,7 @@ def _compare_elsewhere(
             whole, weight = value(0, count)
         if not leaves or not whole.requires_grad:
             return None
-        parts = [(float(total), each) for total, each in (value(*bounds) for bounds in bounds_of_parts(count))]
+        parts = [(float(total), each) for total, each in _of_parts(value, count)]
         if apart := _compare((float(whole), weight), parts, tolerance):
             return apart
         slopes = torch.autograd.grad(whole, leaves, allow_unused=True)
@@ -173,7 +181,11 @@ def probe_split_metrics(
         module.eval()
         use_running_statistics(module)
         before = drawn()
-        whole, *parts = [(*taken(part), length) for part, length in ((batch, count), *_parts(batch, count))]
+
+        def part_of(low: int, high: int) -> tuple[Any, Any, int]:
+            return (*taken(cut(batch, low, high, count, "a probe")), high - low)
+
+        whole, parts = (*taken(batch), count), [part_of(*bounds) for bounds in bounds_of_parts(count)]
         if drawn() != before:
             return ()
         findings = []
@@ -185,9 +197,12 @@ def probe_split_metrics(
     return findings
 
 
-def _parts(batch: Any, count: int) -> list[tuple[Any, int]]:
-    """Returns parts of a batch, each with its number of examples."""
-    return [(cut(batch, low, high, count, "a probe"), high - low) for low, high in bounds_of_parts(count)]
+def _of_parts(value: Callable[[int, int], tuple[Any, float]], count: int) -> list[tuple[Any, float]]:
+    """Returns the values of the parts of a batch; of its halves, where one example is too few (for a topk, say)."""
+    try:
+        return [value(*bounds) for bounds in bounds_of_parts(count)]
+    except Exception:  # whatever a user's loss raises
+        return [value(0, count // 2), value(count // 2, count)]
 
 
 def bounds_of_parts(count: int) -> Iterable[tuple[int, int]]:
@@ -238,6 +253,17 @@ def _sum(found: str) -> Finding:
         _WHERE,
         "return the mean (reduction='mean'), with the learning rate times the examples of a batch, or "
         "hr.Mean(total=loss, weight=examples)",
+        Scope.SHARES,
+    )
+
+
+def _failed(count: int, error: Exception) -> Finding:
+    said = " ".join(str(error).split())
+    return Finding(
+        f"it fails on half of {count} examples, so it is not known whether it is a mean over them, as shares take it "
+        f"for: {type(error).__name__}: {said:.200}",
+        _WHERE,
+        "compare a short run with one_device yourself",
         Scope.SHARES,
     )
 
