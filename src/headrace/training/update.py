@@ -339,7 +339,6 @@ class Updater:
         for segment, tensor in owned:
             yield StatePiece(segment.parameter, AVERAGE, segment.start, tensor.detach().flatten().clone())
         self._modes.train()
-        # To the last bit, so that a run that saves goes on as one that does not.
         for tensor, before in zip(self.parameters, trained, strict=True):
             tensor.data = before
 
@@ -360,9 +359,9 @@ class Updater:
     def load_settings(self, settings: Mapping[str, Any]) -> None:
         """Loads what `settings` returned."""
         self.schedule.load(settings)
-        now, first = attributes(self.optimizer), self._first_attributes
+        now = attributes(self.optimizer)
         # Settings do not have what was as the constructor had made it.
-        unlike = {name: value for name, value in first.items() if now.get(name) != value}
+        unlike = {name: value for name, value in self._first_attributes.items() if now.get(name) != value}
         set_attributes(self.optimizer, {**unlike, **settings.get("attributes", {})})
         if self._scale is not None and settings["scale"] is not None:
             self._scale.load(settings["scale"])

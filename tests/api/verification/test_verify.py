@@ -341,6 +341,7 @@ def weighed(output: Tensor, target: Tensor) -> hr.Mean:
         pytest.param(hr.Pipeline(2), {"model": masked}, id="hooks of a stage's parameters"),
         pytest.param(hr.Pipeline(2), {"model": Normalised}, id="micro-batches of one example"),
         pytest.param(hr.Pipeline(2), {"model": staged}, id="state of micro-batches"),
+        pytest.param(hr.Hybrid(hr.LocalSGD(2, period=2), hr.Pipeline(2)), {}, id="replicas that are averaged"),
     ],
 )
 def test_what_is_carried_or_differs_by_definition_is_equal(strategy: Strategy, changes: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from headrace.checkpoint.forms import extra_states, load_extra_states
 from headrace.data import Loader, as_pipeline
 from headrace.modules import copy_module
 from headrace.spec.job import Job
-from headrace.strategies import Downpour, Gossip, ParameterAveraging, ParameterServer, Strategy, Unconnected
+from headrace.strategies import Downpour, Gossip, Hybrid, ParameterAveraging, ParameterServer, Strategy, Unconnected
 from headrace.strategies.gossip import neighbours
 from headrace.training.shared_buffers.batch_norm import averaged_buffers
 
@@ -207,6 +207,11 @@ def one_worker(strategy: Strategy) -> Strategy | None:
     if isinstance(strategy, Downpour):
         return replace(strategy, workers=1, fetch_every=1, push_every=1, warmstart_steps=0, overlap=False)
     return None
+
+
+def rule_of(strategy: Strategy) -> Strategy:
+    """Returns the strategy by which replicas are updated: that of a hybrid is its outer one."""
+    return strategy.outer if isinstance(strategy, Hybrid) else strategy
 
 
 def in_step(strategy: Strategy) -> bool:

@@ -57,7 +57,7 @@ from headrace.api.verification.recording import (
     tensors_in,
     train_plainly,
 )
-from headrace.api.verification.references import in_step, one_worker, reference_of
+from headrace.api.verification.references import in_step, one_worker, reference_of, rule_of
 from headrace.api.verification.verification import Verification
 from headrace.engine.base import Engine
 from headrace.engine.local.engine import kept_engine
@@ -242,9 +242,10 @@ class _Session:
             # What a constructor draws from the system is another thing whenever it is built: all get the first one's.
             job = replace(job, model=SameBuild(job.model))
             make_module(job)
-        if strategy.equals_one_device or in_step(strategy):
+        rule = rule_of(strategy)
+        if rule.equals_one_device or in_step(rule):
             return self._beside_plain(job, strategy, tolerance)
-        reference = reference_of(strategy) if self._train is None else None
+        reference = reference_of(rule) if self._train is None else None
         run = self._run(job, strategy)
         if reference is not None and job.sets:
             row = Row("losses", SKIPPED, why="sets of parameters take turns, which the reference does not")
@@ -253,7 +254,7 @@ class _Session:
             with keeping(job):
                 own = reference(job, partial(build_module, job), run.plan.shares)
             rows = self._rows(job, strategy, run, own, tolerance)
-            notes.append(f"{strategy.name} differs from one device by definition: {_DEFINITIONS[strategy.name]}")
+            notes.append(f"{strategy.name} differs from one device by definition: {_DEFINITIONS[rule.name]}")
             return _Trial(job, run.plan, OWN, rows, notes)
         return self._asynchronous(job, strategy, run, tolerance)
 
@@ -264,7 +265,7 @@ class _Session:
         if has_tables:
             return self._beside_one_device(job, strategy, tolerance)
         notes, words = list[str](), PLAIN
-        if in_step(strategy) and (job.options.clip_norm or job.options.clip_value):
+        if in_step(rule_of(strategy)) and (job.options.clip_norm or job.options.clip_value):
             job = replace(job, options=replace(job.options, clip_norm=None, clip_value=None))
             notes.append("each worker clips its own gradient before it pushes it, by definition: compared without")
         plain = self._plain(job, (1,))
