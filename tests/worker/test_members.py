@@ -77,7 +77,7 @@ def test_a_round_that_comes_again_draws_the_same_numbers() -> None:
         replica=SimpleNamespace(compute=SimpleNamespace(module=torch.nn.Identity())),
     )
     elastic = SimpleNamespace(bring_back=lambda: None)
-    changes = SimpleNamespace(_before=_Before(5, [], generators, (32, 4)), _session=session, _elastic=elastic)
+    changes = SimpleNamespace(_before=_Before(5, [], {}, generators, (32, 4)), _session=session, _elastic=elastic)
     drawn = draw()
     MemberChanges._bring_back(cast("MemberChanges", changes))
     assert draw() == drawn
