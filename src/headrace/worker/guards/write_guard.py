@@ -78,7 +78,7 @@ class GradientWrites:
 
     def require_none_yet(self) -> None:
         """Raises UsageError if the loop has computed gradients before the first backward, which would be lost."""
-        found = [name for name, own in self._changed() if own is not None and bool(own.any())]
+        found = [name for name, own in self._changed() if own is not None and bool(held_part(own).any())]
         if found:
             raise UsageError(
                 f"{', '.join(map(repr, found)):.200}: .grad was there before worker.backward(loss), which begins anew, "
