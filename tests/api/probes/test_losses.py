@@ -205,3 +205,28 @@ def test_a_loss_may_look_at_what_the_given_model_does_not_change() -> None:
         engine=THREADS,
     )
     assert run.status == "ok"
+
+
+class Leaving(nn.Module):
+    """Leaves a number in its class."""
+
+    last = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.body(x))
+        Leaving.last = hidden.detach().square().mean().item()
+        output: Tensor = self.head(hidden)
+        return output
+
+
+def test_a_loss_that_looks_at_what_forward_leaves_is_refused_by_stages() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(output, target) * (1 + Leaving.last)
+
+    with pytest.raises(UsageError, match="it looks at what forward leaves elsewhere .*, which stages do not share"):
+        hr.fit(_job(loss, model=Leaving), hr.Pipeline(2), engine=THREADS)
+    assert hr.fit(_job(cross_entropy, model=Leaving), hr.Pipeline(2), engine=THREADS).status == "ok"

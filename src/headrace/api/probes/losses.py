@@ -5,19 +5,23 @@ An `nn.Module` that is the job's loss is trained and saved with the model. What 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from headrace.api.probes.finding import Finding, Scope
+from headrace.batches import call, examples_of, select_target
 from headrace.errors import JobError, UsageError
 from headrace.metrics import weigh
 from headrace.report.format import plural
 from headrace.spec.job import Job, Share
-from headrace.training.user_code.trial import trial
+from headrace.training.user_code.objective import Objective
+from headrace.training.user_code.trial import drawn, trial
 from headrace.training.user_code.untouched import reachable, untouched
+from headrace.training.whole_model import cut
 from headrace.worker.evaluations.loss import LossOfModel
 from headrace.worker.guards.witness import mean_from_seed, same_value
 from headrace.worker.session import objectives_of
@@ -108,6 +112,31 @@ def check_loss_of_copy(job: Job, given: nn.Module, module: nn.Module, sample: Ca
                 f"the loss is {of_given:.9g} with the model that was given and {of_copy:.9g} with a copy: it looks at "
                 f"what that model keeps (a variable, a list), {_OF_A_COPY}"
             )
+
+
+def probe_left_behind(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
+    """Computes the loss of the same outputs again, after a forward of other examples: stages have outputs alone."""
+    count = examples_of(batch)
+    if count < 2 or objective.model is not None:
+        return ()
+    first, second = (cut(batch, *bounds, count, "a probe") for bounds in ((0, count // 2), (count // 2, count)))
+    with trial(module), untouched(objective.loss):
+        before = drawn()
+        output, target = call(module, first, objective.inputs), select_target(first, objective.target)
+        values = []
+        for _ in range(2):
+            with untouched(objective.loss):
+                total, weight = weigh(objective.loss(output, target), examples_of(first))
+            values.append(float(total) / max(float(weight), 1e-30))
+            call(module, second, objective.inputs)
+        if drawn() != before or same_value(values[1], values[0], module):
+            return ()
+    what = (
+        f"that of the same outputs is {values[0]:.6g}, and {values[1]:.6g} after a forward of other examples: it looks "
+        "at what forward leaves elsewhere (an attribute of a class, a global variable), which stages do not share"
+    )
+    remedy = "return it from forward, with the output, or use a strategy that runs the whole model, as mirrored"
+    return (Finding(what, "the loss", remedy, Scope.PIECES, refused=True),)
 
 
 _OF_A_COPY = (

@@ -15,6 +15,7 @@ from headrace.api.probes.carried_state import CARRIED, COUNTED, probe_carried_st
 from headrace.api.probes.changing_buffers import probe_changing_buffers, probe_written_parameters
 from headrace.api.probes.finding import Finding, Scope
 from headrace.api.probes.layers import probe_batch_norm, probe_random_layers, probe_rows
+from headrace.api.probes.losses import probe_left_behind
 from headrace.api.probes.parts.gradients import probe_gradients
 from headrace.api.probes.parts.hooks import probe_parameter_hooks
 from headrace.api.probes.parts.split_loss import probe_split_loss, probe_split_metrics
@@ -146,6 +147,7 @@ def run_probes(info: JobInfo, plan: Plan, equals: bool = True) -> tuple[str, ...
     job, accumulate = info.job, info.job.options.accumulate
     findings = (*probe_metrics(job, info.module), *_clipped(job))
     probes = PROBES if _scopes(plan, accumulate) else (probe_carried_state, probe_rows)
+    probes += (probe_left_behind,) if has_stages(plan) else ()
     findings += probe(job, info.module, *objectives_of(job, info.module, info.weighed), probes=probes)
     if job.options.batch_norm == "local":
         findings += probe_batch_norm(info.module, pieces_of(plan, job.global_batch_size, accumulate))
