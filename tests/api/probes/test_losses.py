@@ -227,6 +227,6 @@ def test_a_loss_that_looks_at_what_forward_leaves_is_refused_by_stages() -> None
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return cross_entropy(output, target) * (1 + Leaving.last)
 
-    with pytest.raises(UsageError, match="it looks at what forward leaves elsewhere .*, which stages do not share"):
+    with pytest.raises(UsageError, match=r"it looks at what forward leaves elsewhere .*, which stages do not share"):
         hr.fit(_job(loss, model=Leaving), hr.Pipeline(2), engine=THREADS)
     assert hr.fit(_job(cross_entropy, model=Leaving), hr.Pipeline(2), engine=THREADS).status == "ok"
