@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -391,3 +391,9 @@ def test_alone_a_loader_is_as_it_was() -> None:
         assert found == [seen(batch) for _ in range(2) for batch in loader]
     with pytest.raises(UsageError, match="no batch_size"):
         ShareLoader(DataLoader(NUMBERS, batch_size=None))
+
+
+def test_as_many_features_as_examples_do_not_count_as_examples() -> None:
+    """A collate function has left out one of four examples, each of four features."""
+    counted = ShareLoader._count(cast("ShareLoader", None), [torch.zeros(3, 4), torch.zeros(3, 1)], 4, cast("Any", None))
+    assert counted == 3
