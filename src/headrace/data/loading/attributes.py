@@ -54,7 +54,7 @@ def state_of(*roots: Any) -> list[Any] | None:
 def _content(value: Any) -> Any:
     """Returns what is compared of a value as a whole; None where what is inside is looked at."""
     if isinstance(value, Tensor):
-        # Whoever writes to it counts up its version.
+        # Each write to it counts up its version.
         return id(value), version(value)
     if isinstance(value, np.ndarray) and value.dtype != object and value.nbytes <= _MOST_BYTES:
         return value.shape, zlib.crc32(value.tobytes())
