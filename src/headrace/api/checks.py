@@ -278,7 +278,7 @@ def _made(job: Job) -> tuple[Job, nn.Module, tuple[str, ...]]:
     if not isinstance(module, nn.Module):
         raise JobError(f"the job's model must be or return a torch.nn.Module, got {type(module).__name__}")
     if build is not None and build.quick:
-        build.compare(make_module(replace(job, model=build.build)))
+        build.compare(partial(make_module, replace(job, model=build.build)))
     refuse_sparse_layers(module)
     came_in_eval = not module.training
     set_train_modes(module)

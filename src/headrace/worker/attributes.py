@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -145,6 +146,15 @@ def _content(cell: Any) -> Any:
 _OF_MODULES = vars(nn.Module()).keys()
 
 
+def _without_numbers(build: Callable[[], nn.Module]) -> nn.Module | None:
+    """Builds a model whose tensors have no numbers, which takes a small part of the time; None where it needs them."""
+    with warnings.catch_warnings(action="ignore"), torch.device("meta"):
+        try:
+            return build()
+        except Exception:  # whatever a constructor raises of such tensors; it has run with others before
+            return None
+
+
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype == other.dtype and one.layout == other.layout and same_values(one, other.to(one.device))
@@ -195,9 +205,11 @@ class SameBuild:
             self.give(module)
         return module
 
-    def compare(self, module: nn.Module) -> None:
-        """Notes what differs in a model that was built again."""
-        found, values = attributes_of(module), self.values or {}
+    def compare(self, again: Callable[[], nn.Module]) -> None:
+        """Builds the model again, and notes what differs."""
+        values, found = self.values or {}, attributes_of(_without_numbers(again) or again())
+        if any(isinstance(values[path], Tensor) for path in values.keys() - found.keys()):
+            found = attributes_of(again())
         self.drawn = frozenset(
             path for path in found.keys() & values.keys() if not same(found[path].value, values[path])
         )

@@ -14,6 +14,7 @@ from headrace.api.checks import JobInfo
 from headrace.api.probes.carried_state import CARRIED, COUNTED, probe_carried_state
 from headrace.api.probes.changing_buffers import probe_changing_buffers, probe_written_parameters
 from headrace.api.probes.finding import Finding, Scope
+from headrace.api.probes.known_layers import is_known
 from headrace.api.probes.layers import probe_batch_norm, probe_random_layers, probe_rows
 from headrace.api.probes.losses import probe_left_behind
 from headrace.api.probes.parts.gradients import probe_gradients
@@ -45,6 +46,8 @@ PROBES: tuple[Probe, ...] = (
     probe_gradients,
     probe_rows,
 )
+_OF_ANY = (probe_random_layers, probe_parameter_hooks, probe_rows)
+"""Those of models of known layers, too."""
 _LEAST, _MOST, _MOST_OF_SMALL = 4, 8, 32
 """Examples of the batch: at least two halves of two, because BatchNorm takes no batch of one."""
 _SMALL = 1_000_000
@@ -78,7 +81,10 @@ def probe(job: Job, module: nn.Module, *objectives: Objective, probes: Iterable[
             share, others = replace(share, batch=cut(share.batch, 0, _LEAST, share.examples), examples=_LEAST), []
     except Exception as error:  # whatever a user's model raises
         return (*findings, _left_out(f"the model failed on part of a batch of {share.examples} examples", error))
-    for each, objective in product(probes, objectives):
+    known = [is_known(module, objective) for objective in objectives]
+    for each, (objective, is_plain) in product(probes, zip(objectives, known, strict=True)):
+        if is_plain and each not in _OF_ANY:
+            continue
         try:
             findings += each(module, share.batch, objective)
         except Exception as error:  # whatever a user's model raises

@@ -94,7 +94,7 @@ def _compare_elsewhere(
     """Compares the losses of other outputs, on the way to smaller ones: where all are alike at first, or a limit is met
     later. The model runs once."""
     # A task's loss is a mean of any outputs.
-    if objective.model is not None or _is_ours(objective.loss):
+    if objective.model is not None or is_ours(objective.loss):
         return None
     output, target = call(module, batch, objective.inputs), select_target(batch, objective.target)
 
@@ -122,7 +122,7 @@ def _compare_elsewhere(
     return None
 
 
-def _is_ours(loss: Any) -> bool:
+def is_ours(loss: Any) -> bool:
     return str(getattr(loss.func if isinstance(loss, partial) else loss, "__module__", "")).startswith("headrace.")
 
 
