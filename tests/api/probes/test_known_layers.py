@@ -23,6 +23,8 @@ LAYERS: dict[type, Callable[[], nn.Module]] = {
     nn.AvgPool1d: lambda: nn.Sequential(nn.Unflatten(1, (1, 6)), nn.AvgPool1d(2), nn.Flatten()),
     nn.AvgPool2d: lambda: nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.AvgPool2d(1), nn.Flatten()),
 }
+# What dropout draws is said.
+TRIED = [each for each in known_layers.LAYERS if each is not nn.Dropout]
 
 
 def with_head(layer: nn.Module) -> nn.Module:
@@ -36,8 +38,7 @@ def job_of(model: nn.Module) -> hr.Job:
     return hr.Job(model, torch.optim.SGD, data, task=hr.tasks.multiclass(3), global_batch_size=8, steps=1)
 
 
-# What dropout draws is said.
-@pytest.mark.parametrize("layer", [each for each in known_layers.LAYERS if each is not nn.Dropout], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("layer", TRIED, ids=lambda each: each.__name__)
 def test_the_trials_find_nothing_in_a_known_layer(layer: type, monkeypatch: pytest.MonkeyPatch) -> None:
     model = with_head(LAYERS.get(layer, layer)())
     with monkeypatch.context() as patched:
