@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     strong_wolfe: Any
     unregister_process_group: Any
 
-COMPILER = "torch._dynamo"
-"""torch's compiler, which is imported late; see `machine/dynamo.py`."""
+COMPILER, INDUCTOR = "torch._dynamo", "torch._inductor.compile_fx"
+"""torch's compiler, which is imported late (see `machine/dynamo.py`), and its default backend."""
 COMPILER_DISABLED = "__dynamo_disable"
 """Where `torch._compile` keeps what it calls in the place of a function that is not to be compiled."""
 COMPILED_CALL = "_compiled_call_impl"

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from headrace.devices import kind_of
 from headrace.errors import UsageError
+from headrace.internals import COMPILER, INDUCTOR
 from headrace.policies.roles import data_parallel_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -61,6 +62,9 @@ class TPU(Strategy):
         check_count("workers", self.workers)
         if self.compiler is not None and not (isinstance(self.compiler, str) and self.compiler):
             raise UsageError(f"compiler is the name of a backend of torch.compile, or None, got {self.compiler!r}")
+
+    def imports(self) -> tuple[str, ...]:
+        return (COMPILER, INDUCTOR) if self.compiler in (None, "inductor") else (COMPILER,)
 
     def check(self, options: Options) -> None:
         if options.batch_norm == "sync":

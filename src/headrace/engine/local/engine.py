@@ -197,7 +197,7 @@ class ProcessLauncher:
     def __init__(self, spec: RunSpec, fork_server: ForkServer, control: int, ranks: int, lifeline: int) -> None:
         # Not before, because it imports torch.
         from headrace.engine.shipping import pack
-        from headrace.internals import COMPILER
+        from headrace.internals import COMPILER, INDUCTOR
         from headrace.machine.dynamo import has_compiler
 
         self._spec = spec
@@ -205,7 +205,8 @@ class ProcessLauncher:
         self._descriptors = [control, lifeline]
         self._ranks = ranks
         # What this process needed to check the job its workers need, too.
-        compiler = (COMPILER,) if spec.job.options.compile or has_compiler() else ()
+        compiler = (COMPILER,) if has_compiler() else ()
+        compiler = (COMPILER, INDUCTOR) if spec.job.options.compile else compiler
         fork_server.import_modules((*compiler, *spec.strategy.imports()))
         self._code, self._memory, self._length = pack(spec)
         log_path(spec.run_dir, 0).parent.mkdir(parents=True, exist_ok=True)
