@@ -205,9 +205,9 @@ class ProcessLauncher:
         self._descriptors = [control, lifeline]
         self._ranks = ranks
         # What this process needed to check the job its workers need, too.
-        compiler = (COMPILER,) if has_compiler() else ()
-        compiler = (COMPILER, INDUCTOR) if spec.job.options.compile else compiler
-        fork_server.import_modules((*compiler, *spec.strategy.imports()))
+        names = [COMPILER] if has_compiler() else []
+        names += [COMPILER, INDUCTOR] if spec.job.options.compile else []
+        fork_server.import_modules((*names, *spec.strategy.imports()))
         self._code, self._memory, self._length = pack(spec)
         log_path(spec.run_dir, 0).parent.mkdir(parents=True, exist_ok=True)
 
