@@ -305,7 +305,8 @@ def _planned(
         info = replace(info, notices=(*info.notices, said))
     check_split(job, info, plan)
     info, plan = settle_memory_format(info, chosen, plan, cluster, shares_measure=(ranks or 1) > 1)
-    told = run_probes(info, plan, chosen.equals_one_device) if arguments.check else ()
+    threads = arguments.engine is not None and arguments.engine.in_caller
+    told = run_probes(info, plan, chosen.equals_one_device, threads) if arguments.check else ()
     return replace(info, notices=(*info.notices, *told)), plan
 
 

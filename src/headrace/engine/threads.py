@@ -29,8 +29,9 @@ _LOOK_EVERY_S = 0.05
 class ThreadEngine(Engine):
     """Runs every worker in a thread. Errors keep their original traceback.
 
-    Workers share the interpreter's lock and torch's one random number generator: this is slower than processes,
-    and dropout is not reproducible with more than one worker.
+    Workers share the interpreter's lock, torch's one random number generator, and classes and global variables: this is
+    slower than processes, dropout is not reproducible with more than one worker, and a loss that looks at what forward
+    leaves in a class is refused.
 
     Examples:
         >>> hr.fit(job, hr.Mirrored(workers=2), engine=hr.ThreadEngine()).status

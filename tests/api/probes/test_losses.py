@@ -223,10 +223,12 @@ class Leaving(nn.Module):
         return output
 
 
-def test_a_loss_that_looks_at_what_forward_leaves_is_refused_by_stages() -> None:
+def test_a_loss_that_looks_at_what_forward_leaves_is_refused_by_stages_and_threads() -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return cross_entropy(output, target) * (1 + Leaving.last)
 
-    with pytest.raises(UsageError, match=r"it looks at what forward leaves elsewhere .*, which stages do not share"):
-        hr.fit(_job(loss, model=Leaving), hr.Pipeline(2), engine=THREADS)
+    for strategy in (hr.Pipeline(2), hr.Mirrored(2)):
+        with pytest.raises(UsageError, match=r"what forward leaves elsewhere .*, which other stages do not have"):
+            hr.fit(_job(loss, model=Leaving), strategy, engine=THREADS)
+    assert hr.fit(_job(loss, model=Leaving), hr.Mirrored(1), engine=THREADS).status == "ok"
     assert hr.fit(_job(cross_entropy, model=Leaving), hr.Pipeline(2), engine=THREADS).status == "ok"

@@ -115,7 +115,7 @@ def check_loss_of_copy(job: Job, given: nn.Module, module: nn.Module, sample: Ca
 
 
 def probe_left_behind(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
-    """Computes the loss of the same outputs again, after a forward of other examples: stages have outputs alone."""
+    """Computes the loss of the same outputs again, after a forward of other examples, which another thread may run."""
     count = examples_of(batch)
     if count < 2 or objective.model is not None:
         return ()
@@ -133,10 +133,11 @@ def probe_left_behind(module: nn.Module, batch: Any, objective: Objective) -> Se
             return ()
     what = (
         f"that of the same outputs is {values[0]:.6g}, and {values[1]:.6g} after a forward of other examples: it looks "
-        "at what forward leaves elsewhere (an attribute of a class, a global variable), which stages do not share"
+        "at what forward leaves elsewhere (an attribute of a class, a global variable), which other stages do not have, "
+        "and workers in threads share"
     )
     remedy = "return it from forward, with the output, or use a strategy that runs the whole model, as mirrored"
-    return (Finding(what, "the loss", remedy, Scope.PIECES, refused=True),)
+    return (Finding(what, "the loss", remedy, Scope.PROCESSES, refused=True),)
 
 
 _OF_A_COPY = (

@@ -144,8 +144,10 @@ def _left_out(reason: str, error: Exception) -> Finding:
     )
 
 
-def run_probes(info: JobInfo, plan: Plan, equals: bool = True) -> tuple[str, ...]:
+def run_probes(info: JobInfo, plan: Plan, equals: bool = True, threads: bool = False) -> tuple[str, ...]:
     """Runs the probes that find what a run under a plan says, and returns its lines; see `said_by`.
+
+    `threads` tells whether workers are threads of one process.
 
     Raises:
         JobError: forward carries something from batch to batch, and the plan has stages, which do not.
@@ -153,7 +155,7 @@ def run_probes(info: JobInfo, plan: Plan, equals: bool = True) -> tuple[str, ...
     job, accumulate = info.job, info.job.options.accumulate
     findings = (*probe_metrics(job, info.module), *_clipped(job))
     probes = PROBES if _scopes(plan, accumulate) else (probe_carried_state, probe_rows)
-    probes += (probe_left_behind,) if has_stages(plan) else ()
+    probes += (probe_left_behind,) if has_stages(plan) or threads else ()
     findings += probe(job, info.module, *objectives_of(job, info.module, info.weighed), probes=probes)
     if job.options.batch_norm == "local":
         findings += probe_batch_norm(info.module, pieces_of(plan, job.global_batch_size, accumulate))
