@@ -228,7 +228,7 @@ def test_a_loss_that_looks_at_what_forward_leaves_is_refused_by_stages_and_threa
         return cross_entropy(output, target) * (1 + Leaving.last)
 
     for strategy in (hr.Pipeline(2), hr.Mirrored(2)):
-        with pytest.raises(UsageError, match=r"what forward leaves elsewhere .*, which other stages do not have"):
+        with pytest.raises(UsageError, match=r"what forward leaves elsewhere .*, which other stages lack"):
             hr.fit(_job(loss, model=Leaving), strategy, engine=THREADS)
     assert hr.fit(_job(loss, model=Leaving), hr.Mirrored(1), engine=THREADS).status == "ok"
     assert hr.fit(_job(cross_entropy, model=Leaving), hr.Pipeline(2), engine=THREADS).status == "ok"

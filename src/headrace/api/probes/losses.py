@@ -133,8 +133,8 @@ def probe_left_behind(module: nn.Module, batch: Any, objective: Objective) -> Se
             return ()
     what = (
         f"that of the same outputs is {values[0]:.6g}, and {values[1]:.6g} after a forward of other examples: it looks "
-        "at what forward leaves elsewhere (an attribute of a class, a global variable), which other stages do not have, "
-        "and workers in threads share"
+        "at what forward leaves elsewhere (an attribute of a class, a global variable), which other stages lack, and "
+        "workers in threads share"
     )
     remedy = "return it from forward, with the output, or use a strategy that runs the whole model, as mirrored"
     return (Finding(what, "the loss", remedy, Scope.PROCESSES, refused=True),)
