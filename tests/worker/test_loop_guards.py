@@ -212,3 +212,14 @@ def test_that_each_worker_clips_its_own_gradient_is_said(strategy: hr.Strategy, 
     run = hr.fit(job, strategy, engine=hr.ThreadEngine(), device="cpu")
     lines = [event.text for event in run.events if isinstance(event, Notice)]
     assert any(line.startswith("clip_norm: each worker clips the gradient of its own share") for line in lines) == said
+
+
+def test_a_mean_times_the_length_of_its_share_is_said() -> None:
+    def by_length(worker: hr.Worker) -> None:
+        for x, y in worker.batches():
+            worker.backward(torch.nn.functional.mse_loss(worker.model(x), y) * len(x))
+            worker.update()
+
+    run = hr.launch(by_length, make_job(), hr.Mirrored(2), engine=hr.ThreadEngine(), check=False)
+    lines = [event.text for event in run.events if isinstance(event, Notice)]
+    assert any("a factor that follows their number" in line for line in lines)

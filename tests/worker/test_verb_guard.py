@@ -5,12 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import headrace as hr
 from headrace.errors import UsageError, WorkerFailed
+from headrace.spec.events import Notice
 
 X = torch.linspace(-1, 1, 96 * 4, dtype=torch.float64).view(-1, 4)
 
@@ -74,3 +77,22 @@ def test_loops_that_go_the_same_way_are_left_alone(strategy: Any) -> None:
     run = hr.launch(partial(straying, "evaluates", -1), JOB, strategy, engine=hr.ThreadEngine())
     assert run.status == "ok"
     assert set(run.metrics) == {"loss"}
+
+
+def drawing(generator: str, worker: hr.Worker) -> None:
+    """Draws for the batch from round 3 on, or from a forward with dropout and loaders of its own alone."""
+    own = np.random.default_rng(0)
+    for inputs, target in worker.batches():
+        if worker.round >= 3 and generator:
+            inputs = inputs * (torch.rand(1) if generator == "torch" else float(own.random()))
+        worker.backward(nn.functional.mse_loss(nn.functional.dropout(worker.model(inputs)), target))
+        worker.update()
+        assert len([*DataLoader(range(3), shuffle=True)]) == 3
+
+
+@pytest.mark.parametrize("generator", ["torch", "own", ""])
+def test_a_loop_that_draws_for_its_batch_is_told_that_it_has_a_share(generator: str) -> None:
+    run = hr.launch(partial(drawing, generator), JOB, hr.Mirrored(2))
+    said = [each.text for each in run.events if isinstance(each, Notice) and "the loop draws" in each.text]
+    assert len(said) == bool(generator)
+    assert all(f"for its batch ({generator}): each worker draws its own, for its share alone" in each for each in said)

@@ -129,6 +129,7 @@ class Worker:
                     batch = self._compute.place(share.batch)
                     self._times[0] = self._progress.waited_s + perf_counter() - began
                     self._progress.waited_s = 0.0
+                    self._control.verbs.draws.begin()
                     yield batch
                     self._require_update()
         finally:

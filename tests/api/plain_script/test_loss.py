@@ -19,7 +19,7 @@ from headrace.api.plain_script.losses.loss import LossWatch, mean_check
 from headrace.api.plain_script.meeting import BACKWARD, Meeting
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import UsageError
-from headrace.training.user_code.loss_graph import made_of, require_mean, require_sum
+from headrace.training.user_code.loss_graph import ShareFactors, made_of, require_mean, require_sum
 
 EXAMPLES, BATCH = 4, 8
 MODEL = nn.Linear(5, 3)
@@ -201,6 +201,23 @@ def test_losses_that_processes_make_otherwise_are_told(capfd: pytest.CaptureFixt
     assert on_ranks(meet) == [None, None]
     assert "on rank 0 of MulBackward0 [1.0]" in (said := capfd.readouterr().err)
     assert "on rank 1 of MulBackward0 [0.1" in said
+
+
+FACTORS: dict[str, tuple[Loss, bool]] = {
+    "times": (lambda outputs, _: outputs.square().mean() * len(outputs), True),
+    "part of a batch": (lambda outputs, _: functional.mse_loss(outputs, _) * (len(outputs) / BATCH) / 3, True),
+    "over": (lambda outputs, _: outputs.square().mean() / len(outputs) + outputs.sum() / len(outputs), True),
+    "constant": (lambda outputs, _: outputs.square().mean() / EXAMPLES, False),
+    "of a sum": (lambda outputs, _: outputs.square().sum() / len(outputs) / 3, False),
+}
+
+
+@pytest.mark.parametrize(("loss", "told"), FACTORS.values(), ids=FACTORS)
+def test_a_mean_with_a_factor_by_the_number_of_examples_is_told(loss: Loss, told: bool) -> None:
+    factors = ShareFactors()
+    targets, sizes = torch.zeros(EXAMPLES, 3), (EXAMPLES, EXAMPLES, 3, 2)
+    lines = [factors.look(loss(MODEL(torch.ones(size, 5)), targets[:size]), size) for size in sizes]
+    assert [bool(line) for line in lines] == [False, False, told, False]
 
 
 def test_a_tensor_whose_backward_adds_its_elements_is_a_sum() -> None:

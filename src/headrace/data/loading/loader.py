@@ -50,6 +50,7 @@ class Loader:
     Attributes:
         full_batch: examples of a round, except the last of an epoch.
         counters: how much was read, and how long each stage took.
+        stays: whether processes read that are to stay for the whole run, `persistent_workers=True` of a `DataLoader`.
         drops: whether a share may have fewer examples than its part of the batch, because some are left out.
 
     Raises:
@@ -93,6 +94,7 @@ class Loader:
         self.counters = InputCounters(self._reader.stages, pipeline.reading.most_skipped, tell)
         self._batch_reader = BatchReader(pipeline, self._reader, cpu_budget)
         self.drops = self._reader.drops
+        self.stays = bool(pipeline.processes and pipeline.processes.options.get("persistent_workers"))
 
     def assign(self, shares: Sequence[int], data_rank: int | None = None) -> None:
         """Splits batches by other weights, in what is asked for from now on; takes a `data_rank` that changes, too."""
@@ -187,7 +189,7 @@ class Loader:
         # Workers of other ranks and hosts, and evaluations, must not draw the same, nor a resumed run as its beginning.
         seed = derived(self._seed, self._host, self._data_rank, start_round, self._ordered)
         if self._pipeline.processes is not None and not alone:
-            running = read_by_torch(self._reader, self._pipeline, parts, seed)
+            running = read_by_torch(self._reader, self._pipeline.processes, parts, seed)
             self.counters.parallel, self.counters.readers = "processes", self._pipeline.processes.count
         else:
             running = self._batch_reader.run_inline(parts) if alone else self._batch_reader.run(parts, seed)

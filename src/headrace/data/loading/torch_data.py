@@ -8,8 +8,7 @@ import random
 import traceback
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, islice, takewhile, tee
+from itertools import chain, islice, tee
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
 
@@ -30,9 +29,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from headrace.data.loading.attributes import state_of
 from headrace.data.loading.reader import ExampleReader, Part, ReadResult
-from headrace.data.pipeline.order import derived
 from headrace.data.pipeline.pipeline import InputPipeline, Processes, from_arrays
 from headrace.data.pipeline.source import DatasetSource, Source, require_whole
 from headrace.errors import DataError
@@ -271,31 +268,17 @@ def _processes(loader: DataLoader[Any]) -> Processes:
 
 
 def read_by_torch(
-    reader: ExampleReader, pipeline: InputPipeline, parts: Iterator[Part], seed: int
+    reader: ExampleReader, processes: Processes, parts: Iterator[Part], seed: int
 ) -> Generator[tuple[Part, ReadResult], None, None]:
     """Yields each part (epoch, indices, length of the global batch) with its batch, read by a `DataLoader`'s processes.
 
-    They begin anew with an epoch if the data set was changed meanwhile, as torch's begin with each. `seed` seeds the
-    processes' own random numbers. Of an unreadable example, the process's traceback is a note.
+    `seed` seeds the processes' own random numbers. Of an unreadable example, the process's traceback is a note.
     """
-    assert pipeline.processes is not None
-    stays = pipeline.processes.options.get("persistent_workers")
-    batches: Iterator[Any] | None = None
-    last, state = -1, None
+    parts, theirs = tee(parts)
+    batches = iter(_loader(reader, processes, theirs, seed))
     try:
-        while (part := next(parts, None)) is not None:
+        for part in parts:
             epoch, indices, _ = part
-            if batches is None or (
-                epoch != last and not stays and (state is None or state != state_of(pipeline.source, pipeline.steps))
-            ):
-                # The old ones end before the new ones begin.
-                batches, state = None, state_of(pipeline.source, pipeline.steps)
-                parts, rest = tee(parts)
-                theirs: Iterator[Part] = chain([part], rest)
-                if state is None and not stays:
-                    theirs = takewhile(partial(_is_of, epoch), theirs)
-                batches = iter(_loader(reader, pipeline.processes, theirs, seed if last < 0 else derived(seed, epoch)))
-            last = epoch
             read = next(batches) if len(indices) else reader.read(epoch, indices)
             if isinstance(read, _Broken):
                 error = DataError(read.message)
@@ -305,10 +288,6 @@ def read_by_torch(
     finally:
         # Its processes end with the last reference, which a traceback with this frame must not keep.
         del batches
-
-
-def _is_of(epoch: int, part: Part) -> bool:
-    return part[0] == epoch
 
 
 def _loader(reader: ExampleReader, processes: Processes, parts: Iterable[Part], seed: int) -> DataLoader[Any]:

@@ -151,6 +151,30 @@ def require_sum(loss: Tensor, examples: int) -> None:
         )
 
 
+class ShareFactors:
+    """Finds factors of means that follow the number of a share's examples, when a share has another number of them."""
+
+    def __init__(self) -> None:
+        self._factors: dict[int, list[float]] = {}
+
+    def look(self, loss: Tensor, examples: int) -> str:
+        """Returns a line where a loss has such a factor, as `len(batch)`; "" else."""
+        if examples in self._factors or len(self._factors) > 1 or not examples or loss.numel() > 1:
+            return ""
+        own = [math.prod(term.factors) for term in _terms(loss.grad_fn, ()) if term.kind == _AVERAGED]
+        before = [(number, each) for number, factors in self._factors.items() for each in factors]
+        self._factors[examples] = own
+        for one, (number, other) in zip(own, before, strict=False):
+            products = ((one * examples**by, other * number**by) for by in (1, -1))
+            if one != other and any(math.isclose(*pair, rel_tol=1e-6) for pair in products):
+                return (
+                    f"a mean over the examples of a share has a factor that follows their number ({number}: {other:g}, "
+                    f"{examples}: {one:g}), as by len(batch), and gradients are weighted by that number, too: the "
+                    "result is not that of one process; leave the factor out"
+                )
+        return ""
+
+
 def _factor(gradient: Tensor | None) -> Sequence[float]:
     """Returns the number that all elements of a gradient are, if they are one."""
     if gradient is None or not gradient.numel() or not bool((gradient == gradient.flatten()[0]).all()):

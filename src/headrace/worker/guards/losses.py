@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headrace.spec.events.run import Notice
 from headrace.spec.job import Share
-from headrace.training.user_code.loss_graph import LastOutput, MeanCheck, findings_of, require_mean
+from headrace.training.user_code.loss_graph import LastOutput, MeanCheck, ShareFactors, findings_of, require_mean
 from headrace.trees import map_tensors
 from headrace.worker.session import WorkerSession
 
@@ -29,8 +29,10 @@ class LossGuard:
 
     def __init__(self, session: WorkerSession) -> None:
         self._session = session
-        self._left = _PASSES if session.group.world > 1 else 0
+        self._divides = session.group.world > 1
+        self._left = _PASSES if self._divides else 0
         self._last = LastOutput()
+        self._factors = ShareFactors()
         self._said: set[str] = set()
         self._has_seen_others = False
         if self._left:
@@ -38,10 +40,13 @@ class LossGuard:
 
     def look(self, loss: Any, share: Share) -> None:
         """Looks at a loss, before it is differentiated."""
+        is_one = isinstance(loss, Tensor) and loss.numel() == 1 and loss.grad_fn is not None and share.examples > 0
+        if is_one and self._divides and (line := self._factors.look(loss, share.examples)):
+            self._say(line)
         if not self._left:
             return
         self._left -= 1
-        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.grad_fn is not None and share.examples:
+        if is_one:
             require_mean(MeanCheck(self._say, _REMEDY, _COUNTED), loss, share.examples, share.of)
             outputs = self._last.take(share.examples)
             for line in () if outputs is None else findings_of(loss, outputs):

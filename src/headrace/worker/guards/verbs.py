@@ -22,6 +22,7 @@ from headrace.metrics import Mean
 from headrace.spec.events.run import Notice
 from headrace.spec.plan import has_stages
 from headrace.training.user_code.loss_graph import SEARCHES, Made, made_of, otherwise_made
+from headrace.worker.guards.draws import DrawGuard
 from headrace.worker.session import WorkerSession
 
 _VERBS = ("step", "evaluate")
@@ -33,7 +34,11 @@ _KEPT = 64
 
 
 class VerbGuard:
-    """Compares the places of this worker and of all others in the user's loop, and what they compute there."""
+    """Compares the places of this worker and of all others in the user's loop, and what they compute there.
+
+    Attributes:
+        draws: looks for random numbers that the loop draws.
+    """
 
     def __init__(self, session: WorkerSession) -> None:
         self._session = session
@@ -51,6 +56,7 @@ class VerbGuard:
         self._rounds: dict[int, tuple[list[Made], int]] = {}
         self._searches = SEARCHES
         self._said: set[str] = set()
+        self.draws = DrawGuard(session, self._compares and (self._in_lockstep or self._in_rounds))
 
     def begin_again(self) -> None:
         """Forgets the steps of a round that is repeated: a worker that is new, or was late, has not done them."""
@@ -65,6 +71,7 @@ class VerbGuard:
         """Notes what a loss is made of, and the parameters that it is computed with."""
         if not self._compares:
             return
+        self.draws.end()
         total = loss.total if isinstance(loss, Mean) else loss
         if isinstance(total, Tensor) and total.grad_fn is not None:
             self._made.append(made_of(total))

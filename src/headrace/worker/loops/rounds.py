@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from headrace.collectives.base import ProcessGroup
-from headrace.data import delivered
+from headrace.data import Loader, delivered
 from headrace.errors import UsageError
 from headrace.spec.events import ParametersAveraged
 from headrace.spec.job import Share
@@ -113,8 +113,12 @@ class RoundLoop(Loop):
         return not self.spoilt
 
     def _read(self, device: torch.device) -> Generator[Share, None, None]:
-        progress = self._session.progress
-        return delivered(self._session.loader.rounds(progress.done, progress.rounds), device)
+        session, progress = self._session, self._session.progress
+        # What else is the user's may change the data between two epochs: nothing is read ahead of the next one, and
+        # readers begin anew with it, as those of torch do.
+        changes = session.run.train is not None or (bool(session.run.callbacks) and session.run.plan.workers == 1)
+        period = session.loader.rounds_per_epoch if changes and not session.loader.stays else max(1, progress.rounds)
+        return _in_periods(session.loader, progress.done, progress.rounds, period, device)
 
     def _take(self, shares: Iterator[Share]) -> None:
         self._session.progress.share = self.count(next(shares))
@@ -271,6 +275,14 @@ class PeriodicLoop(RoundLoop):
             rank, events = self._session.rank, self._session.events
             events.write(averaged_event(rank, events.now(), done, replace(result, took_s=took_s)))
         return took_s
+
+
+def _in_periods(
+    loader: Loader, done: int, rounds: int, period: int, device: torch.device
+) -> Generator[Share, None, None]:
+    while done < rounds:
+        begin, done = done, min(rounds, (done // period + 1) * period)
+        yield from delivered(loader.rounds(begin, done), device)
 
 
 def averaged_event(rank: int, now: float, done: int, result: SyncResult) -> ParametersAveraged:

@@ -15,6 +15,7 @@ from headrace.api.plain_script.meeting import Meeting
 from headrace.training.user_code.loss_graph import (
     LastOutput,
     MeanCheck,
+    ShareFactors,
     findings_of,
     made_of,
     require_mean,
@@ -46,6 +47,7 @@ class LossWatch:
         self._models: list[tuple[LastOutput, RemovableHandle]] = []
         self._adds = set[bool]()
         self._parameters = set[int]()
+        self._factors = ShareFactors()
 
     def begin(self, model: nn.Module, adds: bool) -> None:
         """Looks at the losses from now on, for a model that comes to those that are there."""
@@ -83,6 +85,10 @@ class LossWatch:
         single = isinstance(tensors, Tensor)
         losses = (tensors,) if single else tuple(tensors)
         self._meeting.made += [made_of(loss) for loss in losses if loss.grad_fn is not None]
+        if last is not None and self._adds == {False}:
+            for line in (self._factors.look(loss, last.examples) for loss in losses if loss.grad_fn is not None):
+                if line:
+                    self._meeting.say(line)
         # Of several models, whose losses are of both kinds, it is not known which this one is.
         if looks and last is not None and last.examples and len(self._adds) == 1:
             gradients = arguments[0] if arguments else named.get("grad_tensors")
