@@ -66,6 +66,13 @@ def test_replicas_that_are_divided_are_one_device(model: str, count: int) -> Non
     assert outcome.metrics == pytest.approx(one.metrics, rel=1e-9)
 
 
+def test_replicas_are_one_device_where_what_they_do_with_each_other_is() -> None:
+    served = [hr.ParameterServer(2, staleness_bound=bound) for bound in (0, 1, None)]
+    outer = [TWO, hr.FullySharded(2), AVERAGING, *served, hr.Downpour(2)]
+    every = [hr.Hybrid(one, PIPELINE).equals_one_device for one in outer]
+    assert every == [True, True, False, True, False, False, False]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("inner", sorted(INNER))
 @pytest.mark.parametrize("model", ["mlp", "tokens"])

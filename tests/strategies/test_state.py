@@ -49,7 +49,7 @@ CASES = {
 SYNCHRONOUS = [
     (name, workers)
     for name, row in ROWS.items()
-    if STRATEGIES[name].equals_one_device and row.whole
+    if STRATEGIES[name].equals_one_device is True and row.whole
     for workers in row.workers
     if row.replicas(workers) == workers
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -190,6 +191,16 @@ def test_verbs_out_of_order_are_refused(loop: Loop, message: str, strategy: hr.S
 def stepping(worker: hr.Worker) -> None:
     for batch in worker.batches():
         worker.step(batch)
+
+
+def test_an_autocast_that_keeps_parameters_of_earlier_rounds_is_refused() -> None:
+    def around(worker: hr.Worker, cached: bool) -> None:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+            stepping(worker)
+
+    hr.launch(partial(around, cached=False), make_job(), "mirrored", engine=hr.ThreadEngine(), check=False)
+    with pytest.raises(UsageError, match=r"torch\.autocast open from one round into the next"):
+        hr.launch(partial(around, cached=True), make_job(), "mirrored", engine=hr.ThreadEngine(), check=False)
 
 
 @pytest.mark.parametrize("train", [None, stepping])

@@ -114,12 +114,13 @@ def made_again(name: str, options: Mapping[str, object], workers: int) -> Strate
     plain |= {option: workers for option in COUNTS if option in plain and plain[option] is None}
     try:
         strategy = kind(**plain)
-    except TypeError as error:
-        raise UsageError(f"{name} cannot be made again from its plan: {error}") from error
-    described = describe_options(strategy)
-    if any(described[option] != value for option, value in options.items() if isinstance(value, Mapping)):
-        raise UsageError(f"{name} has options that cannot be made again from its plan")
-    return strategy
+        described = describe_options(strategy)
+        if all(described[option] == value for option, value in options.items() if isinstance(value, Mapping)):
+            return strategy
+    except TypeError:
+        # One of an option's values is no plain one, and has no default: a strategy within a strategy.
+        pass
+    raise UsageError(f"{name} has options that cannot be made again from its plan; give the strategy itself")
 
 
 def _made(call: Call, workers: int | None) -> Strategy:

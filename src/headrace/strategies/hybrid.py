@@ -72,7 +72,6 @@ class Hybrid(ServedStrategy):
     inner: Strategy
 
     name = "hybrid"
-    equals_one_device = True
     whole_model = False
 
     def __post_init__(self) -> None:
@@ -117,6 +116,10 @@ class Hybrid(ServedStrategy):
                 f"period={self.outer.period!r} adapts to what the ranks of one slice measure, and all slices of a "
                 "replica must synchronize after the same rounds; give a number such as period=16"
             )
+
+    @property
+    def equals_one_device(self) -> bool:
+        return self.outer.equals_one_device
 
     def processes(self) -> ProcessCounts:
         outer = self.outer.processes()

@@ -108,10 +108,14 @@ class ParameterServer(ServedStrategy):
     rows: RowOptions = field(default_factory=RowOptions)
 
     name = "parameter_server"
-    equals_one_device = False
     lock_step = False
     sparse_tables = True
     mixes_devices = True
+
+    @property
+    def equals_one_device(self) -> bool:
+        # Servers that wait for all workers make their gradients one step.
+        return self.staleness_bound == 0 and not self.backup_workers and self.scale == "share"
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)

@@ -21,7 +21,6 @@ class Strategy(ABC):
 
     Attributes:
         name: how the command line and `hr.fit` call it.
-        equals_one_device: whether N workers give what one device gives on the same global batch.
         lock_step: whether all workers exchange something in every round, so that none may leave out a step. A strategy
             that says nothing has this guard; workers that equal one device always need it.
         one_model: whether all workers train one model, so that there is one state to save.
@@ -41,7 +40,6 @@ class Strategy(ABC):
     """
 
     name: ClassVar[str]
-    equals_one_device: ClassVar[bool]
     lock_step: ClassVar[bool] = True
     one_model: ClassVar[bool] = True
     one_host: ClassVar[bool] = False
@@ -54,6 +52,11 @@ class Strategy(ABC):
     keeps_memory: ClassVar[bool] = False
     snapshots: ClassVar[bool] = True
     whole_model: ClassVar[bool] = True
+
+    @property
+    @abstractmethod
+    def equals_one_device(self) -> bool:
+        """Whether N workers give what one device gives on the same global batch; most say it in the class."""
 
     def sparse_names(self) -> tuple[str, ...]:
         """Returns patterns of the names of embeddings that are sparse though the model does not say so."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace.devices import autocast_states
 from headrace.errors import UsageError
 from headrace.metrics import Mean
 from headrace.spec.events import Evaluated, Notice
@@ -276,6 +277,13 @@ class Worker:
                 f"the loop on rank {self.rank} went on without worker.update() after worker.backward(loss) in round "
                 f"{self._progress.round}; call it for every batch: for the gradients of several batches together, make "
                 "the job's global_batch_size larger"
+            )
+
+        if self._session.run.train is not None and torch.is_autocast_cache_enabled() and any(autocast_states()):
+            raise UsageError(
+                "the loop has torch.autocast open from one round into the next, whose cache keeps the parameters of "
+                "the first one in half precision, so that later rounds compute with those; open it in every round, "
+                "around forward and loss, or give cache_enabled=False"
             )
 
     def _synchronize(self, finite: bool, began: float, sends: bool) -> None:

@@ -159,8 +159,7 @@ def run_probes(info: JobInfo, plan: Plan, equals: bool = True, threads: bool = F
     findings += probe(job, info.module, *objectives_of(job, info.module, info.weighed), probes=probes)
     if job.options.batch_norm == "local":
         findings += probe_batch_norm(info.module, pieces_of(plan, job.global_batch_size, accumulate))
-    # Servers that wait for all workers make the step of one device, too.
-    said = said_by(findings, plan, accumulate, equals or plan.options.get("staleness_bound") == 0)
+    said = said_by(findings, plan, accumulate, equals)
     lost = (CARRIED, COUNTED) if cuts_shares(plan) else (CARRIED,)
     if has_stages(plan) and (carried := [each for each in findings if each.what in lost]):
         raise JobError(

@@ -72,10 +72,10 @@ def require_rehearsable(strategy: Strategy) -> None:
         if strategy.balance != "equal":
             reason = "its shares follow what workers measure, and nothing is measured here; use balance='equal'"
     elif isinstance(strategy, FullySharded | Pipeline | TensorParallel | Hybrid):
-        reason = (
-            "its workers hold parts of one model, and its numbers are those of one device: train in one process, and "
-            "see `headrace simulate` for the time"
-        )
+        reason = "its workers hold parts of one model, and those of a rehearsal have whole ones"
+        if strategy.equals_one_device:
+            reason += "; its numbers are those of one device: train in one process"
+        reason += "; see `headrace simulate` for the time"
     elif isinstance(strategy, TPU):
         reason = "its numbers are those of mirrored, to the order of additions; rehearse that"
     elif not isinstance(strategy, (*_SERVED, OneDevice, Gossip)):

@@ -201,7 +201,10 @@ def reference_of(strategy: Strategy) -> Reference | None:
 
 
 def one_worker(strategy: Strategy) -> Strategy | None:
-    """Returns an asynchronous strategy with one worker, where that is a plain loop by definition; else None."""
+    """Returns an asynchronous strategy with one worker or replica, if that is a plain loop by definition; else None."""
+    if isinstance(strategy, Hybrid):
+        outer = one_worker(strategy.outer)
+        return outer and replace(strategy, outer=outer)
     if isinstance(strategy, ParameterServer):
         return replace(strategy, workers=1, backup_workers=0)
     if isinstance(strategy, Downpour):
@@ -212,8 +215,3 @@ def one_worker(strategy: Strategy) -> Strategy | None:
 def rule_of(strategy: Strategy) -> Strategy:
     """Returns the strategy by which replicas are updated: that of a hybrid is its outer one."""
     return strategy.outer if isinstance(strategy, Hybrid) else strategy
-
-
-def in_step(strategy: Strategy) -> bool:
-    """Whether servers apply the workers' gradients of a round as one step."""
-    return isinstance(strategy, ParameterServer) and strategy.staleness_bound == 0 and not strategy.backup_workers

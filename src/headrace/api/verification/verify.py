@@ -57,7 +57,7 @@ from headrace.api.verification.recording import (
     tensors_in,
     train_plainly,
 )
-from headrace.api.verification.references import in_step, one_worker, reference_of, rule_of
+from headrace.api.verification.references import one_worker, reference_of, rule_of
 from headrace.api.verification.verification import Verification
 from headrace.engine.base import Engine
 from headrace.engine.local.engine import kept_engine
@@ -68,6 +68,7 @@ from headrace.spec.plan import Plan
 from headrace.strategies import (
     Hybrid,
     OneDevice,
+    ParameterServer,
     Pipeline,
     Strategy,
     TensorParallel,
@@ -242,9 +243,9 @@ class _Session:
             # What a constructor draws from the system is another thing whenever it is built: all get the first one's.
             job = replace(job, model=SameBuild(job.model))
             make_module(job)
-        rule = rule_of(strategy)
-        if rule.equals_one_device or in_step(rule):
+        if strategy.equals_one_device:
             return self._beside_plain(job, strategy, tolerance)
+        rule = rule_of(strategy)
         reference = reference_of(rule) if self._train is None else None
         run = self._run(job, strategy)
         if reference is not None and job.sets:
@@ -265,7 +266,7 @@ class _Session:
         if has_tables:
             return self._beside_one_device(job, strategy, tolerance)
         notes, words = list[str](), PLAIN
-        if in_step(rule_of(strategy)) and (job.options.clip_norm or job.options.clip_value):
+        if isinstance(rule_of(strategy), ParameterServer) and (job.options.clip_norm or job.options.clip_value):
             job = replace(job, options=replace(job.options, clip_norm=None, clip_value=None))
             notes.append("each worker clips its own gradient before it pushes it, by definition: compared without")
         plain = self._plain(job, (1,))
@@ -307,8 +308,9 @@ class _Session:
         try:
             if self._train is not None:
                 raise UsageError("a replay has the usual loop, and this one is of your own")
+            directory = self._folder / f"replay-{self._runs}"
             with keeping(job):
-                replayed = rehearse(job, from_run=run.run_dir, run_dir=self._folder / f"replay-{self._runs}").run
+                replayed = rehearse(job, strategy, from_run=run.run_dir, run_dir=directory).run
         except UsageError as error:
             notes.append(f"its own order of pushes cannot be replayed: {error}")
         else:
@@ -319,8 +321,10 @@ class _Session:
             rows = rows or [Row("losses", SKIPPED, why="there is no reference for these options")]
         else:
             single = self._beside_plain(job, one, tolerance)
-            rows += [replace(row, what=f"{row.what}, one worker") for row in single.rows]
-            words += " and, with one worker, a plain PyTorch loop"
+            notes += single.notes
+            alone = "one replica" if isinstance(strategy, Hybrid) else "one worker"
+            words = f"{words} and, with {alone}, {single.reference}" if rows else f"{single.reference}, with {alone}"
+            rows += [replace(row, what=f"{row.what}, {alone}") for row in single.rows]
         return _Trial(job, run.plan, words, rows, notes)
 
     def _plain(self, job: Job, shares: Sequence[int], by_examples: bool = False) -> Trained:

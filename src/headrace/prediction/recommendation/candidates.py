@@ -54,7 +54,7 @@ class Candidate:
         """Whether its updates are those of one device, but for the order of sums."""
         outer = self.strategy.outer if isinstance(self.strategy, Hybrid) else self.strategy
         coded = getattr(outer, "codec", "plain") != "plain"
-        return outer.equals_one_device and not coded
+        return self.strategy.equals_one_device and not coded
 
     @property
     def text(self) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch.backends import mha
 
 from headrace import internals
-from headrace.devices import HOST, float32_backends
+from headrace.devices import HOST, autocast_states, float32_backends
 from headrace.errors import UsageError
 
 _LEAST_NORMAL = torch.finfo(torch.float64).tiny
@@ -119,8 +119,7 @@ def read_caller() -> CallerProcess:
     Raises:
         UsageError: it is in a mode that ends at the caller, and that workers would not be in.
     """
-    accelerator = torch.accelerator.current_accelerator()
-    if any(map(torch.is_autocast_enabled, (HOST, *([accelerator.type] if accelerator else ())))):
+    if any(autocast_states()):
         raise UsageError(
             "this call is within torch.autocast, and workers would not be; call it outside, and give the job "
             'options=hr.Options(precision="bf16"), or use torch.autocast in the model\'s forward'
