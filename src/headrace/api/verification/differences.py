@@ -28,6 +28,10 @@ class Tolerance:
     moved: float
     bits: float
 
+    def of(self, name: str, plain: Trained) -> float:
+        """Returns that of a loss or a metric, relative to it above 1."""
+        return max(self.value, SINGLE.value) if name in plain.rounded and self.value else self.value
+
 
 DOUBLE = Tolerance(1e-9, 1e-6, 1e-13)
 SINGLE = Tolerance(1e-5, 1e-3, 1e-6)
@@ -67,7 +71,8 @@ class _Gap:
 def compare_recordings(ours: Trained, plain: Trained, tolerance: Tolerance) -> list[Row]:
     """Returns a row for the losses, and one for each kind of tensors."""
     steps = [step for step in sorted(ours.rounds) if step in plain.rounds]
-    losses = [[gap] for gap in _number_gaps(ours.losses, plain.losses, tolerance)]
+    of_losses = tolerance.of("losses", plain)
+    losses = [[gap] for gap in _number_gaps(ours.losses, plain.losses, [of_losses] * len(plain.losses))]
     rows = _row("losses", losses, list(range(len(losses))))
     for kind in KINDS:
         if not all(kind in plain.rounds[step] for step in steps):
@@ -84,13 +89,13 @@ def compare_tensors(
     return _row(what, [list(_tensor_gaps(ours, other, tolerance, math.inf))])
 
 
-def compare_numbers(
-    what: str, ours: Mapping[str, float], other: Mapping[str, float], tolerance: Tolerance
-) -> list[Row]:
-    """Returns the row of named numbers."""
-    names = [name for name in other if name in ours]
-    gaps = _number_gaps([ours[name] for name in names], [other[name] for name in names], tolerance, names)
-    missing = [_Gap(name, math.inf, True) for name in other if name not in ours]
+def compare_metrics(what: str, ours: Trained, plain: Trained, tolerance: Tolerance) -> list[Row]:
+    """Returns the row of the metrics."""
+    mine, other = ours.metrics, plain.metrics
+    names = [name for name in other if name in mine]
+    allowed = [tolerance.of(name, plain) for name in names]
+    gaps = _number_gaps([mine[name] for name in names], [other[name] for name in names], allowed, names)
+    missing = [_Gap(name, math.inf, True) for name in other if name not in mine]
     return _row(what, [[*gaps, *missing]])
 
 
@@ -108,12 +113,12 @@ def _row(what: str, by_round: Sequence[Sequence[_Gap]], rounds: Sequence[int] | 
 
 
 def _number_gaps(
-    ours: Sequence[float], other: Sequence[float], tolerance: Tolerance, names: Sequence[str] = ()
+    ours: Sequence[float], other: Sequence[float], allowed: Sequence[float], names: Sequence[str] = ()
 ) -> list[_Gap]:
     gaps = []
-    for index, (one, two) in enumerate(zip(ours, other, strict=False)):
+    for index, (one, two, most) in enumerate(zip(ours, other, allowed, strict=False)):
         by = 0.0 if one == two or (math.isnan(one) and math.isnan(two)) else abs(one - two)
-        gaps.append(_Gap(names[index] if names else "", by, not by <= tolerance.value * max(1.0, abs(two))))
+        gaps.append(_Gap(names[index] if names else "", by, not by <= most * max(1.0, abs(two))))
     if len(ours) != len(other):
         gaps.append(_Gap(f"{len(ours)} and {len(other)} numbers", math.inf, True))
     return gaps

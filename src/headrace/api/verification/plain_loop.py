@@ -29,14 +29,14 @@ class PlainLoop:
         self.optimizer: torch.optim.Optimizer = job.optimizer(list(model.named_parameters()))  # type: ignore[operator]
         self.schedule = self.options.schedule(self.optimizer) if self.options.schedule else None
         self.schedule_every = epoch if self.options.schedule_every == "epoch" else 1
-        self.done, self.loss, self.weight, self.averages = 0, 0.0, 0.0, dict[str, Tensor]()
+        self.done, self.loss, self.weight, self.averages = 0, torch.zeros(()), 0.0, dict[str, Tensor]()
 
     def begin(self, pieces: Sequence[tuple[int, Share]]) -> None:
-        self.pieces, self.loss, self.weight = pieces, 0.0, 0.0
+        self.pieces, self.loss, self.weight = pieces, torch.zeros(()), 0.0
         (self.objective.model or self.model).zero_grad()
 
     def differentiate(self) -> None:
-        half, self.loss, self.weight = HALF.get(self.options.precision), 0.0, 0.0
+        half, self.loss, self.weight = HALF.get(self.options.precision), torch.zeros(()), 0.0
         examples = sum(piece.examples for _, piece in self.pieces)
         for worker, piece in self.pieces:
             with self.lend(worker), torch.autocast("cpu", half, enabled=half is not None):
@@ -45,7 +45,7 @@ class PlainLoop:
                 return self.backward(loss)
             total, weight = weigh(loss, piece.examples)
             (total if isinstance(loss, Mean) else loss * (piece.examples / examples)).backward()
-            self.loss, self.weight = self.loss + float(total.detach()), self.weight + float(weight)
+            self.loss, self.weight = self.loss + total.detach(), self.weight + float(weight)
         self.loss /= self.weight or 1.0
         for parameter in self.model.parameters() if isinstance(loss, Mean) else ():
             if parameter.grad is not None:
@@ -54,7 +54,7 @@ class PlainLoop:
     def backward(self, loss: Tensor | Mean) -> None:
         mean = (loss.total / loss.weight if loss.weight else loss.total * 0) if isinstance(loss, Mean) else loss
         mean.backward()
-        self.loss += float(mean.detach())
+        self.loss = self.loss + mean.detach()
         self.weight = float(weigh(loss, sum(piece.examples for _, piece in self.pieces))[1])
 
     def update(self) -> None:

@@ -70,7 +70,7 @@ class PlainWorker:
         """Updates."""
         self.loop.update()
         self._ended(self)
-        return self.loop.loss
+        return float(self.loop.loss)
 
 
 def pieces_of(shares: Sequence[Share], accumulate: int) -> list[tuple[int, Share]]:

@@ -21,7 +21,7 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.checkpoint.forms import extra_states, load_extra_states
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import Loader, as_pipeline
-from headrace.metrics import weigh
+from headrace.metrics import Mean, weigh
 from headrace.modules import evaluating, names_of_sets, parameters_and_buffers, parts_of
 from headrace.spec.events import Stepped
 from headrace.spec.job import Job
@@ -56,6 +56,7 @@ class Trained:
         outputs: of that model for the first examples.
         drew: whether forward drew random numbers.
         same_draws: whether two workers draw the same ones.
+        rounded: the names of the numbers that were computed in less than double precision; "losses" is one.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -65,6 +66,12 @@ class Trained:
     outputs: Tensors = field(default_factory=dict)
     drew: bool = False
     same_draws: bool = False
+    rounded: set[str] = field(default_factory=set)
+
+    def note(self, name: str, value: Any) -> None:
+        """Notes whether a number was computed in less than double precision, as some losses are in any model."""
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64:
+            self.rounded.add(name)
 
     @property
     def last(self) -> int:
@@ -74,8 +81,10 @@ class Trained:
     @property
     def changes_own(self) -> bool:
         """Whether these are others than the running statistics of BatchNorm, which are averaged where they are used."""
-        # A replay has recorded no rounds.
-        first, last = (self.rounds[each]["buffers"] if self.rounds else {} for each in (0, max(self.rounds, default=0)))
+        if not self.rounds:
+            return False  # of a replay
+        # A run has recorded its rounds from the end of the first.
+        first, last = (self.rounds[each]["buffers"] for each in (min(self.rounds), max(self.rounds)))
         names = [name for name in first if not name.endswith(("running_mean", "running_var"))]
         return any(first[name].is_floating_point() and not torch.equal(first[name], last[name]) for name in names)
 
@@ -206,7 +215,8 @@ def train_plainly(
             means = job.options.sync_buffers == "mean"
             workers.synchronized([share.examples for share in worker.shares] if means else None)
         workers.combined(seen)
-        found.losses.append(worker.loop.loss)
+        found.note("losses", worker.loop.loss)
+        found.losses.append(float(worker.loop.loss))
         found.rounds[worker.round + 1] = {**tensors_of(module), "optimizer state": dict(_states(loops.values()))}
 
     def measure() -> dict[str, float]:
@@ -341,7 +351,7 @@ def examine(job: Job, module: nn.Module, found: Trained) -> None:
         output = call(module, first_batch(job, loader), job.inputs)
         found.outputs = flat(job.task.activation(output) if job.task else output)
         if job.eval_data is not None:
-            found.metrics = evaluate(job, module, loader)
+            found.metrics = evaluate(job, module, loader, found.note)
 
 
 def first_batch(job: Job, loader: Loader | None = None) -> Any:
@@ -352,8 +362,8 @@ def first_batch(job: Job, loader: Loader | None = None) -> Any:
     return next(share.batch for share in loader.sweep(alone=True) if share.examples)
 
 
-def evaluate(job: Job, module: nn.Module, loader: Loader) -> dict[str, float]:
-    """Returns loss and metrics over the evaluation data, each example once."""
+def evaluate(job: Job, module: nn.Module, loader: Loader, note: Callable[[str, Any], None]) -> dict[str, float]:
+    """Returns loss and metrics over the evaluation data, each example once; gives each value to `note`."""
     losses = {loss_name(name): loss for name, loss in job.loss.items()} if isinstance(job.loss, Mapping) else {}
     measures: dict[str, Any] = {} if losses else {"loss": own_objective(job, module).loss}
     measures |= {**(job.task.metrics if job.task else {}), **(job.metrics or {})}
@@ -365,6 +375,7 @@ def evaluate(job: Job, module: nn.Module, loader: Loader) -> dict[str, float]:
         values |= {name: each(output, target) for name, each in measures.items() if name not in joined}
         for name, value in values.items():
             total, weight = weigh(value, share.examples, name)
+            note(name, value.total if isinstance(value, Mean) else value)
             before = sums.get(name, (0.0, 0.0))
             sums[name] = before[0] + float(total), before[1] + float(weight)
         for each in joined.values():

@@ -70,7 +70,7 @@ class Copies:
             for loop in active:
                 loop.update()
             self.weights = [loop.weight for loop in self._loops]
-            total = sum(loop.loss * loop.weight for loop in self._loops)
+            total = sum(float(loop.loss) * loop.weight for loop in self._loops)
             self.recording.losses.append(total / (sum(self.weights) or 1.0))
             yield done
 

@@ -29,7 +29,7 @@ from headrace.api.verification.differences import (
     SKIPPED,
     Row,
     Tolerance,
-    compare_numbers,
+    compare_metrics,
     compare_recordings,
     compare_tensors,
 )
@@ -363,13 +363,13 @@ class _Session:
         # Where each worker has a model of its own, metrics are means over these.
         evaluates = bool(plain.metrics) and strategy.one_model
         if evaluates:
-            rows += compare_numbers("evaluation in the run", ours.metrics, plain.metrics, tolerance)
+            rows += compare_metrics("evaluation in the run", ours, plain, tolerance)
         rows += compare_tensors("run.model", ours.model, plain.model, tolerance)
         here = Trained()
         with keeping(job):
             examine(replace(job, loss=run.loss), run.model, here)
         if evaluates:
-            rows += compare_numbers("run.model evaluated here", here.metrics, ours.metrics, tolerance)
+            rows += compare_metrics("run.model evaluated here", ours, here, tolerance)
             if plain.changes_own and run.plan.replicas > 1 and job.options.sync_buffers == "local":
                 why = "each worker evaluates with its own buffers"
                 rows = [
