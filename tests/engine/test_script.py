@@ -26,6 +26,8 @@ if rank == sys.argv[1]:
     if deed == "raise": raise KeyError("lost")
     if deed == "kill": os.kill(os.getpid(), signal.SIGKILL)
     if deed == "leave": sys.exit(int(sys.argv[3]))
+    if deed == "input": input()
+    if deed == "stdin": sys.stdin.buffer.read()
     if deed == "words": sys.exit("I had enough")
 """
 
@@ -67,6 +69,8 @@ def test_rank_0_speaks_and_all_come_to_their_end(script: Path, capfd: pytest.Cap
         (["raise"], 1, "KeyError: 'lost'"),
         (["kill"], 4, f"on {socket.gethostname()} was lost: killed by signal 9 (SIGKILL)"),
         (["leave", "7"], 7, ""),
+        (["input"], 2, "reads standard input (input(), sys.stdin), which the processes of a run do not have"),
+        (["stdin"], 2, "in a file, or by an environment variable"),
         (["words"], 1, "I had enough"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from api.plain_script.plain_runs import alike, epoch, network
+from headrace.api.plain_script.checks import check_parts
 from headrace.api.plain_script.gradients import Synchronizer
 from headrace.api.plain_script.losses.forwards import FirstForward
 from headrace.api.plain_script.losses.loss import LossWatch
@@ -48,3 +49,12 @@ def test_a_model_can_be_copied_and_saved_as_a_whole() -> None:
         assert torch.equal(other(inputs), outputs)
         other(inputs).mean().backward()
         assert meeting.passes == 0
+
+
+def test_a_model_that_has_been_trained_may_be_set_up_again() -> None:
+    def twice(model: Any, optimizer: Any, batches: Any, _: object) -> None:
+        epoch(model, optimizer, batches)
+        check_parts(model, optimizer)
+        epoch(model, optimizer, batches)
+
+    alike(twice)

@@ -127,7 +127,8 @@ class Synchronizer:
     def _await_end(self, _: Tensor) -> None:
         # Not a flag: what is queued in a pass that ends with an error is dropped.
         current = internals.current_backward()
-        if current != self._backward_pass:
+        # Outside of a pass, another setup of the model tries its hooks.
+        if current not in (-1, self._backward_pass):
             self._backward_pass = current
             internals.at_end_of_backward(self._synchronize)
 

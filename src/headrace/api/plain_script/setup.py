@@ -208,7 +208,8 @@ class _Script:
         meeting.part()
         meeting.say(
             f"{meeting.world} processes divide each batch, in the order of the script alone; from here on each draws "
-            "random numbers of its own (dropout, noise), so a script that draws some has another result than alone"
+            "random numbers of its own (dropout, noise, mixup of its share), so a script that draws some has another "
+            "result than alone"
         )
         return shares
 

@@ -24,7 +24,7 @@ from headrace.collectives.views.page import PageViews
 from headrace.engine.base import LivenessProbe
 from headrace.engine.shipping import unpack
 from headrace.engine.torchrun.address import start_timeout_s
-from headrace.errors import HeadraceError, JobError, PeerLost
+from headrace.errors import HeadraceError, JobError, PeerLost, UsageError
 from headrace.machine.disk import takes_no_more
 from headrace.shared_memory.control_page import ControlPage, LastEvent
 from headrace.shared_memory.segment import SharedSegment
@@ -156,6 +156,28 @@ def redirect(log: Path) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
+    sys.stdin = _NoInput()
+
+
+class _NothingToRead(UsageError, EOFError):
+    """What `input()` raises, also for code that goes on at the end of its input."""
+
+
+class _NoInput(io.TextIOBase):
+    """Standard input that is refused: an empty one would train with other settings than the script alone."""
+
+    def readline(self, size: int = -1) -> str:  # type: ignore[override]
+        raise _NothingToRead(
+            "the program reads standard input (input(), sys.stdin), which the processes of a run do not have: give "
+            "what it asks for as an argument of the script, in a file, or by an environment variable"
+        )
+
+    def read(self, size: int | None = -1) -> str:
+        return self.readline()
+
+    @property
+    def buffer(self) -> Any:
+        return self.readline()
 
 
 class _Log(io.FileIO):
