@@ -227,6 +227,12 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided
 
 
+def memory_of(tensor: Tensor) -> int:
+    """Returns the identity of the memory that a tensor shares with its views."""
+    plain = is_dense(tensor) and not tensor.is_nested
+    return int(internals.storage_address(tensor.untyped_storage())) if plain else id(tensor)
+
+
 def same_values(one: Tensor, other: Tensor) -> bool:
     """Tells whether two tensors, dense or sparse, have the same shape and elements."""
     one, other = (each if is_dense(each) else each.to_dense() for each in (one, other))
@@ -246,7 +252,7 @@ def overlapping(module: nn.Module) -> tuple[str, str] | None:
     for name, tensor in chain(module.named_parameters(), module.named_buffers(), attributes):
         if isinstance(tensor, Tensor) and id(tensor) not in seen and is_dense(tensor) and not tensor.is_meta:
             seen.add(id(tensor))
-            places.setdefault(internals.storage_address(tensor.untyped_storage()), []).append((name.strip("."), tensor))
+            places.setdefault(memory_of(tensor), []).append((name.strip("."), tensor))
     trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     for (name, one), (other_name, other) in chain.from_iterable(combinations(each, 2) for each in places.values()):
         if trained & {id(one), id(other)} and _meet(one, other):

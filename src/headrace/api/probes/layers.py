@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from headrace.api.probes.finding import Finding, Scope, names_of
+from headrace.api.probes.parts.reads import reads_of
 from headrace.batches import call
 from headrace.data import Loader, as_pipeline
 from headrace.errors import JobError, UsageError
@@ -21,28 +22,33 @@ from headrace.spec.plan import Plan
 from headrace.training.embeddings.layer import LocalRows, sparse_layers
 from headrace.training.shared_buffers.batch_norm import NO_STATISTICS
 from headrace.training.user_code.objective import Objective
-from headrace.training.user_code.trial import drawn, run_forward, trial
+from headrace.training.user_code.trial import drawn, loss_of, trial
 
 
-def probe_random_layers(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
-    """Tells whether forward draws random numbers, and the dropout layers."""
+def probe_draws_and_reads(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
+    """Tells whether forward or loss draws random numbers, and which lines read numbers of the batch."""
     with trial(module):
         before = drawn()
-        run_forward(module, batch, objective)
+        with reads_of(batch) as lines:
+            loss_of(module, batch, objective)
         draws = drawn() != before
-    if not draws:
-        return ()
     dropouts = [
         name for name, layer in module.named_modules() if isinstance(layer, DropoutNd) and layer.training and layer.p
     ]
-    return (
-        Finding(
-            "forward draws random numbers, others on each worker, so no number equals one device's exactly",
-            names_of(dropouts) if dropouts else "the model",
-            "set them to 0 to compare strategies to the last digit",
-            Scope.EQUALITY,
-        ),
+    reading = Finding(
+        f"Python reads a number of the batch ({names_of(lines)}): each worker reads its share's, each micro-batch its "
+        "own, and where it decides for several examples, the result is not that of one device",
+        "forward or loss",
+        "decide for each example by itself (torch.where), or use one_device",
+        Scope.SHARES,
     )
+    drawing = Finding(
+        "forward draws random numbers, others on each worker, so no number equals one device's exactly",
+        names_of(dropouts) if dropouts else "the model",
+        "set them to 0 to compare strategies to the last digit",
+        Scope.EQUALITY,
+    )
+    return [finding for finding, is_found in ((reading, lines), (drawing, draws)) if is_found]
 
 
 def probe_rows(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:

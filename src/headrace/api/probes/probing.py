@@ -15,7 +15,7 @@ from headrace.api.probes.carried_state import CARRIED, COUNTED, probe_carried_st
 from headrace.api.probes.changing_buffers import probe_changing_buffers, probe_written_parameters
 from headrace.api.probes.finding import Finding, Scope
 from headrace.api.probes.known_layers import is_known
-from headrace.api.probes.layers import probe_batch_norm, probe_random_layers, probe_rows
+from headrace.api.probes.layers import probe_batch_norm, probe_draws_and_reads, probe_rows
 from headrace.api.probes.losses import probe_left_behind
 from headrace.api.probes.parts.gradients import probe_gradients
 from headrace.api.probes.parts.hooks import probe_parameter_hooks
@@ -40,13 +40,13 @@ PROBES: tuple[Probe, ...] = (
     probe_split_loss,
     probe_changing_buffers,
     probe_written_parameters,
-    probe_random_layers,
+    probe_draws_and_reads,
     probe_carried_state,
     probe_parameter_hooks,
     probe_gradients,
     probe_rows,
 )
-_OF_ANY = (probe_random_layers, probe_parameter_hooks, probe_rows)
+_OF_ANY = (probe_draws_and_reads, probe_parameter_hooks, probe_rows)
 """Those of models of known layers, too."""
 _LEAST, _MOST, _MOST_OF_SMALL = 4, 8, 32
 """Examples of the batch: at least two halves of two, because BatchNorm takes no batch of one."""

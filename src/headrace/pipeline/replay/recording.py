@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from headrace import internals
 from headrace.internals import TorchDispatchMode, tree_leaves
+from headrace.modules import memory_of
 from headrace.pipeline.frames import frames_cleared, functions_with_backward, running, running_checkpoints
 from headrace.pipeline.replay.interception import intercepted
 from headrace.pipeline.replay.structure import leaves_of, map_parts, template
@@ -117,7 +118,7 @@ class CallRecorder:
         self._tracked = tracked
         self._unsure = unsure
         self._names = {id(each): name for name, each in (*module.named_parameters(), *module.named_buffers())}
-        self._buffers = {_memory(each) for each in module.buffers()}
+        self._buffers = {memory_of(each) for each in module.buffers()}
         self._sources: dict[int, frozenset[Source]] = {}
         self._leaves: dict[int, Leaf] = {}
         self._versions: list[tuple[Leaf, Tensor, int]] = []
@@ -179,7 +180,7 @@ class CallRecorder:
         for index, tensor in enumerate(tensors):
             leaf = (len(calls) - 1, index)
             self._leaves[id(tensor)] = leaf
-            self._sources[_memory(tensor)] = frozenset({leaf})
+            self._sources[memory_of(tensor)] = frozenset({leaf})
             self._versions.append((leaf, tensor, internals.version(tensor)))
         self._alive += tensors
         self._python = random.getstate()
@@ -203,11 +204,11 @@ class CallRecorder:
         if not made:
             self._control |= sources
         for tensor in made:
-            self._sources[_memory(tensor)] = sources | self._sources.get(_memory(tensor), frozenset())
+            self._sources[memory_of(tensor)] = sources | self._sources.get(memory_of(tensor), frozenset())
         self._alive += made
         if internals.schema(func).is_mutable:
             for tensor in given:
-                if _memory(tensor) in self._buffers and any(_memory(each) == _memory(tensor) for each in made):
+                if memory_of(tensor) in self._buffers and any(memory_of(each) == memory_of(tensor) for each in made):
                     self._control |= sources
 
     def look(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -255,7 +256,7 @@ class CallRecorder:
 
     def _of(self, tensors: Sequence[Tensor]) -> frozenset[Source]:
         none: frozenset[Source] = frozenset()
-        return none.union(*(self._sources.get(_memory(each), none) for each in tensors))
+        return none.union(*(self._sources.get(memory_of(each), none) for each in tensors))
 
     def _silence(self) -> int:
         """Ends the modes for as long as a tracked module runs; those below a mode of forward's own stay, and see it."""
@@ -319,12 +320,6 @@ def _arguments(tree: Any) -> list[Tensor]:
     found: list[Tensor] = []
     map_parts(lambda _, each: found.append(each) if isinstance(each, Tensor) else None, tree)
     return found
-
-
-def _memory(tensor: Tensor) -> int:
-    """Returns the identity of the memory that a tensor shares with its views."""
-    strided = tensor.layout is torch.strided and not tensor.is_nested
-    return int(internals.storage_address(tensor.untyped_storage())) if strided else id(tensor)
 
 
 def _top_function_mode() -> Any:

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, fx, nn
 
-from headrace import internals
-from headrace.modules import is_dense, stateful_modules
+from headrace.modules import is_dense, memory_of, stateful_modules
 from headrace.pipeline.trace.inputs import tensors_of
 from headrace.pipeline.trace.recorded_forward import Recording
 
@@ -172,17 +171,11 @@ def _bound(recording: Recording, writer: fx.Node, target: fx.Node) -> set[fx.Nod
     A node that reads the written value later must be there too; where others share its memory, all of them.
     """
     order = {node: index for index, node in enumerate(recording.graph.nodes)}
-    own = {
-        internals.storage_address(tensor.untyped_storage())
-        for tensor in tensors_of(recording.values[target])
-        if is_dense(tensor)
-    }
+    own = {memory_of(tensor) for tensor in tensors_of(recording.values[target]) if is_dense(tensor)}
     family = {
         node
         for node, value in recording.values.items()
-        if order[node] < order[writer]
-        and own
-        & {internals.storage_address(tensor.untyped_storage()) for tensor in tensors_of(value) if is_dense(tensor)}
+        if order[node] < order[writer] and own & {memory_of(tensor) for tensor in tensors_of(value) if is_dense(tensor)}
     }
     readers = {user for node in family for user in node.users if order[user] > order[writer]}
     alone = all(set(user.all_input_nodes) & family == {target} for user in readers)

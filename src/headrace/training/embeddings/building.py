@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from headrace import internals
 from headrace.errors import JobError
 from headrace.internals import TorchDispatchMode
+from headrace.modules import memory_of
 from headrace.spec.embedding import FLOAT_BYTES, RowInit, TableSpec
 from headrace.spec.model import ModelSpec
 from headrace.training.embeddings.layer import BagOptions, LocalRows, SparseEmbedding, sparse_layers
@@ -47,7 +48,7 @@ class _Initialisers(TorchDispatchMode):
         if isinstance(target, Tensor) and target.is_meta:
             recorded = _recorded(func, target, args[1:])
             if recorded is not None:
-                self.found[_memory(target)] = recorded
+                self.found[memory_of(target)] = recorded
         return func(*args, **(kwargs or {}))
 
 
@@ -65,10 +66,6 @@ def _recorded(func: Any, target: Tensor, args: tuple[Any, ...]) -> RowInit | str
     if name == "fill_" and numbers:
         return RowInit("constant", numbers[0])
     return str(name)
-
-
-def _memory(tensor: Tensor) -> int:
-    return int(internals.storage_address(tensor.untyped_storage()))
 
 
 @contextmanager
@@ -131,7 +128,7 @@ def _without_memory(found: dict[int, RowInit | str], owner: int) -> Iterator[Non
     def recording(name: str) -> Callable[..., Tensor]:
         def initialise(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if tensor.is_meta and threading.get_ident() == owner:
-                found[_memory(tensor)] = silent[name](*args, **kwargs)
+                found[memory_of(tensor)] = silent[name](*args, **kwargs)
                 return tensor
             done: Tensor = originals[name](tensor, *args, **kwargs)
             return done
@@ -192,7 +189,7 @@ def _made(name: str, layer: _Layer, seed: int, found: dict[int, RowInit | str]) 
     dtype = str(weight.dtype).removeprefix("torch.")
     if dtype not in FLOAT_BYTES:
         raise JobError(f"the sparse embedding {name!r} is of {dtype}; use one of {', '.join(FLOAT_BYTES)}")
-    init = found.get(_memory(weight), RowInit()) if weight.is_meta else RowInit()
+    init = found.get(memory_of(weight), RowInit()) if weight.is_meta else RowInit()
     if isinstance(init, str):
         raise JobError(
             f"the sparse embedding {name!r} is initialised by {init}, which cannot be done row by row; use "

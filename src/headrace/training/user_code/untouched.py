@@ -26,7 +26,7 @@ _MOST_BYTES = 1 << 26
 """Of the tensors and arrays that are copied."""
 _FOREIGN = ("torch", "numpy", "builtins", "threading", "logging", "_thread", "io", "abc", "typing", "headrace")
 """Libraries whose objects are not looked into."""
-_LIBRARIES = ("torchvision", "transformers", "timm", "diffusers", "peft")
+LIBRARIES = ("torchvision", "transformers", "timm", "diffusers", "peft")
 """Libraries whose classes are not looked into: there are many, and they keep nothing there."""
 _VARIABLES = (int, float, np.ndarray, list, dict, set, deque)
 _COUNTING = (torch.int64, torch.int32, torch.float32, torch.float64)
@@ -186,7 +186,7 @@ class _State:
 
     def _note_class(self, kind: type) -> None:
         """Notes the numbers and containers of a class of the user's own, and of the modules of its methods."""
-        if id(kind) in self.seen or kind.__module__.partition(".")[0] in (*_FOREIGN, *_LIBRARIES):
+        if id(kind) in self.seen or kind.__module__.partition(".")[0] in (*_FOREIGN, *LIBRARIES):
             return
         self.seen[id(kind)] = kind
         for name, each in list(vars(kind).items()):
