@@ -17,7 +17,7 @@ from headrace.api.agreement import require_alike
 from headrace.api.arguments import FitArguments, check_arguments, checkpoints_of, resume_request
 from headrace.api.checks import JobInfo, check_options, check_split, inspect_job
 from headrace.api.probes.memory_format import settle_memory_format
-from headrace.api.probes.probing import run_probes
+from headrace.api.probes.probing import require_outputs_alone, run_probes
 from headrace.api.probes.sets import plan_of, require_turns
 from headrace.api.resume import describe_run
 from headrace.api.run import Run, TemporaryRunDir
@@ -339,6 +339,9 @@ def _inspected(
     notices = [] if encrypt or len(cluster.hosts) == 1 else [NOT_ENCRYPTED]
 
     def layers(request: ProfileRequest) -> tuple[LayerSpec, ...]:
+        # What does so may hold a graph, or what the trace of forward has left.
+        require_outputs_alone(job, info.module, objective)
+
         def measured() -> str:
             with untouched(objective.loss):
                 return json.dumps(to_plain(measure(job, info.module, objective, request, cluster.device)))

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from headrace.batches import select_target
 from headrace.data import Loader, as_pipeline
-from headrace.errors import UnfitMachine, UsageError
+from headrace.errors import JobError, UnfitMachine, UsageError
 from headrace.machine.allocator import give_back
 from headrace.metrics import weigh
 from headrace.modules import set_train_modes
@@ -166,7 +166,11 @@ def measure(job: Job, module: nn.Module, objective: Objective, request: ProfileR
         ) from error
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
-            raise
+            raise JobError(
+                f"the model fails where its layers are measured one after the other, with {request.examples} examples: "
+                f"{error}; where it keeps a graph from one forward to the next, detach() it, or use a strategy that "
+                "runs the whole model, as mirrored"
+            ) from error
         raise UnfitMachine(
             f"there was no memory to measure the layers of {type(module).__name__}, all of them, with a micro-batch of "
             f"{request.examples} examples: {error}; use more micro-batches, or a machine with more memory"

@@ -208,9 +208,10 @@ def test_a_loss_may_look_at_what_the_given_model_does_not_change() -> None:
 
 
 class Leaving(nn.Module):
-    """Leaves a number in its class."""
+    """Leaves a number in its class, or one with its graph."""
 
-    last = 0.0
+    last: Tensor | float = 0.0
+    with_graph = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,17 +219,34 @@ class Leaving(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.body(x))
-        Leaving.last = hidden.detach().square().mean().item()
+        mean = hidden.square().mean()
+        Leaving.last = mean if self.with_graph else mean.item()
         output: Tensor = self.head(hidden)
         return output
 
 
-def test_a_loss_that_looks_at_what_forward_leaves_is_refused_by_stages_and_threads() -> None:
+class LeavingGraph(Leaving):
+    with_graph = True
+
+
+@pytest.mark.parametrize("model", [Leaving, LeavingGraph])
+@pytest.mark.parametrize("strategy", [hr.Pipeline(2), hr.Pipeline(2, 1), hr.Mirrored(2)])
+def test_a_loss_that_looks_at_what_forward_leaves_is_refused_by_stages_and_threads(model: Any, strategy: Any) -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return cross_entropy(output, target) * (1 + Leaving.last)
 
-    for strategy in (hr.Pipeline(2), hr.Mirrored(2)):
-        with pytest.raises(UsageError, match=r"what forward leaves elsewhere .*, which other stages lack"):
-            hr.fit(_job(loss, model=Leaving), strategy, engine=THREADS)
-    assert hr.fit(_job(loss, model=Leaving), hr.Mirrored(1), engine=THREADS).status == "ok"
-    assert hr.fit(_job(cross_entropy, model=Leaving), hr.Pipeline(2), engine=THREADS).status == "ok"
+    with pytest.raises(UsageError, match=r"what forward leaves elsewhere .*, which other stages lack"):
+        hr.fit(_job(loss, model=model), strategy, engine=THREADS)
+    assert hr.fit(_job(loss, model=model), hr.Mirrored(1), engine=THREADS).status == "ok"
+    assert hr.fit(_job(cross_entropy, model=model), strategy, engine=THREADS).status == "ok"
+
+
+def test_a_forward_that_goes_back_through_the_last_ones_graph_is_named_where_layers_are_measured() -> None:
+    class Carried(LeavingGraph):
+        def forward(self, x: Tensor) -> Tensor:
+            before = Leaving.last
+            return super().forward(x) + 1e-30 * before
+
+    Leaving.last = 0.0
+    with pytest.raises(JobError, match=r"the model fails where its layers are measured .* keeps a graph from one"):
+        hr.fit(_job(cross_entropy, model=Carried), hr.Pipeline(2), engine=THREADS)

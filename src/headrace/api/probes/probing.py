@@ -144,6 +144,13 @@ def _left_out(reason: str, error: Exception) -> Finding:
     )
 
 
+def require_outputs_alone(job: Job, module: nn.Module, *objectives: Objective) -> None:
+    """Raises a UsageError where the loss looks at more of forward than its output."""
+    for finding in probe(job, module, *objectives, probes=(probe_left_behind,)):
+        if finding.refused:
+            raise UsageError(finding.line)
+
+
 def run_probes(info: JobInfo, plan: Plan, equals: bool = True, threads: bool = False) -> tuple[str, ...]:
     """Runs the probes that find what a run under a plan says, and returns its lines; see `said_by`.
 
@@ -155,7 +162,7 @@ def run_probes(info: JobInfo, plan: Plan, equals: bool = True, threads: bool = F
     job, accumulate = info.job, info.job.options.accumulate
     findings = (*probe_metrics(job, info.module), *_clipped(job))
     probes = PROBES if _scopes(plan, accumulate) else (probe_carried_state, probe_rows)
-    probes += (probe_left_behind,) if has_stages(plan) or threads else ()
+    probes += (probe_left_behind,) if threads and not has_stages(plan) else ()
     findings += probe(job, info.module, *objectives_of(job, info.module, info.weighed), probes=probes)
     if job.options.batch_norm == "local":
         findings += probe_batch_norm(info.module, pieces_of(plan, job.global_batch_size, accumulate))

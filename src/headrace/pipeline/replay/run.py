@@ -96,8 +96,8 @@ class StageRun:
     def _differs(self, what: str, expected: str) -> None:
         raise JobError(
             f"forward does not do what it did for the examples that the model was traced with: {what} where it called "
-            f"{expected}; set rates of skipped layers (layerdrop) to 0, give every batch the same form, and let a "
-            "submodule choose what is called by the data"
+            f"{expected}; set rates of skipped layers (layerdrop) to 0, give every batch the same form; where the "
+            "data decide what is called (experts of a mixture), call all of them, or use mirrored"
         )
 
     def _tell(self, index: int, ended: bool) -> None:

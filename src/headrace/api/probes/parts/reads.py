@@ -7,7 +7,7 @@ and of functions, which tell what Python gets.
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,7 +90,7 @@ class _Reads(TorchDispatchMode):
 
     def note_line(self) -> None:
         """Notes the line that called torch, but not those of libraries, which check arguments and choose kernels."""
-        frame: FrameType | None = sys._getframe(1)
+        frame: FrameType | None = inspect.currentframe()
         while frame is not None and (frame.f_globals is globals() or _library(frame) == "torch"):
             name = frame.f_globals["__name__"]
             if name.startswith(_CHECKING) and name != _SCRIPTED:
