@@ -99,7 +99,7 @@ def test_options_of_the_job_that_it_cannot_have_are_refused(options: hr.Options,
 
 
 def test_a_model_that_chooses_its_calls_by_the_data_is_refused_by_name() -> None:
-    with pytest.raises(JobError, match=r"it ends where it called extra; .* let a submodule choose"):
+    with pytest.raises(JobError, match=r"it ends where it called extra; .* call all of them, or use mirrored"):
         train(job(MODELS["partial"]), hr.Pipeline(2))
 
 

@@ -267,6 +267,8 @@ def test_layers_are_made_sparse_by_name() -> None:
     run = hr.fit(one, hr.ParameterServer(workers=2, sparse=("*.item",)), device="cpu", engine=THREADS())
     assert [name for name, _ in run.model.named_parameters()] == [name for name, _ in Plain().named_parameters()]
     assert isinstance(run.model.tables["item"], nn.Embedding)  # type: ignore[index]
+    # As the job's model has it: torch's Adam takes no sparse gradients.
+    assert not run.model.tables["item"].sparse  # type: ignore[index]
     with pytest.raises(
         UsageError, match=r"sparse='item' is the name of no nn.Embedding .* has 'tables.item', 'tables.user'"
     ):

@@ -127,6 +127,13 @@ def clamp_weights(worker: Any) -> None:
             parameter.data.clamp_(-0.2, 0.2)
 
 
+def clamp_and_rebind(worker: Any) -> None:
+    for batch in worker.batches():
+        worker.step(batch)
+        for parameter in worker.model.parameters():
+            parameter.data = parameter.data.clamp(-0.2, 0.2)
+
+
 def shrink_weights(worker: Any) -> None:
     for batch in worker.batches():
         worker.step(batch)
@@ -209,6 +216,7 @@ LOOPS: tuple[Loop, ...] = (
     freeze_and_thaw,
     freeze_and_thaw_by_step,
     clamp_weights,
+    clamp_and_rebind,
     shrink_weights,
     shrink_before_backward,
     shrink_before_update,
@@ -225,11 +233,12 @@ REFUSED: dict[str, dict[Loop, str]] = {
         **dict.fromkeys(
             (freeze_and_thaw, freeze_and_thaw_by_step), "requires_grad of '0.weight', '0.bias' has changed"
         ),
+        clamp_and_rebind: "another tensor was put in the place of '0.weight'",
         **dict.fromkeys((hang_hooks, hang_hooks_and_differentiate), "'0.weight', '2.weight': fully_sharded divides"),
     },
     "parameter_server": {
         **dict.fromkeys(
-            (clamp_weights, shrink_weights, shrink_before_backward, shrink_before_update),
+            (clamp_weights, clamp_and_rebind, shrink_weights, shrink_before_backward, shrink_before_update),
             "the loop, between two rounds, has changed",
         ),
         update_twice: "a second update of one batch in round 0",

@@ -16,7 +16,6 @@ from headrace.api.probes.layers import (
     NoSparseGradients,
     lazy_tensors,
     modes_text,
-    refuse_share_of_one,
     refuse_sparse_layers,
     require_same_parameters,
 )
@@ -397,4 +396,3 @@ def check_split(job: Job, info: JobInfo, plan: Plan) -> None:
         )
     if info.examples < count:
         raise DataError(f"{plural(info.examples, 'example')} for {count} workers; use fewer workers, or give more data")
-    refuse_share_of_one(job, info.module, plan, info.examples)

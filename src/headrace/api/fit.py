@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from headrace.api.agreement import require_alike
 from headrace.api.arguments import FitArguments, check_arguments, checkpoints_of, resume_request
 from headrace.api.checks import JobInfo, check_options, check_split, inspect_job
+from headrace.api.probes.layers import refuse_share_of_one
 from headrace.api.probes.memory_format import settle_memory_format
 from headrace.api.probes.probing import require_outputs_alone, run_probes
 from headrace.api.probes.sets import plan_of, require_turns
@@ -304,6 +305,7 @@ def _planned(
     if arguments.device == AUTO and cluster.hosts[0].name == host_name() and (said := notice_of_auto(cluster.device)):
         info = replace(info, notices=(*info.notices, said))
     check_split(job, info, plan)
+    refuse_share_of_one(job, info.module, plan, info.examples, chosen)
     info, plan = settle_memory_format(info, chosen, plan, cluster, shares_measure=(ranks or 1) > 1)
     threads = arguments.engine is not None and arguments.engine.in_caller
     told = run_probes(info, plan, chosen.equals_one_device, threads) if arguments.check else ()

@@ -235,7 +235,8 @@ class Run:
         module = self._untrained()
         load_model(module, path)
         vars(self)["_loss"] = without_loss(module)
-        return with_layers_of_torch(module).eval()
+        named = self.plan.options.get("sparse")
+        return with_layers_of_torch(module, named if isinstance(named, list | tuple) else ()).eval()
 
     loss = cached_property(_loss_of)
     """The job's loss; one that is a module with parameters or buffers as it was trained with the model."""

@@ -17,11 +17,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from headrace import internals
 from headrace.collectives.base import Collective, ProcessGroup
-from headrace.errors import UnfitMachine
+from headrace.errors import UnfitMachine, UsageError
 from headrace.fully_sharded.link import CollectiveLink, OwnGradients, SharedLink, UnitGather, UnitLink, UnitScatter
 from headrace.fully_sharded.units import is_kept_whole, unit_parameters, written
 from headrace.hooks import hooks_of
-from headrace.modules import parameters_and_buffers
+from headrace.modules import memory_of, parameters_and_buffers
 from headrace.spec.plan import Segment
 from headrace.training.gradients import divide
 from headrace.trees import map_tensors
@@ -126,6 +126,7 @@ class ShardedModule:
             part.register_forward_hook(_own_outputs)
             # The rest of the model is needed first in backward, so it stays.
             fully_shard(part, mesh=mesh, reshard_after_forward=reshard and bool(unit), ignored_params=whole)
+            part.register_forward_pre_hook(guards[index].require_places, prepend=True)
             assert isinstance(part, FSDPModule)
             part.set_custom_all_gather(cast(Any, UnitGather(self._link, index)))
             part.set_custom_reduce_scatter(cast(Any, UnitScatter(self._link, index)))
@@ -251,12 +252,30 @@ def require_unused_summed() -> None:
 
 
 class _WriteGuard:
-    """Refuses a forward that writes to the gathered parameters of a unit, which have such names in the model."""
+    """Refuses a forward that writes to the gathered parameters of a unit, which have such names in the model.
+
+    And tensors that user code has put in the place of a parameter or of its memory, which gathering would not see.
+    """
 
     def __init__(self, names: Sequence[str], unit: str) -> None:
         # No parameters or modules: torch's hooks of tensors hold the unit, and it this.
         self._names = {name: name.removeprefix(f"{unit}.") if unit else name for name in names}
         self._versions: list[int] = []
+        self._divided: list[tuple[int, int]] = []
+        self._gathered: list[tuple[int, int]] = []
+
+    def require_places(self, module: nn.Module, inputs: Any) -> None:
+        """Goes before parameters are gathered."""
+        now = self._places(module)
+        self._divided = self._divided or now
+        # A forward without a backward may have left them gathered.
+        known = zip(self._divided, self._gathered or self._divided, strict=True)
+        for name, place, places in zip(self._names, now, known, strict=True):
+            if place not in places:
+                raise UsageError(
+                    f"another tensor was put in the place of {name!r} (parameter.data = ..., assign=True), which "
+                    "fully_sharded has divided; write into it: parameter.data.copy_(...), parameter.data.clamp_(...)"
+                )
 
     def begin(self, module: nn.Module, inputs: Any) -> None:
         """Goes before forward."""
@@ -264,9 +283,14 @@ class _WriteGuard:
 
     def end(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Goes after it."""
+        self._gathered = self._places(module)
         for name, before, now in zip(self._names, self._versions, self._now(module), strict=True):
             if before != now:
                 raise written(name)
+
+    def _places(self, module: nn.Module) -> list[tuple[int, int]]:
+        parameters = (module.get_parameter(name) for name in self._names.values())
+        return [(id(each), memory_of(each)) for each in parameters]
 
     def _now(self, module: nn.Module) -> list[int]:
         return [internals.version(module.get_parameter(name)) for name in self._names.values()]

@@ -162,7 +162,7 @@ def measure(job: Job, module: nn.Module, objective: Objective, request: ProfileR
             raise
         raise UsageError(
             f"a micro-batch has 1 of {job.global_batch_size} examples, and BatchNorm computes no statistics of one; "
-            "use a larger global_batch_size, fewer micro_batches, or micro_batches=1 with Options(batch_norm='sync')"
+            "use a larger global_batch_size, or fewer micro_batches or replicas"
         ) from error
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):

@@ -218,8 +218,10 @@ def test_batch_norm_and_a_share_of_one_is_refused(
     strategy: Any, examples: int, options: dict[str, Any], parts: str
 ) -> None:
     job = _job(_normed, data=(INPUTS[:examples], CLASSES[:examples]), options=hr.Options(**options))
-    with pytest.raises(UsageError, match=f"in parts of {parts}, and BatchNorm computes no statistics of one"):
+    with pytest.raises(UsageError, match=f"in parts of {parts}, and BatchNorm computes no statistics of one") as caught:
         hr.fit(job, strategy, engine=THREADS)
+    # A remedy that the strategy would refuse is none.
+    assert ("or Options(batch_norm='sync')" in str(caught.value)) == (strategy.name == "mirrored")
 
 
 def test_batch_norm_with_enough_examples_is_trained() -> None:

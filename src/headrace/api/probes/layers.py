@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from headrace.policies.roles import pieces_of
 from headrace.report.format import plural
 from headrace.spec.job import Job
 from headrace.spec.plan import Plan
+from headrace.strategies import Strategy
 from headrace.training.embeddings.layer import LocalRows, sparse_layers
 from headrace.training.shared_buffers.batch_norm import NO_STATISTICS
 from headrace.training.user_code.objective import Objective
@@ -79,7 +81,7 @@ def require_same_parameters(before: Collection[str], module: nn.Module) -> None:
         )
 
 
-def refuse_share_of_one(job: Job, module: nn.Module, plan: Plan, examples: int) -> None:
+def refuse_share_of_one(job: Job, module: nn.Module, plan: Plan, examples: int, strategy: Strategy) -> None:
     """Raises a UsageError where a share or micro-batch will have one example, which BatchNorm in train mode refuses."""
     if job.options.batch_norm == "sync" or not any(isinstance(each, BatchNorm) for each in module.modules()):
         return
@@ -100,11 +102,17 @@ def refuse_share_of_one(job: Job, module: nn.Module, plan: Plan, examples: int) 
             # Not of layers whose channels have more than one value, as of pictures.
             if NO_STATISTICS not in str(error):
                 return
+    parts = pieces[ones[0]]
+    sync = ", or Options(batch_norm='sync')" if len(parts) > 1 else ""
+    try:
+        strategy.check(replace(job.options, batch_norm="sync"))
+    except UsageError:
+        sync = ""
     which = "each batch" if ones[0] == batch else "the last batch of an epoch"
     raise UsageError(
-        f"{which} has {plural(ones[0], 'example')}, in parts of {' + '.join(map(str, pieces[ones[0]]))}, and BatchNorm "
+        f"{which} has {plural(ones[0], 'example')}, in parts of {' + '.join(map(str, parts))}, and BatchNorm "
         f"computes no statistics of one; use another global_batch_size, leave examples out (of {examples}), use fewer "
-        "workers or micro-batches, or Options(batch_norm='sync')"
+        f"workers or micro-batches{sync}"
     )
 
 
@@ -119,7 +127,8 @@ def probe_batch_norm(module: nn.Module, pieces: Sequence[int]) -> tuple[Finding,
             f"BatchNorm normalises {len(pieces)} parts of a batch, of {sizes} examples, each by itself, as other "
             "systems do, so the result is not that of one device",
             names_of(layers),
-            "Options(batch_norm='sync') normalises over the whole batch, where workers have one part each",
+            "Options(batch_norm='sync') normalises over the whole batch, under mirrored, central_storage and "
+            "fully_sharded, where workers have one part each",
             Scope.SHARES,
         ),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -34,22 +35,26 @@ def load_rows(layers: Iterable[SparseEmbedding], saved: Mapping[str, Tensor]) ->
         layer.source = LocalRows(table)
 
 
-def with_layers_of_torch(module: nn.Module) -> nn.Module:
+def with_layers_of_torch(module: nn.Module, named: Iterable[str] = ()) -> nn.Module:
     """Puts torch's layers, with all their rows, in the place of sparse ones; returns the model, or what replaces it.
 
-    Tables of more than 1 GiB together stay as they are, as do those with limited rows.
+    Gradients of layers that were made sparse by their names, `named`, are dense, as the job's model has them. Tables of
+    more than 1 GiB together stay as they are, as do those with limited rows.
     """
     layers = [each for each in sparse_layers(module) if each.spec.limit is None]
     if sum(each.spec.rows * each.spec.row_bytes for each in layers) > _MOST_WHOLE_BYTES:
         return module
     made = {id(each): _layer_of_torch(each) for each in layers}
+    for layer in layers:
+        if any(fnmatchcase(layer.spec.name, pattern) for pattern in named):
+            made[id(layer)].sparse = False
     for part in list(module.modules()):
         for key, child in internals.children(part).items():
             internals.children(part)[key] = made.get(id(child), child)
     return made.get(id(module), module)
 
 
-def _layer_of_torch(layer: SparseEmbedding) -> nn.Module:
+def _layer_of_torch(layer: SparseEmbedding) -> nn.Embedding | nn.EmbeddingBag:
     rows, width, padding = layer.num_embeddings, layer.embedding_dim, layer.padding_idx
     weight = layer.source.pull(torch.arange(rows))
     made: nn.Embedding | nn.EmbeddingBag
