@@ -45,6 +45,8 @@ _SPARE = 16
 
 _LOOK_EVERY_S = 0.05
 _GRACE_S = 2.0
+_LIBRARIES = ("transformers", "tokenizers", "timm", "torchvision")
+"""Libraries that take seconds to import, and start no thread then, so that what has imported them can be forked."""
 
 
 class LocalEngine(Engine):
@@ -205,7 +207,8 @@ class ProcessLauncher:
         self._descriptors = [control, lifeline]
         self._ranks = ranks
         # What this process needed to check the job its workers need, too.
-        names = [COMPILER] if has_compiler() else []
+        names = [name for name in sys.modules if name.partition(".")[0] in _LIBRARIES]
+        names += [COMPILER] if has_compiler() else []
         names += [COMPILER, INDUCTOR] if spec.job.options.compile else []
         fork_server.import_modules((*names, *spec.strategy.imports()))
         self._code, self._memory, self._length = pack(spec)

@@ -187,12 +187,13 @@ class ForkServer:
             UsageError: the fork server is closed.
             UnfitMachine: the fork server has ended, or has not imported them in time.
         """
-        if self._imported.issuperset(names):
+        missing = [name for name in dict.fromkeys(names) if name not in self._imported]
+        if not missing:
             return
         self._await_ready()
-        self._send(json.dumps({"import": list(names)}).encode())
+        self._send(json.dumps({"import": missing}).encode())
         self._await("the process that imports modules for the workers", "done")
-        self._imported.update(names)
+        self._imported.update(missing)
 
     def spawn(self, rank: int, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         """Forks a process for `request` (see `engine.local.process`) with copies of these descriptors.

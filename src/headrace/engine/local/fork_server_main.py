@@ -111,8 +111,10 @@ def _import(names: Sequence[str]) -> None:
 
     before = len(sys.modules)
     for name in names:
-        with contextlib.suppress(ImportError):
+        try:
             import_whole(name)
+        except Exception:  # whatever a library raises
+            continue
     if len(sys.modules) > before:
         gc.freeze()
 
