@@ -324,7 +324,7 @@ def weighed(output: Tensor, target: Tensor) -> hr.Mean:
         pytest.param(hr.Pipeline(2), {"model": masked}, id="hooks of a stage's parameters"),
         pytest.param(hr.Pipeline(2), {"model": Normalised}, id="micro-batches of one example"),
         pytest.param(hr.Pipeline(2), {"model": staged}, id="state of micro-batches"),
-        pytest.param(hr.Hybrid(hr.LocalSGD(2, period=2), hr.Pipeline(2)), {}, id="replicas that are averaged"),
+        pytest.param(hr.Hybrid(hr.LocalSGD(2, period=2), hr.Pipeline(2)), {"model": staged}, id="averaged replicas"),
         pytest.param(hr.Hybrid(hr.ParameterServer(2, 2), hr.Pipeline(2)), {}, id="replicas that push when they like"),
     ],
 )

@@ -129,7 +129,7 @@ def test_a_script_that_is_killed_leaves_no_folder(
     script = JOB.replace("loss=loss", kills).replace("def job", "def made")
     Path("killed.py").write_text(f"import os\n{script}\nhr.fit(made())\n")
     assert run(["verify", "killed.py"]) == 1
-    assert "killed.py, alone, ended with exit code -9" in capfd.readouterr().err
+    assert "killed.py, alone: killed by signal 9 (SIGKILL)" in capfd.readouterr().err
     assert list(temporary.glob("headrace-*")) == []
 
 

@@ -65,15 +65,7 @@ from headrace.errors import HeadraceError, JobError, UsageError
 from headrace.spec.job import Job
 from headrace.spec.options import Checkpoints, require_count
 from headrace.spec.plan import Plan
-from headrace.strategies import (
-    Hybrid,
-    OneDevice,
-    ParameterServer,
-    Pipeline,
-    Strategy,
-    TensorParallel,
-    resolve,
-)
+from headrace.strategies import Hybrid, OneDevice, ParameterServer, Pipeline, Strategy, TensorParallel, resolve
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.worker.attributes import SameBuild
 from headrace.worker.session import build_module, make_module
@@ -252,8 +244,13 @@ class _Session:
             row = Row("losses", SKIPPED, why="sets of parameters take turns, which the reference does not")
             return _Trial(job, run.plan, "nothing", [row], notes)
         if reference is not None:
+            inner = strategy.inner if isinstance(strategy, Hybrid) else None
+            pieces = job
+            if isinstance(inner, Pipeline) and self._plain(job, (1,)).changes:
+                pieces = _in_pieces(job, inner, run.plan)
+                notes.append("forward changes buffers or state: in the plain loops, too, with each micro-batch")
             with keeping(job):
-                own = reference(job, partial(build_module, job), run.plan.shares)
+                own = reference(pieces, partial(build_module, job), run.plan.shares)
             rows = self._rows(job, strategy, run, own, tolerance)
             notes.append(f"{strategy.name} differs from one device by definition: {_DEFINITIONS[rule.name]}")
             return _Trial(job, run.plan, OWN, rows, notes)
@@ -286,10 +283,10 @@ class _Session:
                 "and normalises micro-batches): compared with these layers in eval mode"
             )
         if isinstance(strategy, Pipeline) and plain.changes:
-            pieces = strategy.schedule_of(run.plan.workers).micro_batches
-            plain = self._plain(replace(job, options=replace(job.options, accumulate=pieces)), (1,))
+            pieces = _in_pieces(job, strategy, run.plan)
+            plain, count = self._plain(pieces, (1,)), pieces.options.accumulate
             notes.append(
-                f"forward changes buffers or state: in the plain loop, too, with each of {pieces} micro-batches"
+                f"forward changes buffers or state: in the plain loop, too, with each of {count} micro-batches"
             )
         return _Trial(job, run.plan, words, self._rows(job, strategy, run, plain, tolerance), notes)
 
@@ -388,6 +385,12 @@ class _Session:
             again = {f"{kind}/{name}": each for kind, own in resumed.rounds[last].items() for name, each in own.items()}
             rows += compare_tensors("resumed run", again, every, EXACT)
         return rows
+
+
+def _in_pieces(job: Job, pipeline: Pipeline, plan: Plan) -> Job:
+    """Returns a job whose plain loop does with each micro-batch what the stages do."""
+    pieces = pipeline.schedule_of(plan.workers // plan.replicas).micro_batches
+    return replace(job, options=replace(job.options, accumulate=pieces))
 
 
 def _why_coupled(plain: Trained) -> str:

@@ -176,4 +176,8 @@ def _run_recorded(run: Callable[[], int], script: Path, folder: Path, rounds: in
     finally:
         del os.environ[STEPS_FOLDER], os.environ[STEPS]
     if code:
-        raise RunFailed(f"{script}, {folder.name}, ended with exit code {code}; what it said stands above")
+        from headrace.engine.local.fork_server import describe_end
+
+        # A launch says itself which rank was lost; the script alone says nothing where it was killed.
+        ended = describe_end(code) if code < 0 else f"ended with exit code {code}"
+        raise RunFailed(f"{script}, {folder.name}: {ended}; what it said stands above")
