@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import select
@@ -17,7 +18,7 @@ import pytest
 import headrace as hr
 from engine.victims import make_job
 from headrace.engine.local import fork_server_main
-from headrace.engine.local.engine import LocalEngine
+from headrace.engine.local.engine import _LIBRARIES, LocalEngine
 from headrace.engine.local.fork_server import ForkServer, describe_end, environment_of_workers
 from headrace.engine.local.process import redirect
 from headrace.errors import UnfitMachine
@@ -166,6 +167,25 @@ def test_what_user_code_starts_inherits_no_descriptor_of_a_worker(
     monkeypatch.chdir(tmp_path)
     hr.launch(open_in_a_child, make_job(), hr.OneDevice(), engine=engine)
     assert json.loads(Path("found").read_text()).keys() == {"0", "1", "2"}
+
+
+def note_libraries(worker: hr.Worker) -> None:
+    Path("found").write_text(json.dumps("tokenizers" in sys.modules))
+
+
+def test_a_library_that_the_caller_has_imported_is_imported_once_for_all_workers(
+    engine: LocalEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    importlib.import_module("tokenizers")
+    monkeypatch.chdir(tmp_path)
+    hr.launch(note_libraries, make_job(), hr.OneDevice(), engine=engine)
+    assert json.loads(Path("found").read_text()) is True
+    counted = "import os, sys, {0}; print(len(os.listdir('/proc/self/task')))"
+    for library in _LIBRARIES:
+        if importlib.util.find_spec(library):
+            command = [sys.executable, "-c", counted.format(library)]
+            ended = subprocess.run(command, capture_output=True, text=True, check=True, env=environment_of_workers())
+            assert ended.stdout.split()[-1] == "1", f"{library} starts threads, and cannot be forked"
 
 
 def test_what_a_failed_worker_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
