@@ -40,6 +40,7 @@ __all__ = [
     "InfeasiblePlan",
     "JobError",
     "LeftBehind",
+    "NoStandardInput",
     "NonFiniteGradient",
     "NonFiniteLoss",
     "PeerLost",
@@ -82,6 +83,10 @@ class UnknownName(UsageError):
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         super().__init__(f"there is no {kind} {name!r}{of and f' of {of}'}; {hint}known: {', '.join(names) or 'none'}")
+
+
+class NoStandardInput(UsageError, EOFError):
+    """A program reads standard input in a process that has none; also for code that goes on at the end of its input."""
 
 
 class JobError(UsageError):

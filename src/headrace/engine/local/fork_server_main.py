@@ -111,10 +111,8 @@ def _import(names: Sequence[str]) -> None:
 
     before = len(sys.modules)
     for name in names:
-        try:
+        with contextlib.suppress(ImportError):
             import_whole(name)
-        except Exception:  # whatever a library raises
-            continue
     if len(sys.modules) > before:
         gc.freeze()
 

@@ -24,7 +24,7 @@ from headrace.collectives.views.page import PageViews
 from headrace.engine.base import LivenessProbe
 from headrace.engine.shipping import unpack
 from headrace.engine.torchrun.address import start_timeout_s
-from headrace.errors import HeadraceError, JobError, PeerLost, UsageError
+from headrace.errors import HeadraceError, JobError, NoStandardInput, PeerLost
 from headrace.machine.disk import takes_no_more
 from headrace.shared_memory.control_page import ControlPage, LastEvent
 from headrace.shared_memory.segment import SharedSegment
@@ -159,15 +159,11 @@ def redirect(log: Path) -> None:
     sys.stdin = _NoInput()
 
 
-class _NothingToRead(UsageError, EOFError):
-    """What `input()` raises, also for code that goes on at the end of its input."""
-
-
 class _NoInput(io.TextIOBase):
     """Standard input that is refused: an empty one would train with other settings than the script alone."""
 
     def readline(self, size: int = -1) -> str:  # type: ignore[override]
-        raise _NothingToRead(
+        raise NoStandardInput(
             "the program reads standard input (input(), sys.stdin), which the processes of a run do not have: give "
             "what it asks for as an argument of the script, in a file, or by an environment variable"
         )
