@@ -39,7 +39,7 @@ class RunControl:
         self._saves = run.checkpoints is not None
         self._saver = Saver(run, group, page, session.events, self.callbacks.saved)
         closing.callback(self._saver.close)
-        self._state = WorkerState(session, self.stopper)
+        self.state = WorkerState(session, self.stopper)
         self._is_replacement = session.is_replacement
         self._deadline = run.deadline(session.is_replacement)
         in_place = run.resume is not None and run.resume.folder == self._saver.folder.path
@@ -89,7 +89,7 @@ class RunControl:
 
     def resume(self, stored: LoadedCheckpoint) -> None:
         """Restores this worker's state from a checkpoint."""
-        self._state.load(stored)
+        self.state.load(stored)
 
     def roll_back(self) -> None:
         """Restores the newest checkpoint of this run on all workers."""
@@ -99,7 +99,7 @@ class RunControl:
     def _bring_back(self) -> None:
         # After rank 0's write has ended, the checkpoint is there for all.
         self._group.barrier()
-        self._state.bring_back(LoadedCheckpoint(self._saver.newest()))
+        self.state.bring_back(LoadedCheckpoint(self._saver.newest()))
 
     @property
     def saved(self) -> int:
@@ -119,4 +119,4 @@ class RunControl:
         self.losses.read()
         done = self._progress.done
         self.guard.compare(evaluates=False)
-        self._saver.save(done, self._state.take(done, self.statistics_weight), began)
+        self._saver.save(done, self.state.take(done, self.statistics_weight), began)

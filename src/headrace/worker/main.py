@@ -15,10 +15,11 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.checkpoint.forms import extra_states, pack, unpack
 from headrace.checkpoint.trained_model import save_model
 from headrace.collectives.base import ProcessGroup
-from headrace.errors import HeadraceError, PeerLost
+from headrace.errors import HeadraceError, PeerLost, UsageError
 from headrace.machine.limits import explained
 from headrace.machine.resources import peak_resident_bytes, resident_bytes
 from headrace.modules import is_dense, parameters_and_buffers, stateful_modules
+from headrace.report.format import plural
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Failed, Notice, RowsHeld, RowsRead, WorkerEnded, WorkerStarted
 from headrace.spec.model import ModelSpec
@@ -82,6 +83,7 @@ def work(
         session, reporter = group.together(lambda: _build(run, role, group, page, module, events, closing))
         compute, control = session.replica.compute, RunControl(session, closing)
         loop = _loop_of(session, control)
+        _require_same_frozen(session)
         with building or nullcontext():
             # One that still builds its model draws from the generator that this seeds.
             _seed(run, rank, restarts)
@@ -153,6 +155,17 @@ def _loop_of(session: WorkerSession, control: RunControl) -> Loop:
             return PeriodicLoop(session, control, sync)
         case None:
             return LockstepLoop(session, control)
+
+
+def _require_same_frozen(session: WorkerSession) -> None:
+    """Raises a UsageError where a worker that takes a lost one's place does not know which parameters are frozen."""
+    count = session.page.ranks[session.rank].heartbeat.frozen
+    if session.is_replacement and session.replica.elastic is None and count:
+        raise UsageError(
+            f"rank {session.rank} was lost, and the process in its place runs the loop from its begin: it does not "
+            f"know that {plural(count, 'parameter')} had been frozen since (requires_grad); use "
+            "hr.frozen(model, pattern, until_epoch=...), or resume from a checkpoint, which holds it"
+        )
 
 
 def _seed(run: RunSpec, rank: int, restarts: int) -> None:

@@ -57,7 +57,18 @@ class WorkerState:
         self._stopper = stopper
         self._rounds_per_epoch = session.loader.rounds_per_epoch
         self._model = session.replica.compute.module
+        self._trained = {name: each for name, each in self._model.named_parameters() if each.requires_grad}
         self._device = torch.device(session.run.plan.role(session.rank).device)
+
+    @property
+    def frozen(self) -> list[str]:
+        """The parameters that user code has frozen since the run began; who takes the state over freezes them, too."""
+        return [name for name, each in self._trained.items() if not each.requires_grad]
+
+    @frozen.setter
+    def frozen(self, names: Iterable[str]) -> None:
+        for name in self._trained.keys() & set(names):
+            self._trained[name].requires_grad_(False)
 
     def take(self, done: int, weight: float) -> TakenState:
         """Returns copies of this worker's part, and the description of the whole; all workers call it together."""
@@ -80,6 +91,7 @@ class WorkerState:
             "round_of_epoch": done % self._rounds_per_epoch,
             "settings": self._replica.exchange.settings(),
             "early_stopping": self._stopper.state(),
+            "frozen": self.frozen,
             "saved_at": datetime.now().astimezone().isoformat(timespec="seconds"),
         }
         return TakenState(tensors, description, spool.problem)
@@ -101,6 +113,7 @@ class WorkerState:
             else:
                 self._replica.load(pieces, stored.description["settings"])
                 self._stopper.load(stored.description["early_stopping"])
+            self.frozen = stored.description.get("frozen", [])
             if at_home:
                 restore_random_states(stored.random(self._rank), self._device)
 

@@ -316,6 +316,8 @@ class Worker:
         progress.examples += share.examples
         heartbeat = self._session.page.ranks[self.rank].heartbeat
         heartbeat.step = progress.done
+        if self._session.run.train is not None:
+            heartbeat.frozen = len(self._control.state.frozen)
         # Added, because a worker that this one has replaced has counted, too.
         heartbeat.examples += share.examples * counts
         lease = self._loop.lease if share.examples else -1
