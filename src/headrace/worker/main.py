@@ -19,7 +19,6 @@ from headrace.errors import HeadraceError, PeerLost, UsageError
 from headrace.machine.limits import explained
 from headrace.machine.resources import peak_resident_bytes, resident_bytes
 from headrace.modules import is_dense, parameters_and_buffers, stateful_modules
-from headrace.report.format import plural
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Failed, Notice, RowsHeld, RowsRead, WorkerEnded, WorkerStarted
 from headrace.spec.model import ModelSpec
@@ -83,7 +82,6 @@ def work(
         session, reporter = group.together(lambda: _build(run, role, group, page, module, events, closing))
         compute, control = session.replica.compute, RunControl(session, closing)
         loop = _loop_of(session, control)
-        _require_same_frozen(session)
         with building or nullcontext():
             # One that still builds its model draws from the generator that this seeds.
             _seed(run, rank, restarts)
@@ -144,7 +142,9 @@ def _build(
     for line in replica.compute.notes:
         events.write(Notice(role.rank, events.now(), line))
     evaluation = build_evaluation(run, role, replica, group)
-    return WorkerSession(run, role.rank, replica, loader, evaluation, group, page, events, devices), reporter
+    session = WorkerSession(run, role.rank, replica, loader, evaluation, group, page, events, devices)
+    _require_same_frozen(session)
+    return session, reporter
 
 
 def _loop_of(session: WorkerSession, control: RunControl) -> Loop:
@@ -163,7 +163,7 @@ def _require_same_frozen(session: WorkerSession) -> None:
     if session.is_replacement and session.replica.elastic is None and count:
         raise UsageError(
             f"rank {session.rank} was lost, and the process in its place runs the loop from its begin: it does not "
-            f"know that {plural(count, 'parameter')} had been frozen since (requires_grad); use "
+            f"know that user code has frozen {count} of the parameters since (requires_grad); use "
             "hr.frozen(model, pattern, until_epoch=...), or resume from a checkpoint, which holds it"
         )
 
