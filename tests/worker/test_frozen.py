@@ -1,10 +1,11 @@
-"""What a loop has frozen stays frozen where another process goes on: after a resume, in a lost worker's place."""
+"""What a loop has frozen, or put into eval mode, stays so where another process goes on: after a resume, or a loss."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from headrace.strategies import Strategy
 GENERATOR = torch.Generator().manual_seed(0)
 DATA = torch.randn(64, 6, dtype=torch.float64, generator=GENERATOR), torch.randint(3, (64,), generator=GENERATOR)
 JOB = hr.Job(
-    lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double(),
+    lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 3)).double(),
     partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     DATA,
     task=hr.tasks.multiclass(3),
@@ -32,6 +33,8 @@ def freeze_once(worker: hr.Worker) -> None:
     for batch in worker.batches():
         if worker.round == 3:
             worker.model[0].requires_grad_(False)  # type: ignore[operator,index]
+        if worker.round == 0:
+            worker.model[1].eval()  # type: ignore[operator,index]
         worker.step(batch)
 
 
@@ -66,5 +69,6 @@ def test_a_worker_in_a_lost_ones_place_does_not_train_what_was_frozen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(WorkerFailed, match=r"it does not know that user code has frozen 2 of"):
-        hr.launch(lose_rank_1, JOB, hr.ParameterServer(workers=2, staleness_bound=0))
+    with pytest.raises(WorkerFailed, match=r"it does not know that user code has frozen parameters"):
+        # The other one trains alone until there is a process in its place.
+        hr.launch(lose_rank_1, replace(JOB, steps=10**5), hr.ParameterServer(workers=2, staleness_bound=0))

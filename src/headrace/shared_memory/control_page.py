@@ -42,7 +42,8 @@ class Heartbeat(Structure):
 
     `count` grows a few times a second while the process runs; `pid` is 0 before the process has begun; `finished` is
     1 + the rounds done, once the rank's training loop has ended, 0 before; `promotable_epoch` is of a server: the epoch
-    whose backup can be promoted; `frozen` are the parameters that user code has frozen since the run began.
+    whose backup can be promoted; `changed` are the parameters that user code has frozen since the run
+    began, and the modules whose mode it has changed.
     """
 
     count: int
@@ -51,10 +52,10 @@ class Heartbeat(Structure):
     pid: int
     finished: int
     promotable_epoch: int
-    frozen: int
+    changed: int
     loss: float
     _fields_ = [
-        *((name, c_int64) for name in ("count", "step", "examples", "pid", "finished", "promotable_epoch", "frozen")),
+        *((name, c_int64) for name in ("count", "step", "examples", "pid", "finished", "promotable_epoch", "changed")),
         ("loss", c_double),
     ]
 

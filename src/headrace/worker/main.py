@@ -143,7 +143,7 @@ def _build(
         events.write(Notice(role.rank, events.now(), line))
     evaluation = build_evaluation(run, role, replica, group)
     session = WorkerSession(run, role.rank, replica, loader, evaluation, group, page, events, devices)
-    _require_same_frozen(session)
+    _require_same_changes(session)
     return session, reporter
 
 
@@ -157,14 +157,14 @@ def _loop_of(session: WorkerSession, control: RunControl) -> Loop:
             return LockstepLoop(session, control)
 
 
-def _require_same_frozen(session: WorkerSession) -> None:
-    """Raises a UsageError where a worker that takes a lost one's place does not know which parameters are frozen."""
-    count = session.page.ranks[session.rank].heartbeat.frozen
+def _require_same_changes(session: WorkerSession) -> None:
+    """Raises a UsageError where a worker in a lost one's place does not know what user code has changed."""
+    count = session.page.ranks[session.rank].heartbeat.changed
     if session.is_replacement and session.replica.elastic is None and count:
         raise UsageError(
             f"rank {session.rank} was lost, and the process in its place runs the loop from its begin: it does not "
-            f"know that user code has frozen {count} of the parameters since (requires_grad); use "
-            "hr.frozen(model, pattern, until_epoch=...), or resume from a checkpoint, which holds it"
+            f"know that user code has frozen parameters, or changed the mode of modules, since ({count} of them); use "
+            "hr.frozen(model, pattern, until_epoch=...), or resume from a checkpoint, which holds both"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -58,17 +58,22 @@ class WorkerState:
         self._rounds_per_epoch = session.loader.rounds_per_epoch
         self._model = session.replica.compute.module
         self._trained = {name: each for name, each in self._model.named_parameters() if each.requires_grad}
+        self._modes = [(name, part, part.training) for name, part in self._model.named_modules()]
         self._device = torch.device(session.run.plan.role(session.rank).device)
 
-    @property
-    def frozen(self) -> list[str]:
-        """The parameters that user code has frozen since the run began; who takes the state over freezes them, too."""
-        return [name for name, each in self._trained.items() if not each.requires_grad]
+    def by_user_code(self) -> dict[str, list[str]]:
+        """Returns the parameters that user code has frozen since the run began, and the modules of another mode."""
+        return {
+            "frozen": [name for name, each in self._trained.items() if not each.requires_grad],
+            "other_mode": [name for name, part, mode in self._modes if part.training != mode],
+        }
 
-    @frozen.setter
-    def frozen(self, names: Iterable[str]) -> None:
-        for name in self._trained.keys() & set(names):
+    def as_user_code(self, changed: Mapping[str, Collection[str]]) -> None:
+        """Changes what `by_user_code` returned elsewhere."""
+        for name in self._trained.keys() & set(changed["frozen"]):
             self._trained[name].requires_grad_(False)
+        for name, part, mode in self._modes:
+            part.training = mode != (name in changed["other_mode"])
 
     def take(self, done: int, weight: float) -> TakenState:
         """Returns copies of this worker's part, and the description of the whole; all workers call it together."""
@@ -91,7 +96,7 @@ class WorkerState:
             "round_of_epoch": done % self._rounds_per_epoch,
             "settings": self._replica.exchange.settings(),
             "early_stopping": self._stopper.state(),
-            "frozen": self.frozen,
+            "by_user_code": self.by_user_code(),
             "saved_at": datetime.now().astimezone().isoformat(timespec="seconds"),
         }
         return TakenState(tensors, description, spool.problem)
@@ -113,7 +118,8 @@ class WorkerState:
             else:
                 self._replica.load(pieces, stored.description["settings"])
                 self._stopper.load(stored.description["early_stopping"])
-            self.frozen = stored.description.get("frozen", [])
+            if changed := stored.description.get("by_user_code"):
+                self.as_user_code(changed)
             if at_home:
                 restore_random_states(stored.random(self._rank), self._device)
 

@@ -317,7 +317,7 @@ class Worker:
         heartbeat = self._session.page.ranks[self.rank].heartbeat
         heartbeat.step = progress.done
         if self._session.run.train is not None:
-            heartbeat.frozen = len(self._control.state.frozen)
+            heartbeat.changed = sum(map(len, self._control.state.by_user_code().values()))
         # Added, because a worker that this one has replaced has counted, too.
         heartbeat.examples += share.examples * counts
         lease = self._loop.lease if share.examples else -1

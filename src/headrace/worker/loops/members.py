@@ -191,7 +191,7 @@ class MemberChanges:
             "saved": control.saved,
             "settings": session.replica.exchange.settings(),
             "early_stopping": control.stopper.state(),
-            "frozen": control.state.frozen,
+            "by_user_code": control.state.by_user_code(),
         }
         text = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
         pieces = {f"state/{piece.name}": piece.value for piece in self._elastic.give()}
@@ -208,7 +208,7 @@ class MemberChanges:
         pieces = [StatePiece.parse(name[6:], each) for name, each in state.items() if name.startswith("state/")]
         self._elastic.take(pieces, values["settings"])
         control.stopper.load(values["early_stopping"])
-        control.state.frozen = values["frozen"]
+        control.state.as_user_code(values["by_user_code"])
         control.saved = values["saved"]
         session.progress.round = values["done"] - 1
 
