@@ -95,6 +95,7 @@ class ShardedModule:
             for unit, each in zip(units, names, strict=True)
         ]
         self._parts = self._shard(units, guards, set(kept.values()), reshard, closing)
+        self._guards = guards
         self._watch(names)
         self._parameters = dict(module.named_parameters())
         self._hooks = {name: hooks_of(self._parameters[name]) for name in self.whole}
@@ -199,11 +200,18 @@ class ShardedModule:
 
     def reshard(self) -> None:
         """Releases what a forward without a backward has left gathered."""
+        self.require_places()
         for part in self._parts:
             part.reshard()
 
+    def require_places(self) -> None:
+        """Raises UsageError for what user code has put in the place of a parameter, and no forward has seen."""
+        for guard, part in zip(self._guards, self._parts, strict=True):
+            guard.require_places(part)
+
     def whole_tensors(self, leads: bool) -> Iterator[tuple[str, Tensor]]:
         """Yields every parameter whole, and every buffer, by checkpoint name, on the ranks that lead."""
+        self.require_places()
         for name, tensor in parameters_and_buffers(self.module):
             kind, _, parameter = name.partition("/")
             if kind == "parameter" and parameter not in self.whole:
@@ -264,7 +272,7 @@ class _WriteGuard:
         self._divided: list[tuple[int, int]] = []
         self._gathered: list[tuple[int, int]] = []
 
-    def require_places(self, module: nn.Module, inputs: Any) -> None:
+    def require_places(self, module: nn.Module, inputs: Any = ()) -> None:
         """Goes before parameters are gathered."""
         now = self._places(module)
         self._divided = self._divided or now

@@ -9,6 +9,7 @@ from headrace.worker.callbacks.runner import CallbackRunner
 from headrace.worker.evaluations.early_stopping import EarlyStopper
 from headrace.worker.guards.equality import EqualityGuard
 from headrace.worker.guards.verbs import VerbGuard
+from headrace.worker.guards.write_guard import Places
 from headrace.worker.losses import LossReader
 from headrace.worker.saving import Saver
 from headrace.worker.session import WorkerSession
@@ -22,6 +23,7 @@ class RunControl:
         callbacks: the user's.
         guard: compares the workers' copies of the model.
         verbs: compares where workers are in the user's loop.
+        places: where parameters are, whatever that loop puts there.
         statistics_weight: weight of this worker's running statistics in their mean over the workers.
     """
 
@@ -31,6 +33,7 @@ class RunControl:
         self.callbacks = CallbackRunner(session)
         self.guard = EqualityGuard(session)
         self.verbs = VerbGuard(session)
+        self.places = Places(session)
         self.statistics_weight = 1.0
         self._progress = session.progress
         self._group = group

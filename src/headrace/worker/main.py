@@ -93,12 +93,13 @@ def work(
         events.write(WorkerStarted(rank, events.now(), role.host, os.getpid(), role.device, role.threads))
         with reporter.until_end(session.loader.counters), _parts_explained(compute):
             (run.train or train)(worker)
+            control.places.regain()
         stays = loop.leave()
         if stays:
             _wait_for_all(session)
             _finish(session, control, loop)
-            group.together(lambda: leave_model(run, rank, group, compute))
             control.callbacks.ended()
+            group.together(lambda: leave_model(run, rank, group, compute))
         _tell_rows(session)
         ended = _ended(session, loop.moved_bytes + session.devices.moved_bytes, runtime_bytes)
         events.write_last(ended, page.ranks[rank].last_event)

@@ -78,6 +78,7 @@ class Worker:
         self._gradients = GradientWrites(session) if run.train is not None else None
         self._loss_guard = LossGuard(session) if run.train is not None else None
         self._times = [0.0, 0.0, 0.0, 0.0]
+        control.places.look()
 
     @property
     def world(self) -> int:
@@ -111,6 +112,7 @@ class Worker:
         """Yields this worker's share of every global batch, on its device; where data is leased, what it gets."""
         if self._guard:
             self._guard.require_unchanged()
+        self._control.places.regain()
         self._control.save_first(self._session.run.job.options.on_nonfinite == "rollback")
         try:
             with closing(self._loop.shares()) as shares:
@@ -131,6 +133,7 @@ class Worker:
                     self._times[0] = self._progress.waited_s + perf_counter() - began
                     self._progress.waited_s = 0.0
                     self._control.verbs.draws.begin()
+                    self._control.places.look()
                     yield batch
                     self._require_update()
         finally:
@@ -197,6 +200,7 @@ class Worker:
                     "min_workers), or one update for a batch"
                 )
             self._done = True
+        self._control.places.regain()
         began = perf_counter()
         loss = self._losses.now(computed.loss)
         finite = loss is None or math.isfinite(loss)
@@ -217,6 +221,7 @@ class Worker:
             self._guard.look()
         if self._gradients:
             self._gradients.look()
+        self._control.places.look()
         return loss
 
     def evaluate(self) -> dict[str, float]:
@@ -229,6 +234,7 @@ class Worker:
         if session.evaluation is None:
             return {}
         began = monotonic()
+        self._control.places.regain()
         metrics, examples = session.group.together(self._measure)
         done = self._progress.done
         ending = self._control.stopper.see(metrics, done)
@@ -238,6 +244,7 @@ class Worker:
             if ending:
                 session.events.write(Notice(self.rank, now, ending))
             self._control.callbacks.evaluated(metrics)
+        self._control.places.look()
         return metrics
 
     def _begin(self, compute: Callable[[], Computed]) -> None:
@@ -246,6 +253,7 @@ class Worker:
                 "a step outside of `for batch in worker.batches()`: what it trains on is this worker's share of a "
                 "round; take all data, also episodes of one's own, by that loop"
             )
+        self._control.places.regain()
         began = perf_counter()
 
         def act() -> None:
@@ -254,6 +262,7 @@ class Worker:
             self._computed = compute()
 
         self._loop.attempt(act)
+        self._control.places.look()
         self._times[1] = perf_counter() - began
 
     def _compute_step(self, batch: Any) -> Computed:
@@ -272,6 +281,7 @@ class Worker:
         # In a round that comes again a part of the update may be there.
         if self._guard and not self._sends and not self._loop.spoilt:
             self._guard.require_unchanged()
+        self._control.places.regain()
         if self._computed is not None and not self._loop.spoilt:
             raise UsageError(
                 f"the loop on rank {self.rank} went on without worker.update() after worker.backward(loss) in round "

@@ -49,17 +49,12 @@ class CentralCopy:
             self._local = torch.zeros_like(self._own, device=device)
             self.sink = FlatGradients(shared.layout, self._local, shared.used)
         place_parameters(module, self.layout, self._near)
-        self._placed = [*zip(module.parameters(), self.layout.views(self._near), strict=True)] if own_loop else []
         self.fetch()
 
     def fetch(self) -> None:
         """Copies the parameters to the device."""
         if self._near is not self.parameters:
             self._near.copy_(self.parameters)
-
-    def regain(self) -> None:
-        """Takes what user code has put in the place of parameters (`parameter.data = ...`) to where they belong."""
-        regain(self._placed)
 
     def near(self, segment: Segment, specs: Mapping[str, ParameterSpec]) -> Tensor | None:
         """Returns a segment's place in this worker's own parameters; None where they are the one copy."""
@@ -80,14 +75,6 @@ def share_parameters(module: nn.Module, model: ModelSpec, group: ProcessGroup) -
             view.copy_(parameter.data)
     group.barrier()
     return layout, region
-
-
-def regain(placed: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Puts parameters back to the places that they were views of, with the values that they have."""
-    for parameter, view in placed:
-        if parameter.data_ptr() != view.data_ptr():
-            view.copy_(parameter.data)
-            parameter.data = view
 
 
 def place_parameters(module: nn.Module, layout: FlatLayout, region: Tensor) -> None:
@@ -152,7 +139,6 @@ class CentralStorageExchange(ReducingExchange):
         return self._sums, self._sums
 
     def update(self, round_: int) -> None:
-        self._copy.regain()
         self._give()
         super().update(round_)
 
@@ -168,7 +154,6 @@ class CentralStorageExchange(ReducingExchange):
     def swap_weights(self, averaged: bool) -> None:
         # No rank may still read what is changed.
         self._group.barrier()
-        self._copy.regain()
         self._give()
         super().swap_weights(averaged)
 

@@ -54,9 +54,10 @@ class CallbackRunner:
                 callback.on_checkpoint(moment, path)
 
     def ended(self) -> None:
-        """Calls them at the end of the run."""
-        # What is changed then is in the model that is left.
-        with self._here(guarded=False) as (callbacks, moment):
+        """Calls them at the end of the run, before the model is left, with what they change if rank 0 has all of it."""
+        session = self._session
+        parts = session.replica.compute.divided or session.run.plan.replicas < session.run.plan.workers
+        with self._here(guarded=parts or not session.group.one_memory) as (callbacks, moment):
             for callback in callbacks:
                 callback.on_end(moment)
 
@@ -93,7 +94,7 @@ class CallbackRunner:
             guard.look()
         yield self._callbacks, moment
         if guard:
-            guard.require_unchanged(flags=True)
+            guard.require_unchanged()
 
     def _log_values(self, values: Mapping[str, float]) -> None:
         events = self._session.events

@@ -7,57 +7,106 @@ from torch import Tensor, nn
 from headrace import internals
 from headrace.collectives.digest import digests
 from headrace.errors import UsageError
-from headrace.modules import held_part
+from headrace.modules import held_part, memory_of
 from headrace.spec.events.run import Notice
+from headrace.training.synchronization import PeriodicSync
 from headrace.worker.session import WorkerSession
 
 _EVERY = 4
-"""The first looks that compare all elements; later it does at powers of two, and versions always."""
+"""The first looks that compare all elements; later it does at powers of two."""
+_SAMPLE = 1024
+"""Elements of a parameter that are compared at the other looks, where parameters are in this host's memory."""
 
 
 class WriteGuard:
     """Compares parameters before and after user code runs.
 
-    A write through `.data` leaves a parameter's version as it is, so that elements are compared, too: at first and then
-    now and then, since reading them all takes time.
+    A write through `.data` leaves a parameter's version as it is, so that elements are compared, too: all at first and
+    then now and then, since reading them all takes time, else a sample.
 
     Args:
         module: whose parameters they are.
         what, remedy: for the message: who must not write, why, and what to do.
+        flags: whether `requires_grad` must stay, too.
     """
 
-    def __init__(self, module: nn.Module, what: str, remedy: str) -> None:
-        self._named = {name: each for name, each in module.named_parameters() if not each.is_meta}
+    def __init__(self, module: nn.Module, what: str, remedy: str, flags: bool = False) -> None:
+        self._module = module
         self._what, self._remedy = what, remedy
+        self._with_flags = flags
         self._looks = 0
-        self._versions: list[int] = []
-        self._flags: list[bool] = []
-        self._digests: list[int] | None = None
+        self._before: dict[str, tuple[int, ...]] = {}
 
     def look(self) -> None:
         """Notes how the parameters are, before user code runs."""
-        parameters = list(self._named.values())
-        self._versions = [internals.version(each) for each in parameters]
-        self._flags = [each.requires_grad for each in parameters]
         self._looks += 1
-        reads = self._looks <= _EVERY or self._looks & (self._looks - 1) == 0
-        self._digests = digests(map(held_part, parameters)) if reads else None
+        self._before = self._now()
 
-    def require_unchanged(self, flags: bool = False) -> None:
-        """Raises UsageError if one was written to since the last look; `flags`: or its `requires_grad` was changed."""
-        parameters = list(self._named.values())
-        now = [internals.version(each) for each in parameters]
-        apart = [one != other for one, other in zip(now, self._versions, strict=True)]
-        if self._digests is not None and not any(apart):
-            apart = [
-                one != other for one, other in zip(digests(map(held_part, parameters)), self._digests, strict=True)
-            ]
-        if flags:
-            pairs = zip(parameters, self._flags, strict=True)
-            apart = [bad or each.requires_grad != flag for bad, (each, flag) in zip(apart, pairs, strict=True)]
-        if any(apart):
-            names = [repr(name) for name, bad in zip(self._named, apart, strict=True) if bad]
+    def require_unchanged(self) -> None:
+        """Raises UsageError if one was written to or replaced since the last look."""
+        before, now = self._before, self._now()
+        names = [repr(name) for name in {**before, **now} if before.get(name) != now.get(name)]
+        if names:
             raise UsageError(f"{self._what} has changed {', '.join(names):.200}; {self._remedy}")
+
+    def _now(self) -> dict[str, tuple[int, ...]]:
+        named = {name: each for name, each in self._module.named_parameters() if not each.is_meta}
+        flags = self._with_flags
+        parts = [held_part(each).detach() for each in named.values()]
+        if self._looks > _EVERY and self._looks & (self._looks - 1):
+            # Others would be waited for.
+            parts = [each.flatten()[:: 1 + each.numel() // _SAMPLE] for each in parts if each.device.type == "cpu"]
+        read = digests(parts) if len(parts) == len(named) else [0] * len(named)
+        return {
+            name: (id(each), memory_of(each), internals.version(each), flags and each.requires_grad, digest)
+            for (name, each), digest in zip(named.items(), read, strict=True)
+        }
+
+
+class Places:
+    """Takes what a loop puts in the place of a parameter's memory (`parameter.data = ...`) to where that was.
+
+    There other workers read it, or what updates the parameters has it.
+    """
+
+    def __init__(self, session: WorkerSession) -> None:
+        self._module = session.replica.compute.module
+        looks = session.run.train is not None and session.run.plan.workers > 1
+        self._strategy = session.run.strategy.name
+        # Elsewhere it is what it is in one process: what no optimizer has is trained by none.
+        self._keeps = looks and isinstance(session.replica.sync, PeriodicSync)
+        self._looks = looks
+        self._held: dict[str, tuple[nn.Parameter, Tensor]] = {}
+
+    def look(self) -> None:
+        """Notes where the parameters are, before user code runs."""
+        if self._looks:
+            # What is divided is another tensor while it is gathered, and looked at there.
+            named = ((name, each) for name, each in self._module.named_parameters() if held_part(each) is each)
+            self._held = {name: (each, each.data) for name, each in named}
+
+    def regain(self) -> None:
+        """Brings values to these places, after it."""
+        for name, (parameter, place) in self._held.items():
+            now = parameter.data
+            if (now.shape, now.dtype, now.device) != (place.shape, place.dtype, place.device):
+                raise UsageError(
+                    f"a tensor of another form was put in the place of {name!r} (parameter.data = ...): "
+                    f"{list(now.shape)}, {now.dtype}, {now.device} for {list(place.shape)}, {place.dtype}, "
+                    f"{place.device}, which {self._strategy} has divided or shares; build the model so"
+                )
+            if memory_of(now) != memory_of(place) or now.data_ptr() != place.data_ptr():
+                place.copy_(now)
+                parameter.data = place
+        if self._keeps:
+            named = dict(self._module.named_parameters())
+            for name, (parameter, _) in self._held.items():
+                if named.get(name) is not parameter:
+                    raise UsageError(
+                        f"another parameter was put in the place of {name!r} (nn.Parameter(...), assign=True), and "
+                        f"{self._strategy} would average the old one; write into it: parameter.data.copy_(...), or "
+                        "load_state_dict without assign"
+                    )
 
 
 class GradientWrites:
@@ -126,4 +175,5 @@ def guard_of_callbacks(module: nn.Module) -> WriteGuard:
         "a callback",
         "callbacks run on rank 0, and the other workers would go on without the change: change parameters in a loop of "
         "your own (hr.launch), which every worker runs, or freeze them by hr.frozen(model, pattern, until_epoch=...)",
+        flags=True,
     )
