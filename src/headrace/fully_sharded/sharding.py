@@ -200,18 +200,18 @@ class ShardedModule:
 
     def reshard(self) -> None:
         """Releases what a forward without a backward has left gathered."""
-        self.require_places()
+        self._require_places()
         for part in self._parts:
             part.reshard()
 
-    def require_places(self) -> None:
+    def _require_places(self) -> None:
         """Raises UsageError for what user code has put in the place of a parameter, and no forward has seen."""
         for guard, part in zip(self._guards, self._parts, strict=True):
             guard.require_places(part)
 
     def whole_tensors(self, leads: bool) -> Iterator[tuple[str, Tensor]]:
         """Yields every parameter whole, and every buffer, by checkpoint name, on the ranks that lead."""
-        self.require_places()
+        self._require_places()
         for name, tensor in parameters_and_buffers(self.module):
             kind, _, parameter = name.partition("/")
             if kind == "parameter" and parameter not in self.whole:

@@ -98,7 +98,6 @@ def work(
         if stays:
             _wait_for_all(session)
             _finish(session, control, loop)
-            control.callbacks.ended()
             group.together(lambda: leave_model(run, rank, group, compute))
         _tell_rows(session)
         ended = _ended(session, loop.moved_bytes + session.devices.moved_bytes, runtime_bytes)
@@ -202,6 +201,8 @@ def _finish(session: WorkerSession, control: RunControl, loop: Loop) -> None:
         group.together(replica.exchange.adopt_averaged_weights)
     group.together(lambda: control.guard.compare(evaluates=True))
     group.together(control.verbs.compare_rounds)
+    # Before the model is left, which has what they change.
+    control.callbacks.ended()
 
 
 def _ended(session: WorkerSession, moved_bytes: int, runtime_bytes: int) -> WorkerEnded:

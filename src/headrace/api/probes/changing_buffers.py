@@ -151,9 +151,12 @@ def _findings(module: nn.Module, differing: list[str], alike: list[str]) -> Sequ
     if differing:
         findings.append(
             Finding(
-                "forward changes these buffers by what it sees, which is its own share on each worker",
+                "forward changes these buffers by what it sees, which is its own share on each worker, and each "
+                "micro-batch by itself",
                 names_of(differing),
-                "Options(sync_buffers='mean') or 'first' (rank 0's, as DDP) makes them one on all workers",
+                "Options(sync_buffers='mean') or 'first' (rank 0's, as DDP) makes them one on all workers that have a "
+                "share; against micro-batches (accumulate, pipeline) helps one a share alone: accumulate=1, "
+                "Pipeline(micro_batches=1)",
                 Scope.SHARES,
             )
         )
