@@ -227,3 +227,12 @@ def test_nothing_fails_at_import_without_any_of_the_names() -> None:
     assert done.returncode == 0, done.stderr
     asked = set(ast.literal_eval(done.stdout))
     assert {"TorchDispatchMode", "HttpToolsProtocol", "BatchNorm", "foreach_add_"} <= asked
+
+
+def test_a_dispatch_mode_imports_no_compiler() -> None:
+    @internals.without_compiler
+    class Mode(internals.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    assert not hasattr(Mode.__torch_dispatch__, "__wrapped__"), "torch's wrapper imports it at the first call"

@@ -360,8 +360,9 @@ def inductor() -> Any:
 
 
 def without_compiler(mode: type) -> type:
-    """Keeps torch from importing its compiler, for seconds, to keep it away from a dispatch mode; for a class."""
-    setattr(mode, "_should_skip_dynamo", classmethod(lambda _: False))  # noqa: B010
+    """Keeps torch from importing its compiler, for seconds, by what it has put around a dispatch mode's method."""
+    dispatch: Any = mode.__dict__["__torch_dispatch__"]
+    setattr(mode, "__torch_dispatch__", getattr(dispatch, "__wrapped__", dispatch))  # noqa: B010
     return mode
 
 

@@ -121,6 +121,32 @@ def test_a_resumed_run_and_an_export_have_the_attributes_of_the_first_start(tmp_
     assert _loss(last) == pytest.approx(run.metrics["loss"], abs=1e-12)
 
 
+_LEFT: dict[str, Tensor] = {}
+
+
+class Leaving(nn.Module):
+    """Its constructor leaves a tensor in its class and in a global variable."""
+
+    factor: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3).double()
+        type(self).factor = torch.full((4,), 2.0)
+        _LEFT["shift"] = nn.Parameter(torch.ones(4)).detach()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.head(inputs * self.factor + _LEFT["shift"])
+        return output
+
+
+def test_what_a_constructor_leaves_elsewhere_has_numbers_after_the_check() -> None:
+    run = hr.fit(_job(Leaving), engine=hr.ThreadEngine())
+    assert run.status == "ok"
+    assert Leaving.factor.tolist() == [2.0] * 4
+    assert _LEFT["shift"].tolist() == [1.0] * 4
+
+
 def test_values_of_every_kind_are_carried_as_text() -> None:
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
     for module, value in ((one, 1), (two, 2)):

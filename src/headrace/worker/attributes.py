@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from headrace import internals
 from headrace.checkpoint.forms import pack, unpack
@@ -146,13 +147,37 @@ def _content(cell: Any) -> Any:
 _OF_MODULES = vars(nn.Module()).keys()
 
 
-def _without_numbers(build: Callable[[], nn.Module]) -> nn.Module | None:
-    """Builds a model whose tensors have no numbers, which takes a small part of the time; None where it needs them."""
-    with warnings.catch_warnings(action="ignore"), torch.device("meta"):
-        try:
-            return build()
-        except Exception:  # whatever a constructor raises of such tensors; it has run with others before
-            return None
+@internals.without_compiler
+class _MadeStorages(internals.TorchDispatchMode):
+    """Notes the memory of the tensors that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [each for each in internals.tree_leaves(result) if isinstance(each, Tensor)]
+        self.made += [StorageWeakRef(each.untyped_storage()) for each in made if each.is_meta]
+        return result
+
+
+def _values_of(module: nn.Module) -> dict[str, Any]:
+    return {path: each.value for path, each in attributes_of(module).items()}
+
+
+def _without_numbers(build: Callable[[], nn.Module]) -> dict[str, Any] | None:
+    """Builds a model whose tensors have no numbers, in a small part of the time, and returns its attributes' values.
+
+    None where it needs numbers, or leaves a tensor in a class or a global variable, which forward would read.
+    """
+    storages = _MadeStorages()
+    try:
+        with warnings.catch_warnings(action="ignore"), storages, torch.device("meta"):
+            found = _values_of(build())
+    except Exception:  # whatever a constructor raises of such tensors; it has run with others before
+        return None
+    return found if all(each.expired() for each in storages.made) else None
 
 
 def same(one: Any, other: Any) -> bool:
@@ -196,7 +221,7 @@ class SameBuild:
             return module
         if self.values is None:
             self.quick = perf_counter() - began < _QUICK_S
-            self.values = {path: copied(each.value) for path, each in attributes_of(module).items()}
+            self.values = {path: copied(value) for path, value in _values_of(module).items()}
             self.names = _names(module)
             orders = {name: tuple(map(tuple, _held(part))) for name, part in module.named_modules()}
             self.order = {name: order for name, order in orders.items() if any(len(keys) > 1 for keys in order)}
@@ -207,12 +232,10 @@ class SameBuild:
 
     def compare(self, again: Callable[[], nn.Module]) -> None:
         """Builds the model again, and notes what differs."""
-        values, found = self.values or {}, attributes_of(_without_numbers(again) or again())
-        if any(isinstance(values[path], Tensor) for path in values.keys() - found.keys()):
-            found = attributes_of(again())
-        self.drawn = frozenset(
-            path for path in found.keys() & values.keys() if not same(found[path].value, values[path])
-        )
+        values, found = self.values or {}, _without_numbers(again)
+        if found is None or any(isinstance(values[path], Tensor) for path in values.keys() - found.keys()):
+            found = _values_of(again())
+        self.drawn = frozenset(path for path in found.keys() & values.keys() if not same(found[path], values[path]))
 
     def give(self, module: nn.Module) -> None:
         """Gives a model the attributes of the first one.
