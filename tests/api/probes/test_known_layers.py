@@ -97,7 +97,13 @@ def test_what_the_program_has_replaced_is_tried(monkeypatch: pytest.MonkeyPatch)
     assert is_known(model, LOSS)
     assert not is_known(model, own_loss)
     assert not is_known(model, of_inputs)
-    for owner, name in ((nn.functional, "linear"), (torch, "tanh"), (nn.Tanh, "forward"), (nn.Module, "__call__")):
+    for owner, name in (
+        (nn.functional, "linear"),
+        (nn.functional, "cross_entropy"),
+        (torch, "tanh"),
+        (nn.Tanh, "forward"),
+        (nn.Module, "__call__"),
+    ):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, lambda *given: given[-1] - given[-1].mean(0))
             assert not is_known(model, LOSS), name

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +44,10 @@ def is_known(module: nn.Module, objective: Objective) -> bool:
     own = objective.model is not None or not is_ours(objective.loss)
     if own or callable(objective.inputs) or callable(objective.target) or hooks_of_all_modules():
         return False
+    loss = objective.loss.func if isinstance(objective.loss, partial) else objective.loss
     plain = all(type(each) is nn.Parameter and not each.is_meta for each in module.parameters())
-    return plain and not list(module.buffers()) and all(map(_is_known_layer, module.modules()))
+    plain = plain and not list(module.buffers()) and _calls_torch(vars(sys.modules[loss.__module__]).values())
+    return plain and all(map(_is_known_layer, module.modules()))
 
 
 def _is_known_layer(part: nn.Module) -> bool:
@@ -50,16 +55,16 @@ def _is_known_layer(part: nn.Module) -> bool:
         return False
     if isinstance(part, nn.Flatten) and part.start_dim < 1:
         return False
-    # The caller's program may have replaced functions of torch.
     own: list[Any] = [type(part).__call__, type(part).forward]
     own += [vars(type(part))[name] for name in type(part).forward.__code__.co_names if name in vars(type(part))]
-    spaces = vars(functional), vars(torch)
-    called = [space.get(name) for each in own for name in _names(each) for space in spaces]
-    return all(map(_is_of_torch, [*own, *filter(callable, called)]))
+    return all(map(_is_of_torch, own)) and _calls_torch(own)
 
 
-def _names(function: Any) -> tuple[str, ...]:
-    return function.__code__.co_names if inspect.isfunction(function) else ()
+def _calls_torch(functions: Iterable[Any]) -> bool:
+    """Tells whether what functions call of torch is torch's: the caller's program may have replaced it."""
+    names = {name for each in functions if inspect.isfunction(each) for name in each.__code__.co_names}
+    called = [space.get(name) for name in names for space in (vars(functional), vars(torch))]
+    return all(map(_is_of_torch, filter(callable, called)))
 
 
 def _is_of_torch(function: Any) -> bool:
