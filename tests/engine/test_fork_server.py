@@ -224,3 +224,16 @@ def test_what_the_user_has_set_counts_for_workers(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
     given = environment_of_workers()
     assert (given["TOKENIZERS_PARALLELISM"], given["TRANSFORMERS_VERBOSITY"]) == ("true", "error")
+
+
+def test_modules_are_imported_from_the_path_of_now(
+    fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_a_later_path.py").write_text(
+        "import pathlib\npathlib.Path(__file__).with_suffix('.done').touch()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    # More names than one message takes.
+    others = [f"there_is_no_module_of_this_name_{number}" for number in range(2000)]
+    fork_server.import_modules([*others, "of_a_later_path"])
+    assert (tmp_path / "of_a_later_path.done").exists()

@@ -27,7 +27,7 @@ if rank == sys.argv[1]:
     if deed == "kill": os.kill(os.getpid(), signal.SIGKILL)
     if deed == "leave": sys.exit(int(sys.argv[3]))
     if deed == "input": input()
-    if deed == "stdin": sys.stdin.buffer.read()
+    if deed == "stdin": print(hasattr(sys.stdin, "buffer")); sys.stdin.buffer.read()
     if deed == "words": sys.exit("I had enough")
 """
 

@@ -35,6 +35,8 @@ NOT_STARTED = 256
 _START_S = 120.0
 _CLOSE_S = 5.0
 _MESSAGE_BYTES = 64 * 1024
+_NAMES = 500
+"""Of modules, in one message."""
 _LOOK_EVERY_S = 0.01
 
 _KEPT_BYTES = 1 << 30
@@ -191,8 +193,9 @@ class ForkServer:
         if not missing:
             return
         self._await_ready()
-        self._send(json.dumps({"import": missing}).encode())
-        self._await("the process that imports modules for the workers", "done")
+        for begin in range(0, len(missing), _NAMES):
+            self._send(json.dumps({"import": missing[begin : begin + _NAMES], "path": sys.path}).encode())
+            self._await("the process that imports modules for the workers", "done")
         self._imported.update(missing)
 
     def spawn(self, rank: int, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:

@@ -173,7 +173,8 @@ class _NoInput(io.TextIOBase):
 
     @property
     def buffer(self) -> Any:
-        return self.readline()
+        # Not refused yet: libraries look whether there is one.
+        return self
 
 
 class _Log(io.FileIO):
