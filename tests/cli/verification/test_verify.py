@@ -88,6 +88,7 @@ def test_a_script_is_run_alone_and_launched(folder: Path, capfd: Capture) -> Non
     found = json.loads(capfd.readouterr().out)
     assert [row["what"] for row in found["rows"]] == ["parameters", "parameters, rank 1 and 0"]
     assert (found["rounds"], found["batch"], found["precision"]) == (6, 8, "double")
+    assert found["seconds"] > 0
     assert run(["verify", "script.py", "--workers", "2", "mirrored", "other"]) == 1
     assert "parameters: differs from round 0 on" in capfd.readouterr().out
 

@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -146,7 +148,7 @@ def _of_script(script: Path, arguments: Sequence[str], workers: int | None, roun
     from headrace.engine.base import end_with, leave_alone
     from headrace.engine.local.engine import launch_script
 
-    count = workers or 2
+    began, count = perf_counter(), workers or 2
 
     def alone() -> int:
         command = [sys.executable, "-m", script_alone.__name__, str(workers or 0), str(script), *arguments]
@@ -166,7 +168,8 @@ def _of_script(script: Path, arguments: Sequence[str], workers: int | None, roun
             return found
         _say(f"{script.name}, launched")
         _run_recorded(lambda: launch_script(script, arguments, count), script, folder / "launched", rounds)
-        return compare_scripts(script, folder / "alone", folder / "launched", count)
+        found = compare_scripts(script, folder / "alone", folder / "launched", count)
+        return replace(found, seconds=perf_counter() - began)
 
 
 def _run_recorded(run: Callable[[], int], script: Path, folder: Path, rounds: int) -> None:
