@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -154,3 +154,20 @@ class _Rebinder:
         copied = self.of(content)
         self._cells[id(cell)] = cell if copied is content else CellType(copied)
         return self._cells[id(cell)]
+
+
+class OwnHook:
+    """A hook of a module. Its copies, and files that it is written to, have one that does nothing."""
+
+    def __init__(self, act: Callable[..., None]) -> None:
+        self._act = act
+
+    def __call__(self, *given: Any) -> None:
+        self._act(*given)
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return nullcontext().__exit__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A file must not need this package.
+        return getattr, (nullcontext(), "__exit__")

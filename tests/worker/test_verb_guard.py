@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from functools import partial
 from typing import Any
 
@@ -85,7 +87,11 @@ def drawing(generator: str, worker: hr.Worker) -> None:
     for inputs, target in worker.batches():
         if worker.round >= 3 and generator:
             inputs = inputs * (torch.rand(1) if generator == "torch" else float(own.random()))
-        worker.backward(nn.functional.mse_loss(nn.functional.dropout(worker.model(inputs)), target))
+        torch.save(worker.model, io.BytesIO())
+        output = worker.model(inputs)
+        # What looks at the model meanwhile is in no file and no copy.
+        torch.save(copy.deepcopy(worker.model), io.BytesIO())
+        worker.backward(nn.functional.mse_loss(nn.functional.dropout(output), target))
         worker.update()
         assert len([*DataLoader(range(3), shuffle=True)]) == 3
 

@@ -12,7 +12,6 @@ from torch.utils.data import BatchSampler, DataLoader, Subset, TensorDataset
 from torch.utils.hooks import RemovableHandle
 
 from headrace import internals
-from headrace.api.plain_script.deliveries import OwnHook
 from headrace.api.plain_script.meeting import Meeting
 from headrace.api.plain_script.shares import ShareLoader
 from headrace.api.probes.finding import names_of
@@ -20,6 +19,7 @@ from headrace.api.probes.parts.hooks import problems_of_hooks
 from headrace.collectives.digest import digests
 from headrace.data.cache.fingerprint import fingerprint
 from headrace.errors import UsageError
+from headrace.hooks import OwnHook
 from headrace.internals import BatchNorm
 from headrace.policies.roles import bounds
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headrace.errors import UsageError
+from headrace.hooks import OwnHook
 from headrace.trees import map_tensors
 
 
@@ -92,23 +92,6 @@ class Deliveries:
                 "batch size that the number of processes divides"
             )
         return last
-
-
-class OwnHook:
-    """A hook of a module. Its copies, and files that it is written to, have one that does nothing."""
-
-    def __init__(self, act: Callable[..., None]) -> None:
-        self._act = act
-
-    def __call__(self, *given: Any) -> None:
-        self._act(*given)
-
-    def __deepcopy__(self, memo: object) -> Callable[..., None]:
-        return nullcontext().__exit__
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A file must not need this package.
-        return getattr, (nullcontext(), "__exit__")
 
 
 class ForwardCounts:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from headrace.api.plain_script.deliveries import OwnHook
 from headrace.api.plain_script.gradients import Synchronizer
 from headrace.api.plain_script.meeting import ASSIGNED, LOADED, SAVED, STEP, Meeting
 from headrace.api.plain_script.separable import require_separable
@@ -19,6 +18,7 @@ from headrace.checkpoint.forms import pack, unpack
 from headrace.collectives.base import gather_bytes, gather_texts
 from headrace.collectives.digest import digests, ranks_apart
 from headrace.errors import UsageError
+from headrace.hooks import OwnHook
 from headrace.modules import describe
 from headrace.policies.sharding import whole
 from headrace.training.central_storage.exchange import place_parameters, share_parameters

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
+from headrace.hooks import OwnHook
 from headrace.spec.events.run import Notice
 from headrace.worker.session import WorkerSession
 from headrace.worker.state import random_states
@@ -26,29 +28,37 @@ class DrawGuard:
         self._device = torch.device(session.run.plan.role(session.rank).device)
         self._own: dict[str, Any] = {}
         self._before: dict[str, Any] = {}
+        self._hook: RemovableHandle | None = None
 
     def begin(self) -> None:
         """Begins a round of the loop, whose frames are below this one."""
         done = self._session.progress.done
+        # Of a batch that the loop has left out.
+        self._forget()
         # Also of a loop that begins to draw later.
         if self._looks and not done & (done - 1) and self._session.loader.counters.parallel != "threads":
             self._own = dict(_generators_of_loop())
             self._before = self._states()
-            # Not for long: a loop may write its model to a file.
-            self._hook = self._session.replica.compute.module.register_forward_pre_hook(lambda *_: self.end())
+            module = self._session.replica.compute.module
+            self._hook = module.register_forward_pre_hook(OwnHook(lambda *_: self.end()))
 
     def end(self) -> None:
         """Says what has drawn since `begin`, once."""
         if not self._before:
             return
-        self._hook.remove()
-        before, self._before = self._before, {}
+        before = self._forget()
         drawn = [name for name, state in self._states().items() if state != before[name]]
         if drawn:
             self._looks = False
             session = self._session
             if session.group.rank == 0:
                 session.events.write(Notice(session.rank, session.events.now(), _SAID.format(", ".join(drawn))))
+
+    def _forget(self) -> dict[str, Any]:
+        before, self._before = self._before, {}
+        if self._hook is not None:
+            self._hook.remove()
+        return before
 
     def _states(self) -> dict[str, Any]:
         found: dict[str, Any] = {}

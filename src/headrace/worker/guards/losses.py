@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from headrace.hooks import OwnHook
 from headrace.spec.events.run import Notice
 from headrace.spec.job import Share
 from headrace.training.user_code.loss_graph import LastOutput, MeanCheck, ShareFactors, findings_of, require_mean
@@ -36,7 +37,7 @@ class LossGuard:
         self._said: set[str] = set()
         self._has_seen_others = False
         if self._left:
-            self._handle = session.replica.compute.module.register_forward_hook(self._last.keep)
+            self._handle = session.replica.compute.module.register_forward_hook(OwnHook(self._last.keep))
 
     def look(self, loss: Any, share: Share) -> None:
         """Looks at a loss, before it is differentiated."""

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from headrace import internals
-from headrace.api.plain_script.deliveries import OwnHook
 from headrace.api.plain_script.meeting import Meeting
 from headrace.api.probes.finding import names_of
 from headrace.errors import DataError
+from headrace.hooks import OwnHook
 from headrace.modules import evaluating
 from headrace.training.user_code.trial import drawn, trial
 from headrace.training.whole_model import cut

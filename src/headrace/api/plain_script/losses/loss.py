@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from headrace import internals
-from headrace.api.plain_script.deliveries import OwnHook
 from headrace.api.plain_script.meeting import Meeting
+from headrace.hooks import OwnHook
 from headrace.training.user_code.loss_graph import (
     LastOutput,
     MeanCheck,
