@@ -169,6 +169,22 @@ def test_what_user_code_starts_inherits_no_descriptor_of_a_worker(
     assert json.loads(Path("found").read_text()).keys() == {"0", "1", "2"}
 
 
+def note_variables(worker: hr.Worker) -> None:
+    Path("found").write_text(json.dumps([os.environ.get(name) for name in ("SET_LATER", "REMOVED_LATER")]))
+
+
+def test_environment_variables_that_are_set_after_the_engine_are_those_of_its_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("REMOVED_LATER", "1")
+    with LocalEngine() as engine:
+        monkeypatch.setenv("SET_LATER", "2")
+        monkeypatch.delenv("REMOVED_LATER")
+        hr.launch(note_variables, make_job(), hr.OneDevice(), engine=engine)
+    assert json.loads(Path("found").read_text()) == ["2", None]
+
+
 def note_libraries(worker: hr.Worker) -> None:
     Path("found").write_text(json.dumps("tokenizers" in sys.modules))
 

@@ -101,6 +101,16 @@ def environment_of_workers() -> dict[str, str]:
     return {**ENVIRONMENT, **_OF_WORKERS, **os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
+def take_environment(request: Mapping[str, Any]) -> None:
+    """Takes over the module path, and what the launcher has changed in its environment."""
+    sys.path[:] = request["path"]
+    for name, value in request["variables"].items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 def start_fork_server(channel: socket.socket) -> ChildProcess:
     """Starts a fork server as a program; it inherits `channel`."""
     return subprocess.Popen(
@@ -180,6 +190,7 @@ class ForkServer:
         self._stopped_at: float | None = None
         self._ready = False
         self._imported: set[str] = set()
+        self._environment = dict(os.environ)
         _open.add(self)
 
     def import_modules(self, names: Sequence[str]) -> None:
@@ -194,7 +205,7 @@ class ForkServer:
             return
         self._await_ready()
         for begin in range(0, len(missing), _NAMES):
-            self._send(json.dumps({"import": missing[begin : begin + _NAMES], "path": sys.path}).encode())
+            self._send(json.dumps({"import": missing[begin : begin + _NAMES], **self._set_here()}).encode())
             self._await("the process that imports modules for the workers", "done")
         self._imported.update(missing)
 
@@ -206,10 +217,16 @@ class ForkServer:
             UnfitMachine: the fork server has ended, or never started.
         """
         self._await_ready()
-        message = json.dumps({"spawn": rank, **request}).encode()
+        message = json.dumps({"spawn": rank, **self._set_here(), **request}).encode()
         if len(message) > _MESSAGE_BYTES:
             raise UnfitMachine(f"the request for rank {rank} is {len(message)} bytes long, more than {_MESSAGE_BYTES}")
         self._send(message, descriptors)
+
+    def _set_here(self) -> dict[str, Any]:
+        """Returns the module path, and the environment variables that this process has set or removed meanwhile."""
+        before, now = self._environment, dict(os.environ)
+        names = [name for name in before | now if before.get(name) != now.get(name)]
+        return {"path": sys.path, "variables": {name: now.get(name) for name in names}}
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Ends processes with SIGKILL."""

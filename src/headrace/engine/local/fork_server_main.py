@@ -1,7 +1,7 @@
 """A process that has imported everything and started no thread: it forks a worker in milliseconds.
 
     launcher ──socket──► fork server ──fork──► worker 0, worker 1, ...
-             {"import": names, "path": sys.path}, {"spawn": rank}, descriptors ►
+             {"import": names}, {"spawn": rank}, descriptors ►
              ◄ {"imported": true}, {"ended": rank, "status": ...}, {"unstarted": rank}
 
 Importing torch takes over a second; forking a process that has done it, a hundredth of that. The fork server ends
@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from headrace.engine.local.fork_server import take_environment
 from headrace.shared_memory.descriptors import receive_descriptors
 
 _MESSAGE_BYTES = 64 * 1024
@@ -72,7 +73,7 @@ def main(descriptor: int) -> None:
                     break
                 request = json.loads(message)
                 if "import" in request:
-                    sys.path[:] = request["path"]
+                    take_environment(request)
                     _import(request["import"])
                     launcher.send(b'{"imported":true}')
                 elif not _handle(request, descriptors, workers, [launcher.fileno(), read_end, write_end]):

@@ -22,6 +22,7 @@ from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.collectives.views.group import ViewGroup
 from headrace.collectives.views.page import PageViews
 from headrace.engine.base import LivenessProbe
+from headrace.engine.local.fork_server import take_environment
 from headrace.engine.shipping import unpack
 from headrace.engine.torchrun.address import start_timeout_s
 from headrace.errors import HeadraceError, JobError, NoStandardInput, PeerLost
@@ -46,7 +47,7 @@ def run(request: Mapping[str, Any], descriptors: list[int]) -> int:
     """Runs a worker, a server or a script, as the launcher requests; returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.chdir(request["directory"])
-    sys.path[:] = request["path"]
+    take_environment(request)
     redirect(Path(request["log"]))
     torch.set_num_threads(request["threads"])
     try:
