@@ -1,4 +1,4 @@
-"""Calls `hr.fit` several times in one process; prints a line for each call.
+"""Calls `hr.fit` several times in one process; prints a line for each call: `fits.py COUNT [job | own]`.
 
 On it: seconds from the call to the end of the first step, and to its begin; after the call, this process's
 descriptors, the processes below it, and the memory of them all (MB, proportional set size).
@@ -31,7 +31,8 @@ def memory_mb(pid: int) -> float:
 
 
 if __name__ == "__main__":
-    job = runpy.run_path(str(Path(__file__).parent / "job.py"))["job"]
+    name = sys.argv[2] if len(sys.argv) > 2 else "job"
+    job = runpy.run_path(str(Path(__file__).parent / "job.py"))[name]
     for _ in range(int(sys.argv[1])):
         began = time.monotonic()
         run = hr.fit(job, hr.Mirrored(workers=2))

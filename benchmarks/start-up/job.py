@@ -1,5 +1,6 @@
-"""The mlp for a few steps."""
+"""The mlp for a few steps, of torch's own layers, and of a class."""
 
+import dataclasses
 import functools
 
 import torch
@@ -15,3 +16,18 @@ job = hr.Job(
     global_batch_size=128,
     steps=3,
 )
+
+
+class Mlp(nn.Module):
+    """The same layers in a class of the program's own, which the checks before the start must try."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(784, 2048), nn.Linear(2048, 2048), nn.Linear(2048, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.third(torch.relu(self.second(torch.relu(self.first(x)))))
+        return output
+
+
+own = dataclasses.replace(job, model=Mlp)
