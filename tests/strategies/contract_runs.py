@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import headrace as hr
 from collectives.seats import together
 from headrace.api.checks import inspect_job
-from headrace.api.verification.recording import losses_of
+from headrace.api.verification.left import losses_of
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import Loader, as_pipeline
 from headrace.engine.base import Engine

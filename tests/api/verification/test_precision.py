@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import headrace as hr
 from api.verification.test_verify import job, verified
+from headrace.strategies import Strategy
 
 
 def test_rounding_in_single_precision_is_no_difference() -> None:
@@ -43,6 +45,7 @@ class Rows(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table, self.head = nn.Embedding(20, 4, sparse=True), nn.Linear(4, 3)
+        nn.init.normal_(self.table.weight, std=0.1)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,7 +53,12 @@ class Rows(nn.Module):
         return output
 
 
-def test_sparse_embeddings_are_compared_with_one_device() -> None:
-    found = verified(job(model=Rows, optimizer=partial(torch.optim.SGD, lr=0.1)), hr.Mirrored(workers=2))
+@pytest.mark.parametrize(
+    "strategy",
+    [hr.Mirrored(2), hr.ParameterServer(workers=2, servers=2, staleness_bound=0)],
+    ids=lambda each: each.name,
+)
+def test_sparse_embeddings_are_compared_with_one_device(strategy: Strategy) -> None:
+    found = verified(job(model=Rows, optimizer=partial(torch.optim.Adagrad, lr=0.1)), strategy, double=True)
     assert found.equal, str(found)
     assert found.reference == "a run under one_device"

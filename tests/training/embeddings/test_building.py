@@ -33,6 +33,12 @@ INITIALISERS: list[tuple[Callable[[nn.Embedding], object], RowInit]] = [
     (lambda layer: nn.init.trunc_normal_(layer.weight, 0.5, 2.0), RowInit("truncated", 0.5, 2.0, (-2.0, 2.0))),
     (lambda layer: nn.init.zeros_(layer.weight), RowInit("constant", 0.0)),
     (lambda layer: nn.init.xavier_normal_(layer.weight), RowInit("normal", 0.0, (2 / (6 + 2)) ** 0.5)),
+    (lambda layer: nn.init.normal_(layer.double().weight, 0.5, 0.25), RowInit("normal", 0.5, 0.25)),
+    (lambda layer: (nn.init.uniform_(layer.weight, -0.5, 0.25), layer.double()), RowInit("uniform", -0.5, 0.25)),
+    (
+        lambda layer: (nn.init.trunc_normal_(layer.weight, 0.5), layer.bfloat16()),
+        RowInit("truncated", 0.5, 1.0, (-2.0, 2.0)),
+    ),
 ]
 
 
@@ -52,6 +58,16 @@ def test_the_layers_own_initialiser_is_done_row_by_row(
         (expected.first, expected.second)
     )
     assert (layer.spec.init.bounds, layer.spec.padding) == (expected.bounds, 1)
+
+
+def test_rows_of_numbers_that_were_computed_are_refused() -> None:
+    def make() -> nn.Module:
+        layer = nn.Embedding(6, 2, sparse=True)
+        layer.weight = nn.Parameter(layer.weight.detach() * 0.02)
+        return nn.Sequential(layer)
+
+    with pytest.raises(JobError, match=r"'0' is initialised by numbers of its own, which cannot be done row by row"):
+        build(make)
 
 
 def test_other_layers_draw_the_same_numbers_with_and_without_a_sparse_one() -> None:

@@ -43,7 +43,7 @@ _DRAW_FIRST = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRa
 """Samplers that draw a whole epoch's order when they are first asked."""
 
 _OPTIONS = (
-    *("collate_fn", "num_workers", "pin_memory", "timeout"),
+    *("num_workers", "pin_memory", "timeout"),
     *("worker_init_fn", "multiprocessing_context", "persistent_workers"),
 )
 _Part = tuple[int, int, int]

@@ -13,22 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from headrace import internals
-from headrace.api.run import Run
 from headrace.api.verification.plain_loop import PlainLoop
 from headrace.api.verification.plain_worker import PlainWorker
 from headrace.batches import call, select_target
-from headrace.checkpoint import CheckpointFolder
 from headrace.checkpoint.forms import extra_states, load_extra_states
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import Loader, as_pipeline
 from headrace.metrics import Mean, weigh
 from headrace.modules import evaluating, names_of_sets, parameters_and_buffers, parts_of
-from headrace.spec.events import Stepped
 from headrace.spec.job import Job
 from headrace.spec.parameter_sets import loss_name
-from headrace.training.optimizer import StatePiece
 from headrace.training.shared_buffers.batch_norm import averaged_buffers
-from headrace.training.update import AVERAGE, HasModes
+from headrace.training.update import HasModes
 from headrace.training.user_code.objective import Objective
 from headrace.trees import from_json
 from headrace.worker.evaluations.accumulated import Accumulated, accumulates
@@ -267,7 +263,7 @@ def tensors_in(module: nn.Module) -> Tensors:
 
 def tensors_of(module: nn.Module) -> dict[str, Tensors]:
     """Returns copies of a model's parameters, of the buffers that belong to its state, and of its extra state."""
-    found: dict[str, Tensors] = {"parameters": {}, "buffers": {}, "extra state": _numbers(extra_states(module))}
+    found: dict[str, Tensors] = {"parameters": {}, "buffers": {}, "extra state": numbers_in(extra_states(module))}
     for name, tensor in parameters_and_buffers(module):
         kind, _, own = name.partition("/")
         found[f"{kind}s"][own] = tensor.detach().clone()
@@ -282,36 +278,7 @@ def _states(loops: Iterable[PlainLoop]) -> Iterator[tuple[str, Tensor]]:
                     yield f"{parameter}/{key}", torch.as_tensor(value).detach().clone().flatten()
 
 
-def read_run(run: Run) -> Trained:
-    """Reads what a run has left: its events, its checkpoints and its model."""
-    found = Trained(losses=losses_of(run), metrics=run.metrics)
-    folder = CheckpointFolder(run.run_dir / "checkpoints")
-    for step in folder.steps():
-        checkpoint = folder.open(step)
-        by_kind: dict[str, Tensors] = {kind: {} for kind in KINDS}
-        pieces = []
-        settings = json.dumps(checkpoint.description["settings"]).encode()
-        by_kind[OF_RANKS] = {"settings": torch.frombuffer(bytearray(settings), dtype=torch.uint8)}
-        for rank in reversed(checkpoint.ranks):
-            tensors = checkpoint.read(rank)
-            extra = _numbers(tensors)
-            by_kind["extra state"] |= extra
-            by_kind[OF_RANKS] |= {f"rank {rank}/{name}": each for name, each in extra.items()}
-            for name, tensor in tensors.items():
-                kind, _, own = name.partition("/")
-                if kind in ("parameter", "buffer"):
-                    by_kind[f"{kind}s"][own] = tensor
-                elif kind == "state":
-                    pieces.append(StatePiece.parse(own, tensor))
-                if kind in ("own", "local") or AVERAGE in name:
-                    by_kind[OF_RANKS][f"rank {rank}/{own}"] = tensor
-        by_kind["optimizer state"] = _joined(pieces)
-        found.rounds[step] = by_kind
-    found.model = tensors_in(run.model)
-    return found
-
-
-def _numbers(saved: Mapping[str, Tensor]) -> Tensors:
+def numbers_in(saved: Mapping[str, Tensor]) -> Tensors:
     """Returns the tensors and numbers in the extra state that a checkpoint has of modules."""
     found: Tensors = {}
     for name, text in saved.items():
@@ -321,26 +288,6 @@ def _numbers(saved: Mapping[str, Tensor]) -> Tensors:
             tree = from_json(json.loads(bytes(text.tolist())), tensors.__getitem__)
             found |= flat(tree, owner.removeprefix("extra/"))
     return found
-
-
-def losses_of(run: Run) -> list[float]:
-    """Returns the loss of each round of a run, the mean over the global batch."""
-    sums: dict[int, tuple[float, float]] = {}
-    for event in sorted(run.events, key=lambda event: event.rank):
-        if isinstance(event, Stepped):
-            total, weight = sums.get(event.step, (0.0, 0.0))
-            own = 0.0 if event.loss is None else event.weight
-            sums[event.step] = total + (event.loss or 0.0) * own, weight + own
-    return [total / weight if weight else 0.0 for _, (total, weight) in sorted(sums.items())]
-
-
-def _joined(pieces: Sequence[StatePiece]) -> Tensors:
-    """Returns whole tensors, flat, of the pieces of optimizer state that the ranks have saved."""
-    parts: dict[str, dict[int, Tensor]] = {}
-    for piece in pieces:
-        if piece.key != AVERAGE:
-            parts.setdefault(f"{piece.parameter}/{piece.key}", {})[piece.start] = piece.value.flatten()
-    return {name: torch.cat([own[start] for start in sorted(own)]) for name, own in parts.items()}
 
 
 def examine(job: Job, module: nn.Module, found: Trained) -> None:

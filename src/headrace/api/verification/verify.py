@@ -47,13 +47,12 @@ from headrace.api.verification.jobs import (
     with_model,
     without_random_layers,
 )
+from headrace.api.verification.left import losses_of, read_run
 from headrace.api.verification.recording import (
     Trained,
     examine,
     first_batch,
     flat,
-    losses_of,
-    read_run,
     tensors_in,
     train_plainly,
 )

@@ -25,6 +25,7 @@ from time import monotonic
 from typing import Any
 
 from headrace.engine.base import LivenessProbe, end_with, leave_alone
+from headrace.engine.local.environment import set_since
 from headrace.errors import ForkServerLost, HeadraceError, RunFailed, UnfitMachine, UsageError
 from headrace.machine.allocator import MMAP_THRESHOLD, TOP_PAD, TRIM_THRESHOLD, prefer_large_pages, tune
 from headrace.machine.limits import too_many_threads
@@ -99,16 +100,6 @@ def environment_of_workers() -> dict[str, str]:
     """Returns the environment of a program that is a worker, or forks workers: this process's, and its module path."""
     path = [entry for entry in sys.path if entry]
     return {**ENVIRONMENT, **_OF_WORKERS, **os.environ, "PYTHONPATH": os.pathsep.join(path)}
-
-
-def take_environment(request: Mapping[str, Any]) -> None:
-    """Takes over the module path, and what the launcher has changed in its environment."""
-    sys.path[:] = request["path"]
-    for name, value in request["variables"].items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def start_fork_server(channel: socket.socket) -> ChildProcess:
@@ -205,7 +196,7 @@ class ForkServer:
             return
         self._await_ready()
         for begin in range(0, len(missing), _NAMES):
-            self._send(json.dumps({"import": missing[begin : begin + _NAMES], **self._set_here()}).encode())
+            self._send(json.dumps({"import": missing[begin : begin + _NAMES], **set_since(self._environment)}).encode())
             self._await("the process that imports modules for the workers", "done")
         self._imported.update(missing)
 
@@ -217,16 +208,10 @@ class ForkServer:
             UnfitMachine: the fork server has ended, or never started.
         """
         self._await_ready()
-        message = json.dumps({"spawn": rank, **self._set_here(), **request}).encode()
+        message = json.dumps({"spawn": rank, **set_since(self._environment), **request}).encode()
         if len(message) > _MESSAGE_BYTES:
             raise UnfitMachine(f"the request for rank {rank} is {len(message)} bytes long, more than {_MESSAGE_BYTES}")
         self._send(message, descriptors)
-
-    def _set_here(self) -> dict[str, Any]:
-        """Returns the module path, and the environment variables that this process has set or removed meanwhile."""
-        before, now = self._environment, dict(os.environ)
-        names = [name for name in before | now if before.get(name) != now.get(name)]
-        return {"path": sys.path, "variables": {name: now.get(name) for name in names}}
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Ends processes with SIGKILL."""

@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.engine.local.fork_server import take_environment
+from headrace.engine.local.environment import take_environment
 from headrace.shared_memory.descriptors import receive_descriptors
 
 _MESSAGE_BYTES = 64 * 1024

@@ -22,7 +22,7 @@ from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.collectives.views.group import ViewGroup
 from headrace.collectives.views.page import PageViews
 from headrace.engine.base import LivenessProbe
-from headrace.engine.local.fork_server import take_environment
+from headrace.engine.local.environment import take_environment
 from headrace.engine.shipping import unpack
 from headrace.engine.torchrun.address import start_timeout_s
 from headrace.errors import HeadraceError, JobError, NoStandardInput, PeerLost

@@ -34,22 +34,46 @@ _PATCHING = threading.RLock()
 _Layer = nn.Embedding | nn.EmbeddingBag
 
 
+_COPIES = ("_to_copy", "clone")
+"""Operations whose result has the numbers of what they take: another type, a copy."""
+
+
+class Initialised:
+    """What the weights of deferred layers begin with, by the memory that they would have."""
+
+    def __init__(self) -> None:
+        # With the tensor, so that no other one gets its place.
+        self._found: dict[int, tuple[Tensor, RowInit | str]] = {}
+
+    def note(self, weight: Tensor, init: RowInit | str) -> None:
+        """Notes what a weight begins with from now on."""
+        self._found[memory_of(weight)] = weight.detach(), init
+
+    def of(self, weight: Tensor) -> RowInit | str | None:
+        """Returns what a weight begins with; None where that is not known."""
+        return self._found.get(memory_of(weight), (weight, None))[1]
+
+
 class _Initialisers(TorchDispatchMode):
-    """Records what is written to the weights of deferred layers, by the memory that they would have."""
+    """Records what is written to the weights of deferred layers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: dict[int, RowInit | str] = {}
+        self.found = Initialised()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        target = args[0] if args and internals.schema(func).is_mutable else None
-        if isinstance(target, Tensor) and target.is_meta:
-            recorded = _recorded(func, target, args[1:])
-            if recorded is not None:
-                self.found[memory_of(target)] = recorded
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        target, schema = args[0] if args else None, internals.schema(func)
+        if not isinstance(target, Tensor) or not target.is_meta:
+            return result
+        recorded = _recorded(func, target, args[1:]) if schema.is_mutable else None
+        if recorded is not None:
+            self.found.note(target, recorded)
+        elif schema.name.removeprefix("aten::") in _COPIES and (known := self.found.of(target)) is not None:
+            self.found.note(result, known)
+        return result
 
 
 def _recorded(func: Any, target: Tensor, args: tuple[Any, ...]) -> RowInit | str | None:
@@ -111,7 +135,7 @@ def deferred_tables() -> Iterator[Callable[[nn.Module, int], nn.Module]]:
 
 
 @contextmanager
-def _without_memory(found: dict[int, RowInit | str], owner: int) -> Iterator[None]:
+def _without_memory(found: Initialised, owner: int) -> Iterator[None]:
     """Records the initialisers that do nothing for a weight without memory, so that no operation shows them."""
 
     def truncated(mean: float, std: float, low: float, high: float, generator: object = None) -> RowInit:
@@ -128,7 +152,7 @@ def _without_memory(found: dict[int, RowInit | str], owner: int) -> Iterator[Non
     def recording(name: str) -> Callable[..., Tensor]:
         def initialise(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if tensor.is_meta and threading.get_ident() == owner:
-                found[memory_of(tensor)] = silent[name](*args, **kwargs)
+                found.note(tensor, silent[name](*args, **kwargs))
                 return tensor
             done: Tensor = originals[name](tensor, *args, **kwargs)
             return done
@@ -144,7 +168,7 @@ def _without_memory(found: dict[int, RowInit | str], owner: int) -> Iterator[Non
             setattr(nn.init, name, original)
 
 
-def with_tables(module: nn.Module, seed: int, found: dict[int, RowInit | str] | None = None) -> nn.Module:
+def with_tables(module: nn.Module, seed: int, found: Initialised | None = None) -> nn.Module:
     """Replaces the layers with `sparse=True` in a model, in place; returns the model, or what replaces it.
 
     A layer whose weight has memory begins with this weight; for others `found` has the initialisers.
@@ -170,7 +194,7 @@ def with_tables(module: nn.Module, seed: int, found: dict[int, RowInit | str] | 
                 f"the weight of the sparse embedding {name!r} is tied: it is {' and '.join(map(repr, tied))}, and the "
                 "other needs all rows in every step; untie them, or use sparse=False"
             )
-        made[id(layer)] = _made(name, layer, seed, found or {})
+        made[id(layer)] = _made(name, layer, seed, found or Initialised())
     for part in list(module.modules()):
         for key, child in internals.children(part).items():
             if id(child) in made:
@@ -178,7 +202,7 @@ def with_tables(module: nn.Module, seed: int, found: dict[int, RowInit | str] | 
     return made.get(id(module), module)
 
 
-def _made(name: str, layer: _Layer, seed: int, found: dict[int, RowInit | str]) -> SparseEmbedding:
+def _made(name: str, layer: _Layer, seed: int, found: Initialised) -> SparseEmbedding:
     for option in ("max_norm", "scale_grad_by_freq"):
         if getattr(layer, option):
             raise JobError(
@@ -189,8 +213,9 @@ def _made(name: str, layer: _Layer, seed: int, found: dict[int, RowInit | str]) 
     dtype = str(weight.dtype).removeprefix("torch.")
     if dtype not in FLOAT_BYTES:
         raise JobError(f"the sparse embedding {name!r} is of {dtype}; use one of {', '.join(FLOAT_BYTES)}")
-    init = found.get(memory_of(weight), RowInit()) if weight.is_meta else RowInit()
-    if isinstance(init, str):
+    init = found.of(weight) if weight.is_meta else RowInit()
+    if init is None or isinstance(init, str):
+        init = init or "numbers of its own"
         raise JobError(
             f"the sparse embedding {name!r} is initialised by {init}, which cannot be done row by row; use "
             "nn.init.normal_, trunc_normal_, uniform_, constant_ or what is made of these (xavier_uniform_)"
