@@ -21,6 +21,7 @@ from headrace.modules import copy_module, restore, same_values, set_train_modes
 from headrace.spec.job import Job
 from headrace.spec.options import Options
 from headrace.spec.parameter_sets import ParameterSet
+from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.user_code.untouched import untouched
 from headrace.trees import map_leaves
 from headrace.worker.attributes import attributes_of, copied, same
@@ -338,3 +339,9 @@ def own_module(job: Job) -> nn.Module:
         set_train_modes(module)
         return module
     return build_module(job)
+
+
+def has_tables(job: Job) -> bool:
+    """Tells whether a job's model has sparse embeddings."""
+    with keeping(job):
+        return any(sparse_layers(own_module(job)))

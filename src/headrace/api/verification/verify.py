@@ -40,6 +40,7 @@ from headrace.api.verification.jobs import (
     doubled,
     doubling,
     frozen_data,
+    has_tables,
     keeping,
     own_module,
     reads_alike,
@@ -65,7 +66,6 @@ from headrace.spec.job import Job
 from headrace.spec.options import Checkpoints, require_count
 from headrace.spec.plan import Plan
 from headrace.strategies import Hybrid, OneDevice, ParameterServer, Pipeline, Strategy, TensorParallel, resolve
-from headrace.training.embeddings.layer import sparse_layers
 from headrace.worker.attributes import SameBuild
 from headrace.worker.session import build_module, make_module
 from headrace.worker.worker import Worker
@@ -239,8 +239,9 @@ class _Session:
         rule = rule_of(strategy)
         reference = reference_of(rule) if self._train is None else None
         run = self._run(job, strategy)
-        if reference is not None and job.sets:
-            row = Row("losses", SKIPPED, why="sets of parameters take turns, which the reference does not")
+        what = "turns of sets of parameters" if job.sets else "rows of sparse embeddings" if has_tables(job) else ""
+        if reference is not None and what:
+            row = Row("losses", SKIPPED, why=f"the reference has no {what}")
             return _Trial(job, run.plan, "nothing", [row], notes)
         if reference is not None:
             inner = strategy.inner if isinstance(strategy, Hybrid) else None
@@ -257,9 +258,7 @@ class _Session:
 
     def _beside_plain(self, job: Job, strategy: Strategy, tolerance: Tolerance) -> _Trial:
         """Compares a strategy that equals one device with it, as far as the model's layers let it."""
-        with keeping(job):
-            has_tables = any(sparse_layers(own_module(job)))
-        if has_tables:
+        if has_tables(job):
             return self._beside_one_device(job, strategy, tolerance)
         notes, words = list[str](), PLAIN
         if isinstance(rule_of(strategy), ParameterServer) and (job.options.clip_norm or job.options.clip_value):
