@@ -28,6 +28,8 @@ _WITHOUT_OPERATION = {Tensor.numpy, Tensor.tolist, Tensor.__array__}
 """What reads values without an operation of torch."""
 _SIZES = {Tensor.__len__, Tensor.numel, Tensor.nelement, Tensor.size, Tensor.shape.__get__}  # type: ignore[attr-defined]
 _CHECKING = ("torch.nn.modules.", "torch.nn.utils.", "torch.distributions.")
+_ROWS = "headrace.training.embeddings."
+"""Layers that look up the rows of each example."""
 _SCRIPTED = "torch.nn.modules.module"
 """Calls code that is not Python's."""
 
@@ -96,7 +98,7 @@ class _Reads(TorchDispatchMode):
             if name.startswith(_CHECKING) and name != _SCRIPTED:
                 return
             frame = frame.f_back
-        if frame is None or _library(frame) in LIBRARIES:
+        if frame is None or _library(frame) in LIBRARIES or frame.f_globals["__name__"].startswith(_ROWS):
             return
         line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         if _library(frame) == "headrace":
