@@ -93,8 +93,8 @@ def test_nothing_is_said_of_other_numbers(forward: Forward) -> None:
 
 def test_nothing_is_said_of_the_rows_of_sparse_embeddings() -> None:
     job = hr.Job(
-        lambda: nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Flatten()), partial(torch.optim.SGD, lr=0.1),
-        (TARGETS[:, None], TARGETS), 8, task=hr.tasks.multiclass(3), steps=1,
+        lambda: nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Flatten(), nn.Linear(3, 3)),
+        partial(torch.optim.SGD, lr=0.1), (TARGETS[:, None], TARGETS), 8, task=hr.tasks.multiclass(3), steps=1,
     )  # fmt: skip
     run = hr.fit(job, hr.Mirrored(2), engine=hr.ThreadEngine())
     assert not [event for event in run.events if "Python reads" in getattr(event, "text", "")]
