@@ -14,7 +14,7 @@ NAMES_DEVICES = {
     # The table, and what only CUDA's runtime can do.
     "headrace.devices",
     # A strategy is called tpu; it names no device.
-    "headrace.strategies",
+    "headrace.strategies.table",
     "headrace.strategies.tpu",
 }
 

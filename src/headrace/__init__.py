@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from headrace.registry import lazy_names
+from headrace.strategies.table import SHORT_NAMES, STRATEGIES
+
 if TYPE_CHECKING:
     from headrace import data, metrics, tasks
     from headrace.api.comparison import Comparison, compare
@@ -173,12 +176,18 @@ _MODULES = {
     "spec.options": ("Checkpoints", "EarlyStopping", "Options"),
     "spec.parameter_sets": ("ParameterSet",),
     "spec.patterns": ("grouped",),
+    "strategies.strategy": ("Strategy",),
     "training.embeddings.optimizers": ("LazyAdam", "RowwiseAdagrad"),
     "training.embeddings.vocabulary.limit": ("limit_rows",),
     "worker.callbacks.callback": ("Callback", "Moment"),
     "worker.worker": ("Worker",),
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+_find = lazy_names(
+    __name__,
+    {name: f"headrace.{module}:{name}" for module, names in _MODULES.items() for name in names},
+    STRATEGIES,
+    SHORT_NAMES,
+)
 
 
 def __getattr__(name: str) -> object:
@@ -187,16 +196,7 @@ def __getattr__(name: str) -> object:
         importlib.import_module("headrace.machine.versions").require_torch()
     if name in ("data", "metrics", "tasks"):
         return importlib.import_module(f"headrace.{name}")
-    if name in __all__:
-        # All others are strategies.
-        return getattr(importlib.import_module(f"headrace.{_HOMES.get(name, 'strategies')}"), name)
-    if name[:1].isupper():
-        # An added strategy is here by its line in `STRATEGIES` alone.
-        kinds = importlib.import_module("headrace.strategies").STRATEGIES.values()
-        for kind in kinds:
-            if kind.__name__ == name:
-                return kind
-    raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+    return _find(name)
 
 
 def __dir__() -> list[str]:

@@ -5,9 +5,8 @@ import cloudpickle
 import pytest
 
 from headrace.cli.jobfile import MODULE, find_job, load_job
-from headrace.errors import DataError, JobError, UnknownName, UsageError
+from headrace.errors import DataError, JobError, UnknownName, UsageError, user_traceback
 from headrace.spec.job import Job
-from headrace.tracebacks import user_traceback
 
 HEAD = "from headrace.spec.job import Job\n"
 MAKE = "Job(model=dict, optimizer=dict, data=DATA, global_batch_size=8, loss=dict, epochs=1)\n"

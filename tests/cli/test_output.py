@@ -20,8 +20,16 @@ from headrace.cli.output import (
     write_error,
 )
 from headrace.engine.base import Terminated
-from headrace.errors import DataError, HeadraceError, JobError, PeerLost, UnfitMachine, UsageError, WorkerFailed
-from headrace.tracebacks import user_traceback
+from headrace.errors import (
+    DataError,
+    HeadraceError,
+    JobError,
+    PeerLost,
+    UnfitMachine,
+    UsageError,
+    WorkerFailed,
+    user_traceback,
+)
 
 JOB = """
 import torch, headrace as hr

@@ -23,7 +23,7 @@ from headrace.errors import PeerLost, UsageError
 from headrace.parameter_server.server.server import Server
 from headrace.spec.events import BackupReady, Evaluated, Event, Lost, ServerStarted, Stepped, WorkerEnded, WorkerStarted
 from headrace.spec.plan import Plan
-from headrace.strategies.context import ServerContext
+from headrace.strategies.served import ServerContext
 
 pytestmark = pytest.mark.slow
 

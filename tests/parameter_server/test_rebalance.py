@@ -22,7 +22,7 @@ from headrace.parameter_server.wire import Message
 from headrace.policies.row_balance import LoadPiece
 from headrace.spec.events import RowsMoved
 from headrace.spec.plan import Plan
-from headrace.strategies.context import ServerContext
+from headrace.strategies.served import ServerContext
 
 THREADS = hr.ThreadEngine()
 ROWS = 200

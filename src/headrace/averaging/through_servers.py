@@ -167,8 +167,6 @@ class WorkerView(Protocol):
     def group(self) -> ProcessGroup: ...
     @property
     def first(self) -> int: ...
-    def agreement(self) -> ReplicaGroup:
-        """Returns the ranks of this worker's replica."""
 
 
 class ServedAveragingExchange(ServedExchange):
@@ -188,11 +186,12 @@ class ServedAveragingExchange(ServedExchange):
         center: CenterVariable,
         layouts: Sequence[ShardLayout],
         worker: WorkerView,
+        replica_group: ReplicaGroup,
         local: UpdatingExchange,
         leads: bool,
     ) -> None:
         self._period = PeriodController(config.period, config.post_local, worker.group)
-        replica_group, waits = worker.agreement(), config.wait != "none"
+        waits = config.wait != "none"
         stretch, parts = self._period.stretch, len(plan.shares)
         leases = ServerDataLeases(center.client, replica_group.group, leads, parts, stretch, center, rests=waits)
         super().__init__(leases, layouts, worker.model, worker.group, replica_group)

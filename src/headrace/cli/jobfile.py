@@ -13,12 +13,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import HeadraceError, JobError, UnknownName, UsageError
+from headrace.errors import HeadraceError, JobError, UnknownName, UsageError, user_place
 from headrace.machine import disk
 from headrace.machine.versions import require_torch
 from headrace.spec.job import Job, JobSource
 from headrace.spec.options import Options
-from headrace.tracebacks import user_place
 
 MODULE = "headrace_job"
 """The name of the job file's module in `sys.modules`, where its classes are looked up."""

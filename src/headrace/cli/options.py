@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import importlib.util
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +21,7 @@ from headrace.errors import RunFailed, UnknownName, UsageError
 from headrace.machine import disk
 from headrace.spec.call import parse_call, split_calls
 from headrace.spec.options import Checkpoints
+from headrace.strategies.table import SHORT_NAMES, STRATEGIES
 
 if TYPE_CHECKING:
     from headrace.report.trackers.tensorboard import TensorBoard
@@ -222,30 +221,15 @@ def help_option(examples: str) -> Any:
 
 
 def strategy_names() -> tuple[str, ...]:
-    """Returns the keys of the literal dicts `STRATEGIES` and `SHORT_NAMES` of `headrace.strategies`, sorted.
-
-    They are read from the source, because importing them imports torch, which takes too long for a completion.
-    """
-    found = importlib.util.find_spec("headrace.strategies")
-    if found is None or found.origin is None:
-        return ()
-    names: list[str] = []
-    for node in ast.parse(Path(found.origin).read_text(encoding="utf-8")).body:
-        match node:
-            case (
-                ast.AnnAssign(target=ast.Name(id="STRATEGIES" | "SHORT_NAMES"), value=ast.Dict(keys=keys))
-                | ast.Assign(targets=[ast.Name(id="STRATEGIES" | "SHORT_NAMES")], value=ast.Dict(keys=keys))
-            ):
-                values = [key.value for key in keys if isinstance(key, ast.Constant)]
-                names += [value for value in values if isinstance(value, str)]
-    return tuple(sorted(names))
+    """Returns all names of strategies, sorted; torch is not imported for them."""
+    return tuple(sorted((*STRATEGIES, *SHORT_NAMES)))
 
 
 def check_strategies(names: Sequence[str]) -> None:
     """Raises UnknownName for names of no strategy, before torch is imported."""
     known = strategy_names()
     for call in map(parse_call, names):
-        if known and call.name not in known:
+        if call.name not in known:
             raise UnknownName("strategy", call.name, known)
 
 

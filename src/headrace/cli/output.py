@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from headrace.engine.base import Terminated
-from headrace.errors import HeadraceError, PeerLost, UnfitMachine, WorkerFailed
+from headrace.errors import HeadraceError, PeerLost, UnfitMachine, WorkerFailed, user_traceback
 from headrace.machine import disk
 from headrace.machine.identity import require_working_directory
 from headrace.machine.limits import explained
@@ -24,7 +24,6 @@ from headrace.report.model.summary import Summary, summarize
 from headrace.report.model.verdict import References, verdict
 from headrace.report.views.table import comparison_plain, comparison_table, run_plain, run_table
 from headrace.spec.plain import finite
-from headrace.tracebacks import user_traceback
 from headrace.worker.run_spec import model_path
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What the engine hands to a strategy: in a worker, in a server, and before it plans."""
+"""What the engine hands to a strategy: in a worker, and before it plans."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from headrace.collectives.base import Collective, ProcessGroup
-from headrace.collectives.threads import ThreadCollective, ThreadGroup
+from headrace.collectives.threads import ThreadCollective
 from headrace.collectives.through_host import ThroughHost
 from headrace.errors import UsageError
 from headrace.internals import DropoutNd
-from headrace.parameter_server.client.exchange import ReplicaGroup
-from headrace.parameter_server.planning import ServerProcess
-from headrace.parameter_server.replication.directory import ServerDirectory
 from headrace.spec.cluster import Cluster
 from headrace.spec.compute import LayerSpec
 from headrace.spec.model import ModelSpec, ProfileRequest
@@ -38,7 +35,14 @@ from headrace.training.update import Updater
 from headrace.training.user_code.objective import Objective
 from headrace.training.whole_model import ModelParallelGroup, WholeModel
 
+if TYPE_CHECKING:
+    from headrace.parameter_server.replication.directory import ServerDirectory
+
 _HOST = torch.device("cpu")
+
+
+def _no_servers() -> ServerDirectory:
+    raise AssertionError("the plan has no servers")
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class WorkerContext:
         batches: what is known of the global batches.
         first: the round that the run begins with.
         closing: closes what a strategy has opened, when the worker ends, however it does.
-        servers: what it knows of them.
+        servers: returns what it knows of them; a plan without servers has none to know.
         sample: returns a batch of the training data's first two examples.
         own_loop, callbacks: whether user code sees the model between rounds: a loop of its own, or callbacks.
         inside: of a replica that several ranks hold together, where `module`, `model` and `group` are those of what
@@ -87,7 +91,7 @@ class WorkerContext:
     batches: BatchInfo = BatchInfo()
     first: int = 0
     closing: ExitStack = field(default_factory=ExitStack)
-    servers: ServerDirectory = field(default_factory=ServerDirectory)
+    servers: Callable[[], ServerDirectory] = _no_servers
     sample: Callable[[], Any] = tuple
     own_loop: bool = False
     callbacks: bool = False
@@ -131,11 +135,6 @@ class WorkerContext:
         return GradientClipper(
             self.options, inside.everyone, self.scale, immediate, lambda: repeated, inside.group.world
         )
-
-    def agreement(self) -> ReplicaGroup:
-        """Returns what this worker's replica agrees by, where replicas go on by themselves."""
-        group = self.inside.group if self.inside else ThreadCollective(ThreadGroup(1), 0)
-        return ReplicaGroup(group, self.options, self.scale, self.device)
 
     def updater_over(
         self, owned: Sequence[tuple[Segment, Tensor]], named: Iterable[tuple[str, Tensor]] | None = None
@@ -199,26 +198,6 @@ def with_tables(replica: Replica, context: WorkerContext) -> Replica:
         return replica
     updater = RowUpdater(context.optimizer, context.model, context.options, context.rounds_per_epoch)
     return replace(replica, exchange=TablesExchange(replica.exchange, layers, updater, context.group))
-
-
-@dataclass(frozen=True)
-class ServerContext:
-    """What an engine hands to a strategy in one server.
-
-    Attributes:
-        optimizer: the job's factory.
-        first: the round that the run begins with.
-        until: the round before which the workers synchronize first.
-        process: the one that serves.
-    """
-
-    model: ModelSpec
-    optimizer: Callable[..., Any]
-    options: Options
-    rounds_per_epoch: int
-    first: int
-    until: int
-    process: ServerProcess = field(default_factory=ServerProcess)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ from headrace.parameter_server.planning import (
     places_of,
     plan_with_servers,
 )
+from headrace.parameter_server.replication.directory import ServerDirectory
 from headrace.parameter_server.replication.failover import server_of
 from headrace.parameter_server.server.optimizer import RoundClock, ShardOptimizer
 from headrace.parameter_server.server.server import Server
@@ -52,9 +53,10 @@ from headrace.spec.model import ModelSpec, OptimizerNeeds
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.checks import check_count, refuse_modes, refuse_synced_buffers
-from headrace.strategies.context import ServerContext, WorkerContext
+from headrace.strategies.context import WorkerContext
 from headrace.strategies.one_device import LocalExchange
-from headrace.strategies.strategy import ServedStrategy, describe_options
+from headrace.strategies.served import ServedStrategy, ServerContext, agreement
+from headrace.strategies.strategy import describe_options
 from headrace.training.exchange import Replica
 
 _MOST = 65_535
@@ -155,15 +157,15 @@ class Downpour(ServedStrategy):
         )
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
-        model, replica_group = context.model, context.agreement()
-        layouts = [layout_of(plan, model, server) for server in context.servers.ranks]
+        model, replica_group, servers = context.model, agreement(context), context.servers()
+        layouts = [layout_of(plan, model, server) for server in servers.ranks]
         places = [places_of(layout, context.module) for layout in layouts]
         shapes = [[piece.shape for piece in layout.pieces] for layout in layouts]
         own = OwnSteps(places, shapes) if self.moves else None
-        links = self._links(plan, context, layouts, places, replica_group, own)
+        links = self._links(plan, context, servers, layouts, places, replica_group, own)
         if context.inside:
             links.main.pulled = context.inside.spread
-        leads = brings_parameters(links.main, context.servers.worker)
+        leads = brings_parameters(links.main, servers.worker)
         leases = ServerDataLeases(
             links.main, replica_group.group, leads, len(plan.shares),
             fixed_span(self.push_every), links, self.warmstart_steps,
@@ -187,12 +189,13 @@ class Downpour(ServedStrategy):
         self,
         plan: Plan,
         context: WorkerContext,
+        servers: ServerDirectory,
         layouts: Sequence[ShardLayout],
         places: Sequence[Sequence[Tensor]],
         replica_group: ReplicaGroup,
         own: OwnSteps | None,
     ) -> ServerLinks:
-        servers, check = context.servers, context.group.check
+        check = context.group.check
         roles, who = [plan.roles[server] for server in servers.ranks], (servers.worker, servers.incarnation)
         opens = functools.partial(
             connect, servers.addresses(), layouts, find=servers.find, suspect=servers.suspect, reach=servers.reach,

@@ -31,13 +31,14 @@ from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import Options
 from headrace.spec.plan import EVERY_WORKER, Plan, ProcessCounts, Role, Segment
 from headrace.strategies.checks import refuse_derived_state
-from headrace.strategies.context import ModelProbe, ServerContext, WorkerContext
+from headrace.strategies.context import ModelProbe, WorkerContext
 from headrace.strategies.fully_sharded import FullySharded, require_sliceable, sharded_plan
 from headrace.strategies.mirrored import Mirrored
 from headrace.strategies.parameter_averaging import ParameterAveraging
 from headrace.strategies.pipeline import Pipeline
+from headrace.strategies.served import ServedStrategy, ServerContext
 from headrace.strategies.served_hybrid import Served, check_outer, in_parts, of_outer, served_plan, served_replica
-from headrace.strategies.strategy import ServedStrategy, Strategy, describe_options
+from headrace.strategies.strategy import Strategy, describe_options
 from headrace.strategies.tensor_parallel import TensorParallel
 from headrace.tensor_parallel.recording import Trial
 from headrace.training.exchange import Replica

@@ -149,3 +149,7 @@ def _leaves_at_end(context: WorkerContext) -> bool:
     # Of micro-batches only the sum leaves, and a compiled backward gives all gradients at its end.
     piecewise = context.inside is not None and context.inside.piecewise
     return context.options.accumulate > 1 or context.options.compile or piecewise
+
+
+MultiWorkerMirrored = Mirrored
+"""TensorFlow's name for what `Mirrored` is over several hosts."""

@@ -55,9 +55,10 @@ from headrace.spec.options import Options
 from headrace.spec.plan import Plan, ProcessCounts
 from headrace.strategies.broadcast import broadcast
 from headrace.strategies.checks import check_count, check_elastic, refuse_modes
-from headrace.strategies.context import ServerContext, WorkerContext, summing_of
+from headrace.strategies.context import WorkerContext, summing_of
 from headrace.strategies.one_device import LocalExchange
-from headrace.strategies.strategy import ServedStrategy, describe_options
+from headrace.strategies.served import ServedStrategy, ServerContext, agreement
+from headrace.strategies.strategy import describe_options
 from headrace.training.exchange import Replica
 from headrace.training.gradients import FlatLayout
 from headrace.training.synchronization import mean_state
@@ -278,15 +279,15 @@ class ParameterAveraging(ServedStrategy):
         layouts = [layout_of(plan, context.model, server, state) for server in plan.servers]
         own = [places_of(layout, context.module, beside.named) for layout in layouts]
         copy = [[torch.empty_like(place, device="cpu") for place in places] for places in own]
-        servers = [plan.roles[server] for server in plan.servers]
+        servers = context.servers()
         client = connect(
-            context.servers.addresses(), layouts, copy, (rank, context.servers.incarnation), context.group.check,
-            servers, context.closing, together=True, in_turn=config.in_turn, find=context.servers.find,
-            suspect=context.servers.suspect, reach=context.servers.reach,
+            servers.addresses(), layouts, copy, (rank, servers.incarnation), context.group.check,
+            [plan.roles[server] for server in plan.servers], context.closing, together=True, in_turn=config.in_turn,
+            find=servers.find, suspect=servers.suspect, reach=servers.reach,
         )  # fmt: skip
         center = CenterVariable(client, layouts, own, copy, beside, keeps=not config.outer.agrees)
         exchange = ServedAveragingExchange(
-            config, plan, center, layouts, context, local, brings_parameters(client, rank)
+            config, plan, center, layouts, context, agreement(context), local, brings_parameters(client, rank)
         )
         exchange.load_values(center.own)
         return Replica(context.whole_model(local_shares=len(plan.shares)), exchange, exchange.leases)

@@ -47,8 +47,9 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.checks import check_count, refuse_synced_buffers
-from headrace.strategies.context import ServerContext, WorkerContext
-from headrace.strategies.strategy import ServedStrategy, describe_options
+from headrace.strategies.context import WorkerContext
+from headrace.strategies.served import ServedStrategy, ServerContext, agreement
+from headrace.strategies.strategy import describe_options
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.exchange import Replica
 
@@ -173,7 +174,7 @@ class ParameterServer(ServedStrategy):
         return plan
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
-        servers, model, replica_group = context.servers, context.model, context.agreement()
+        servers, model, replica_group = context.servers(), context.model, agreement(context)
         layouts = [layout_of(plan, model, server) for server in servers.ranks]
         places = [places_of(layout, context.module) for layout in layouts]
         client = connect(

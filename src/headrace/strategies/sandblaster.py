@@ -44,8 +44,9 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.checks import check_count, refuse_synced_buffers
-from headrace.strategies.context import ModelProbe, ServerContext, WorkerContext
-from headrace.strategies.strategy import ServedStrategy, describe_options
+from headrace.strategies.context import ModelProbe, WorkerContext
+from headrace.strategies.served import ServedStrategy, ServerContext, agreement
+from headrace.strategies.strategy import describe_options
 from headrace.training.exchange import Replica
 from headrace.training.optimizer import build
 
@@ -160,7 +161,7 @@ class Sandblaster(ServedStrategy):
         )
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
-        servers, model, replica_group = context.servers, context.model, context.agreement()
+        servers, model, replica_group = context.servers(), context.model, agreement(context)
         layouts = [layout_of(plan, model, server) for server in servers.ranks]
         places = [places_of(layout, context.module) for layout in layouts]
         client = connect(

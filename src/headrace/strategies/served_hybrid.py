@@ -133,7 +133,7 @@ def of_outer(plan: Plan, outer: Strategy) -> Plan:
 
 def served_replica(outer: Strategy, plan: Plan, role: Role, own: WorkerContext) -> Replica:
     """Returns one rank's part of a replica, as a worker of the outer strategy; in `own` its `inside` is set."""
-    every = own.servers
+    every = own.servers()
     places = [place for place, server in enumerate(every.ranks) if plan.roles[server].stage == role.stage]
     find = every.find
 
@@ -150,4 +150,4 @@ def served_replica(outer: Strategy, plan: Plan, role: Role, own: WorkerContext) 
         incarnation=every.incarnation,
         reach=every.reach and every.reach.among(places),
     )
-    return outer.replica(of_outer(plan, outer), role.rank, replace(own, servers=servers))
+    return outer.replica(of_outer(plan, outer), role.rank, replace(own, servers=lambda: servers))

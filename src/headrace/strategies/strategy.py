@@ -6,13 +6,12 @@ import dataclasses
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from headrace.parameter_server.server.server import Server
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan, ProcessCounts
 from headrace.strategies.checks import process_counts
-from headrace.strategies.context import ModelProbe, ServerContext, WorkerContext
+from headrace.strategies.context import ModelProbe, WorkerContext
 from headrace.training.exchange import Replica
 
 
@@ -95,14 +94,6 @@ class Strategy(ABC):
 
     def check(self, options: Options) -> None:  # noqa: B027  (most can do all)
         """Refuses options that cannot be had under this strategy; raises UsageError with the remedy."""
-
-
-class ServedStrategy(Strategy):
-    """A strategy whose plans may have servers."""
-
-    @abstractmethod
-    def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
-        """Builds what the process of a rank runs that is a server or a backup in the plan."""
 
 
 def describe_options(strategy: Strategy) -> dict[str, object]:

@@ -15,7 +15,7 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.checkpoint.forms import extra_states, pack, unpack
 from headrace.checkpoint.trained_model import save_model
 from headrace.collectives.base import ProcessGroup
-from headrace.errors import HeadraceError, PeerLost, UsageError
+from headrace.errors import HeadraceError, PeerLost, UsageError, user_traceback
 from headrace.machine.limits import explained
 from headrace.machine.resources import peak_resident_bytes, resident_bytes
 from headrace.modules import is_dense, parameters_and_buffers, stateful_modules
@@ -23,7 +23,6 @@ from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Failed, Notice, RowsHeld, RowsRead, WorkerEnded, WorkerStarted
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Role
-from headrace.tracebacks import user_traceback
 from headrace.training.compute import Compute
 from headrace.training.embeddings.layer import local_stats, sparse_layers
 from headrace.training.embeddings.saving import rows_of_layers

@@ -11,7 +11,7 @@ from typing import TypeVar
 from msgspec import structs
 
 from headrace.data import as_pipeline
-from headrace.errors import CorruptCheckpoint, HeadraceError, PeerLost
+from headrace.errors import CorruptCheckpoint, HeadraceError, PeerLost, user_traceback
 from headrace.machine.limits import explained
 from headrace.machine.resources import peak_resident_bytes, resident_bytes
 from headrace.parameter_server.planning import ServerProcess
@@ -25,9 +25,7 @@ from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Failed, Notice, RowsHeld, ServerEnded, ServerStarted, ServerStats, SnapshotTaken
 from headrace.spec.parameter_sets import one_optimizer
 from headrace.spec.plan import Plan
-from headrace.strategies.context import ServerContext
-from headrace.strategies.strategy import ServedStrategy
-from headrace.tracebacks import user_traceback
+from headrace.strategies.served import ServedStrategy, ServerContext
 from headrace.worker.events import EventWriter
 from headrace.worker.guards.caller import take_settings
 from headrace.worker.loops.leased import next_sync_point

@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from headrace.devices import use
 from headrace.errors import UsageError
 from headrace.machine.resources import cores
 from headrace.modules import move, names_of_sets, own_copy, parts_of, set_train_modes
-from headrace.parameter_server.replication.directory import find_servers
 from headrace.policies.roles import threads_per_worker
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Notice
@@ -40,6 +39,9 @@ from headrace.worker.evaluations.evaluation import Evaluation
 from headrace.worker.evaluations.loss import loss_in, with_loss
 from headrace.worker.events import EventWriter, InputReporter
 from headrace.worker.run_spec import RENDEZVOUS, RunSpec
+
+if TYPE_CHECKING:
+    from headrace.parameter_server.replication.directory import ServerDirectory
 
 
 class DeviceGroup:
@@ -212,11 +214,18 @@ def build_context(
         batches=BatchInfo(loader.full_batch, run.job.seed),
         first=run.resume.done if run.resume else 0,
         closing=closing,
-        servers=find_servers(run.plan, role.rank, page, group, run.timeout_s),
+        servers=lambda: _servers(run, role, page, group),
         sample=lambda: sample_of(run.job),
         own_loop=run.train is not None,
         callbacks=bool(run.callbacks),
     )
+
+
+def _servers(run: RunSpec, role: Role, page: ControlPage, group: ProcessGroup) -> ServerDirectory:
+    # Only strategies with servers load that room.
+    from headrace.parameter_server.replication.directory import find_servers
+
+    return find_servers(run.plan, role.rank, page, group, run.timeout_s)
 
 
 def build_replica(

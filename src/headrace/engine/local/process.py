@@ -25,13 +25,12 @@ from headrace.engine.base import LivenessProbe
 from headrace.engine.local.environment import take_environment
 from headrace.engine.shipping import unpack
 from headrace.engine.torchrun.address import start_timeout_s
-from headrace.errors import HeadraceError, JobError, NoStandardInput, PeerLost
+from headrace.errors import HeadraceError, JobError, NoStandardInput, PeerLost, user_traceback
 from headrace.machine.disk import takes_no_more
 from headrace.shared_memory.control_page import ControlPage, LastEvent
 from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.events import Failed
 from headrace.spec.plan import outlives_workers
-from headrace.tracebacks import user_traceback
 from headrace.worker.events import EventWriter
 from headrace.worker.main import work
 from headrace.worker.run_spec import LAST_LOG_LINE, RunSpec

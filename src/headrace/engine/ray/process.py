@@ -24,11 +24,10 @@ from headrace.engine.local.fork_server_main import load
 from headrace.engine.local.process import redirect
 from headrace.engine.shipping import unpack
 from headrace.engine.torchrun.engine import LaunchedEngine
-from headrace.errors import HeadraceError, JobError, PeerLost
+from headrace.errors import HeadraceError, JobError, PeerLost, user_traceback
 from headrace.machine import disk
 from headrace.machine.identity import machine_identity
 from headrace.shared_memory.segment import memory_file, set_length
-from headrace.tracebacks import user_traceback
 from headrace.worker.run_spec import LAST_LOG_LINE, RunSpec
 
 _TELL_EVERY_S = 0.5

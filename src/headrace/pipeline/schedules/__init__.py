@@ -5,20 +5,23 @@ In the drawings each pass takes a unit: 2 is the forward of micro-batch 2, 2' it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from headrace.pipeline.schedules.gpipe import GPipe
-from headrace.pipeline.schedules.interleaved import Interleaved
-from headrace.pipeline.schedules.one_forward_one_backward import OneForwardOneBackward
-from headrace.pipeline.schedules.schedule import PipelineSchedule
-from headrace.pipeline.schedules.zb_h1 import ZeroBubbleH1
-from headrace.pipeline.schedules.zb_h2 import ZeroBubbleH2
+from headrace.registry import Registry
 
-SCHEDULES: Mapping[str, type[PipelineSchedule]] = {
-    "1f1b": OneForwardOneBackward,
-    "gpipe": GPipe,
-    "interleaved": Interleaved,
-    "zb_h1": ZeroBubbleH1,
-    "zb_h2": ZeroBubbleH2,
-}
-"""Every schedule by its name."""
+if TYPE_CHECKING:
+    from headrace.pipeline.schedules.schedule import PipelineSchedule
+
+_ROOM = "headrace.pipeline.schedules"
+
+SCHEDULES: Registry[type[PipelineSchedule]] = Registry(
+    _ROOM,
+    {
+        "1f1b": f"{_ROOM}.one_forward_one_backward:OneForwardOneBackward",
+        "gpipe": f"{_ROOM}.gpipe:GPipe",
+        "interleaved": f"{_ROOM}.interleaved:Interleaved",
+        "zb_h1": f"{_ROOM}.zb_h1:ZeroBubbleH1",
+        "zb_h2": f"{_ROOM}.zb_h2:ZeroBubbleH2",
+    },
+)
+"""Every schedule by its name; other packages add theirs by entry points of the group `headrace.pipeline.schedules`."""

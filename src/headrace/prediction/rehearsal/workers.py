@@ -23,6 +23,7 @@ from headrace.parameter_server.wire import ShardLayout
 from headrace.prediction.rehearsal.order import PlannedStep
 from headrace.spec.job import Share
 from headrace.strategies.context import WorkerContext
+from headrace.strategies.served import agreement
 from headrace.training.clipping import all_finite
 from headrace.training.compute import Compute
 from headrace.worker.losses import MOST_IN_A_ROW
@@ -103,7 +104,7 @@ class VirtualWorkers:
         self._shares = len(run.plan.shares)
         self._computes: dict[int, Compute] = {id(live): self._compute_of(live)}
         self._apart: nn.Module | None = None
-        self._group: ReplicaGroup = context.agreement()
+        self._group: ReplicaGroup = agreement(context)
         self.every = [self._begin(worker, layouts) for worker in range(run.plan.replicas)]
 
     @property
