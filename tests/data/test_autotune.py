@@ -17,7 +17,7 @@ import torch
 from headrace.data import InputPipeline, Loader, as_pipeline, from_arrays
 from headrace.data.loading import autotune
 from headrace.data.loading.autotune import Autotuner, ReadMode, ReadModes
-from headrace.data.loading.batch_reader import CpuBudget
+from headrace.data.loading.reader import CpuBudget
 
 READ_S = 0.02
 

@@ -28,9 +28,8 @@ from belongings import descriptors
 from headrace.data import Loader, from_arrays
 from headrace.data.loading import autotune, processes
 from headrace.data.loading import batch_reader as running
-from headrace.data.loading.batch_reader import CpuBudget
 from headrace.data.loading.processes import ReaderProcesses
-from headrace.data.loading.reader import ReadResult
+from headrace.data.loading.reader import CpuBudget, ReadResult
 from headrace.errors import DataError, RunFailed, UnfitMachine, UsageError
 from headrace.machine.limits import explained
 

@@ -33,7 +33,7 @@ def _drawn() -> list[float]:
 def test_no_number_comes_twice_over_ranks_readers_epochs_and_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
     monkeypatch.setattr(BatchReader, "run", lambda self, parts, seed: (each for each in [seeds.append(seed)] if each))
-    pipeline = hr.data.from_arrays(torch.arange(64)).shuffle()
+    pipeline = hr.data.from_arrays(torch.arange(64)).map(lambda example: example).shuffle()
     for seed, rank, epoch, ordered in product(range(2), range(8), range(8), (False, True)):
         loader = hr.data.Loader(pipeline, seed, 16, (1,) * 8, rank, ordered=ordered)
         assert next(loader.rounds(4 * epoch), None) is None

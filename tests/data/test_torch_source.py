@@ -25,7 +25,8 @@ from torch.utils.data import (
 )
 
 from headrace.data import InputPipeline, Loader, as_pipeline, from_arrays
-from headrace.data.pipeline.source import ArraySource, DatasetSource
+from headrace.data.pipeline.source import ArraySource
+from headrace.data.sources.torch import DatasetSource
 from headrace.errors import DataError
 
 X, Y = torch.arange(12.0).view(6, 2), torch.arange(6)

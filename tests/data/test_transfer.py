@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace.data import Loader, delivered, from_arrays
-from headrace.data.loading import prefetcher
+from headrace.data.loading import transfer
 
 
 def test_on_the_cpu_batches_stay_where_they_are() -> None:
@@ -43,7 +43,7 @@ class Device:
 def test_each_batch_is_copied_while_the_one_before_is_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
     monkeypatch.setattr(torch, "cuda", device)
-    monkeypatch.setattr(prefetcher, "map_tensors", lambda function, batch: batch)
+    monkeypatch.setattr(transfer, "map_tensors", lambda function, batch: batch)
     shares = Loader(from_arrays(torch.arange(6)), 0, 2, (1,), 0).sweep()
     found = []
     for share in delivered(shares, device):  # type: ignore[arg-type]

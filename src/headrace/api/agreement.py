@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from headrace.api.checks import JobInfo
-from headrace.data import as_pipeline
 from headrace.data.cache.fingerprint import fingerprint
+from headrace.data.given import as_pipeline
 from headrace.data.pipeline.source import ArraySource
 from headrace.engine.torchrun.agreement import require_same
 from headrace.engine.torchrun.store import gather, of_first

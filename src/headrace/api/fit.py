@@ -23,7 +23,7 @@ from headrace.api.probes.sets import plan_of, require_turns
 from headrace.api.resume import describe_run
 from headrace.api.run import Run, TemporaryRunDir
 from headrace.api.supervision import supervise
-from headrace.data import as_pipeline
+from headrace.data.given import as_pipeline
 from headrace.devices import AUTO, notice_of_auto
 from headrace.engine.base import LEFT, TERMINATED, Engine, Terminated, require_no_global_hooks
 from headrace.engine.local.engine import kept_engine

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from headrace.api.fit import fit, launch
+from headrace.data.given import as_pipeline
 from headrace.data.loading.loader import Loader
-from headrace.data.loading.torch_data import as_pipeline
 from headrace.data.pipeline.combined import replayed
 from headrace.engine.base import Engine
 from headrace.report.model.inputs import Bottleneck, InputSummary

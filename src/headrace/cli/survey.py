@@ -48,8 +48,8 @@ def own_facts(path: Path | None, settings: Sequence[str]) -> HostFacts:
 
 
 def _data(path: Path, settings: Sequence[str]) -> str:
-    from headrace.data import as_pipeline
     from headrace.data.cache.fingerprint import fingerprint
+    from headrace.data.given import as_pipeline
 
     # An error here alone would leave the other hosts waiting.
     try:

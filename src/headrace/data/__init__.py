@@ -6,25 +6,30 @@ A `Pipeline` is a definition; a `Loader` runs it for one worker. The order follo
 that an epoch visits every example exactly once for any number of workers.
 """
 
-from headrace.data.datasets import ImageData, digits, fashion_mnist, fashion_mnist_or_digits
-from headrace.data.loading.batch_reader import CpuBudget
-from headrace.data.loading.loader import Loader, batches
-from headrace.data.loading.prefetcher import delivered
-from headrace.data.loading.torch_data import as_pipeline, from_torch
-from headrace.data.pipeline.combined import interleave, mix
-from headrace.data.pipeline.order import Hosts
-from headrace.data.pipeline.pipeline import InputPipeline, from_arrays, local
-from headrace.data.pipeline.source import Epoch, Source
-from headrace.data.sources.arrow import from_hugging_face
-from headrace.data.sources.ray import from_ray
-from headrace.data.sources.records import from_array_record, from_files, from_text, from_tfrecord
-from headrace.data.sources.tables import from_csv, from_parquet
-from headrace.data.sources.webdataset import from_webdataset
-from headrace.data.strings import string_ids
-from headrace.data.transforms import DecodeImage, ParseExample
+from __future__ import annotations
 
-Pipeline = InputPipeline
-"""The public name; `hr.Pipeline` is a strategy."""
+from typing import TYPE_CHECKING
+
+from headrace.registry import lazy_names
+
+if TYPE_CHECKING:
+    from headrace.data.datasets import ImageData, digits, fashion_mnist, fashion_mnist_or_digits
+    from headrace.data.given import as_pipeline
+    from headrace.data.loading.loader import Loader, batches
+    from headrace.data.loading.reader import CpuBudget
+    from headrace.data.loading.transfer import delivered
+    from headrace.data.pipeline.combined import interleave, mix
+    from headrace.data.pipeline.order import Hosts
+    from headrace.data.pipeline.pipeline import InputPipeline, Pipeline, from_arrays, local
+    from headrace.data.pipeline.source import Epoch, Source
+    from headrace.data.sources.arrow import from_hugging_face
+    from headrace.data.sources.ray import from_ray
+    from headrace.data.sources.records import from_array_record, from_files, from_text, from_tfrecord
+    from headrace.data.sources.tables import from_csv, from_parquet
+    from headrace.data.sources.torch import from_torch
+    from headrace.data.sources.webdataset import from_webdataset
+    from headrace.data.strings import string_ids
+    from headrace.data.transforms import DecodeImage, ParseExample
 
 __all__ = [
     "CpuBudget",
@@ -59,3 +64,27 @@ __all__ = [
     "mix",
     "string_ids",
 ]
+
+# Where each name is imported from when it is first used: a worker that trains from arrays loads no reader of files.
+_MODULES = {
+    "datasets": ("ImageData", "digits", "fashion_mnist", "fashion_mnist_or_digits"),
+    "given": ("as_pipeline",),
+    "loading.loader": ("Loader", "batches"),
+    "loading.reader": ("CpuBudget",),
+    "loading.transfer": ("delivered",),
+    "pipeline.combined": ("interleave", "mix"),
+    "pipeline.order": ("Hosts",),
+    "pipeline.pipeline": ("InputPipeline", "Pipeline", "from_arrays", "local"),
+    "pipeline.source": ("Epoch", "Source"),
+    "sources.arrow": ("from_hugging_face",),
+    "sources.ray": ("from_ray",),
+    "sources.records": ("from_array_record", "from_files", "from_text", "from_tfrecord"),
+    "sources.tables": ("from_csv", "from_parquet"),
+    "sources.torch": ("from_torch",),
+    "sources.webdataset": ("from_webdataset",),
+    "strings": ("string_ids",),
+    "transforms": ("DecodeImage", "ParseExample"),
+}
+__getattr__ = lazy_names(
+    __name__, {name: f"headrace.data.{module}:{name}" for module, names in _MODULES.items() for name in names}
+)

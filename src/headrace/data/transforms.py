@@ -16,8 +16,9 @@ from torch import Tensor
 
 from headrace.data.loading.reader import ExampleReader
 from headrace.data.pipeline.pipeline import InputPipeline
-from headrace.data.pipeline.source import import_package, require_whole
+from headrace.data.pipeline.source import require_whole
 from headrace.errors import DataError, UsageError
+from headrace.machine.extras import import_package
 
 _JPEG = b"\xff\xd8\xff"
 _PNG = b"\x89PNG\r\n\x1a\n"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution, distributions, version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.errors import UnfitMachine
 
@@ -75,6 +76,17 @@ def require_extra(extra: str, user: str) -> None:
 def remedy(extra: str) -> str:
     """Returns the command that installs an extra."""
     return f"pip install 'headrace[{extra}]'"
+
+
+def import_package(name: str, need: str, install: str = "") -> Any:
+    """Imports an optional module; an UnfitMachine says what `need`s it if it is missing, and how to `install` it.
+
+    Without `install` it is of the extra `data`.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise UnfitMachine(f"{need} ({error}): {install or remedy('data')}") from error
 
 
 def absent(*names: str) -> list[str]:

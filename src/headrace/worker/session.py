@@ -16,7 +16,11 @@ from torch import nn
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.collectives.through_host import ThroughHost
-from headrace.data import CpuBudget, Hosts, InputPipeline, Loader, as_pipeline
+from headrace.data.given import as_pipeline
+from headrace.data.loading.loader import Loader
+from headrace.data.loading.reader import CpuBudget
+from headrace.data.pipeline.order import Hosts
+from headrace.data.pipeline.pipeline import InputPipeline
 from headrace.devices import use
 from headrace.errors import UsageError
 from headrace.machine.resources import cores

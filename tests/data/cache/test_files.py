@@ -13,9 +13,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from headrace.data.cache.record import Absent
 from headrace.data.cache.shards import AppendFile, FileShards, repair
 from headrace.data.cache.store import Store
+from headrace.data.pipeline.steps import Absent
 from headrace.errors import DataError
 
 COUNT = 12

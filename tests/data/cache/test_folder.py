@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from belongings import descriptors
-from headrace.data.cache.record import Absent
 from headrace.data.cache.shards import FileShards
 from headrace.data.cache.store import FORMAT, Store, claim
+from headrace.data.pipeline.steps import Absent
 from headrace.errors import UnfitMachine, UsageError
 
 

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from hypothesis.extra import numpy as arrays
 
-from headrace.data.cache.record import Absent, front_at, front_of, gathered, is_sound, layout_of, pack
+from headrace.data.cache.record import front_at, front_of, gathered, is_sound, layout_of, pack
 from headrace.data.pipeline.source import collate
+from headrace.data.pipeline.steps import Absent
 from headrace.errors import DataError
 
 DTYPES = (

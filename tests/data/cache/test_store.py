@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from belongings import private_bytes
-from headrace.data.cache.record import Absent
 from headrace.data.cache.shards import FileShards, MemoryShards, Shards
 from headrace.data.cache.store import Store
+from headrace.data.pipeline.steps import Absent
 
 LIMIT = 1 << 20
 

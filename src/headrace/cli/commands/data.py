@@ -123,7 +123,7 @@ def _refuse_for_measurements(strategy: str, workers: int | None, device: str, se
 
 def _check(answer: Answer, job: Any) -> None:
     # Lazily: `--help` need not wait for torch.
-    from headrace.data.loading.torch_data import as_pipeline
+    from headrace.data.given import as_pipeline
     from headrace.data.transforms import check_deterministic
 
     pipeline, _ = as_pipeline(job.data)

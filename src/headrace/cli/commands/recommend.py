@@ -172,7 +172,7 @@ def _known(path: Path, settings: list[str] | None) -> tuple[ModelSpec | Path, in
         job = load_job(path, settings or ())
         # Lazily: they import torch.
         from headrace.api.model_profile import profile
-        from headrace.data.loading.torch_data import as_pipeline
+        from headrace.data.given import as_pipeline
 
         measured = profile(job, engine=engine, say=lambda line: typer.echo(f"measuring {line}", err=True))
         length = len(as_pipeline(job.data)[0])

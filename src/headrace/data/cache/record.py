@@ -11,7 +11,6 @@ copying rows.
 
 from __future__ import annotations
 
-import enum
 import functools
 import json
 import math
@@ -25,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.data.pipeline.steps import Absent
 from headrace.errors import DataError
 
 _ALIGNMENT = 64
@@ -39,15 +39,6 @@ _STACKED = {"|b1", "|u1", "|i1", "<i2", "<i4", "<i8", "<u2", "<u4", "<u8", "<f2"
 """numpy's types that tensors have, too."""
 _NUMBERS = {"i": "<i8", "f": "<f8", "o": "|b1"}
 _KEPT = "numbers, text, bytes, arrays and tensors, in tuples, lists and dicts"
-
-
-class Absent(enum.Enum):
-    """Why a cache does not hand out an example."""
-
-    MISSING = enum.auto()
-    """The cache does not have it."""
-    LEFT_OUT = enum.auto()
-    """The cache knows that a filter leaves it out."""
 
 
 @dataclass(frozen=True, slots=True)

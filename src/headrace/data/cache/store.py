@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from headrace.data.cache.record import (
     FRONT_BYTES,
-    Absent,
     RecordLayout,
     front_at,
     front_of,
@@ -29,7 +28,7 @@ from headrace.data.cache.record import (
     pack,
 )
 from headrace.data.cache.shards import ENTRIES, RECORDS, FileShards, MemoryShards, Shards, repair
-from headrace.data.pipeline.steps import Cache
+from headrace.data.pipeline.steps import Absent, Cache
 from headrace.errors import UnfitMachine, UsageError
 
 FORMAT = 1

@@ -6,7 +6,6 @@ import math
 import os
 import threading
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
 from itertools import chain
 from time import perf_counter
 
@@ -15,9 +14,8 @@ import torch
 from headrace.data.loading.autotune import Autotuner, ReadMode, ReadModes
 from headrace.data.loading.prefetcher import Prefetcher
 from headrace.data.loading.processes import ReaderProcesses, ReaderStalled
-from headrace.data.loading.reader import ExampleReader, Part, ReadResult
+from headrace.data.loading.reader import CpuBudget, ExampleReader, Part, ReadResult
 from headrace.data.pipeline.pipeline import InputPipeline, visited
-from headrace.data.pipeline.source import ArraySource
 from headrace.data.pipeline.steps import Cache, writer
 from headrace.errors import RunFailed
 from headrace.machine.allocator import MOST_ARENAS, give_back, tune
@@ -35,27 +33,8 @@ _SLOW_S = 0.002
 """A batch that takes longer is timed only once."""
 
 
-@dataclass(frozen=True)
-class CpuBudget:
-    """The cores that a worker may use for reading.
-
-    Attributes:
-        cores: the cores of this worker; None for all that this process may use.
-        training: how many of them it trains on; None for the number of torch's threads.
-        say: takes the line that says how few cores are left for reading.
-
-    Examples:
-        >>> hr.data.CpuBudget(cores=8, training=6).cores
-        8
-    """
-
-    cores: int | None = None
-    training: int | None = None
-    say: Callable[[str], object] = lambda line: None
-
-
 class BatchReader:
-    """Reads parts in order. The pipeline's `parallel` says how; "auto" tries what is fastest.
+    """Reads parts in order and ahead. The pipeline's `parallel` says how; "auto" tries what is fastest.
 
     `parallel` is how it reads now, "inline", "threads" or "processes"; `prefetcher` reads ahead, or is None.
     """
@@ -67,8 +46,7 @@ class BatchReader:
         self._cpu_budget = cpu_budget
         self._cores = max(1, cpu_budget.cores or len(os.sched_getaffinity(0)))
         self._sizes = _Sizes(pipeline)
-        self._inline_only = self._never_reads_ahead()
-        self.parallel = "inline" if self._inline_only else self._reading.parallel
+        self.parallel = self._reading.parallel
         self._best: ReadMode | None = None
         self._said = ""
         self._little = math.inf
@@ -85,17 +63,6 @@ class BatchReader:
     def run(self, parts: Iterator[Part], seed: int) -> Generator[tuple[Part, ReadResult], None, None]:
         """Yields each part with its batch, in order; `seed` is that of the processes that read, if any do."""
         self._seed = seed
-        return self.run_inline(parts) if self._inline_only else self._run_ahead(parts)
-
-    def run_inline(self, parts: Iterator[Part]) -> Generator[tuple[Part, ReadResult], None, None]:
-        """Yields each part with its batch; reads each when it is asked for."""
-        for part in parts:
-            yield part, self.read(part)
-
-    def read(self, part: Part) -> ReadResult:
-        return self._reader.read(part[0], part[1])
-
-    def _run_ahead(self, parts: Iterator[Part]) -> Generator[tuple[Part, ReadResult], None, None]:
         reading, sizes = self._reading, self._sizes
         first = next(parts, None)
         if first is None:
@@ -103,7 +70,13 @@ class BatchReader:
         sizes.examples = len(first[1])
         parts = chain([first], parts)
         prefetcher = Prefetcher(
-            parts, self.read, sizes.estimate, sizes.measured, self._freed, reading.ahead, reading.memory_limit
+            parts,
+            self._reader.read_part,
+            sizes.estimate,
+            sizes.measured,
+            self._freed,
+            reading.ahead,
+            reading.memory_limit,
         )
         processes: list[ReaderProcesses] = []
         self.prefetcher = prefetcher
@@ -167,7 +140,7 @@ class BatchReader:
         if bool(processes) != (mode.parallel == "processes"):
             # No thread should read during a fork, and none should wait for processes that end.
             prefetcher.settle()
-            prefetcher.read = self.read
+            prefetcher.read = self._reader.read_part
             _close(processes)
             if mode.parallel == "processes":
                 prefetcher.read = self._start(processes)
@@ -204,14 +177,6 @@ class BatchReader:
         how = f"{mode} {verb} ahead (at most {self._cores})" if mode.readers else "the worker reads by itself"
         self._cpu_budget.say(f"data: {how}: {why}")
 
-    def _never_reads_ahead(self) -> bool:
-        if self._reading.parallel != "auto":
-            return self._reading.parallel == "inline" or self._reading.ahead == 0
-        source = self._pipeline.source
-        # A batch of arrays in memory is one lookup.
-        inline = source.one_reader or (isinstance(source, ArraySource) and not self._pipeline.steps)
-        return inline or self._reading.ahead == 0
-
     def _modes(self) -> ReadModes:
         """Returns the modes to choose from."""
         training = self._cpu_budget.training
@@ -235,7 +200,7 @@ class BatchReader:
         except OSError as error:
             if unasked:
                 self._no_processes = f"the system starts no further process ({error.strerror})"
-                return self.read
+                return self._reader.read_part
             if isinstance(error, BlockingIOError):
                 raise too_many_threads() from error
             raise
@@ -252,7 +217,7 @@ class BatchReader:
                     raise RunFailed(str(stalled)) from stalled
                 given_up.set()
                 self._no_processes = "processes stood still, as forks of threads may"
-            return self.read(part)
+            return self._reader.read_part(part)
 
         return read
 

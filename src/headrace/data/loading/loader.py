@@ -8,20 +8,22 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from headrace.data.loading.batch_reader import BatchReader, CpuBudget
-from headrace.data.loading.reader import ExampleReader, Part, ReadResult
-from headrace.data.loading.torch_data import read_by_torch
+from headrace.data.loading.reader import CpuBudget, ExampleReader, Part, ReadResult
 from headrace.data.pipeline.order import Bucketed, ExampleOrder, Rounds, derived
 from headrace.data.pipeline.pipeline import InputPipeline, visited
+from headrace.data.pipeline.source import ArraySource
 from headrace.errors import DataError, UsageError
 from headrace.policies.roles import bounds
 from headrace.spec.events import InputStageStats, InputStats
 from headrace.spec.job import Share
+
+if TYPE_CHECKING:
+    from headrace.data.loading.batch_reader import BatchReader
 
 _ANY = CpuBudget()
 
@@ -92,7 +94,7 @@ class Loader:
         self._epoch_order: ExampleOrder | Bucketed | None = None
         self._reader = ExampleReader(pipeline, seed)
         self.counters = InputCounters(self._reader.stages, pipeline.reading.most_skipped, tell)
-        self._batch_reader = BatchReader(pipeline, self._reader, cpu_budget)
+        self._ahead = _reader_ahead(pipeline, self._reader, cpu_budget)
         self.drops = self._reader.drops
         self.stays = bool(pipeline.processes and pipeline.processes.options.get("persistent_workers"))
 
@@ -188,11 +190,17 @@ class Loader:
     def _shares(self, parts: Iterator[Part], start_round: int, alone: bool = False) -> Generator[Share, None, None]:
         # Workers of other ranks and hosts, and evaluations, must not draw the same, nor a resumed run as its beginning.
         seed = derived(self._seed, self._host, self._data_rank, start_round, self._ordered)
-        if self._pipeline.processes is not None and not alone:
+        running: Generator[tuple[Part, ReadResult], None, None]
+        if self._ahead is not None and not alone:
+            running = self._ahead.run(parts, seed)
+        elif self._pipeline.processes is not None and not alone:
+            # Imported for those alone that have such a `DataLoader`.
+            from headrace.data.loading.torch_processes import read_by_torch
+
             running = read_by_torch(self._reader, self._pipeline.processes, parts, seed)
             self.counters.parallel, self.counters.readers = "processes", self._pipeline.processes.count
         else:
-            running = self._batch_reader.run_inline(parts) if alone else self._batch_reader.run(parts, seed)
+            running = ((part, self._reader.read_part(part)) for part in parts)
         with closing(running):
             asked, ready = perf_counter(), 0
             for part, read in running:
@@ -203,19 +211,34 @@ class Loader:
 
     def _update_mode(self) -> int:
         """Updates the reading mode in the counters; returns how many batches wait."""
-        if self._pipeline.processes is not None:
+        if self._ahead is None:
             return 0
-        self.counters.parallel, self.counters.readers = self._batch_reader.parallel, self._batch_reader.readers
-        return self._batch_reader.prefetcher.ready() if self._batch_reader.prefetcher else 0
+        self.counters.parallel, self.counters.readers = self._ahead.parallel, self._ahead.readers
+        return self._ahead.prefetcher.ready() if self._ahead.prefetcher else 0
 
     def _read(self, part: Part) -> Share:
         asked = perf_counter()
-        return self._share(part, self._batch_reader.read(part), asked)
+        return self._share(part, self._reader.read_part(part), asked)
 
     def _share(self, part: Part, read: ReadResult, asked: float, ready: int = 0) -> Share:
         epoch, places, of = part
         self.counters.add(epoch, read, asked, ready)
         return Share(read.batch, read.examples, of, epoch, asked=len(places))
+
+
+def _reader_ahead(pipeline: InputPipeline, reader: ExampleReader, cpu_budget: CpuBudget) -> BatchReader | None:
+    """Returns what reads ahead of training; None where each batch is read when it is asked for."""
+    source, reading = pipeline.source, pipeline.reading
+    if pipeline.processes is not None or reading.ahead == 0 or reading.parallel == "inline":
+        return None
+    # A batch of arrays in memory is one lookup.
+    inline = source.one_reader or (isinstance(source, ArraySource) and not pipeline.steps)
+    if reading.parallel == "auto" and inline:
+        return None
+    # Imported for those alone that have something to read ahead.
+    from headrace.data.loading.batch_reader import BatchReader
+
+    return BatchReader(pipeline, reader, cpu_budget)
 
 
 _TELL_EVERY_S = 1.0

@@ -1,4 +1,4 @@
-"""Reads batches ahead of training: in order, within a budget of bytes, and on to a CUDA device.
+"""Reads batches ahead of training: in order, and within a budget of bytes.
 
 parts ──► reserve ──► readers: one batch each ──► in order ──► training
              ▲                                                    │
@@ -11,20 +11,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any, Generic, TypeVar
-
-import torch
-from torch import Tensor
+from typing import Generic, TypeVar
 
 from headrace.data.loading.reader import ReadResult
-from headrace.devices import kind_of, runtime_of
-from headrace.spec.job import Share
-from headrace.trees import map_tensors
 
 Part = TypeVar("Part")
 
@@ -205,48 +199,3 @@ class MemoryBudget:
     def _add(self, nbytes: int) -> None:
         self.reserved += nbytes
         self.most = max(self.most, self.reserved)
-
-
-def delivered(shares: Generator[Share, None, None], device: torch.device) -> Generator[Share, None, None]:
-    """Yields shares whose batches lie on a device, in order.
-
-    Each batch is pinned and copied on a stream of its own while training computes the one before:
-
-        copy     | batch 0 | batch 1 | batch 2 |
-        compute            | step 0  | step 1  | step 2
-
-    On a device without streams, by the device table, batches stay where they are.
-
-    Examples:
-        >>> loader = hr.data.Loader(hr.data.from_arrays(torch.arange(4)), 0, 2, shares=[1], data_rank=0)
-        >>> [share.batch[0].tolist() for share in hr.data.delivered(loader.rounds(0, 2), torch.device("cpu"))]
-        [[0, 1], [2, 3]]
-    """
-    return _double_buffered(shares, device) if kind_of(device.type).streams else shares
-
-
-def _double_buffered(shares: Generator[Share, None, None], device: torch.device) -> Generator[Share, None, None]:
-    runtime = runtime_of(device.type)
-    stream = runtime.Stream(device)
-
-    def copy_next() -> tuple[Share, Any] | None:
-        if (share := next(shares, None)) is None:
-            return None
-        with runtime.stream(stream):
-            batch = map_tensors(lambda tensor: tensor.pin_memory().to(device, non_blocking=True), share.batch)
-            return replace(share, batch=batch), stream.record_event()
-
-    def adopt(tensor: Tensor) -> Tensor:
-        # The memory belongs to the copying stream; the computing stream may use it longer.
-        tensor.record_stream(runtime.current_stream(device))
-        return tensor
-
-    try:
-        upcoming = copy_next()
-        while upcoming is not None:
-            share, arrived = upcoming
-            upcoming = copy_next()
-            runtime.current_stream(device).wait_event(arrived)
-            yield replace(share, batch=map_tensors(adopt, share.batch))
-    finally:
-        shares.close()

@@ -7,28 +7,48 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter, thread_time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.data.cache.record import Absent
-from headrace.data.cache.store import Store, store_of
 from headrace.data.pipeline.counting import counted
 from headrace.data.pipeline.order import generator
 from headrace.data.pipeline.pipeline import InputPipeline, visited
 from headrace.data.pipeline.source import SOURCE, Epoch, Source, emptied, padded, unreadable
-from headrace.data.pipeline.steps import Cache, Filter, Map, Step, writer
+from headrace.data.pipeline.steps import Absent, Cache, Filter, Map, Step, writer
 from headrace.errors import DataError
 from headrace.trees import nbytes
+
+if TYPE_CHECKING:
+    from headrace.data.cache.store import Store
 
 _OF_HOST = 2**48
 """Addresses of the random numbers of a host's examples; more than it can list."""
 
 Part = tuple[int, Tensor, int]
 """What one worker reads for a round: the epoch, the places of the examples, the length of the global batch."""
+
+
+@dataclass(frozen=True)
+class CpuBudget:
+    """The cores that a worker may use for reading.
+
+    Attributes:
+        cores: the cores of this worker; None for all that this process may use.
+        training: how many of them it trains on; None for the number of torch's threads.
+        say: takes the line that says how few cores are left for reading.
+
+    Examples:
+        >>> hr.data.CpuBudget(cores=8, training=6).cores
+        8
+    """
+
+    cores: int | None = None
+    training: int | None = None
+    say: Callable[[str], object] = lambda line: None
 
 
 @dataclass(frozen=True)
@@ -86,6 +106,12 @@ class ExampleReader:
         self._plain = pipeline.taken is None and pipeline.times == 1
         self._cache = next((step for step in pipeline.steps if isinstance(step, Cache)), None)
         self._cached = pipeline.steps.index(self._cache) if self._cache else -1
+        self._store_of: Callable[[Cache, int], Store] | None = None
+        if self._cache is not None:
+            # Imported for those alone that have a cache, and before processes are forked that read.
+            from headrace.data.cache.store import store_of
+
+            self._store_of = store_of
         cached_last = self._cache is not None and pipeline.steps[-1] is self._cache
         self._gathers = cached_last and stacks and self._source.stacks
         # Hosts that list examples of their own number them alike.
@@ -96,6 +122,10 @@ class ExampleReader:
     def __reduce__(self) -> tuple[type[ExampleReader], tuple[InputPipeline, int]]:
         # A lock has no copy, and the processes of a `DataLoader` may be no forks.
         return ExampleReader, (self._pipeline, self._seed)
+
+    def read_part(self, part: Part) -> ReadResult:
+        """Returns the batch of what one worker reads for a round."""
+        return self.read(part[0], part[1])
 
     def read(self, epoch: int, places: Tensor) -> ReadResult:
         """Returns the batch of the examples at `places`, `(examples,)` int64, each below the pipeline's length."""
@@ -183,7 +213,8 @@ class ExampleReader:
 
     def _store(self) -> Store:
         assert self._cache is not None
-        return store_of(self._cache, len(self._source))
+        assert self._store_of is not None
+        return self._store_of(self._cache, len(self._source))
 
     def _gathered(self, places: Tensor) -> ReadResult | None:
         """Reads a batch as a whole from a cache that is the last step; None if that is not possible."""

@@ -245,6 +245,10 @@ class InputPipeline:
         return dataclasses.replace(self, reading=dataclasses.replace(self.reading, on_error=action, most_skipped=most))
 
 
+Pipeline = InputPipeline
+"""The public name; `hr.Pipeline` is a strategy."""
+
+
 def visited(pipeline: InputPipeline) -> range:
     """Returns the indices of the source's examples that an epoch visits."""
     return range(len(pipeline.source)) if pipeline.taken is None else pipeline.taken

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from headrace.data.cache.fingerprint import fingerprint
-from headrace.errors import DataError, UnfitMachine, UsageError
-from headrace.machine.extras import remedy
+from headrace.errors import DataError, UsageError
 from headrace.trees import UNSIGNED, map_tensors, nbytes
 
 _MOST_HASHED = 1 << 30
@@ -154,13 +151,13 @@ class ArraySource(Source):
     def identity(self) -> str:
         if sum(map(nbytes, self._arrays)) > _MOST_HASHED:
             return ""
-        return f"arrays {fingerprint(self._names, self._arrays)}"
+        return f"arrays {_fingerprint(self._names, self._arrays)}"
 
     def sample_digest(self) -> str:
         """Returns a digest of the arrays' shapes and types, and of a few examples from the first to the last."""
         rows = torch.linspace(0, self._length - 1, min(_SAMPLED, self._length)).long()
         shapes = [(tuple(array.shape), str(array.dtype)) for array in self._arrays]
-        return fingerprint(self._names, shapes, [take_rows(array, rows) for array in self._arrays])
+        return _fingerprint(self._names, shapes, [take_rows(array, rows) for array in self._arrays])
 
     def gather(self, indices: Tensor, epoch: Epoch) -> Any:
         return self._tree([take_rows(array, indices) for array in self._arrays])
@@ -171,61 +168,11 @@ class ArraySource(Source):
         return dict(zip(self._names, tensors, strict=True))
 
 
-class DatasetSource(Source):
-    """A map-style data set, of torch or alike: it has a length, and `dataset[index]` is an example."""
+def _fingerprint(*values: Any) -> str:
+    # Imported for those alone that keep a cache, or compare their data with other hosts'.
+    from headrace.data.cache.fingerprint import fingerprint
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None) -> None:
-        if not isinstance(dataset, Sized):
-            raise DataError(
-                f"the data set {type(dataset).__name__} has no length; give it a __len__, so that an epoch can be split"
-            )
-        self._dataset: Any = dataset
-        self._collate = collate_fn or collate
-        # The name by which torch's loader lets a data set read many examples at once.
-        many = getattr(dataset, "__getitems__", None)
-        self._many: Callable[[list[int]], Sequence[Any]] | None = many if callable(many) else None
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def example(self, index: int, epoch: Epoch) -> Any:
-        try:
-            return self._dataset[index]
-        except Exception as error:
-            raise unreadable(self.key(index), "the data set", error) from error
-
-    def many(self, indices: list[int], epoch: Epoch) -> Sequence[Any]:
-        if self._many is None:
-            return super().many(indices, epoch)
-        try:
-            return self._many(indices)
-        except Exception as error:
-            for index in indices:
-                self.example(index, epoch)  # names the example, if it fails alone too
-            raise unreadable(f"one of the examples {indices}", "the data set", error) from error
-
-    def collate(self, examples: Sequence[Any]) -> Any:
-        return self._collate(list(examples))
-
-    @property
-    def stacks(self) -> bool:
-        return self._collate is collate
-
-    @property
-    def one_reader(self) -> bool:
-        # It may hold an open file, whose position threads or processes would share.
-        return True
-
-
-def import_package(name: str, need: str, install: str = "") -> Any:
-    """Imports an optional module; an UnfitMachine says what `need`s it if it is missing, and how to `install` it.
-
-    Without `install` it is of the extra `data`.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UnfitMachine(f"{need} ({error}): {install or remedy('data')}") from error
+    return fingerprint(*values)
 
 
 def require_whole(what: str, value: Any, least: int = 1, remedy: str = "") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 import os
@@ -12,7 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data.cache.fingerprint import fingerprint
 from headrace.data.pipeline.collator import Collator
 from headrace.data.pipeline.source import Source, require_whole
 from headrace.errors import UsageError
@@ -93,6 +93,15 @@ class Cache:
     @property
     def name(self) -> str:
         return f"cache({self.folder or 'memory'})"
+
+
+class Absent(enum.Enum):
+    """Why a cache does not hand out an example."""
+
+    MISSING = enum.auto()
+    """The cache does not have it."""
+    LEFT_OUT = enum.auto()
+    """The cache knows that a filter leaves it out."""
 
 
 Step = Map | Filter | Cache
@@ -179,10 +188,15 @@ def cached(
         return Cache(None, 1 << 30 if limit is None else limit)
     folder = os.path.abspath(os.path.expanduser(os.fspath(where)))
     about = ", ".join((f"{len(source):,} examples", *(step.name for step in steps)))
-    return Cache(folder, limit, _key(source, steps) if key is None else fingerprint(key, len(source)), about)
+    return Cache(folder, limit, _key(source, steps, key), about)
 
 
-def _key(source: Source, steps: Sequence[Step]) -> str:
+def _key(source: Source, steps: Sequence[Step], key: str | None) -> str:
+    # Imported for those alone that keep a cache in files.
+    from headrace.data.cache.fingerprint import fingerprint
+
+    if key is not None:
+        return fingerprint(key, len(source))
     identity = source.identity
     if not identity:
         raise UsageError(

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from headrace import internals
-from headrace.data.loading.torch_data import read_all
 from headrace.data.pipeline.pipeline import InputPipeline
-from headrace.data.pipeline.source import DatasetSource, Epoch, Source, collate, import_package, take_rows, unreadable
+from headrace.data.pipeline.source import Epoch, Source, collate, take_rows, unreadable
+from headrace.data.sources.torch import DatasetSource, read_all
 from headrace.errors import DataError, UsageError
+from headrace.machine.extras import import_package
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from headrace.data.cache.fingerprint import fingerprint
 from headrace.data.pipeline.pipeline import InputPipeline
-from headrace.data.pipeline.source import Epoch, Source, import_package
+from headrace.data.pipeline.source import Epoch, Source
 from headrace.data.sources.arrow import Columns, Numbers, batch_of, import_pyarrow, select_columns, to_columns
 from headrace.errors import DataError
+from headrace.machine.extras import import_package
 
 _REMEDY = (
     'write it to files that all nodes see, dataset.write_parquet(folder), and give hr.data.from_parquet(f"{folder}/*")'

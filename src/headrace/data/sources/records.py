@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.data.pipeline.pipeline import InputPipeline
-from headrace.data.pipeline.source import Epoch, import_package
+from headrace.data.pipeline.source import Epoch
 from headrace.data.sources.storage import OPEN, BoundedCache, FileSource, SourceFile, Window, find_files, map_files
 from headrace.errors import DataError, UsageError
+from headrace.machine.extras import import_package
 
 _CHUNK = 1 << 24
 _NEWLINE = ord("\n")

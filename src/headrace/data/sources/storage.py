@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
-from headrace.data.pipeline.source import Source, import_package
+from headrace.data.pipeline.source import Source
 from headrace.errors import DataError, HeadraceError, UnfitMachine, UsageError
-from headrace.machine.extras import remedy
+from headrace.machine.extras import import_package, remedy
 
 T = TypeVar("T")
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
-from headrace.data import Loader, as_pipeline
+from headrace.data.given import as_pipeline
+from headrace.data.loading.loader import Loader
 from headrace.errors import DataError
 from headrace.parameter_server.server.optimizer import RoundClock
 from headrace.prediction.rehearsal.events import VirtualEvents

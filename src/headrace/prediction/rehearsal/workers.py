@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from headrace.data import Loader
+from headrace.data.loading.loader import Loader
 from headrace.errors import NonFiniteGradient, NonFiniteLoss
 from headrace.modules import copy_module
 from headrace.parameter_server.client.downpour import LocalSteps

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headrace.batches import select_target
 from headrace.collectives.base import ProcessGroup
-from headrace.data import Loader
+from headrace.data.loading.loader import Loader
 from headrace.metrics import weigh
 from headrace.modules import evaluating
 from headrace.spec.job import Job, Share

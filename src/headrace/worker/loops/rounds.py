@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from headrace.collectives.base import ProcessGroup
-from headrace.data import Loader, delivered
+from headrace.data.loading.loader import Loader
+from headrace.data.loading.transfer import delivered
 from headrace.errors import UsageError
 from headrace.spec.events import ParametersAveraged
 from headrace.spec.job import Share

@@ -1,20 +1,17 @@
-"""Tensors, data sets and loaders of torch as pipelines, and reading by the processes of a torch `DataLoader`."""
+"""Data sets and loaders of torch, and what can be indexed or iterated over as they can."""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
 import random
-import traceback
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import chain, islice, tee
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from itertools import chain, islice
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -29,9 +26,8 @@ from torch.utils.data import (
     default_collate,
 )
 
-from headrace.data.loading.reader import ExampleReader, Part, ReadResult
 from headrace.data.pipeline.pipeline import InputPipeline, Processes, from_arrays
-from headrace.data.pipeline.source import DatasetSource, Source, require_whole
+from headrace.data.pipeline.source import Epoch, Source, collate, require_whole, unreadable
 from headrace.errors import DataError
 
 _FORMS = (
@@ -54,33 +50,55 @@ class _MapStyle(Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
 
-def as_pipeline(data: Any) -> tuple[InputPipeline, tuple[str, ...]]:
-    """Returns the pipeline for `Job.data`, and lines that the user should see.
+class DatasetSource(Source):
+    """A map-style data set, of torch or alike: it has a length, and `dataset[index]` is an example."""
 
-    A pipeline stays as it was defined; anything else is shuffled by the job's seed.
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None) -> None:
+        if not isinstance(dataset, Sized):
+            raise DataError(
+                f"the data set {type(dataset).__name__} has no length; give it a __len__, so that an epoch can be split"
+            )
+        self._dataset: Any = dataset
+        self._collate = collate_fn or collate
+        # The name by which torch's loader lets a data set read many examples at once.
+        many = getattr(dataset, "__getitems__", None)
+        self._many: Callable[[list[int]], Sequence[Any]] | None = many if callable(many) else None
 
-    Args:
-        data: a pipeline, a tuple or list of tensors or arrays, a dict of them, one alone, a list of
-            examples, a map-style data set, or a `DataLoader` around one.
+    def __len__(self) -> int:
+        return len(self._dataset)
 
-    Raises:
-        DataError: it is none of these, is empty or ragged.
+    def example(self, index: int, epoch: Epoch) -> Any:
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            raise unreadable(self.key(index), "the data set", error) from error
 
-    Examples:
-        >>> pipeline, lines = hr.data.as_pipeline((torch.zeros(8, 4), torch.zeros(8)))
-        >>> len(pipeline), pipeline.shuffled
-        (8, True)
-    """
-    if isinstance(data, InputPipeline):
-        return data, ()
-    if isinstance(data, DataLoader):
-        return _from_loader(data)
-    if isinstance(data, Tensor | np.ndarray | Mapping):
-        return from_arrays(data).shuffle(), ()
-    examples = isinstance(data, list) and data and isinstance(data[0], tuple | dict)
-    if isinstance(data, tuple | list) and not examples:
-        return from_arrays(*data).shuffle(), ()
-    return _from_dataset(data).shuffle(), _lines_of(data)
+    def many(self, indices: list[int], epoch: Epoch) -> Sequence[Any]:
+        if self._many is None:
+            return super().many(indices, epoch)
+        try:
+            return self._many(indices)
+        except Exception as error:
+            for index in indices:
+                self.example(index, epoch)  # names the example, if it fails alone too
+            raise unreadable(f"one of the examples {indices}", "the data set", error) from error
+
+    def collate(self, examples: Sequence[Any]) -> Any:
+        return self._collate(list(examples))
+
+    @property
+    def stacks(self) -> bool:
+        return self._collate is collate
+
+    @property
+    def one_reader(self) -> bool:
+        # It may hold an open file, whose position threads or processes would share.
+        return True
+
+
+def from_indexed(data: Any) -> tuple[InputPipeline, tuple[str, ...]]:
+    """Returns the pipeline over a data set or a `DataLoader` around one, as `as_pipeline` does."""
+    return _from_loader(data) if isinstance(data, DataLoader) else (_from_dataset(data).shuffle(), _lines_of(data))
 
 
 def from_torch(data: Any, limit: int = 100_000) -> InputPipeline:
@@ -265,66 +283,3 @@ def _processes(loader: DataLoader[Any]) -> Processes:
     options = {name: getattr(loader, name) for name in _OPTIONS}
     context: Any = loader.multiprocessing_context
     return Processes(loader.num_workers, {**options, "multiprocessing_context": context and context.get_start_method()})
-
-
-def read_by_torch(
-    reader: ExampleReader, processes: Processes, parts: Iterator[Part], seed: int
-) -> Generator[tuple[Part, ReadResult], None, None]:
-    """Yields each part (epoch, indices, length of the global batch) with its batch, read by a `DataLoader`'s processes.
-
-    `seed` seeds the processes' own random numbers. Of an unreadable example, the process's traceback is a note.
-    """
-    parts, theirs = tee(parts)
-    batches = iter(_loader(reader, processes, theirs, seed))
-    try:
-        for part in parts:
-            epoch, indices, _ = part
-            read = next(batches) if len(indices) else reader.read(epoch, indices)
-            if isinstance(read, _Broken):
-                error = DataError(read.message)
-                error.add_note(read.traceback)
-                raise error
-            yield part, read
-    finally:
-        # Its processes end with the last reference, which a traceback with this frame must not keep.
-        del batches
-
-
-def _loader(reader: ExampleReader, processes: Processes, parts: Iterable[Part], seed: int) -> DataLoader[Any]:
-    return DataLoader(
-        _Reading(reader),
-        batch_size=None,
-        # As arrays, since each tensor would be sent through a file of its own.
-        sampler=((epoch, indices.numpy()) for epoch, indices, _ in parts if len(indices)),
-        collate_fn=_identity,
-        num_workers=processes.count,
-        **processes.options,
-        # Seeds its processes without drawing from the generator that dropout uses.
-        generator=torch.Generator().manual_seed(seed % 2**63),
-    )
-
-
-@dataclass(frozen=True)
-class _Broken:
-    """An error that a reading process sends in place of a batch."""
-
-    message: str
-    traceback: str
-
-
-class _Reading(Dataset[Any]):
-    """A data set of whole batches, for the processes of a `DataLoader`."""
-
-    def __init__(self, reader: ExampleReader) -> None:
-        self._reader = reader
-
-    def __getitem__(self, part: Any) -> Any:
-        epoch, indices = part
-        try:
-            return self._reader.read(epoch, torch.from_numpy(indices))
-        except DataError as error:
-            return _Broken(str(error), traceback.format_exc())
-
-
-def _identity(batch: Any) -> Any:
-    return batch
