@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from headrace.registry import lazy_names
-from headrace.strategies.table import SHORT_NAMES, STRATEGIES
-
 if TYPE_CHECKING:
     from headrace import data, metrics, tasks
     from headrace.api.comparison import Comparison, compare
@@ -176,27 +173,23 @@ _MODULES = {
     "spec.options": ("Checkpoints", "EarlyStopping", "Options"),
     "spec.parameter_sets": ("ParameterSet",),
     "spec.patterns": ("grouped",),
-    "strategies.strategy": ("Strategy",),
     "training.embeddings.optimizers": ("LazyAdam", "RowwiseAdagrad"),
     "training.embeddings.vocabulary.limit": ("limit_rows",),
     "worker.callbacks.callback": ("Callback", "Moment"),
     "worker.worker": ("Worker",),
 }
-_find = lazy_names(
-    __name__,
-    {name: f"headrace.{module}:{name}" for module, names in _MODULES.items() for name in names},
-    STRATEGIES,
-    SHORT_NAMES,
-)
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    if name in __all__:
-        # Before anything is imported that an older torch lacks.
-        importlib.import_module("headrace.machine.versions").require_torch()
+    if name not in __all__ and not name[:1].isupper():
+        raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+    # Before anything is imported that an older torch lacks.
+    importlib.import_module("headrace.machine.versions").require_torch()
     if name in ("data", "metrics", "tasks"):
         return importlib.import_module(f"headrace.{name}")
-    return _find(name)
+    # All others are strategies; an added one is here by its line in the table, or by its package's entry point.
+    return getattr(importlib.import_module(f"headrace.{_HOMES.get(name, 'strategies')}"), name)
 
 
 def __dir__() -> list[str]:
