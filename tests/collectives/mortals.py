@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from headrace.collectives.elastic import ElasticBarrier, ElasticGroup
-from headrace.shared_memory.barrier import FinishedRanks
 from headrace.shared_memory.control_page import ControlPage
+from headrace.shared_memory.ends import FinishedRanks
 
 ACTS = 40
 

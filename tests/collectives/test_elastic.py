@@ -10,8 +10,8 @@ import pytest
 from collectives.mortals import check, lives
 from headrace.collectives.elastic import ElasticGroup, MemberLost, PageBarrier, elastic_on_page
 from headrace.errors import UsageError
-from headrace.shared_memory.barrier import FinishedRanks
 from headrace.shared_memory.control_page import ControlPage
+from headrace.shared_memory.ends import FinishedRanks
 from headrace.shared_memory.segment import SharedSegment
 
 

@@ -20,8 +20,8 @@ from headrace.engine.torchrun.key_value import StoreClient
 from headrace.engine.torchrun.meetings import Meetings
 from headrace.engine.torchrun.store_server import StoreServer
 from headrace.errors import PeerLost, Replaced, UsageError
-from headrace.shared_memory.barrier import FinishedRanks
 from headrace.shared_memory.control_page import ControlPage
+from headrace.shared_memory.ends import FinishedRanks
 from headrace.shared_memory.segment import SharedSegment
 
 SECRET, RUN = b"the secret of this run", "run"

@@ -36,7 +36,7 @@ from headrace.spec.events import LAUNCHER, Event
 from headrace.spec.job import Job
 from headrace.spec.plan import Plan
 from headrace.training.embeddings.layer import sparse_layers
-from headrace.training.embeddings.saving import load_rows, with_layers_of_torch
+from headrace.training.embeddings.local import load_rows, with_layers_of_torch
 from headrace.worker.attributes import load_attributes
 from headrace.worker.evaluations.loss import LOSS, LossOfModel, without_loss
 from headrace.worker.run_spec import RENDEZVOUS, events_path, model_path

@@ -15,8 +15,25 @@ A checkpoint is written aside, synced and renamed, and the folder synced, before
 A committed one may be copied to another file system, in the same layout, its manifest last.
 """
 
-from headrace.checkpoint.folder import Checkpoint, CheckpointFolder
-from headrace.checkpoint.manifest import FileRecord, Manifest
-from headrace.checkpoint.storage import File, Storage
+from typing import TYPE_CHECKING
+
+from headrace.registry import lazy_names
+
+if TYPE_CHECKING:
+    from headrace.checkpoint.folder import Checkpoint, CheckpointFolder
+    from headrace.checkpoint.manifest import FileRecord, Manifest
+    from headrace.checkpoint.storage import File, Storage
 
 __all__ = ["Checkpoint", "CheckpointFolder", "File", "FileRecord", "Manifest", "Storage"]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "Checkpoint": "headrace.checkpoint.folder:Checkpoint",
+        "CheckpointFolder": "headrace.checkpoint.folder:CheckpointFolder",
+        "File": "headrace.checkpoint.storage:File",
+        "FileRecord": "headrace.checkpoint.manifest:FileRecord",
+        "Manifest": "headrace.checkpoint.manifest:Manifest",
+        "Storage": "headrace.checkpoint.storage:Storage",
+    },
+)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.collectives.compression import PLAIN, Compression
-from headrace.shared_memory.barrier import FinishedRanks
+from headrace.shared_memory.ends import FinishedRanks
 
 _Result = TypeVar("_Result")
 

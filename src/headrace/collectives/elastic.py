@@ -21,8 +21,9 @@ from torch import Tensor
 
 from headrace.collectives.base import ProcessGroup
 from headrace.shared_memory import futex
-from headrace.shared_memory.barrier import FinishedRanks, MemberLost, reached
+from headrace.shared_memory.barrier import MemberLost, reached
 from headrace.shared_memory.control_page import NUMBERS, ControlPage
+from headrace.shared_memory.ends import FinishedRanks
 
 _SLICE_S = 0.05
 _MEETINGS = 1 << 16

@@ -33,8 +33,9 @@ from headrace.collectives.links import HostLinks
 from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import PeersApart, UnfitMachine
-from headrace.shared_memory.barrier import FinishedRanks, reached
+from headrace.shared_memory.barrier import reached
 from headrace.shared_memory.control_page import ControlPage
+from headrace.shared_memory.ends import FinishedRanks
 from headrace.shared_memory.segment import SharedSegment
 
 T = TypeVar("T")

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from headrace.collectives.base import ProcessGroup, add_in_order
 from headrace.errors import UnfitMachine
-from headrace.shared_memory.barrier import Barrier, FinishedRanks, never
+from headrace.shared_memory.barrier import Barrier, never
 from headrace.shared_memory.control_page import NUMBERS, ControlPage
+from headrace.shared_memory.ends import FinishedRanks
 from headrace.shared_memory.segment import SharedSegment
 
 _SLOT_BYTES_OF_TWO = 384 * 1024

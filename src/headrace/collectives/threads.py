@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from headrace.collectives.base import ProcessGroup, add_in_order
 from headrace.errors import PeerLost
-from headrace.shared_memory.barrier import FinishedRanks
-from headrace.shared_memory.control_page import Heartbeat
+from headrace.shared_memory.ends import FinishedRanks
 
 
 class Turns:
@@ -83,6 +83,13 @@ class _TurnBarrier:
         self.broken = True
 
 
+@dataclass
+class _Endless:
+    """The loop of a thread that ends together with the others."""
+
+    finished: int = 0
+
+
 class ThreadGroup:
     """What the `world` threads of a group share; `ends` tells which loops have ended, None if they end together.
 
@@ -91,7 +98,7 @@ class ThreadGroup:
 
     def __init__(self, world: int, ends: FinishedRanks | None = None, turns: Turns | None = None) -> None:
         self.world = world
-        self.ends = ends or FinishedRanks([Heartbeat()] * world)
+        self.ends = ends or FinishedRanks([_Endless()] * world)
         self.offers: list[object] = [None] * world
         self.turns = turns
         self.barrier = _TurnBarrier(world, turns) if turns else threading.Barrier(world)

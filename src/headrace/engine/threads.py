@@ -14,8 +14,8 @@ import torch
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.engine.base import Engine, RunProgress, orderly_interrupts
 from headrace.errors import HeadraceError, PeerLost, UsageError, WorkerFailed
-from headrace.shared_memory.barrier import FinishedRanks
 from headrace.shared_memory.control_page import ControlPage
+from headrace.shared_memory.ends import FinishedRanks
 from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.plan import has_backups
 from headrace.worker.main import work

@@ -27,12 +27,10 @@ from headrace.errors import UnfitMachine
 from headrace.machine.identity import require_linux
 from headrace.shared_memory import futex
 from headrace.shared_memory.segment import SharedSegment
+from headrace.spec.plan import MOST_MEMBERS
 
 NUMBERS = 4096
 """How many numbers one sum may hold."""
-
-MEMBERS = 64
-"""How many members a view may have."""
 
 _LINE = 64
 
@@ -127,7 +125,10 @@ class MemberRecord(Structure):
     count: int
     able: int
     members: Array[Array[c_int32]]
-    _fields_ = [*((name, c_int64) for name in ("ready", "number", "count", "able")), ("members", c_int32 * 2 * MEMBERS)]
+    _fields_ = [
+        *((name, c_int64) for name in ("ready", "number", "count", "able")),
+        ("members", c_int32 * 2 * MOST_MEMBERS),
+    ]
 
     def publish(self, number: int, members: Sequence[tuple[int, int]], able: int) -> None:
         """Writes a view; see `ServerView.publish`."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+MOST_MEMBERS = 64
+"""How many workers may come and go in a run."""
+
 EVERY_WORKER = -1
 """The owner of a parameter that every worker holds and updates itself."""
 

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from headrace.devices import DEVICES, HOST, DeviceKind, kind_of, one_each
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
-from headrace.shared_memory.control_page import MEMBERS as MOST_MEMBERS
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
-from headrace.spec.plan import Plan, ProcessCounts, device_kinds, exchanges_in_host_memory, spans_hosts
+from headrace.spec.plan import MOST_MEMBERS, Plan, ProcessCounts, device_kinds, exchanges_in_host_memory, spans_hosts
 
 BALANCES = ("equal", "speed")
 """How a global batch is split."""

@@ -23,14 +23,10 @@ from headrace.spec.options import Options
 from headrace.spec.plan import Segment
 from headrace.training.clipping import GradientClipper, LossScale
 from headrace.training.compute import Compute
-from headrace.training.embeddings.exchange import TablesExchange
 from headrace.training.embeddings.layer import sparse_layers
-from headrace.training.embeddings.updater import RowUpdater
 from headrace.training.exchange import Replica
-from headrace.training.fixed_shapes.graph_mode import CompiledModule
 from headrace.training.gradients import GradientSink, SharedGradients
 from headrace.training.optimizer import build, build_over
-from headrace.training.shared_buffers.batch_norm import synchronise_batch_norm
 from headrace.training.update import Updater
 from headrace.training.user_code.objective import Objective
 from headrace.training.whole_model import ModelParallelGroup, WholeModel
@@ -116,8 +112,11 @@ class WorkerContext:
         """
 
         def whole() -> WholeModel:
-            full = self.batches.full // max(1, local_shares)
-            graph = CompiledModule(self.module, full) if self.options.compile else None
+            graph = None
+            if self.options.compile:
+                from headrace.training.fixed_shapes.graph_mode import CompiledModule
+
+                graph = CompiledModule(self.module, self.batches.full // max(1, local_shares))
             total: Callable[[Sequence[float]], list[float]] = list if local_shares else self.group.sum
             return WholeModel(self.module, self.objective, sink, total, always, self.options, self.scale, graph)
 
@@ -164,6 +163,8 @@ class WorkerContext:
         """Makes BatchNorm global if the options ask for it; returns whether layers now talk to each other."""
         if self.options.batch_norm != "sync" or (self.group.world == 1 and self.group.fixed):
             return False
+        from headrace.training.shared_buffers.batch_norm import synchronise_batch_norm
+
         return synchronise_batch_norm(self.module, self.device_group() or self.group)
 
     def require_own_generators(self) -> None:
@@ -196,6 +197,9 @@ def with_tables(replica: Replica, context: WorkerContext) -> Replica:
     layers = tuple(sparse_layers(context.module))
     if not layers:
         return replica
+    from headrace.training.embeddings.exchange import TablesExchange
+    from headrace.training.embeddings.updater import RowUpdater
+
     updater = RowUpdater(context.optimizer, context.model, context.options, context.rounds_per_epoch)
     return replace(replica, exchange=TablesExchange(replica.exchange, layers, updater, context.group))
 

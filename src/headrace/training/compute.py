@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,11 @@ from headrace.collectives.base import ProcessGroup
 from headrace.errors import UsageError
 from headrace.metrics import Mean
 from headrace.modules import is_dense, parameters_and_buffers
-from headrace.spec.events import StagePass
 from headrace.spec.job import Share
 from headrace.trees import map_tensors
+
+if TYPE_CHECKING:
+    from headrace.spec.events import StagePass
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,17 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headrace.spec.events import TableReads
 from headrace.training.clipping import StepDecision
 from headrace.training.compute import Compute
 from headrace.training.elastic import ElasticState
 from headrace.training.optimizer import StatePiece, StateSlices
 from headrace.training.synchronization import DataLeases, PeriodicSync, SwappableWeights
 from headrace.training.update import Updater
+
+if TYPE_CHECKING:
+    from headrace.spec.events import TableReads
 
 
 class Exchange(SwappableWeights):

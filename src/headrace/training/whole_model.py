@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from headrace.spec.options import Options, require_plain_forward
 from headrace.training.clipping import LossScale
 from headrace.training.compute import Compute, Computed
 from headrace.training.embeddings.layer import sparse_layers
-from headrace.training.fixed_shapes.graph_mode import GraphMode
 from headrace.training.gradients import (
     DirectGradients,
     EarlySink,
@@ -41,6 +40,9 @@ from headrace.training.optimizer import StateSlices
 from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.trained import TrainedParameters
 from headrace.trees import map_leaves, map_tensors, widened
+
+if TYPE_CHECKING:
+    from headrace.training.fixed_shapes.graph_mode import GraphMode
 
 HALF: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PLAIN = Options()

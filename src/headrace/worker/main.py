@@ -24,8 +24,8 @@ from headrace.spec.events import Failed, Notice, RowsHeld, RowsRead, WorkerEnded
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Role
 from headrace.training.compute import Compute
-from headrace.training.embeddings.layer import local_stats, sparse_layers
-from headrace.training.embeddings.saving import rows_of_layers
+from headrace.training.embeddings.layer import sparse_layers
+from headrace.training.embeddings.local import local_stats, rows_of_layers
 from headrace.training.shared_buffers.batch_norm import averaged_buffers
 from headrace.training.synchronization import DataLeases, PeriodicSync
 from headrace.worker.attributes import SameBuild

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from headrace.spec.embedding import RowInit, TableSpec
 from headrace.training.embeddings.foresight import Foresight
-from headrace.training.embeddings.layer import LocalRows, SparseEmbedding
+from headrace.training.embeddings.layer import SparseEmbedding
+from headrace.training.embeddings.local import LocalRows
 from headrace.training.embeddings.table import EmbeddingTable
 
 TABLE = TableSpec("item", 50, 2, "float32", RowInit("constant", 0.0))

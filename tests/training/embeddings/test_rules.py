@@ -15,8 +15,9 @@ from headrace.spec.embedding import TableSpec
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.options import Options
 from headrace.training.embeddings.generator import first_rows
+from headrace.training.embeddings.layer import combine
 from headrace.training.embeddings.optimizers import LazyAdam, RowwiseAdagrad
-from headrace.training.embeddings.updater import RowUpdater, combine
+from headrace.training.embeddings.updater import RowUpdater
 
 TABLE = TableSpec("item", 12, 3, "float64", seed=1)
 MODEL = ModelSpec((ParameterSpec("tower.weight", (2, 2), "float64"),), tables=(TABLE,))

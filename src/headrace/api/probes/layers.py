@@ -22,7 +22,8 @@ from headrace.report.format import plural
 from headrace.spec.job import Job
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy
-from headrace.training.embeddings.layer import LocalRows, sparse_layers
+from headrace.training.embeddings.layer import sparse_layers
+from headrace.training.embeddings.local import LocalRows
 from headrace.training.shared_buffers.batch_norm import NO_STATISTICS
 from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.trial import drawn, loss_of, trial

@@ -12,7 +12,8 @@ from headrace.collectives.base import ProcessGroup
 from headrace.collectives.compression import PLAIN, Compression
 from headrace.errors import UnfitMachine
 from headrace.policies.views import Member, MemberView
-from headrace.shared_memory.barrier import FinishedRanks, MemberLost
+from headrace.shared_memory.barrier import MemberLost
+from headrace.shared_memory.ends import FinishedRanks
 
 _Result = TypeVar("_Result")
 

@@ -21,8 +21,9 @@ from headrace.collectives.views.group import Views
 from headrace.collectives.views.membership import MembershipThread
 from headrace.errors import PeerLost, UnfitMachine
 from headrace.policies.views import Member, MemberView
-from headrace.shared_memory.barrier import FinishedRanks, MemberLost
+from headrace.shared_memory.barrier import MemberLost
 from headrace.shared_memory.control_page import ControlPage
+from headrace.shared_memory.ends import FinishedRanks
 
 _LOOK_EVERY_S = 0.02
 _NOTICED_S = 5.0

@@ -22,8 +22,9 @@ from headrace.collectives.views.group import Views
 from headrace.errors import PeerLost, RunFailed, UnfitMachine
 from headrace.machine.identity import host_name
 from headrace.policies.views import Member, MemberView
-from headrace.shared_memory.barrier import FinishedRanks, MemberLost
+from headrace.shared_memory.barrier import MemberLost
 from headrace.shared_memory.control_page import ControlPage
+from headrace.shared_memory.ends import FinishedRanks
 from headrace.shared_memory.segment import SharedSegment
 
 _LOOK_EVERY_S = 0.001

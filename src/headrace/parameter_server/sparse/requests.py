@@ -26,8 +26,8 @@ from headrace.parameter_server.sparse.tables import ServedTables
 from headrace.parameter_server.wire import Kind, Message, encode
 from headrace.spec.events import ShardStats
 from headrace.training.clipping import all_finite
+from headrace.training.embeddings.layer import combine
 from headrace.training.embeddings.pieces import blocks_of, chunks, to_pieces
-from headrace.training.embeddings.updater import combine
 from headrace.training.optimizer import StatePiece
 from headrace.transport.base import ServerTransport
 

@@ -16,7 +16,8 @@ from headrace.parameter_server.sparse.planning import RowOptions
 from headrace.spec.events import TableReads
 from headrace.training.clipping import all_finite
 from headrace.training.embeddings.foresight import Foresight
-from headrace.training.embeddings.layer import LocalRows, RowSource, SparseEmbedding
+from headrace.training.embeddings.layer import RowSource, SparseEmbedding
+from headrace.training.embeddings.local import LocalRows
 from headrace.training.embeddings.pieces import blocks_of, chunks, is_row_piece, to_pieces
 from headrace.training.embeddings.table import EmbeddingTable, RowBlock
 from headrace.training.optimizer import StatePiece

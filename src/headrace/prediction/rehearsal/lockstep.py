@@ -18,8 +18,8 @@ from headrace.errors import HeadraceError, PeerLost, WorkerFailed
 from headrace.prediction.rehearsal.events import VirtualEvents
 from headrace.prediction.simulation.timeline import Timeline
 from headrace.report.model.events import read_log
-from headrace.shared_memory.barrier import FinishedRanks
 from headrace.shared_memory.control_page import ControlPage
+from headrace.shared_memory.ends import FinishedRanks
 from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.events import (
     Evaluated,

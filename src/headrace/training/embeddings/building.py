@@ -23,7 +23,8 @@ from headrace.internals import TorchDispatchMode
 from headrace.modules import memory_of
 from headrace.spec.embedding import FLOAT_BYTES, RowInit, TableSpec
 from headrace.spec.model import ModelSpec
-from headrace.training.embeddings.layer import BagOptions, LocalRows, SparseEmbedding, sparse_layers
+from headrace.training.embeddings.layer import BagOptions, SparseEmbedding, sparse_layers
+from headrace.training.embeddings.local import LocalRows
 from headrace.training.embeddings.table import EmbeddingTable, RowBlock
 from headrace.training.embeddings.updater import RowUpdater
 from headrace.training.embeddings.vocabulary.limit import limit_of

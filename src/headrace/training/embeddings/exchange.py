@@ -16,10 +16,11 @@ from torch import Tensor
 
 from headrace.collectives.base import ProcessGroup
 from headrace.training.clipping import StepDecision, all_finite
-from headrace.training.embeddings.layer import LocalRows, SparseEmbedding
+from headrace.training.embeddings.layer import SparseEmbedding, combine
+from headrace.training.embeddings.local import LocalRows
 from headrace.training.embeddings.pieces import blocks_of, chunks, is_row_piece, to_pieces
 from headrace.training.embeddings.table import EmbeddingTable
-from headrace.training.embeddings.updater import RowUpdater, combine
+from headrace.training.embeddings.updater import RowUpdater
 from headrace.training.exchange import Exchange
 from headrace.training.optimizer import StatePiece
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,9 @@ from torch.nn import functional as F
 
 from headrace.errors import DataError, JobError
 from headrace.spec.embedding import TableSpec
-from headrace.spec.events import TableStats
-from headrace.training.embeddings.table import EmbeddingTable, RowBlock
-from headrace.training.embeddings.updater import combine
+
+if TYPE_CHECKING:
+    from headrace.training.embeddings.table import RowBlock
 
 
 class RowSource(ABC):
@@ -27,20 +28,6 @@ class RowSource(ABC):
     @abstractmethod
     def blocks(self) -> Iterator[RowBlock]:
         """Yields the changed rows, without their optimizer's state."""
-
-
-class LocalRows(RowSource):
-    """Rows of a table in this process."""
-
-    def __init__(self, table: EmbeddingTable) -> None:
-        self.table = table
-
-    def pull(self, ids: Tensor) -> Tensor:
-        return self.table.read(ids)
-
-    def blocks(self) -> Iterator[RowBlock]:
-        if len(self.table):
-            yield self.table.block(0, len(self.table))
 
 
 @dataclass(frozen=True)
@@ -147,12 +134,15 @@ class SparseEmbedding(nn.Module):
             )
 
 
-def local_stats(module: nn.Module) -> tuple[TableStats, ...]:
-    """Returns how many rows a model's sparse embeddings hold in this process; () where their rows are elsewhere."""
-    sources = [layer.source for layer in sparse_layers(module)]
-    return tuple(source.table.stats() for source in sources if isinstance(source, LocalRows))
-
-
 def sparse_layers(module: nn.Module) -> Iterator[SparseEmbedding]:
     """Yields the sparse embeddings of a model, each once, in its order."""
     yield from (each for each in module.modules() if isinstance(each, SparseEmbedding))
+
+
+def combine(ids: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns the sum of several gradients of rows: distinct ids, ascending, and `(ids, width)`."""
+    if len(ids) == 1:
+        return ids[0], gradients[0]
+    distinct, inverse = torch.unique(torch.cat(list(ids)), return_inverse=True)
+    every = torch.cat(list(gradients))
+    return distinct, every.new_zeros(len(distinct), every.shape[1]).index_add_(0, inverse, every)

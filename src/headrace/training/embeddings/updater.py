@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,15 +16,6 @@ from headrace.training.embeddings.rules import rule_of
 from headrace.training.embeddings.table import EmbeddingTable
 from headrace.training.optimizer import build
 from headrace.training.update import Schedule
-
-
-def combine(ids: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the sum of several gradients of rows: distinct ids, ascending, and `(ids, width)`."""
-    if len(ids) == 1:
-        return ids[0], gradients[0]
-    distinct, inverse = torch.unique(torch.cat(list(ids)), return_inverse=True)
-    every = torch.cat(list(gradients))
-    return distinct, every.new_zeros(len(distinct), every.shape[1]).index_add_(0, inverse, every)
 
 
 class RowUpdater:

@@ -12,8 +12,9 @@ from torch import Tensor
 from headrace.collectives.elastic import ElasticBarrier, ElasticGroup
 from headrace.engine.torchrun.key_value import StoreClient
 from headrace.errors import PeerLost, Replaced
-from headrace.shared_memory.barrier import FinishedRanks, MemberLost
+from headrace.shared_memory.barrier import MemberLost
 from headrace.shared_memory.control_page import ControlPage
+from headrace.shared_memory.ends import FinishedRanks
 
 _DECIDED = 2
 """Numbers of the page that come before those of a meeting."""

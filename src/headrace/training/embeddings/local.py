@@ -1,18 +1,39 @@
-"""The rows of a trained model's tables, as tensors in its file."""
+"""Rows that are in this process, and how the file of a trained model has them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
 from headrace import internals
-from headrace.training.embeddings.layer import LocalRows, SparseEmbedding, sparse_layers
+from headrace.spec.events import TableStats
+from headrace.training.embeddings.layer import RowSource, SparseEmbedding, sparse_layers
 from headrace.training.embeddings.table import EmbeddingTable, RowBlock
 
 _MOST_WHOLE_BYTES = 1 << 30
+
+
+class LocalRows(RowSource):
+    """Rows of a table in this process."""
+
+    def __init__(self, table: EmbeddingTable) -> None:
+        self.table = table
+
+    def pull(self, ids: Tensor) -> Tensor:
+        return self.table.read(ids)
+
+    def blocks(self) -> Iterator[RowBlock]:
+        if len(self.table):
+            yield self.table.block(0, len(self.table))
+
+
+def local_stats(module: nn.Module) -> tuple[TableStats, ...]:
+    """Returns how many rows a model's sparse embeddings hold in this process; () where their rows are elsewhere."""
+    sources = [layer.source for layer in sparse_layers(module)]
+    return tuple(source.table.stats() for source in sources if isinstance(source, LocalRows))
 
 
 def rows_of_layers(layers: Iterable[SparseEmbedding]) -> dict[str, Tensor]:
