@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from headrace.api.verification.verification import Verification
     from headrace.api.verification.verify import verify
     from headrace.averaging.outer_steps import Elastic, Nesterov
-    from headrace.averaging.period import AutoPeriod
     from headrace.engine.ray.engine import RayEngine
     from headrace.engine.threads import ThreadEngine
     from headrace.metrics import Mean
     from headrace.modules import frozen
     from headrace.parameter_server.server.optimizer import Remedies
     from headrace.parameter_server.sparse.planning import RowOptions
+    from headrace.policies.period import AutoPeriod
     from headrace.prediction.calibration import calibrate
     from headrace.prediction.recommendation.recommend import Recommendation, recommend
     from headrace.prediction.simulation.scene import Assumptions
@@ -153,13 +153,13 @@ _MODULES = {
     "api.plain_script.processes": ("ScriptProcesses",),
     "api.plain_script.setup": ("processes", "setup"),
     "averaging.outer_steps": ("Elastic", "Nesterov"),
-    "averaging.period": ("AutoPeriod",),
     "engine.ray.engine": ("RayEngine",),
     "engine.threads": ("ThreadEngine",),
     "metrics": ("Mean",),
     "modules": ("frozen",),
     "parameter_server.server.optimizer": ("Remedies",),
     "parameter_server.sparse.planning": ("RowOptions",),
+    "policies.period": ("AutoPeriod",),
     "prediction.calibration": ("calibrate",),
     "prediction.recommendation.recommend": ("Recommendation", "recommend"),
     "prediction.simulation.scene": ("Assumptions",),

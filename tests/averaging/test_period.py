@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.averaging.period import AutoPeriod, Measured, Period, first_period, next_period
 from headrace.errors import UsageError
+from headrace.policies.period import AutoPeriod, Measured, Period, first_period, next_period
 
 STEP_S = 0.01
 

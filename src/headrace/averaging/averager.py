@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from headrace.averaging.local_steps import LocalStepsSync
 from headrace.averaging.outer_steps import OuterStep
-from headrace.averaging.period import AutoPeriod, Measured, Period, first_period, next_period
 from headrace.averaging.worker_average import ExtraState, WorkerAverage
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import RunFailed, UsageError
+from headrace.policies.period import AutoPeriod, Measured, Period, first_period, next_period
 from headrace.spec.model import ModelSpec
 from headrace.training.clipping import all_finite
 from headrace.training.gradients import FlatLayout

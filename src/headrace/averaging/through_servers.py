@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.averaging.outer_steps import Elastic, MeanStep, OuterStep
-from headrace.averaging.period import AutoPeriod, Measured, PeriodController
+from headrace.averaging.period import PeriodController
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.parameter_server.client.center import CenterVariable
@@ -35,6 +35,7 @@ from headrace.parameter_server.client.exchange import ReplicaGroup, ServedExchan
 from headrace.parameter_server.core.events import Reason
 from headrace.parameter_server.planning import check_server_options, plan_with_servers
 from headrace.parameter_server.wire import ShardLayout
+from headrace.policies.period import AutoPeriod, Measured
 from headrace.policies.staleness import AllMembers, Combination, DecidedElsewhere, EveryPush, FirstPushes
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec, OptimizerNeeds

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.errors import InfeasiblePlan
+from headrace.policies.behaviour import Behaviour, GradientSum
 from headrace.policies.roles import data_parallel_plan, elastic_plan
 from headrace.policies.sharding import slices, whole
 from headrace.spec.cluster import Cluster
@@ -29,6 +30,7 @@ from headrace.strategies.checks import (
     check_count,
     check_elastic,
     refuse_elastic_tables,
+    refuse_measured,
     refuse_random,
 )
 from headrace.strategies.context import WorkerContext, with_tables
@@ -107,6 +109,10 @@ class CentralStorage(Strategy):
         )
         refuse_random(self.name, model, plan)
         return elastic_plan(plan, self.min_workers, self.max_workers, cluster)
+
+    def behave(self, workers: int) -> Behaviour:
+        summed = GradientSum(by_speed=self.balance == "speed", central=True)
+        return Behaviour(summed, not_rehearsed=refuse_measured(self.balance))
 
     def refuses_channels_last(self) -> str:
         if self.min_workers is None:

@@ -50,6 +50,27 @@ def check_balance(balance: str) -> None:
         raise UnknownName("balance", balance, BALANCES)
 
 
+def refuse_measured(balance: str) -> str:
+    """Returns why shares that are not equal cannot be rehearsed; "" for equal ones."""
+    if balance == "equal":
+        return ""
+    return "its shares follow what workers measure, and nothing is measured here; use balance='equal'"
+
+
+def refuse_parts(equals_one_device: bool) -> str:
+    """Returns why a strategy cannot be rehearsed whose workers hold parts of one model."""
+    alone = "; its numbers are those of one device: train in one process" if equals_one_device else ""
+    return (
+        f"its workers hold parts of one model, and those of a rehearsal have whole ones{alone}; see "
+        "`headrace simulate` for the time"
+    )
+
+
+def refuse_backups(backups: int) -> str:
+    """Returns why servers with backups cannot be rehearsed; "" for those without."""
+    return "a server and its backup do not fail here; use backups=0" if backups else ""
+
+
 def check_elastic(workers: int | None, least: int | None, most: int | None, balance: str = "equal") -> None:
     """Raises a `UsageError` unless `min_workers` and `max_workers` fit each other, `workers` and `balance`."""
     check_count("min_workers", least)

@@ -19,8 +19,9 @@ local steps are those of the job's optimizer, what is pushed is how far they hav
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -46,18 +47,20 @@ from headrace.parameter_server.replication.failover import server_of
 from headrace.parameter_server.server.optimizer import RoundClock, ShardOptimizer
 from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.wire import ShardLayout
+from headrace.policies.behaviour import Behaviour, ServerTerms
 from headrace.policies.sharding import everywhere
 from headrace.policies.staleness import Admission, Combination, EveryPush, Unbounded
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec, OptimizerNeeds
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
-from headrace.strategies.checks import check_count, refuse_modes, refuse_synced_buffers
+from headrace.strategies.checks import check_count, refuse_backups, refuse_modes, refuse_synced_buffers
 from headrace.strategies.context import WorkerContext
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.served import ServedStrategy, ServerContext, agreement
 from headrace.strategies.strategy import describe_options
 from headrace.training.exchange import Replica
+from headrace.transport.codec import sent_share
 
 _MOST = 65_535
 """Steps that a message can say a push is the sum of."""
@@ -108,6 +111,9 @@ class Downpour(ServedStrategy):
     equals_one_device = False
     lock_step = False
     mixes_devices = True
+    alone: ClassVar[Mapping[str, object]] = {
+        "workers": 1, "fetch_every": 1, "push_every": 1, "warmstart_steps": 0, "overlap": False,
+    }  # fmt: skip
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
@@ -154,6 +160,19 @@ class Downpour(ServedStrategy):
             placement=self.placement,
             copies=copies,
             elastic=True,
+        )
+
+    def behave(self, workers: int) -> Behaviour:
+        terms = ServerTerms(
+            self.policies(workers), self.servers, self.push_every, self.overlap, local=True,
+            pushed=sent_share(self.push_codec), pulled=sent_share(self.pull_codec), alone=self.warmstart_steps,
+        )  # fmt: skip
+        fetches = ("parameters are taken to be fetched with every push",)
+        not_rehearsed = refuse_backups(self.backups)
+        if self.moves:
+            not_rehearsed = "the local steps of a rehearsal are plain SGD; use local='sgd'"
+        return Behaviour(
+            terms, notes=() if self.fetch_every == self.push_every else fetches, not_rehearsed=not_rehearsed
         )
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:

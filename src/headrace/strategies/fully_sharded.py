@@ -17,7 +17,7 @@ accelerators through theirs (NCCL):
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,6 +29,7 @@ from headrace.errors import InfeasiblePlan, UsageError
 from headrace.fully_sharded.units import AUTO, find_units, refuse_hooks, refuse_kept
 from headrace.hooks import hooked_parameters
 from headrace.modules import without_data
+from headrace.policies.behaviour import Behaviour
 from headrace.policies.roles import data_parallel_plan
 from headrace.policies.sharding import evenly, rows
 from headrace.spec.cluster import Cluster, Host
@@ -36,7 +37,7 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import EVERY_WORKER, Plan
 from headrace.strategies.broadcast import broadcast
-from headrace.strategies.checks import check_count, refuse_coupled, refuse_derived_state
+from headrace.strategies.checks import check_count, refuse_coupled, refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
@@ -103,6 +104,9 @@ class FullySharded(Strategy):
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         return sharded_plan(self.name, describe_options(self), self.workers, model, cluster)
+
+    def behave(self, workers: int) -> Behaviour:
+        return replace(super().behave(workers), not_rehearsed=refuse_parts(self.equals_one_device))
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         return self.in_replicas(plan, context, context.group, context.device_group())

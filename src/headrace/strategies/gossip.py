@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from headrace.averaging.local_steps import LocalStepsExchange, check_local_steps, refuse_moving_average
 from headrace.averaging.mixing import ParameterMixing
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
+from headrace.policies.behaviour import Behaviour, NeighbourMean
 from headrace.policies.roles import data_parallel_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -89,6 +90,9 @@ class Gossip(Strategy):
                 f"workers={2 * less}, or topology='ring'"
             )
         return plan
+
+    def behave(self, workers: int) -> Behaviour:
+        return Behaviour(NeighbourMean(self.topology, self.period))
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         broadcast(context.module, context.group)

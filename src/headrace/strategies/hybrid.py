@@ -17,12 +17,13 @@ Each rank talks of parameters to those alone that hold the same ones: so did the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.parameter_server.server.server import Server
 from headrace.pipeline.staged import StagedReplica
+from headrace.policies.behaviour import Behaviour
 from headrace.policies.roles import require_cpu, require_memory, worker_and_server_roles, worker_roles
 from headrace.policies.sharding import evenly, everywhere
 from headrace.spec.cluster import Cluster, Host
@@ -30,7 +31,7 @@ from headrace.spec.compute import LayerSpec
 from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import Options
 from headrace.spec.plan import EVERY_WORKER, Plan, ProcessCounts, Role, Segment
-from headrace.strategies.checks import refuse_derived_state
+from headrace.strategies.checks import refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext
 from headrace.strategies.fully_sharded import FullySharded, require_sliceable, sharded_plan
 from headrace.strategies.mirrored import Mirrored
@@ -74,6 +75,7 @@ class Hybrid(ServedStrategy):
 
     name = "hybrid"
     whole_model = False
+    divided = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, TensorParallel | Pipeline | FullySharded):
@@ -185,6 +187,23 @@ class Hybrid(ServedStrategy):
             roles=tuple(replace(role, data_rank=role.rank // devices, stage=role.rank % devices) for role in roles),
             shares=(1,) * replicas,
             segments=segments,
+        )
+
+    def behave(self, workers: int) -> Behaviour:
+        devices = self._devices() or 1
+        outer, inner = self.outer.behave(max(1, workers // devices)), self.inner.behave(devices)
+        not_simulated = inner.not_simulated
+        if outer.not_simulated:
+            not_simulated = (
+                f"a hybrid whose outer strategy is {self.outer.name} cannot be simulated; use hr.Mirrored(...), "
+                "hr.ParameterAveraging(...) with a number of rounds as its period, hr.ParameterServer(...) or "
+                "hr.Downpour(...)"
+            )
+        return replace(
+            outer,
+            division=inner.division,
+            not_simulated=not_simulated,
+            not_rehearsed=refuse_parts(self.equals_one_device),
         )
 
     def _roles(self, cluster: Cluster, count: int) -> tuple[Role, ...]:
@@ -317,3 +336,18 @@ def _alone(cluster: Cluster, devices: int) -> Cluster:
     widest = max(replicas, key=len)
     hosts = (replace(cluster.hosts[place], memory_bytes=_ENOUGH_BYTES, ranks=tuple(widest[place])) for place in widest)
     return replace(cluster, hosts=tuple(hosts), ranks=devices)
+
+
+def rule_of(strategy: Strategy) -> Strategy:
+    """Returns the strategy by which replicas are updated: that of a hybrid is its outer one."""
+    return strategy.outer if isinstance(strategy, Hybrid) else strategy
+
+
+def one_worker(strategy: Strategy) -> Strategy | None:
+    """Returns a strategy with one worker or replica, if its updates are then those of one device; None for most."""
+    rule = rule_of(strategy)
+    if rule.alone is None:
+        return None
+    assert is_dataclass(rule)
+    one = replace(rule, **rule.alone)
+    return replace(strategy, outer=one) if isinstance(strategy, Hybrid) else one

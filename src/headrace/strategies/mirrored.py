@@ -20,12 +20,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.errors import InfeasiblePlan, UnknownName
+from headrace.policies.behaviour import Behaviour, GradientSum
 from headrace.policies.roles import data_parallel_plan, elastic_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
 from headrace.strategies.broadcast import broadcast
-from headrace.strategies.checks import check_balance, check_count, check_elastic, refuse_elastic_tables, refuse_random
+from headrace.strategies.checks import (
+    check_balance,
+    check_count,
+    check_elastic,
+    refuse_elastic_tables,
+    refuse_measured,
+    refuse_random,
+)
 from headrace.strategies.context import WorkerContext, summing_of, with_tables
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
@@ -38,7 +46,7 @@ from headrace.training.reduction import (
     SharedMemoryReduction,
     may_write_gradients,
 )
-from headrace.transport.codec import CODECS
+from headrace.transport.codec import CODECS, sent_share
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,10 @@ class Mirrored(Strategy):
         )
         refuse_random(self.name, model, plan)
         return elastic_plan(plan, self.min_workers, self.max_workers, cluster)
+
+    def behave(self, workers: int) -> Behaviour:
+        summed = GradientSum(sent_share(self.codec), self.overlap, self.balance == "speed")
+        return Behaviour(summed, not_rehearsed=refuse_measured(self.balance))
 
     def refuses_channels_last(self) -> str:
         if self.codec == "plain":

@@ -13,6 +13,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
+from headrace.policies.behaviour import Behaviour
 from headrace.policies.roles import data_parallel_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -53,6 +54,9 @@ class OneDevice(Strategy):
         plan = data_parallel_plan(self.name, describe_options(self), 1, model, cluster, copies=(2, 0))
         (role,) = plan.roles
         return replace(plan, roles=(replace(role, threads=self.threads or role.threads),))
+
+    def behave(self, workers: int) -> Behaviour:
+        return Behaviour()
 
     def refuses_channels_last(self) -> str:
         return ""

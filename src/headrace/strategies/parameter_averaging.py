@@ -15,6 +15,7 @@ Names of the same with other numbers: local SGD (Stich, 2019), post-local SGD (L
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -29,7 +30,6 @@ from headrace.averaging.averager import (
 from headrace.averaging.elastic import AveragedState
 from headrace.averaging.local_steps import LocalStepsExchange, check_local_steps, refuse_moving_average
 from headrace.averaging.outer_steps import Elastic, MeanStep, Nesterov, OuterStep, outer_step
-from headrace.averaging.period import AutoPeriod, first_stretch
 from headrace.averaging.through_servers import (
     ServedAveragingConfig,
     ServedAveragingExchange,
@@ -46,6 +46,8 @@ from headrace.parameter_server.planning import layout_of, places_of
 from headrace.parameter_server.replication.failover import server_of
 from headrace.parameter_server.server.optimizer import RoundClock, ShardOptimizer
 from headrace.parameter_server.server.server import Server
+from headrace.policies.behaviour import Behaviour, ParameterMean, ServerTerms
+from headrace.policies.period import AutoPeriod, first_stretch
 from headrace.policies.roles import data_parallel_plan, elastic_plan
 from headrace.policies.sharding import everywhere
 from headrace.policies.staleness import Admission, Combination, Unbounded
@@ -62,7 +64,7 @@ from headrace.strategies.strategy import describe_options
 from headrace.training.exchange import Replica
 from headrace.training.gradients import FlatLayout
 from headrace.training.synchronization import mean_state
-from headrace.transport.codec import CODECS
+from headrace.transport.codec import CODECS, sent_share
 
 _RARELY = 8
 """From so many rounds between synchronizations on, it pays to copy the parameters there and back."""
@@ -198,6 +200,23 @@ class ParameterAveraging(ServedStrategy):
             self.name, describe_options(self), self.workers, model, cluster, copies=copies, spread=True
         )
         return elastic_plan(plan, self.min_workers, self.max_workers, cluster)
+
+    def behave(self, workers: int) -> Behaviour:
+        sent, through = sent_share(self.codec), None
+        if self.via == "server":
+            through = ServerTerms(
+                self.policies(workers), self.servers, local=True, fixed=self.wait == "all", optimizes=False,
+                pushed=sent, pulled=sent_share(self.pull_codec),
+                patience_s=self.wait if isinstance(self.wait, float) else math.inf,
+            )  # fmt: skip
+        not_rehearsed = ""
+        if through:
+            not_rehearsed = "its workers average through servers while others go on; use via='all_reduce'"
+        elif not isinstance(self.period, int):
+            not_rehearsed = (
+                "its period follows what workers measure, and nothing is measured here; give a number of rounds"
+            )
+        return Behaviour(ParameterMean(self._target, self.post_local, sent, through), not_rehearsed=not_rehearsed)
 
     def refuses_channels_last(self) -> str:
         return "" if self.via != "server" else super().refuses_channels_last()

@@ -15,8 +15,9 @@ of its own as soon as it arrives (asynchronous); in between, every gradient is a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.parameter_server.client.data_leases import ServerDataLeases
@@ -41,17 +42,19 @@ from headrace.parameter_server.sparse.planning import RowOptions, check_near, pa
 from headrace.parameter_server.sparse.rebalancing import RowMover
 from headrace.parameter_server.sparse.tables import ServedTables
 from headrace.parameter_server.sparse.worker import WorkerRows
+from headrace.policies.behaviour import Behaviour, ServerTerms
 from headrace.policies.staleness import Admission, Bounded, Combination, EveryPush, FirstPushes, Unbounded
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
-from headrace.strategies.checks import check_count, refuse_synced_buffers
+from headrace.strategies.checks import check_count, refuse_backups, refuse_synced_buffers
 from headrace.strategies.context import WorkerContext
 from headrace.strategies.served import ServedStrategy, ServerContext, agreement
 from headrace.strategies.strategy import describe_options
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.exchange import Replica
+from headrace.transport.codec import sent_share
 
 _REBALANCE = ":rebalance"
 
@@ -112,6 +115,7 @@ class ParameterServer(ServedStrategy):
     lock_step = False
     sparse_tables = True
     mixes_devices = True
+    alone: ClassVar[Mapping[str, object]] = {"workers": 1, "backup_workers": 0}
 
     @property
     def equals_one_device(self) -> bool:
@@ -173,6 +177,17 @@ class ParameterServer(ServedStrategy):
             )
         return plan
 
+    def behave(self, workers: int) -> Behaviour:
+        terms = ServerTerms(
+            self.policies(workers),
+            self.servers,
+            fixed=self._fixed,
+            pushed=sent_share(self.push_codec),
+            pulled=sent_share(self.pull_codec),
+            spare=self.backup_workers,
+        )
+        return Behaviour(terms, not_rehearsed=refuse_backups(self.backups))
+
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         servers, model, replica_group = context.servers(), context.model, agreement(context)
         layouts = [layout_of(plan, model, server) for server in servers.ranks]
@@ -223,12 +238,15 @@ class ParameterServer(ServedStrategy):
         optimizer = ShardOptimizer(
             layout, context.optimizer, model.parameters, clock, full, self.remedies, tables, model.optimizer
         )
-        # Workers with a bounded staleness each compute the same number of rounds.
-        fixed = self.staleness_bound is not None and not self.backup_workers
-        table = LeaseTable(len(plan.shares), context.until, context.first, fixed, workers=range(workers))
+        table = LeaseTable(len(plan.shares), context.until, context.first, self._fixed, workers=range(workers))
         leases = (table, context.first, context.until, 1)
         policies = self.policies(workers)
         return build_server(plan, rank, layout, optimizer, policies, leases, self.transport, context.process)
+
+    @property
+    def _fixed(self) -> bool:
+        # Workers with a bounded staleness each compute the same number of rounds.
+        return self.staleness_bound is not None and not self.backup_workers
 
     @property
     def _rebalances(self) -> bool:

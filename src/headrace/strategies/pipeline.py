@@ -28,13 +28,14 @@ from headrace.pipeline.stage import cut
 from headrace.pipeline.stage_module import StageModule, edges
 from headrace.pipeline.staged import PipelineExchange, StagedModel
 from headrace.pipeline.trace.tracing import trace
+from headrace.policies.behaviour import Behaviour, Stages
 from headrace.policies.roles import MICRO_BATCHES_A_STAGE, require_memory, worker_roles
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan, Role, Segment
 from headrace.strategies.broadcast import broadcast
-from headrace.strategies.checks import check_count, refuse_coupled, refuse_derived_state
+from headrace.strategies.checks import check_count, refuse_coupled, refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
@@ -82,6 +83,7 @@ class Pipeline(Strategy):
     name = "pipeline"
     equals_one_device = True
     whole_model = False
+    divided = True
 
     def __post_init__(self) -> None:
         check_count("stages", self.stages)
@@ -164,6 +166,14 @@ class Pipeline(Strategy):
             stages=costs(model, partition, terms),
         )
 
+    def behave(self, workers: int) -> Behaviour:
+        count = self._count(workers)
+        stages = Stages(
+            workers, self.schedule, count, self.chunks,
+            self._recomputed(count), self.partition, self.cost, self.limit_bytes,
+        )  # fmt: skip
+        return Behaviour(division=stages, not_rehearsed=refuse_parts(self.equals_one_device))
+
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         compute = self.compute(plan, context)
         # Over all parameters: groups and settings are those of the whole model, and what is not here has no gradient.
@@ -208,6 +218,10 @@ class Pipeline(Strategy):
     def _count(self, ranks: int) -> int:
         return self.micro_batches if isinstance(self.micro_batches, int) else MICRO_BATCHES_A_STAGE * ranks
 
+    def _recomputed(self, count: int) -> float:
+        """Returns the part of so many micro-batches whose forward is done again."""
+        return {"never": 0.0, "except_last": (count - 1) / count, "always": 1.0}[self.recompute]
+
     def schedule_of(self, ranks: int) -> PipelineSchedule:
         """Returns the order of passes on so many ranks."""
         return SCHEDULES[self.schedule](ranks, self._count(ranks), self.chunks)
@@ -219,7 +233,7 @@ class Pipeline(Strategy):
             self.cost,
             held=held_by_stage(schedule),
             limit_bytes=self.limit_bytes,
-            again={"never": 0.0, "except_last": (count - 1) / count, "always": 1.0}[self.recompute],
+            again=self._recomputed(count),
             # The first stage has no cut before it.
             link_bytes_per_s=(math.inf, *cluster.bandwidths(list(pairwise(hosts)))),
         )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar
 
+from headrace.policies.behaviour import Behaviour
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
@@ -31,7 +33,10 @@ class Strategy(ABC):
         mixes_devices: whether its workers may be on devices of several kinds, or on accelerators of several hosts.
         whole_model: whether each worker runs the whole model with all parameters, so that a loss can be a part of it.
         keeps_memory: whether parameters stay in the memory that the model has for them.
+        divided: whether several devices hold one replica, so that none computes on examples of its own.
         snapshots: whether servers' snapshots that are taken at different moments can be used together.
+        alone: the options with which one worker's updates are those of one device, of a strategy whose updates differ
+            from these by the order of pushes alone.
 
     Examples:
         >>> hr.Mirrored(workers=2).equals_one_device, hr.Downpour(workers=2).equals_one_device
@@ -49,8 +54,10 @@ class Strategy(ABC):
     collectives: ClassVar[bool] = False
     mixes_devices: ClassVar[bool] = False
     keeps_memory: ClassVar[bool] = False
+    divided: ClassVar[bool] = False
     snapshots: ClassVar[bool] = True
     whole_model: ClassVar[bool] = True
+    alone: ClassVar[Mapping[str, object] | None] = None
 
     @property
     @abstractmethod
@@ -84,6 +91,13 @@ class Strategy(ABC):
     def processes(self) -> ProcessCounts:
         """Returns how many processes it asks for; raises UsageError if its options do not say."""
         return process_counts(self.name, describe_options(self), self.one_host)
+
+    def behave(self, workers: int) -> Behaviour:
+        """Returns what so many workers do in a round: for simulations, rehearsals and comparisons."""
+        return Behaviour(
+            not_simulated=f"{self.name} cannot be simulated; give another strategy",
+            not_rehearsed="its exchange is not one that a rehearsal knows; train it with real workers",
+        )
 
     def refuses_channels_last(self) -> str:
         """Returns why weights cannot keep channels-last order under it, and the remedy; "" where they keep it."""

@@ -24,6 +24,7 @@ from headrace.collectives.base import ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import PeerLost, UnknownName, UsageError
 from headrace.modules import copy_module, describe
+from headrace.policies.behaviour import Behaviour, Slices
 from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.sharding import everywhere
 from headrace.spec.cluster import Cluster
@@ -31,7 +32,7 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.broadcast import broadcast
-from headrace.strategies.checks import check_count, refuse_coupled, refuse_derived_state
+from headrace.strategies.checks import check_count, refuse_coupled, refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.strategy import Strategy, describe_options
@@ -72,6 +73,7 @@ class TensorParallel(Strategy):
     name = "tensor_parallel"
     equals_one_device = True
     whole_model = False
+    divided = True
     collectives = True
 
     def __post_init__(self) -> None:
@@ -116,6 +118,9 @@ class TensorParallel(Strategy):
             gradient_bytes=model.trainable_bytes,
             segments=everywhere(model.parameters),
         )
+
+    def behave(self, workers: int) -> Behaviour:
+        return Behaviour(division=Slices(workers), not_rehearsed=refuse_parts(self.equals_one_device))
 
     def cuts(self, module: nn.Module, devices: int, trial: Trial) -> dict[str, int]:
         """Returns the dim along which each parameter will be cut, as the devices decide; the module stays as it is."""

@@ -14,11 +14,12 @@ much longer than a step; so the last batch of an epoch, which is short, gets the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.devices import kind_of
 from headrace.errors import UsageError
 from headrace.internals import COMPILER, INDUCTOR
+from headrace.policies.behaviour import Behaviour
 from headrace.policies.roles import data_parallel_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -78,6 +79,10 @@ class TPU(Strategy):
         return data_parallel_plan(
             self.name, describe_options(self), self.workers, model, cluster, copies=(3, 0), spread=True
         )
+
+    def behave(self, workers: int) -> Behaviour:
+        like = "its numbers are those of mirrored, to the order of additions; rehearse that"
+        return replace(super().behave(workers), not_rehearsed=like)
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         # Here, because importing the compiler costs what the other strategies need not pay.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from headrace.averaging.local_steps import check_local_steps
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
+from headrace.policies.behaviour import Behaviour
 from headrace.policies.roles import data_parallel_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -52,6 +53,9 @@ class Unconnected(Strategy):
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers)
+
+    def behave(self, workers: int) -> Behaviour:
+        return Behaviour(not_rehearsed="its workers never exchange anything: each is a run of its own")
 
     def refuses_channels_last(self) -> str:
         return ""

@@ -158,6 +158,11 @@ def codec_for(name: str, dtype: torch.dtype) -> Codec:
     return CODECS[name if dtype in _FLOATS else "plain"]
 
 
+def sent_share(name: str) -> float:
+    """Returns the bytes of many encoded float32 elements, as a part of their own."""
+    return CODECS[name].nbytes(BLOCK, torch.float32) / (BLOCK * torch.float32.itemsize)
+
+
 def _blocks(elements: int) -> int:
     return -(-elements // BLOCK)
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 import headrace as hr
-from headrace.prediction.simulation.behaviour import tensor_parallel_steps
+from headrace.policies.behaviour import Behaviour, Slices
+from headrace.prediction.simulation.behaviour import sliced_steps
 from headrace.prediction.simulation.scene import Assumptions, Scene
 from headrace.prediction.simulation.simulate import simulate
 from headrace.spec.cluster import Link
@@ -51,8 +52,8 @@ def test_micro_batches_that_are_not_equal_take_what_all_examples_take(examples: 
 
 def test_micro_batches_of_a_share_exchange_as_many_bytes_as_the_share() -> None:
     known, cluster = model(layers=True), gpus(1, 4)
-    pieces = [Scene(known, cluster, cluster.hosts * 4, (), 8, Assumptions(), accumulate=count) for count in (1, 2, 8)]
-    whole_s, *others_s = [tensor_parallel_steps(scene, 1)[0].forward_s for scene in pieces]
+    whole = Scene(known, cluster, cluster.hosts * 4, (), 8, Assumptions(), Behaviour(division=Slices(4)))
+    whole_s, *others_s = [sliced_steps(replace(whole, accumulate=count))[0].forward_s for count in (1, 2, 8)]
     assert others_s == pytest.approx([whole_s, whole_s])
 
 

@@ -163,8 +163,8 @@ def test_copies_that_are_fetched_meanwhile_are_held_beside_those_that_are_traine
     held = {}
     for overlap in (True, False):
         strategy = hr.Downpour(workers=2, push_every=4, fetch_every=4, overlap=overlap)
-        scene, _ = scene_of(model(100), gpus(3), strategy, 32, QUICK)
-        held[overlap] = device_bytes(strategy, scene)
+        scene = scene_of(model(100), gpus(3), strategy, 32, QUICK)
+        held[overlap] = device_bytes(scene)
     assert held[True] - held[False] == 2 * 100_000_000
 
 

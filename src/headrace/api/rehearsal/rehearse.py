@@ -12,7 +12,7 @@ import torch
 
 from headrace.api.checks import check_options, inspect_job
 from headrace.api.fit import fit
-from headrace.api.rehearsal.setup import RehearsalSetup, require_rehearsable
+from headrace.api.rehearsal.setup import RehearsalSetup
 from headrace.api.run import Run, TemporaryRunDir
 from headrace.engine.threads import ThreadEngine
 from headrace.errors import HeadraceError, UsageError
@@ -102,7 +102,6 @@ def rehearse(
         check_options(info.job.options, "cpu")
         record = _recorded(from_run, cluster, model, assumptions, force)
         chosen = _chosen(strategy, record)
-        require_rehearsable(chosen)
         chosen.check(info.job.options)
         directory, keeper = _directory(run_dir)
         setup = RehearsalSetup(info, chosen, directory, force, assumptions or Assumptions(), say)
@@ -124,16 +123,19 @@ def _in_one_process(job: Job, run_dir: Path, say: Callable[[str], object]) -> Ru
 
 
 def _chosen(strategy: Strategy | str | None, record: Record | None) -> Strategy:
-    if strategy is None and record is None:
-        raise UsageError("rehearse needs a strategy (--strategy), or a run whose order it takes (--from)")
+    """Returns what is rehearsed; raises UsageError for what is not named, cannot be, or is not the record's."""
     if record is None:
-        assert strategy is not None
-        return resolve(strategy)
-    if strategy is None:
-        return made_again(record.started.strategy, record.plan.options, record.plan.workers)
-    chosen = resolve(strategy, record.plan.workers)
-    if chosen.name != record.started.strategy:
-        raise UsageError(f"the run was trained by {record.started.strategy}, not by {chosen.name}; leave it out")
+        if strategy is None:
+            raise UsageError("rehearse needs a strategy (--strategy), or a run whose order it takes (--from)")
+        chosen = resolve(strategy)
+    elif strategy is None:
+        chosen = made_again(record.started.strategy, record.plan.options, record.plan.workers)
+    else:
+        chosen = resolve(strategy, record.plan.workers)
+        if chosen.name != record.started.strategy:
+            raise UsageError(f"the run was trained by {record.started.strategy}, not by {chosen.name}; leave it out")
+    if reason := chosen.behave(1).not_rehearsed:
+        raise UsageError(f"{chosen.name} cannot be rehearsed: {reason}")
     return chosen
 
 

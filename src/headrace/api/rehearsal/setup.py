@@ -15,6 +15,7 @@ from headrace.data.given import as_pipeline
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.machine.identity import host_name, versions
 from headrace.machine.resources import cores, spare_memory_bytes
+from headrace.policies.behaviour import ServerTerms
 from headrace.prediction.cloud import cluster_of
 from headrace.prediction.profiling.origin import require_origin, require_usable
 from headrace.prediction.rehearsal.events import VirtualEvents
@@ -23,7 +24,7 @@ from headrace.prediction.rehearsal.one_mirror import OneMirror, with_one_mirror
 from headrace.prediction.rehearsal.recorded import Record, RecordedOrder
 from headrace.prediction.rehearsal.served import OrderSource, Rehearsed, ServedRehearsal
 from headrace.prediction.rehearsal.simulated import SimulatedOrder
-from headrace.prediction.simulation.behaviour import FETCHES, behave, device_steps, server_terms
+from headrace.prediction.simulation.behaviour import behave, device_steps
 from headrace.prediction.simulation.event_files import plan_of
 from headrace.prediction.simulation.scene import Assumptions, Scene
 from headrace.prediction.simulation.simulate import counted, scene_of
@@ -33,21 +34,7 @@ from headrace.spec.events import LAUNCHER
 from headrace.spec.model import ModelSpec
 from headrace.spec.parameter_sets import one_optimizer
 from headrace.spec.plan import Plan
-from headrace.strategies import (
-    TPU,
-    CentralStorage,
-    Downpour,
-    FullySharded,
-    Gossip,
-    Hybrid,
-    Mirrored,
-    OneDevice,
-    ParameterAveraging,
-    ParameterServer,
-    Pipeline,
-    Strategy,
-    TensorParallel,
-)
+from headrace.strategies import OneDevice, Strategy
 from headrace.worker.run_spec import RunSpec
 
 _QUICKLY_S = 0.3
@@ -55,37 +42,6 @@ _QUICKLY_S = 0.3
 
 _ANY_MEMORY = 1 << 60
 """Bytes of the host of a plan: what a rehearsal needs is checked by itself."""
-
-
-_SERVED = (ParameterServer, Downpour)
-
-
-def require_rehearsable(strategy: Strategy) -> None:
-    """Raises UsageError for a strategy that cannot be rehearsed, with the reason."""
-    reason = ""
-    if isinstance(strategy, ParameterAveraging):
-        if strategy.via != "all_reduce":
-            reason = "its workers average through servers while others go on; use via='all_reduce'"
-        elif not isinstance(strategy.period, int):
-            reason = "its period follows what workers measure, and nothing is measured here; give a number of rounds"
-    elif isinstance(strategy, Mirrored | CentralStorage):
-        if strategy.balance != "equal":
-            reason = "its shares follow what workers measure, and nothing is measured here; use balance='equal'"
-    elif isinstance(strategy, FullySharded | Pipeline | TensorParallel | Hybrid):
-        reason = "its workers hold parts of one model, and those of a rehearsal have whole ones"
-        if strategy.equals_one_device:
-            reason += "; its numbers are those of one device: train in one process"
-        reason += "; see `headrace simulate` for the time"
-    elif isinstance(strategy, TPU):
-        reason = "its numbers are those of mirrored, to the order of additions; rehearse that"
-    elif not isinstance(strategy, (*_SERVED, OneDevice, Gossip)):
-        reason = "its workers never exchange anything: each is a run of its own"
-    if isinstance(strategy, _SERVED) and strategy.backups:
-        reason = "a server and its backup do not fail here; use backups=0"
-    if isinstance(strategy, Downpour) and strategy.moves:
-        reason = "the local steps of a rehearsal are plain SGD; use local='sgd'"
-    if reason:
-        raise UsageError(f"{strategy.name} cannot be rehearsed: {reason}")
 
 
 class RehearsalSetup:
@@ -127,27 +83,24 @@ class RehearsalSetup:
         known, told = self._model(model)
         notes += [*told, *require_usable(known, machines, self._force)]
         job = self._info.job
-        scene, _ = scene_of(known, machines, strategy, job.global_batch_size, self._assumptions)
+        scene = scene_of(known, machines, strategy, job.global_batch_size, self._assumptions)
         run = self._spec(strategy)
-        self.plan = replace(plan_of(strategy, scene, run.plan.replicas), segments=run.plan.segments)
+        self.plan = replace(plan_of(strategy, scene), segments=run.plan.segments)
         rounds = run.rounds_of(self._info.examples)
         one = scene.step(scene.hosts[0], scene.examples)
         self.alone_s = rounds * (one.forward_s + one.backward_s + one.optimizer_s + one.fixed_s)
-        if not isinstance(strategy, _SERVED):
-            rescaled = replace(scene, assumptions=replace(self._assumptions, steps=rounds))
-            timeline = behave(strategy, rescaled)
+        terms = scene.behaviour.exchange
+        if not isinstance(terms, ServerTerms):
+            timeline = behave(replace(scene, assumptions=replace(self._assumptions, steps=rounds)))
             self.notes = (*notes, *timeline.notes)
             evaluation_s = self._evaluation_s(scene)
             return self._train_in_turns(run, times_of(timeline), evaluation_s, timeline.moved_bytes)
-        terms = server_terms(strategy, scene.workers)
-        if isinstance(strategy, Downpour) and strategy.fetch_every != strategy.push_every:
-            notes.append(FETCHES)
-        self.notes = tuple(notes)
+        self.notes = (*notes, *scene.behaviour.notes)
         steps = device_steps(scene)
         source = SimulatedOrder(scene, steps, terms, len(run.plan.shares))
         moved = run.model.trainable_bytes * (terms.pushed + terms.pulled) / terms.span
         round_s = max(step.forward_s + step.backward_s + step.fixed_s for step in steps)
-        return self._train(run, scene, source, round_s, moved)
+        return self._train(run, terms, scene, source, round_s, moved)
 
     def recorded(self, record: Record) -> float:
         """Rehearses in the order of a real run; returns how long that took."""
@@ -155,25 +108,31 @@ class RehearsalSetup:
         self._require_same(record, run)
         self.plan = record.plan
         self.notes = (f"rehearsed in the order of a real run of {run.plan.workers} workers, with its times",)
-        if not isinstance(self._strategy, _SERVED):
+        terms = self._strategy.behave(run.plan.replicas).exchange
+        if not isinstance(terms, ServerTerms):
             with _threads(record.started.threads):
                 return self._train_in_turns(run, times_recorded(record.steps), 0.0, 0.0)
         source = RecordedOrder(record, run.plan)
         last_s = max((step.time_s for own in record.steps for step in own), default=0.0)
         with _threads(record.started.threads):
-            return self._train(run, None, source, last_s / max(1, run.rounds_of(self._info.examples)), 0.0)
+            return self._train(run, terms, None, source, last_s / max(1, run.rounds_of(self._info.examples)), 0.0)
 
-    def _train(self, run: RunSpec, scene: Scene | None, source: OrderSource, round_s: float, moved: float) -> float:
-        strategy = self._strategy
-        assert isinstance(strategy, ParameterServer | Downpour)
+    def _train(
+        self,
+        run: RunSpec,
+        terms: ServerTerms,
+        scene: Scene | None,
+        source: OrderSource,
+        round_s: float,
+        moved: float,
+    ) -> float:
         # A worker keeps no parameters: only the gradients that it has not pushed yet.
-        pending = 2 if isinstance(strategy, Downpour) else 1
+        pending = 2 if terms.local else 1
         self._require_memory(run, run.model.copies + 1 + pending * run.plan.replicas)
         alone = replace(run, strategy=OneDevice(), plan=OneDevice().plan(run.model, _one_host()))
         evaluation_s = self._evaluation_s(scene) if scene is not None else 0.0
-        local = isinstance(strategy, Downpour)
         rate = self._assumptions.apply_bytes_per_s
-        rehearsed = Rehearsed(run, alone, strategy.policies(run.plan.replicas), local, evaluation_s, rate)
+        rehearsed = Rehearsed(run, alone, terms.policies, terms.local, evaluation_s, rate)
         rounds = run.rounds_of(self._info.examples)
         events = VirtualEvents(run, self.plan, self._info.examples, round_s * rounds, moved)
         self._say(f"rehearsing {plural(run.plan.workers, 'worker')}, {plural(rounds, 'round')}")
@@ -213,7 +172,7 @@ class RehearsalSetup:
     def _spec(self, strategy: Strategy) -> RunSpec:
         info = self._info
         one_optimizer(info.job.optimizer, "a rehearsal")
-        if info.model.tables or (isinstance(strategy, ParameterServer) and strategy.sparse):
+        if info.model.tables or strategy.sparse_names():
             raise UsageError(
                 "a model with sparse embeddings cannot be rehearsed: their rows are fetched one by one, and only a "
                 "real run does that; leave out sparse=True, or train it"

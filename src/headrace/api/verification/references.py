@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -24,8 +24,9 @@ from headrace.data.given import as_pipeline
 from headrace.data.loading.loader import Loader
 from headrace.modules import copy_module
 from headrace.spec.job import Job
-from headrace.strategies import Downpour, Gossip, Hybrid, ParameterAveraging, ParameterServer, Strategy, Unconnected
+from headrace.strategies import Gossip, ParameterAveraging, Strategy
 from headrace.strategies.gossip import neighbours
+from headrace.strategies.strategy import describe_options
 from headrace.training.shared_buffers.batch_norm import averaged_buffers
 
 Reference = Callable[[Job, Callable[[], nn.Module], Sequence[int]], Trained]
@@ -180,7 +181,7 @@ def gossip(strategy: Gossip, job: Job, build: Callable[[], nn.Module], shares: S
     return copies.result(copies.mean)
 
 
-def unconnected(job: Job, build: Callable[[], nn.Module], shares: Sequence[int]) -> Trained:
+def unconnected(strategy: Strategy, job: Job, build: Callable[[], nn.Module], shares: Sequence[int]) -> Trained:
     """Each worker trains a model on its share; the first one's is the result."""
     copies = Copies(job, build, shares)
     for done in copies.rounds():
@@ -188,31 +189,27 @@ def unconnected(job: Job, build: Callable[[], nn.Module], shares: Sequence[int])
     return copies.result(copies.models[0])
 
 
+_DEFINED: Mapping[str, Callable[..., Trained]] = {
+    "gossip": gossip,
+    "parameter_averaging": averaging,
+    "unconnected": unconnected,
+}
+"""What strategies do, by their names, for `_PLAIN` options."""
+DEFINITIONS = {
+    "parameter_averaging": "each worker steps alone between two averages",
+    "gossip": "each worker steps alone, and averages with its neighbours",
+    "unconnected": "each worker trains a model of its own",
+}
+"""The same in words."""
+
+_PLAIN = {"via": "all_reduce", "codec": "plain", "average_optimizer_state": False}
+
+
 def reference_of(strategy: Strategy) -> Reference | None:
     """Returns the plain loops of a strategy that has such; None for another."""
-    if isinstance(strategy, Unconnected):
-        return unconnected
-    if isinstance(strategy, Gossip):
-        return lambda *given: gossip(strategy, *given)
-    if isinstance(strategy, ParameterAveraging):
-        plain = strategy.via == "all_reduce" and isinstance(strategy.period, int)
-        if plain and not strategy.average_optimizer_state and strategy.codec == "plain":
-            return lambda *given: averaging(strategy, *given)
-    return None
-
-
-def one_worker(strategy: Strategy) -> Strategy | None:
-    """Returns an asynchronous strategy with one worker or replica, if that is a plain loop by definition; else None."""
-    if isinstance(strategy, Hybrid):
-        outer = one_worker(strategy.outer)
-        return outer and replace(strategy, outer=outer)
-    if isinstance(strategy, ParameterServer):
-        return replace(strategy, workers=1, backup_workers=0)
-    if isinstance(strategy, Downpour):
-        return replace(strategy, workers=1, fetch_every=1, push_every=1, warmstart_steps=0, overlap=False)
-    return None
-
-
-def rule_of(strategy: Strategy) -> Strategy:
-    """Returns the strategy by which replicas are updated: that of a hybrid is its outer one."""
-    return strategy.outer if isinstance(strategy, Hybrid) else strategy
+    defined, options = _DEFINED.get(strategy.name), describe_options(strategy)
+    plain = all(options.get(name, value) == value for name, value in _PLAIN.items())
+    # A period that adapts follows what workers measure.
+    if defined is None or not plain or not isinstance(options.get("period", 1), int):
+        return None
+    return functools.partial(defined, strategy)

@@ -57,15 +57,17 @@ from headrace.api.verification.recording import (
     tensors_in,
     train_plainly,
 )
-from headrace.api.verification.references import one_worker, reference_of, rule_of
+from headrace.api.verification.references import DEFINITIONS, reference_of
 from headrace.api.verification.verification import Verification
 from headrace.engine.base import Engine
 from headrace.engine.local.engine import kept_engine
 from headrace.errors import HeadraceError, JobError, UsageError
+from headrace.policies.behaviour import Stages
 from headrace.spec.job import Job
 from headrace.spec.options import Checkpoints, require_count
 from headrace.spec.plan import Plan
-from headrace.strategies import Hybrid, OneDevice, ParameterServer, Pipeline, Strategy, TensorParallel, resolve
+from headrace.strategies import OneDevice, Strategy, resolve
+from headrace.strategies.hybrid import one_worker, rule_of
 from headrace.worker.attributes import SameBuild
 from headrace.worker.session import build_module, make_module
 from headrace.worker.worker import Worker
@@ -76,11 +78,6 @@ BY_SHARES = "a plain PyTorch loop over the workers' shares, one after the other"
 OWN = "plain PyTorch loops, one a worker, that mix as the strategy defines it"
 REPLAY = "a replay of the run's recorded order of pushes in one process"
 
-_DEFINITIONS = {
-    "parameter_averaging": "each worker steps alone between two averages",
-    "gossip": "each worker steps alone, and averages with its neighbours",
-    "unconnected": "each worker trains a model of its own",
-}
 _ASYNCHRONOUS = "a gradient may be of older parameters, by the order in which workers push"
 
 
@@ -236,23 +233,23 @@ class _Session:
             make_module(job)
         if strategy.equals_one_device:
             return self._beside_plain(job, strategy, tolerance)
-        rule = rule_of(strategy)
-        reference = reference_of(rule) if self._train is None else None
+        reference = reference_of(rule_of(strategy)) if self._train is None else None
         run = self._run(job, strategy)
         what = "turns of sets of parameters" if job.sets else "rows of sparse embeddings" if has_tables(job) else ""
         if reference is not None and what:
             row = Row("losses", SKIPPED, why=f"the reference has no {what}")
             return _Trial(job, run.plan, "nothing", [row], notes)
         if reference is not None:
-            inner = strategy.inner if isinstance(strategy, Hybrid) else None
-            pieces = job
-            if isinstance(inner, Pipeline) and self._plain(job, (1,)).changes:
-                pieces = _in_pieces(job, inner, run.plan)
+            pieces = _in_pieces(job, strategy, run.plan)
+            if pieces is not job and self._plain(job, (1,)).changes:
                 notes.append("forward changes buffers or state: in the plain loops, too, with each micro-batch")
+            else:
+                pieces = job
             with keeping(job):
                 own = reference(pieces, partial(build_module, job), run.plan.shares)
             rows = self._rows(job, strategy, run, own, tolerance)
-            notes.append(f"{strategy.name} differs from one device by definition: {_DEFINITIONS[rule.name]}")
+            definition = DEFINITIONS[rule_of(strategy).name]
+            notes.append(f"{strategy.name} differs from one device by definition: {definition}")
             return _Trial(job, run.plan, OWN, rows, notes)
         return self._asynchronous(job, strategy, run, tolerance)
 
@@ -261,18 +258,17 @@ class _Session:
         if has_tables(job):
             return self._beside_one_device(job, strategy, tolerance)
         notes, words = list[str](), PLAIN
-        if isinstance(rule_of(strategy), ParameterServer) and (job.options.clip_norm or job.options.clip_value):
+        if not rule_of(strategy).lock_step and (job.options.clip_norm or job.options.clip_value):
             job = replace(job, options=replace(job.options, clip_norm=None, clip_value=None))
             notes.append("each worker clips its own gradient before it pushes it, by definition: compared without")
         plain = self._plain(job, (1,))
         coupled = plain.drew or (plain.changes and job.options.batch_norm != "sync")
-        divides = isinstance(strategy, Pipeline | TensorParallel | Hybrid)
-        if not coupled or not divides:
+        if not coupled or not strategy.divided:
             run = self._run(job, strategy)
-        if coupled and not divides and run.plan.replicas > 1 and self._train is None:
+        if coupled and not strategy.divided and run.plan.replicas > 1 and self._train is None:
             notes.append(_why_coupled(plain))
             plain, words = self._plain(job, run.plan.shares, by_examples=not strategy.lock_step), BY_SHARES
-        elif coupled and (divides or run.plan.workers > 1):
+        elif coupled and (strategy.divided or run.plan.workers > 1):
             # A micro-batch of one example cannot be normalised, so that such a model is not run as it is.
             job = with_model(job, without_random_layers)
             plain, run = self._plain(job, (1,)), self._run(job, strategy)
@@ -280,8 +276,8 @@ class _Session:
                 "dropout and BatchNorm differ by definition where a model is divided (each part draws its own numbers, "
                 "and normalises micro-batches): compared with these layers in eval mode"
             )
-        if isinstance(strategy, Pipeline) and plain.changes:
-            pieces = _in_pieces(job, strategy, run.plan)
+        pieces = _in_pieces(job, strategy, run.plan) if rule_of(strategy) is strategy else job
+        if pieces is not job and plain.changes:
             plain, count = self._plain(pieces, (1,)), pieces.options.accumulate
             notes.append(
                 f"forward changes buffers or state: in the plain loop, too, with each of {count} micro-batches"
@@ -317,7 +313,7 @@ class _Session:
         else:
             single = self._beside_plain(job, one, tolerance)
             notes += single.notes
-            alone = "one replica" if isinstance(strategy, Hybrid) else "one worker"
+            alone = "one replica" if strategy.divided else "one worker"
             words = f"{words} and, with {alone}, {single.reference}" if rows else f"{single.reference}, with {alone}"
             rows += [replace(row, what=f"{row.what}, {alone}") for row in single.rows]
         return _Trial(job, run.plan, words, rows, notes)
@@ -385,10 +381,12 @@ class _Session:
         return rows
 
 
-def _in_pieces(job: Job, pipeline: Pipeline, plan: Plan) -> Job:
-    """Returns a job whose plain loop does with each micro-batch what the stages do."""
-    pieces = pipeline.schedule_of(plan.workers // plan.replicas).micro_batches
-    return replace(job, options=replace(job.options, accumulate=pieces))
+def _in_pieces(job: Job, strategy: Strategy, plan: Plan) -> Job:
+    """Returns a job whose plain loop does with each micro-batch what stages do; the job itself where there are none."""
+    stages = strategy.behave(plan.workers).division
+    if not isinstance(stages, Stages):
+        return job
+    return replace(job, options=replace(job.options, accumulate=stages.micro_batches))
 
 
 def _why_coupled(plain: Trained) -> str:

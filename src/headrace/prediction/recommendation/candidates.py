@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 
 from headrace.devices import HOST
+from headrace.policies.behaviour import GradientSum
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.strategies import (
@@ -52,9 +53,8 @@ class Candidate:
     @property
     def as_one_device(self) -> bool:
         """Whether its updates are those of one device, but for the order of sums."""
-        outer = self.strategy.outer if isinstance(self.strategy, Hybrid) else self.strategy
-        coded = getattr(outer, "codec", "plain") != "plain"
-        return self.strategy.equals_one_device and not coded
+        exchange = self.strategy.behave(self.devices).exchange
+        return self.strategy.equals_one_device and not (isinstance(exchange, GradientSum) and exchange.sent < 1)
 
     @property
     def text(self) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.errors import HeadraceError, InfeasiblePlan, UsageError
+from headrace.policies.behaviour import Stages
 from headrace.prediction.recommendation.bounds import least_step_s
 from headrace.prediction.recommendation.candidates import Candidate
 from headrace.prediction.simulation.behaviour import behave
@@ -17,13 +18,12 @@ from headrace.prediction.simulation.scene import Assumptions, Scene
 from headrace.prediction.simulation.simulate import Prediction, predicted, scene_of
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec
-from headrace.strategies import Hybrid, Pipeline
 
 _MOST_MICRO_BATCHES = 1024
 _ACTIONS = 2000
 """Steps of workers that a candidate is simulated for."""
-_STAGED_STEPS = 2
-"""Of pipelines, whose passes are many."""
+_DIVIDED_STEPS = 2
+"""Of pipelines, whose passes are many, and of replicas that several devices hold."""
 SLOWER_NETWORK = 0.6
 """The part of its rate that a network attains at the slow end of the band."""
 
@@ -93,7 +93,6 @@ class _Prepared:
 
     candidate: Candidate
     scene: Scene
-    replicas: int
     needed: int
     least_s: float
     least_money: float
@@ -175,30 +174,32 @@ def _prepare(
     assumptions: Assumptions,
     memo: dict[Any, Any],
 ) -> _Prepared | Misfit:
-    staged = isinstance(candidate.strategy, Pipeline | Hybrid)
-    # A staleness bound lets some workers be ahead: it takes some rounds until they wait.
-    steps = _STAGED_STEPS if staged else max(4, min(12, _ACTIONS // candidate.devices))
     try:
-        scene, replicas = scene_of(
-            model, cluster, candidate.strategy, goal.global_batch_size, replace(assumptions, steps=steps), memo
-        )
-        scene, needed = _accumulating(candidate, replace(scene, drawn=False))
-        step_s = least_step_s(candidate.strategy, scene)
+        scene = scene_of(model, cluster, candidate.strategy, goal.global_batch_size, assumptions, memo)
+        division = scene.behaviour.division
+        if isinstance(division, Stages) or (division and scene.replicas > 1):
+            steps = _DIVIDED_STEPS
+        else:
+            # A staleness bound lets some workers be ahead: it takes some rounds until they wait.
+            steps = max(4, min(12, _ACTIONS // candidate.devices))
+        scene = replace(scene, assumptions=replace(assumptions, steps=steps), drawn=False)
+        scene, needed = _accumulating(candidate, scene)
+        step_s = least_step_s(scene)
         hosts = _used(scene)
         failing = reliability(hosts, assumptions.checkpoint_s, assumptions.restart_s)
     except UsageError as error:
         return Misfit(candidate, str(error), isinstance(error, InfeasiblePlan))
     seconds = goal.examples / scene.examples * step_s / (failing.useful if failing else 1.0)
-    return _Prepared(candidate, scene, replicas, needed, seconds, _money(hosts, seconds))
+    return _Prepared(candidate, scene, needed, seconds, _money(hosts, seconds))
 
 
 def _simulate(prepared: _Prepared, model: ModelSpec, goal: Goal) -> Offer | Misfit:
     candidate, scene = prepared.candidate, prepared.scene
     try:
-        timeline = behave(candidate.strategy, scene)
+        timeline = behave(scene)
     except UsageError as error:
         return Misfit(candidate, str(error))
-    prediction = predicted(candidate.strategy, scene, timeline, prepared.replicas, prepared.needed)
+    prediction = predicted(candidate.strategy, scene, timeline, prepared.needed)
     seconds = goal.examples / prediction.useful_examples_per_s
     hosts = _used(scene)
     refused = _refused(candidate, model, scene)
@@ -228,18 +229,17 @@ def _accumulating(candidate: Candidate, scene: Scene) -> tuple[Scene, int]:
 
     A pipeline has micro-batches of its own, and takes no others.
     """
-    strategy = candidate.strategy
-    staged = isinstance(strategy.inner if isinstance(strategy, Hybrid) else strategy, Pipeline)
+    staged = isinstance(scene.behaviour.division, Stages)
     count = 1
     while True:
         tried = replace(scene, accumulate=count)
-        needed = device_bytes(candidate.strategy, tried)
+        needed = device_bytes(tried)
         try:
-            require_fit(candidate.strategy, tried, needed)
+            require_fit(candidate.strategy.name, tried, needed)
             return tried, needed
         except UsageError:
             enough = staged or count * scene.workers >= min(scene.examples, _MOST_MICRO_BATCHES)
-            if enough or needed == device_bytes(candidate.strategy, replace(scene, accumulate=2 * count)):
+            if enough or needed == device_bytes(replace(scene, accumulate=2 * count)):
                 raise
         count *= 2
 

@@ -17,7 +17,6 @@ from headrace.prediction.recommendation.smallest import what_would_do
 from headrace.prediction.simulation.scene import Assumptions
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
-from headrace.strategies import OneDevice
 
 _WORTH = 1.1
 """Distribution pays from this speed-up on: predictions are off by as much."""
@@ -70,7 +69,7 @@ class Recommendation:
     @property
     def distribute(self) -> bool:
         """Whether it pays to distribute at all."""
-        return not isinstance(self.winner.candidate.strategy, OneDevice)
+        return self.winner.candidate.devices > 1
 
     @property
     def curve(self) -> Mapping[str, tuple[Offer, ...]]:
@@ -150,7 +149,7 @@ def recommend(
         best=tuple(banded[id(offer)] for offer in best),
         misfits=tuple(main_reasons(misfits)),
         knee=knee([each for each in ranked if each.candidate.family == winner.candidate.family and not each.refused]),
-        alone=next((offer for offer in ranked if isinstance(offer.candidate.strategy, OneDevice)), None),
+        alone=next((offer for offer in ranked if offer.candidate.devices == 1), None),
         tried=len(results),
         by_money=by_money,
         deadline_s=deadline_s,
@@ -230,6 +229,6 @@ def _winner(ranked: Sequence[Offer], any_updates: bool) -> Offer:
     if not same:
         raise InfeasiblePlan(f"headrace can run none of the {len(ranked)} candidates that fit: {ranked[0].refused}")
     winner = same[0]
-    alone = next((offer for offer in same if isinstance(offer.candidate.strategy, OneDevice)), None)
+    alone = next((offer for offer in same if offer.candidate.devices == 1), None)
     little = alone is not None and alone.seconds < _WORTH * winner.seconds
     return alone if alone is not None and little else winner

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from headrace.policies.behaviour import ServerTerms
 from headrace.prediction.rehearsal.order import PlannedStep, ServerAction, SyncInterval
 from headrace.prediction.simulation.scene import DeviceStep, Scene
-from headrace.prediction.simulation.served import ServedRun, ServerTerms, Watcher
+from headrace.prediction.simulation.served import ServedRun, Watcher
 from headrace.prediction.simulation.timeline import Timeline
 
 

@@ -32,7 +32,7 @@ from headrace.strategies.strategy import describe_options
 _PARTS = {"backward for the input": "input", "backward for the weights": "weights"}
 
 
-def write(directory: Path, strategy: Strategy, scene: Scene, timeline: Timeline, replicas: int, memory: int) -> None:
+def write(directory: Path, strategy: Strategy, scene: Scene, timeline: Timeline, memory: int) -> None:
     """Writes a run directory.
 
     Raises:
@@ -47,8 +47,8 @@ def write(directory: Path, strategy: Strategy, scene: Scene, timeline: Timeline,
     except OSError as error:
         raise UnfitMachine(f"cannot write to the run directory {directory}: {error.strerror}; name another") from error
     by_rank: dict[int, list[Event]] = defaultdict(list)
-    by_rank[LAUNCHER] = _launcher(strategy, scene, timeline, replicas)
-    for rank, events in _workers(scene, timeline, replicas, memory).items():
+    by_rank[LAUNCHER] = _launcher(strategy, scene, timeline)
+    for rank, events in _workers(scene, timeline, memory).items():
         by_rank[rank] = events
     for rank, events in by_rank.items():
         name = "launcher" if rank == LAUNCHER else f"rank-{rank}"
@@ -56,9 +56,9 @@ def write(directory: Path, strategy: Strategy, scene: Scene, timeline: Timeline,
         (folder / f"{name}.jsonl").write_text("".join(f"{encode(event)}\n" for event in events), encoding="utf-8")
 
 
-def plan_of(strategy: Strategy, scene: Scene, replicas: int) -> Plan:
+def plan_of(strategy: Strategy, scene: Scene) -> Plan:
     """Returns who does what, without the parameters' owners."""
-    ranks = scene.workers // replicas
+    ranks = scene.behaviour.devices
     roles = [
         Role(rank, "worker", host.name, scene.cluster.device, 1, rank // ranks, rank % ranks)
         for rank, host in enumerate(scene.hosts)
@@ -70,14 +70,14 @@ def plan_of(strategy: Strategy, scene: Scene, replicas: int) -> Plan:
         strategy.name,
         describe_options(strategy),
         tuple(roles),
-        (1,) * replicas,
+        (1,) * scene.replicas,
         scene.model.trainable_bytes,
         (),
         stages,
     )
 
 
-def _launcher(strategy: Strategy, scene: Scene, timeline: Timeline, replicas: int) -> list[Event]:
+def _launcher(strategy: Strategy, scene: Scene, timeline: Timeline) -> list[Event]:
     started = RunStarted(
         LAUNCHER,
         0.0,
@@ -88,16 +88,16 @@ def _launcher(strategy: Strategy, scene: Scene, timeline: Timeline, replicas: in
         global_batch_size=scene.examples,
         examples_per_epoch=scene.examples * scene.assumptions.steps,
         started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
-        plan=to_plain(plan_of(strategy, scene, replicas)),
+        plan=to_plain(plan_of(strategy, scene)),
         versions=versions(),
     )
     told = ["simulated: nothing was trained, and all times are virtual", *timeline.notes]
     return [started, *(Notice(LAUNCHER, 0.0, text) for text in told), RunEnded(LAUNCHER, timeline.seconds, "ok")]
 
 
-def _workers(scene: Scene, timeline: Timeline, replicas: int, memory: int) -> Mapping[int, list[Event]]:
+def _workers(scene: Scene, timeline: Timeline, memory: int) -> Mapping[int, list[Event]]:
     found: dict[int, list[Event]] = {}
-    shares, ranks = scene.shares(replicas), scene.workers // replicas
+    shares, ranks = scene.shares(), scene.behaviour.devices
     for rank, host in enumerate(scene.hosts):
         found[rank] = [WorkerStarted(rank, 0.0, host.name, 0, scene.cluster.device, 1)]
     columns = (

@@ -6,45 +6,29 @@ The runtime's own part (code, threads, a CUDA context) is not in it.
 from __future__ import annotations
 
 from headrace.errors import InfeasiblePlan
-from headrace.prediction.simulation.behaviour import pipeline_stages
+from headrace.policies.behaviour import GradientSum, ParameterMean, ServerTerms, Stages
 from headrace.prediction.simulation.scene import Scene
-from headrace.prediction.simulation.staged import micro_batch
+from headrace.prediction.simulation.staged import micro_batch, stages_of
 from headrace.spec.cluster import Host
-from headrace.strategies import (
-    CentralStorage,
-    Downpour,
-    Hybrid,
-    Mirrored,
-    ParameterAveraging,
-    ParameterServer,
-    Pipeline,
-    Strategy,
-    TensorParallel,
-)
 
 
-def device_bytes(strategy: Strategy, scene: Scene) -> int:
+def device_bytes(scene: Scene) -> int:
     """Returns the bytes of the fullest worker."""
-    model = scene.model
+    model, division = scene.model, scene.behaviour.division
     trained = model.trainable_bytes
     frozen = model.parameter_bytes - trained
-    inner = strategy.inner if isinstance(strategy, Hybrid) else strategy
-    if isinstance(inner, Pipeline):
-        devices = inner.processes().workers if inner is not strategy else scene.workers
-        needed, terms = pipeline_stages(inner, scene, scene.workers // devices)
-        ranks = [0] * terms.schedule.ranks
+    if isinstance(division, Stages):
+        _, needed, _ = stages_of(scene)
+        ranks = [0] * division.devices
         for stage, cost in enumerate(needed):
-            ranks[terms.schedule.rank_of(stage)] += cost.bytes
+            ranks[scene.schedule.rank_of(stage)] += cost.bytes
         if not any(cost.parameter_bytes for cost in needed):
-            ranks = [each + model.copies * trained // len(ranks) for each in ranks]
-        micro = micro_batch(scene, scene.workers // devices, terms.schedule.micro_batches)
-        return max(ranks) + _workspace(scene, micro)
-    devices = inner.processes().workers if inner is not strategy else scene.workers
-    if isinstance(inner, TensorParallel):
-        replicas = scene.workers // devices
-        return (model.copies * trained + _saved(scene, max(scene.shares(replicas)))) // devices + frozen
-    activations = _saved(scene, max(scene.shares(scene.workers)))
-    return frozen + activations + round(trained * _copies(strategy, scene))
+            ranks = [held + model.copies * trained // len(ranks) for held in ranks]
+        return max(ranks) + _workspace(scene, micro_batch(scene))
+    activations = _saved(scene, max(scene.shares()))
+    if division:
+        return (model.copies * trained + activations) // division.devices + frozen
+    return frozen + activations + round(trained * _copies(scene))
 
 
 def server_bytes(scene: Scene) -> int:
@@ -52,7 +36,7 @@ def server_bytes(scene: Scene) -> int:
     return scene.model.copies * scene.model.trainable_bytes // max(1, len(scene.servers))
 
 
-def _copies(strategy: Strategy, scene: Scene) -> float:
+def _copies(scene: Scene) -> float:
     """Returns the memory of the trained parameters on a worker, as a multiple of their size.
 
     What processes share counts for each that reads or writes it, as the system counts it.
@@ -60,19 +44,19 @@ def _copies(strategy: Strategy, scene: Scene) -> float:
     state, workers = scene.model.copies - 2, scene.workers
     # Where the gradients are put for others, besides those of autograd; and the parts of the others that are added up.
     shared = 1 + (workers - 1) / workers if len(scene.crowds) == 1 and scene.cluster.device == "cpu" else 0
-    match strategy:
-        case CentralStorage():
+    match scene.behaviour.exchange:
+        case GradientSum(central=True):
             # One copy of the parameters, and each owns a part of the sum and of the optimizer's state.
             return 2 + shared + (1 + state) / workers
-        case Mirrored():
+        case GradientSum():
             # And the sum.
             return 2 + state + (1 + shared if workers > 1 else 0)
-        case ParameterServer():
+        case ServerTerms(local=False):
             # And what is on its way.
             return 3
-        case Downpour():
-            return (5 if strategy.overlap else 3) + state
-        case ParameterAveraging():
+        case ServerTerms(overlap=overlap):
+            return (5 if overlap else 3) + state
+        case ParameterMean():
             return 3 + state
         case _:
             return 2 + state
@@ -96,8 +80,11 @@ def limit_bytes(host: Host, scene: Scene) -> int:
     return host.device_memory_bytes if scene.cluster.device != "cpu" else host.memory_bytes // scene.crowds[host.name]
 
 
-def require_fit(strategy: Strategy, scene: Scene, needed: int) -> None:
-    """Raises InfeasiblePlan where a worker does not fit: what is short, by how much, where, and what would do."""
+def require_fit(name: str, scene: Scene, needed: int) -> None:
+    """Raises InfeasiblePlan where a worker does not fit: what is short, by how much, where, and what would do.
+
+    `name` is the strategy's.
+    """
     known = [host for host in scene.hosts if limit_bytes(host, scene)]
     host = min(known, key=lambda each: limit_bytes(each, scene), default=None)
     if host is None or needed <= (limit := limit_bytes(host, scene)):
@@ -112,6 +99,6 @@ def require_fit(strategy: Strategy, scene: Scene, needed: int) -> None:
         else "the activations are too many: use a smaller batch, more workers, or a pipeline with recompute='always'"
     )
     raise InfeasiblePlan(
-        f"{strategy.name} needs {needed:,} bytes on each {kind}, and a {kind} of host {host.name} has {limit:,}: "
+        f"{name} needs {needed:,} bytes on each {kind}, and a {kind} of host {host.name} has {limit:,}: "
         f"{needed - limit:,} too few; {remedy}"
     )

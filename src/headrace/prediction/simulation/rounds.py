@@ -14,7 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.averaging.period import AutoPeriod, Measured, first_period, next_period
+from headrace.collectives.base import Collective
+from headrace.collectives.multi_host import MultiHostGroup
+from headrace.devices import HOST
+from headrace.policies.period import AutoPeriod, Measured, first_period, next_period
 from headrace.prediction.simulation.network import Way
 from headrace.prediction.simulation.scene import DeviceStep, Scene, Seconds
 from headrace.prediction.simulation.timeline import Timeline, of_rounds
@@ -51,7 +54,7 @@ def synchronous(scene: Scene, steps: Sequence[DeviceStep], way: Way, overlap: bo
     done = computed.max(axis=1) + way.seconds(size)
     if overlap and way.moved:
         done = np.zeros(len(computed))
-        for share, part_bytes in buckets(scene.model, *scene.bucket_bytes):
+        for share, part_bytes in buckets(scene.model, *_bucket_bytes(scene)):
             ready = (times.forward_s + share * times.backward_s).max(axis=1)
             done = np.maximum(done, ready) + way.seconds(part_bytes)
         done = np.maximum(done, computed.max(axis=1))
@@ -85,6 +88,14 @@ def buckets(model: ModelSpec, first_bytes: int, most_bytes: int) -> list[tuple[f
         (max(ready[each.name] for each in trained[start:stop]), sum(sizes[start:stop]))
         for start, stop in runs_of(sizes, first_bytes, most_bytes)
     ]
+
+
+def _bucket_bytes(scene: Scene) -> tuple[int, int]:
+    """Returns the bytes of gradients that are exchanged together: of the first bucket, and of a later one at most."""
+    assumed = scene.assumptions.bucket_bytes
+    if assumed:
+        return assumed, assumed
+    return MultiHostGroup.bucket_bytes if scene.cluster.device == HOST else Collective.bucket_bytes
 
 
 def averaging(

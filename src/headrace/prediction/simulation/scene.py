@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.collectives.base import Collective
-from headrace.collectives.multi_host import MultiHostGroup
 from headrace.devices import HOST
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
+from headrace.pipeline.schedules import SCHEDULES
+from headrace.pipeline.schedules.schedule import PipelineSchedule
+from headrace.policies.behaviour import Behaviour, Stages
 from headrace.policies.roles import split, threads_per_worker
 from headrace.prediction.simulation.network import ALGORITHMS, Network
 from headrace.spec.cluster import Cluster, Host
@@ -125,6 +126,7 @@ class Scene:
         hosts: of each worker.
         servers: hosts of the servers.
         examples: of a global batch.
+        behaviour: what the workers do.
         accumulate: micro-batches that a worker makes of its share, one after the other, so that their activations fit.
         drawn: whether the passes of a pipeline's first steps are kept, to draw them.
         memo: what was computed before for the same model and cluster; scenes of one search have one.
@@ -136,6 +138,7 @@ class Scene:
     servers: tuple[Host, ...]
     examples: int
     assumptions: Assumptions
+    behaviour: Behaviour = field(default_factory=Behaviour)
     accumulate: int = 1
     drawn: bool = True
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -144,6 +147,18 @@ class Scene:
     def workers(self) -> int:
         """Number of devices that compute."""
         return len(self.hosts)
+
+    @property
+    def replicas(self) -> int:
+        """Number of copies of the model, each of which one device or several hold."""
+        return self.workers // self.behaviour.devices
+
+    @cached_property
+    def schedule(self) -> PipelineSchedule:
+        """The order of passes of replicas that are pipelines."""
+        stages = self.behaviour.division
+        assert isinstance(stages, Stages)
+        return SCHEDULES[stages.schedule](stages.devices, stages.micro_batches, stages.chunks)
 
     @cached_property
     def network(self) -> Network:
@@ -155,19 +170,11 @@ class Scene:
         """How many workers each host has."""
         return Counter(host.name for host in self.hosts)
 
-    @property
-    def bucket_bytes(self) -> tuple[int, int]:
-        """Of the gradients that are exchanged together: of the first bucket, and of a later one at most."""
-        assumed = self.assumptions.bucket_bytes
-        if assumed:
-            return assumed, assumed
-        return MultiHostGroup.bucket_bytes if self.cluster.device == HOST else Collective.bucket_bytes
-
-    def shares(self, replicas: int, by_speed: bool = False) -> tuple[int, ...]:
+    def shares(self, by_speed: bool = False) -> tuple[int, ...]:
         """Returns how many examples of a global batch each replica gets."""
-        ranks = self.workers // replicas
-        speeds = [round(1000 * self.hosts[replica * ranks].speed) for replica in range(replicas)]
-        return split(self.examples, speeds if by_speed else (1,) * replicas)
+        firsts = self.hosts[:: self.behaviour.devices]
+        speeds = [round(1000 * host.speed) for host in firsts]
+        return split(self.examples, speeds if by_speed else (1,) * self.replicas)
 
     def step(self, host: Host, examples: int) -> DeviceStep:
         """Returns what a step of so many examples takes on a device of a host.

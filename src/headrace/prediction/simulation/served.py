@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
@@ -22,7 +21,8 @@ import numpy as np
 from headrace.parameter_server.core.events import ApplyStep, Close, LeasesAhead, Pull, Push, Refuse, Reply
 from headrace.parameter_server.core.leases import Ask, Commit, Grant, LeaseTable, Return
 from headrace.parameter_server.core.shard import Shard
-from headrace.policies.staleness import Admission, Bounded, Combination, EveryPush
+from headrace.policies.behaviour import ServerTerms
+from headrace.policies.staleness import Bounded, EveryPush
 from headrace.prediction.simulation.scene import DeviceStep, Scene, Seconds
 from headrace.prediction.simulation.timeline import Timeline
 
@@ -60,41 +60,6 @@ class Line:
         self.free_s = max(self.free_s, ready_s) + seconds
         self.busy_s += seconds
         return self.free_s
-
-
-@dataclass(frozen=True)
-class ServerTerms:
-    """How workers speak to servers.
-
-    Attributes:
-        policies: who may proceed, and which pushes make a step.
-        servers: how many, each with an equal part of the bytes.
-        span: steps between two pushes; a lease is so many.
-        overlap: whether a worker computes while its push and its pull are under way.
-        local: whether it updates its own parameters, too.
-        fixed: whether all workers have the same number of leases.
-        optimizes: whether servers update parameters by the job's optimizer.
-        pushed, pulled: bytes on the wire, as a part of the parameters' own.
-        spare: so many workers' gradients are not needed in a round, whose batch is that of the others.
-        alone: rounds that worker 0 computes alone before the others begin.
-        patience_s: how long a worker waits for an average before it closes the round without those that are late.
-        cards: over so many network cards a worker sends: those of the hosts of a replica's ranks, each of which speaks
-            to servers of its own.
-    """
-
-    policies: tuple[Admission, Combination]
-    servers: int
-    span: int = 1
-    overlap: bool = False
-    local: bool = False
-    fixed: bool = False
-    optimizes: bool = True
-    pushed: float = 1.0
-    pulled: float = 1.0
-    spare: int = 0
-    alone: int = 0
-    patience_s: float = math.inf
-    cards: int = 1
 
 
 class Watcher(ABC):

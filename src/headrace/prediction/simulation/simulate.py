@@ -25,7 +25,7 @@ from headrace.report.model.predicted import PredictedRun
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import require_count
-from headrace.strategies import Hybrid, Pipeline, Strategy, TensorParallel, resolve
+from headrace.strategies import Strategy, resolve
 from headrace.strategies.checks import COUNTS
 from headrace.strategies.strategy import describe_options
 
@@ -146,23 +146,20 @@ def simulate(
     differ = require_usable(model, cluster, force)
     chosen = counted(resolve(strategy), cluster)
     require_count("accumulate", accumulate)
-    scene, replicas = scene_of(model, cluster, chosen, global_batch_size, assumptions or Assumptions())
+    scene = scene_of(model, cluster, chosen, global_batch_size, assumptions or Assumptions())
     scene = replace(scene, accumulate=accumulate)
-    needed = device_bytes(chosen, scene)
-    require_fit(chosen, scene, needed)
-    timeline = behave(chosen, scene)
+    needed = device_bytes(scene)
+    require_fit(chosen.name, scene, needed)
+    timeline = behave(scene)
     if run_dir is not None:
-        write(Path(run_dir), chosen, scene, timeline, replicas, needed)
-    prediction = predicted(chosen, scene, timeline, replicas, needed)
+        write(Path(run_dir), chosen, scene, timeline, needed)
+    prediction = predicted(chosen, scene, timeline, needed)
     return replace(prediction, notes=(*differ, *doubtful_units(model, cluster), *prediction.notes))
 
 
 def counted(strategy: Strategy, cluster: Cluster) -> Strategy:
     """Returns a strategy with its number of workers: as many as the cluster has devices, where it has none."""
     options = describe_options(strategy)
-    if isinstance(strategy, Hybrid):
-        strategy.processes()
-        return strategy
     option = next((name for name in COUNTS if name in options), None)
     if option is None or options[option] is not None:
         return strategy
@@ -184,19 +181,17 @@ def scene_of(
     examples: int | None,
     assumptions: Assumptions,
     memo: dict[Any, Any] | None = None,
-) -> tuple[Scene, int]:
-    """Returns the scene of a strategy with a number of workers, and how many replicas there are.
-
-    `memo` is that of other scenes of the same model and cluster.
-    """
+) -> Scene:
+    """Returns the scene of a strategy with a number of workers; `memo` is that of others of this model and cluster."""
     counts = strategy.processes()
     among = replace(cluster, hosts=cluster.hosts[:1]) if counts.one_host and cluster.ranks is None else cluster
     hosts, servers = place(among, counts.workers, counts.servers)
     if counts.one_host and len({host.name for host in hosts}) > 1:
         raise InfeasiblePlan(f"{strategy.name} works on one host, and its {counts.workers} workers are on several")
-    inner = strategy.inner if isinstance(strategy, Hybrid) else strategy
-    devices = inner.processes().workers if isinstance(inner, Pipeline | TensorParallel) else 1
-    replicas = counts.workers // devices
+    behaviour = strategy.behave(counts.workers)
+    if behaviour.not_simulated:
+        raise UsageError(behaviour.not_simulated)
+    replicas = counts.workers // behaviour.devices
     if examples is None:
         if model.compute is None:
             raise UsageError("the model has no measured batch; give global_batch_size (--global-batch-size)")
@@ -207,16 +202,16 @@ def scene_of(
             f"global_batch_size of at least {replicas}"
         )
     known = {} if memo is None else memo
-    return Scene(model, cluster, hosts, servers, examples, assumptions, memo=known), replicas
+    return Scene(model, cluster, hosts, servers, examples, assumptions, behaviour, memo=known)
 
 
-def predicted(strategy: Strategy, scene: Scene, timeline: Timeline, replicas: int, needed: int) -> Prediction:
+def predicted(strategy: Strategy, scene: Scene, timeline: Timeline, needed: int) -> Prediction:
     """Returns what a timeline says; the fullest worker needs `needed` bytes."""
-    ranks = scene.workers // replicas
+    ranks = scene.behaviour.devices
     rounds = len(timeline.step) / scene.workers if timeline.rounds is None else timeline.rounds
     examples = scene.examples * rounds
     rate = examples / timeline.seconds
-    shares_of = scene.shares(replicas)
+    shares_of = scene.shares()
     alone = {share: [share / step.total_s for step in scene.steps(share)] for share in set(shares_of)}
     apart = sum(alone[shares_of[rank // ranks]][rank] for rank in range(scene.workers))
     shares = where_time_goes(timeline)

@@ -7,7 +7,7 @@ An action occupies its rank while it computes; what crosses to another stage is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from headrace.errors import UsageError
 from headrace.pipeline.partition import Terms, costs, read, split
 from headrace.pipeline.schedules.schedule import PipelineSchedule, held_by_stage, in_flight
+from headrace.policies.behaviour import Stages
 from headrace.prediction.simulation.network import Way
 from headrace.prediction.simulation.scene import Scene, Seconds
 from headrace.prediction.simulation.sweep import StageTimes, Swept, busy_seconds, program, sweep
@@ -28,27 +29,21 @@ _DRAWN = 2
 """Steps whose passes are kept."""
 
 
-@dataclass(frozen=True)
-class PipelineTerms:
-    """A pipeline's options, as the runtime has them.
+def stages_of(scene: Scene) -> tuple[list[StageTimes], tuple[StageCost, ...], str]:
+    """Returns what the stages take for a micro-batch, what they need, and a note where layers were not known.
 
-    Attributes:
-        recompute: the part of the micro-batches whose forward is done again.
-        partition: "auto", or layers a stage.
+    Raises:
+        UsageError: a micro-batch would be empty.
     """
-
-    schedule: PipelineSchedule
-    recompute: float = 0.0
-    partition: str | Sequence[int | Sequence[str]] = "auto"
-    cost: str = "time"
-    limit_bytes: int | None = None
-
-
-def stages_of(scene: Scene, terms: PipelineTerms, replicas: int) -> tuple[list[StageTimes], tuple[StageCost, ...], str]:
-    """Returns what the stages take for a micro-batch, what they need, and a note where layers were not known."""
-    schedule = terms.schedule
-    micro = micro_batch(scene, replicas, schedule.micro_batches)
-    part = max(scene.shares(replicas)) / schedule.micro_batches / micro
+    schedule, replicas, terms = scene.schedule, scene.replicas, scene.behaviour.division
+    assert isinstance(terms, Stages)
+    if scene.examples // replicas < schedule.micro_batches:
+        raise UsageError(
+            f"{schedule.micro_batches} micro-batches of {scene.examples // replicas} examples would be empty; use a "
+            f"global_batch_size of at least {replicas * schedule.micro_batches}, or fewer micro-batches"
+        )
+    micro = micro_batch(scene)
+    part = max(scene.shares()) / schedule.micro_batches / micro
     ranks = [scene.hosts[rank] for rank in range(schedule.ranks)]
     placed = [ranks[rank] for rank in schedule.placement()]
     firsts = range(0, replicas * schedule.ranks, schedule.ranks)
@@ -67,14 +62,14 @@ def stages_of(scene: Scene, terms: PipelineTerms, replicas: int) -> tuple[list[S
     return known
 
 
-def micro_batch(scene: Scene, replicas: int, micro_batches: int) -> int:
+def micro_batch(scene: Scene) -> int:
     """Returns the examples of the largest micro-batch of the replica with the most examples."""
-    return -(-max(scene.shares(replicas)) // micro_batches)
+    return -(-max(scene.shares()) // scene.schedule.micro_batches)
 
 
 def _stages(
     scene: Scene,
-    terms: PipelineTerms,
+    terms: Stages,
     host: Host,
     micro: int,
     part: float,
@@ -82,7 +77,7 @@ def _stages(
     rates: Sequence[float],
 ) -> tuple[list[StageTimes], tuple[StageCost, ...], str]:
     """Takes stages for the largest micro-batch; a mean one is `part` of it, and takes as much of its time."""
-    schedule, step = terms.schedule, scene.step(host, micro)
+    schedule, step = scene.schedule, scene.step(host, micro)
     layers, note = step.layers, ""
     if not layers:
         layers = _equal_layers(scene.model, schedule.stages(), step.forward_s, step.backward_s, scene, micro)
@@ -134,21 +129,14 @@ def _equal_layers(
     )
 
 
-def staged(
-    scene: Scene,
-    terms: PipelineTerms,
-    replicas: int,
-    stages: Sequence[StageTimes],
-    needed: Sequence[StageCost],
-    average_every: int = 1,
-) -> Timeline:
+def staged(scene: Scene, average_every: int = 1) -> Timeline:
     """Simulates replicas that are pipelines, and that all-reduce each stage's gradients every so many rounds."""
-    schedule, ranks = terms.schedule, terms.schedule.ranks
-    rounds = scene.assumptions.steps
-    factors = pass_factors(scene, schedule, replicas)
-    sizes = gradient_bytes(scene.model, schedule, needed)
-    update_s = update_seconds(scene, replicas, sizes)
-    ways = [between_replicas(scene, rank, ranks, replicas) for rank in range(ranks)]
+    schedule, ranks, replicas, rounds = scene.schedule, scene.schedule.ranks, scene.replicas, scene.assumptions.steps
+    stages, needed, note = stages_of(scene)
+    factors = pass_factors(scene)
+    sizes = gradient_bytes(scene, needed)
+    update_s = update_seconds(scene, sizes)
+    ways = [between_replicas(scene, rank) for rank in range(ranks)]
     free = np.zeros((ranks, replicas))
     shape = (rounds, replicas, ranks)
     ended, compute, exchange = np.zeros(shape), np.zeros(shape), np.zeros(shape)
@@ -177,54 +165,55 @@ def staged(
     moved = 2 * sum(way.moved * size for way, size in zip(ways, sizes, strict=True)) / ranks / average_every
     # Each crossing goes there and a gradient of its size back, and is sent and received.
     crossed = 4 * schedule.micro_batches * sum(stage.crossing_bytes for stage in stages) / ranks
-    return replace(timeline, passes=tuple(passes), moved_bytes=moved + crossed)
+    return replace(timeline, passes=tuple(passes), moved_bytes=moved + crossed, notes=(note,) if note else ())
 
 
-def pass_factors(scene: Scene, schedule: PipelineSchedule, replicas: int) -> Seconds:
+def pass_factors(scene: Scene) -> Seconds:
     """Returns how many times as long as its stage says each rank's passes take, (rounds, replicas, ranks)."""
-    shape = (scene.assumptions.steps, replicas, schedule.ranks)
-    return scene.variation(shape[0], replicas * schedule.ranks).reshape(shape) * slowness(scene, schedule, replicas)
+    shape = (scene.assumptions.steps, scene.replicas, scene.schedule.ranks)
+    return scene.variation(scene.assumptions.steps, scene.workers).reshape(shape) * slowness(scene)
 
 
-def slowness(scene: Scene, schedule: PipelineSchedule, replicas: int) -> Seconds:
+def slowness(scene: Scene) -> Seconds:
     """Returns how many times as long as on the first rank's host a pass takes on each rank's, (replicas, ranks)."""
-    micro = micro_batch(scene, replicas, schedule.micro_batches)
-    seconds = np.array([step.forward_s + step.backward_s for step in scene.steps(micro)])
-    seconds = seconds.reshape(replicas, schedule.ranks)
+    seconds = np.array([step.forward_s + step.backward_s for step in scene.steps(micro_batch(scene))])
+    seconds = seconds.reshape(scene.replicas, scene.schedule.ranks)
     return np.asarray(seconds / seconds[0, 0])
 
 
-def one_step(terms: PipelineTerms, stages: Sequence[StageTimes], slower: Seconds) -> tuple[Seconds, Seconds]:
+def one_step(schedule: PipelineSchedule, stages: Sequence[StageTimes], slower: Seconds) -> tuple[Seconds, Seconds]:
     """Returns how long each replica's step takes without variation, and how long each of its ranks computes in it.
 
     Args:
         slower: as of `slowness`, (replicas, ranks).
     """
-    swept = sweep(terms.schedule, stages, np.zeros(slower.T.shape), slower.T)
-    return np.asarray(swept.rank_ended.max(axis=0)), slower * busy_seconds(terms.schedule, stages)
+    swept = sweep(schedule, stages, np.zeros(slower.T.shape), slower.T)
+    return np.asarray(swept.rank_ended.max(axis=0)), slower * busy_seconds(schedule, stages)
 
 
-def gradient_bytes(model: ModelSpec, schedule: PipelineSchedule, needed: Sequence[StageCost]) -> list[float]:
+def gradient_bytes(scene: Scene, needed: Sequence[StageCost]) -> list[float]:
     """Returns the bytes of the gradients of each rank: in proportion to its parameters, or equal ones."""
-    own = [0.0] * schedule.ranks
+    schedule = scene.schedule
+    sizes = [0.0] * schedule.ranks
     for stage, cost in enumerate(needed):
-        own[schedule.rank_of(stage)] += cost.parameter_bytes
-    whole = sum(own)
-    return [model.trainable_bytes * (size / whole if whole else 1 / schedule.ranks) for size in own]
+        sizes[schedule.rank_of(stage)] += cost.parameter_bytes
+    whole = sum(sizes)
+    return [scene.model.trainable_bytes * (size / whole if whole else 1 / schedule.ranks) for size in sizes]
 
 
-def update_seconds(scene: Scene, replicas: int, sizes: Sequence[float]) -> Seconds:
+def update_seconds(scene: Scene, sizes: Sequence[float]) -> Seconds:
     """Returns what each rank's update takes, (replicas, ranks): the optimizer goes through what the rank holds."""
-    steps = scene.steps(max(1, scene.examples // replicas))
-    optimizer_s = np.array([step.optimizer_s for step in steps]).reshape(replicas, -1)
-    fixed_s = np.array([step.fixed_s for step in steps]).reshape(replicas, -1)
+    steps = scene.steps(max(1, scene.examples // scene.replicas))
+    optimizer_s = np.array([step.optimizer_s for step in steps]).reshape(scene.replicas, -1)
+    fixed_s = np.array([step.fixed_s for step in steps]).reshape(scene.replicas, -1)
     whole = sum(sizes)
     return np.asarray(optimizer_s * [size / whole if whole else 1 / len(sizes) for size in sizes] + fixed_s)
 
 
-def between_replicas(scene: Scene, rank: int, ranks: int, replicas: int) -> Way:
+def between_replicas(scene: Scene, rank: int) -> Way:
     """Returns the all-reduce of one rank's gradients over all replicas."""
-    hosts = [scene.hosts[replica * ranks + rank] for replica in range(replicas)]
+    ranks = scene.schedule.ranks
+    hosts = scene.hosts[rank::ranks]
     first = [host.name for host in scene.hosts[:ranks]]
     return scene.network.all_reduce(hosts, scene.assumptions.algorithm, side_by_side=first.count(hosts[0].name))
 
@@ -241,12 +230,3 @@ def _passes(step: int, rank: int, schedule: PipelineSchedule, swept: Swept) -> P
         tuple(float(swept.began[place, 0]) for place, _ in own),
         tuple(float(swept.ended[place, 0]) for place, _ in own),
     )
-
-
-def require_enough(examples: int, replicas: int, micro_batches: int) -> None:
-    """Raises UsageError where a micro-batch would be empty."""
-    if examples // replicas < micro_batches:
-        raise UsageError(
-            f"{micro_batches} micro-batches of {examples // replicas} examples would be empty; use a "
-            f"global_batch_size of at least {replicas * micro_batches}, or fewer micro-batches"
-        )
