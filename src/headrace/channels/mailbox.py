@@ -24,12 +24,11 @@ from torch import Tensor
 from headrace.shared_memory import futex
 from headrace.shared_memory.control_page import SegmentOffer
 from headrace.shared_memory.futex import Spin
+from headrace.shared_memory.layout import LINE, places
 from headrace.shared_memory.segment import SharedSegment
 
 T = TypeVar("T")
 
-_HEAD_BYTES = 64
-_LINE = 64
 _SPIN_S = 50e-6
 _SLICE_S = 0.05
 _EMPTY, _FULL = 0, 1
@@ -67,16 +66,7 @@ class Inbox(_End):
 
 def head_bytes(slots: int) -> int:
     """Returns the length of the shared region that sender and receiver find each other by."""
-    return _HEAD_BYTES * slots
-
-
-def places(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Returns where parts of so many bytes begin that lie one after the other, and where the last ends."""
-    begins, end = [], 0
-    for size in sizes:
-        begins.append(end)
-        end += -(-size // _LINE) * _LINE
-    return begins, end
+    return LINE * slots
 
 
 class _Head(Structure):
@@ -97,7 +87,7 @@ class _Head(Structure):
 class _Slot:
     def __init__(self, heads: Tensor, index: int) -> None:
         # The head lies in the tensor's memory and does not keep it alive.
-        self._kept = heads[index * _HEAD_BYTES : (index + 1) * _HEAD_BYTES]
+        self._kept = heads[index * LINE : (index + 1) * LINE]
         self.address = self._kept.data_ptr()
         self.head = _Head.from_address(self.address)
         self.segment: SharedSegment | None = None
@@ -130,7 +120,7 @@ class _Ring:
     """The slots, as one end sees them."""
 
     def __init__(self, heads: Tensor, check: Check) -> None:
-        self._slots = [_Slot(heads, index) for index in range(len(heads) // _HEAD_BYTES)]
+        self._slots = [_Slot(heads, index) for index in range(len(heads) // LINE)]
         self._check = check
         self._spin = Spin(_SPIN_S)
         self.turn = 0
@@ -181,7 +171,7 @@ class Sender(Outbox):
         if slot.segment is None or slot.segment.nbytes < end:
             # The receiver has opened the old one, for the slot is empty. A quarter more, because the next message
             # may be a little longer.
-            slot.hold(SharedSegment.create(max(_LINE, end + end // 4), "mailbox"))
+            slot.hold(SharedSegment.create(max(LINE, end + end // 4), "mailbox"))
             slot.head.generation += 1
             slot.head.offer.publish(os.getpid(), slot.memory.descriptor, slot.memory.nbytes)
         slot.memory.memory[: len(note)] = note
@@ -201,7 +191,7 @@ class Receiver(Inbox):
 
     def __init__(self, heads: Tensor, check: Check) -> None:
         self._ring = _Ring(heads, check)
-        self._seen = [0] * (len(heads) // _HEAD_BYTES)
+        self._seen = [0] * (len(heads) // LINE)
         self.moved_bytes = 0
 
     def receive(self, read: Callable[[bytes, Tensor], T]) -> T:

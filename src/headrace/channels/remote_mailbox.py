@@ -13,7 +13,8 @@ import torch
 import zmq
 from torch import Tensor
 
-from headrace.channels.mailbox import Inbox, Outbox, places
+from headrace.channels.mailbox import Inbox, Outbox
+from headrace.shared_memory.layout import places
 from headrace.transport.frames import PART_BYTES
 from headrace.transport.one_way import Check, Limits, PullEnd, PushEnd
 

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 
 from headrace.errors import JobError
 from headrace.hooks import hang, hooks_of
+from headrace.shared_memory.layout import on_lines
 from headrace.shared_memory.segment import memory_file, set_length
 
 _LARGE_BYTES = 64 * 1024
-_ALIGN = 64
 
 
 def ship_by_value(module: ModuleType) -> None:
@@ -120,7 +120,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             dtype = str(tensor.dtype).removeprefix("torch.")
             self._places[id(value)] = (kind, dtype, self.length, tuple(tensor.shape))
             self._tensors.append((self.length, tensor))
-            self.length += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+            self.length += on_lines(tensor.numel() * tensor.element_size())
         return self._places[id(value)]
 
     def memory(self) -> int:

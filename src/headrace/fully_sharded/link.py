@@ -24,10 +24,10 @@ from torch import Tensor
 
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.errors import UsageError
+from headrace.shared_memory.layout import LINE, on_lines
 
 _DEEDS = ("gathers", "sums the gradients of", "has summed the gradients of")
 _GATHER, _SCATTER, _AGAIN = range(3)
-_LINE = 64
 
 
 class OwnGradients:
@@ -114,9 +114,9 @@ class SharedLink(UnitLink):
 
     def __init__(self, group: ProcessGroup, units: Sequence[str], own: OwnGradients, largest_bytes: int) -> None:
         super().__init__(group, units, own)
-        self._part_bytes = -(-largest_bytes // group.world // _LINE) * _LINE
+        self._part_bytes = on_lines(-(-largest_bytes // group.world))
         # Of two meetings in turn: which meeting, what is done, with which unit, how many bytes.
-        self._headers = [region.view(torch.int64).numpy().reshape(2, 4) for region in group.share(_LINE)]
+        self._headers = [region.view(torch.int64).numpy().reshape(2, 4) for region in group.share(LINE)]
         self._slots = group.share(2 * self._part_bytes)
         self._regions = group.share(self._part_bytes * group.world)
         self._summed = -1

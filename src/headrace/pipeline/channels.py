@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.channels.mailbox import Inbox, Outbox, places
+from headrace.channels.mailbox import Inbox, Outbox
 from headrace.channels.mailboxes import Mailboxes, Route
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import UsageError
+from headrace.shared_memory.layout import places
 from headrace.spec.model import ITEM_BYTES
 
 

@@ -26,13 +26,12 @@ from ctypes import Array, Structure, c_char, c_double, c_int32, c_int64, c_uint8
 from headrace.errors import UnfitMachine
 from headrace.machine.identity import require_linux
 from headrace.shared_memory import futex
+from headrace.shared_memory.layout import LINE
 from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.plan import MOST_MEMBERS
 
 NUMBERS = 4096
 """How many numbers one sum may hold."""
-
-_LINE = 64
 
 
 class Heartbeat(Structure):
@@ -169,7 +168,7 @@ class Address(Structure):
 
     length: int
     text: Array[c_uint8]
-    _fields_ = [("length", c_uint8), ("text", c_uint8 * (3 * _LINE - 1))]
+    _fields_ = [("length", c_uint8), ("text", c_uint8 * (3 * LINE - 1))]
 
     def publish(self, text: str) -> None:
         """Writes the text."""
@@ -192,7 +191,7 @@ class LastEvent(Structure):
 
     length: int
     text: Array[c_uint8]
-    _fields_ = [("length", c_int64), ("text", c_uint8 * (128 * _LINE - 8))]
+    _fields_ = [("length", c_int64), ("text", c_uint8 * (128 * LINE - 8))]
 
     def publish(self, line: str) -> None:
         """Writes the line; a ValueError if it is too long."""
@@ -217,7 +216,7 @@ def _on_lines(*groups: list[tuple[str, type]]) -> list[tuple[str, type]]:
     fields = []
     for number, group in enumerate(groups):
         size = sum(sizeof(kind) for _, kind in group)
-        fields += [*group, (f"_unused_{number}", c_char * (-size % _LINE))]
+        fields += [*group, (f"_unused_{number}", c_char * (-size % LINE))]
     return fields
 
 
@@ -286,13 +285,13 @@ class ControlPage(Structure):
 
     def __init__(self, segment: SharedSegment, ranks: int) -> None:
         self.segment = segment
-        starts = range(_LINE, self.nbytes(ranks), sizeof(RankRecord))
+        starts = range(LINE, self.nbytes(ranks), sizeof(RankRecord))
         self.ranks = [RankRecord.from_buffer(segment.memory, start) for start in starts]
 
     @staticmethod
     def nbytes(ranks: int) -> int:
         """Returns the length that a page for `ranks` needs."""
-        return _LINE + ranks * sizeof(RankRecord)
+        return LINE + ranks * sizeof(RankRecord)
 
 
 def check_shared_memory() -> str | None:

@@ -19,10 +19,8 @@ from headrace import internals
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import JobError
 from headrace.internals import foreach_copy_, foreach_div_, foreach_zero_
+from headrace.shared_memory.layout import LINE, on_lines
 from headrace.spec.model import ITEM_BYTES, ParameterSpec
-
-_ALIGN = 64
-"""Bytes of a cache line."""
 
 _FEWEST_ELEMENTS = 1 << 18
 """Of a weight whose gradient is written in place; for fewer a function in Python takes longer than the copy."""
@@ -42,9 +40,9 @@ class ByteRange:
 
     def part(self, rank: int, world: int) -> ByteRange:
         """Returns the rank-th of `world` nearly equal parts, cut where cache lines begin."""
-        lines = -(-(self.stop - self.start) // _ALIGN)
-        low = self.start + lines * rank // world * _ALIGN
-        high = self.start + lines * (rank + 1) // world * _ALIGN
+        lines = on_lines(self.stop - self.start) // LINE
+        low = self.start + lines * rank // world * LINE
+        high = self.start + lines * (rank + 1) // world * LINE
         return ByteRange(self.dtype, min(low, self.stop), min(high, self.stop))
 
 
@@ -64,7 +62,7 @@ class FlatLayout:
             for parameter in parameters:
                 if parameter.dtype == dtype:
                     self._offsets[parameter.name] = position
-                    position += _padded(parameter)
+                    position += on_lines(parameter.bytes)
             self.spans += (ByteRange(getattr(torch, dtype), start, position),)
         self.nbytes = position
 
@@ -88,7 +86,7 @@ class FlatLayout:
         pieces = []
         for dtype in dict.fromkeys(parameter.dtype for parameter in chosen):
             same = [parameter for parameter in chosen if parameter.dtype == dtype]
-            end = self._offsets[same[-1].name] + _padded(same[-1])
+            end = self._offsets[same[-1].name] + on_lines(same[-1].bytes)
             pieces.append(region[self._offsets[same[0].name] : end].view(getattr(torch, dtype)))
         return pieces
 
@@ -105,10 +103,6 @@ def in_order(flat: Tensor, shape: tuple[int, ...], channels_last: bool) -> Tenso
         return flat.view(shape)
     count, channels, height, width = shape
     return flat.view(count, height, width, channels).permute(0, 3, 1, 2)
-
-
-def _padded(parameter: ParameterSpec) -> int:
-    return -(-parameter.bytes // _ALIGN) * _ALIGN
 
 
 class GradientSink(Protocol):

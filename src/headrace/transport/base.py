@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from headrace.shared_memory.layout import LINE, places
 from headrace.shared_memory.segment import SharedSegment
 
 PROTOCOL = 1
@@ -29,7 +30,6 @@ Region = TypeVar("Region", Tensor, memoryview)
 LARGEST_MESSAGE = 60_000
 """Bytes; anything longer is sent as a blob."""
 
-_ALIGN = 64
 _BLOB_FACTOR, _LEAST_BLOB_BYTES, _UNREAD_BYTES = 16, 1 << 26, 1 << 26
 
 LARGEST_ANSWER = 1 << 40
@@ -60,12 +60,7 @@ class Slots:
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = tuple(lengths)
-        position, starts = 0, []
-        for length in lengths:
-            starts.append(position)
-            position += -(-length // _ALIGN) * _ALIGN
-        self.starts = tuple(starts)
-        self.nbytes = position
+        self.starts, self.nbytes = places(lengths)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -80,7 +75,7 @@ class Slots:
 
     def joined(self, region: Region, slots: range) -> Region | None:
         """Returns slots that follow each other as one place; None if there is a gap between two."""
-        if any(self.lengths[slot] % _ALIGN for slot in slots[:-1]):
+        if any(self.lengths[slot] % LINE for slot in slots[:-1]):
             return None
         return region[self.starts[slots[0]] : self.starts[slots[-1]] + self.lengths[slots[-1]]]
 

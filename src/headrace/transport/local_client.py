@@ -16,6 +16,7 @@ from torch import Tensor
 from headrace.shared_memory import futex
 from headrace.shared_memory.descriptors import CutMessage, receive_descriptors
 from headrace.shared_memory.futex import Spin, look
+from headrace.shared_memory.layout import on_lines
 from headrace.shared_memory.segment import SharedSegment, is_sealed, memory_file
 from headrace.transport.base import LARGEST_ANSWER, LARGEST_MESSAGE, ClientTransport, Slots, TransportLayout
 
@@ -28,7 +29,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 def head_bytes(parameters: Slots) -> int:
     """Returns the length of the words before the parameters: one for each shard, `version << 1 | being written`."""
-    return -(-8 * len(parameters) // 64) * 64
+    return on_lines(8 * len(parameters))
 
 
 def segment_bytes(layout: TransportLayout) -> list[int]:

@@ -38,9 +38,9 @@ from headrace.data.loading.reader import ReadResult
 from headrace.data.pipeline.order import derived
 from headrace.errors import DataError, HeadraceError, RunFailed, UnfitMachine, UsageError
 from headrace.shared_memory.descriptors import CutMessage, receive_descriptors
+from headrace.shared_memory.layout import on_lines
 from headrace.shared_memory.segment import SharedSegment
 
-_ALIGN = 64
 _REQUEST = struct.Struct("<qq")
 _REPLY = struct.Struct("<qq")
 _COUNTS = ("skipped", "seconds", "waiting", "notices")
@@ -287,7 +287,7 @@ def _described(value: Any, tensors: list[tuple[int, Tensor]]) -> list[Any]:
         start = 0
         if tensors:
             last, before = tensors[-1]
-            start = -(-(last + before.nbytes) // _ALIGN) * _ALIGN
+            start = on_lines(last + before.nbytes)
         if value.numel():
             tensors.append((start, value.detach()))
         return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape), start]

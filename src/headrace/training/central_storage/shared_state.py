@@ -21,13 +21,13 @@ from headrace.collectives.base import ProcessGroup
 from headrace.errors import UsageError
 from headrace.internals import foreach_copy_
 from headrace.shared_memory import futex
+from headrace.shared_memory.layout import on_lines
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Segment
 from headrace.training.gradients import FlatLayout
 from headrace.training.optimizer import NUMBERS, Factory, StatePiece, build_over
 from headrace.training.update import AVERAGE, Updater
 
-_ALIGN = 64
 _PARAMETER = ""
 """The key of the parameters themselves."""
 
@@ -105,7 +105,7 @@ class SharedState:
         width = 2 + max(map(len, form.numbers.values()), default=0)
         lengths = [each.nbytes for each in self._layouts.values()] * 2
         lengths += [8 * width * len(segments)] * 2 + [8 * group.world]
-        padded = [-(-length // _ALIGN) * _ALIGN for length in lengths]
+        padded = [on_lines(length) for length in lengths]
         self.nbytes = sum(padded)
         whole = group.share(0 if group.rank else self.nbytes)[0]
         regions = iter([part[:length] for part, length in zip(whole.split(padded), lengths, strict=True)])
