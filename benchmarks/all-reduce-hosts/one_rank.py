@@ -24,7 +24,7 @@ def ours() -> Callable[[torch.Tensor], object]:
     # Here, because gloo needs none of it.
     from headrace.engine.torchrun.group import LaunchedGroup
 
-    return LaunchedGroup(timeout_s=60.0).host.all_reduce
+    return LaunchedGroup.join(timeout_s=60.0).host.all_reduce
 
 
 def main() -> None:

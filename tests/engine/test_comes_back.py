@@ -13,6 +13,7 @@ from headrace.engine.torchrun import group
 from headrace.engine.torchrun.elastic_workers.returning import admit, come_back
 from headrace.engine.torchrun.group import LaunchedGroup
 from headrace.engine.torchrun.key_value import StoreClient
+from headrace.engine.torchrun.peers import LivenessWatch
 from headrace.errors import RunFailed
 
 
@@ -58,17 +59,17 @@ def test_it_does_not_change_what_was_agreed_on(monkeypatch: pytest.MonkeyPatch) 
 def test_others_are_not_silent_while_the_store_does_not_answer() -> None:
     now_s = [0.0]
     probe = LivenessProbe(0, lambda: now_s[0])
-    member = SimpleNamespace(
-        page=SimpleNamespace(ranks={1: SimpleNamespace(heartbeat=SimpleNamespace(pid=7, count=1))}),
-        rank=0,
-        hosts=["a", "b"],
+    watch = SimpleNamespace(
+        _page=SimpleNamespace(ranks={1: SimpleNamespace(heartbeat=SimpleNamespace(pid=7, count=1))}),
+        _rank=0,
+        _hosts=["a", "b"],
         _timeout_s=10.0,
         _probes={1: probe},
         _relay=SimpleNamespace(told_s=monotonic() - 4.0),
     )
     for _ in range(9):
-        silent_s = LaunchedGroup._look_at(cast("LaunchedGroup", member), 1)
+        silent_s = LivenessWatch._look_at(cast("LivenessWatch", watch), 1)
         now_s[0] += 0.5
     assert -1.0 < silent_s < 0.5
-    member._relay.told_s = monotonic()
-    assert LaunchedGroup._look_at(cast("LaunchedGroup", member), 1) > 4.0
+    watch._relay.told_s = monotonic()
+    assert LivenessWatch._look_at(cast("LivenessWatch", watch), 1) > 4.0

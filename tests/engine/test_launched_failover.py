@@ -33,6 +33,9 @@ class Relay:
     left: set[int] = field(default_factory=set)
     severed: set[int] = field(default_factory=set)
 
+    prefix: str = "run"
+    store: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(add=lambda *_: 0))
+
     def follow_next(self, rank: int) -> None:
         """No process comes next."""
 
@@ -49,7 +52,7 @@ def page() -> ControlPage:
 def failover(page: ControlPage, tmp_path: Path) -> LaunchedFailover:
     (tmp_path / "events").mkdir()
     spec = SimpleNamespace(plan=PLAN, run_dir=tmp_path, started=0.0, timeout_s=60.0)
-    made = LaunchedFailover(spec, page, Relay(), lambda *_: None, lambda *_: False)
+    made = LaunchedFailover(spec, page, Relay())
     # Refuses connections, as the address of a killed process does.
     page.ranks[PRIMARY].address.publish(f"tcp://127.0.0.1:{free_port()}")
     page.ranks[WORKER].suspicion.raise_against(PRIMARY)

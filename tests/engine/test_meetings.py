@@ -17,8 +17,7 @@ from headrace.collectives.elastic import ElasticGroup, MemberLost
 from headrace.engine.torchrun.elastic_workers import barrier as store_barrier
 from headrace.engine.torchrun.elastic_workers.barrier import StoreBarrier, member_name
 from headrace.engine.torchrun.key_value import StoreClient
-from headrace.engine.torchrun.meetings import Meetings
-from headrace.engine.torchrun.store_server import StoreServer
+from headrace.engine.torchrun.store_server import Meetings, StoreServer
 from headrace.errors import PeerLost, Replaced, UsageError
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.ends import FinishedRanks

@@ -29,6 +29,7 @@ from headrace.engine.base import LEFT, TERMINATED, Engine, Terminated, require_n
 from headrace.engine.local.engine import kept_engine
 from headrace.engine.torchrun.elastic_workers.leader_file import find_leader
 from headrace.engine.torchrun.engine import LaunchedEngine
+from headrace.engine.torchrun.group import LaunchedGroup
 from headrace.engine.torchrun.refusal import tell_uncaught
 from headrace.engine.torchrun.secret import NOT_ENCRYPTED
 from headrace.engine.torchrun.store import join, launched_ranks, of_first, total_of_hosts
@@ -330,7 +331,9 @@ def _witness(info: JobInfo, arguments: FitArguments, ranks: int | None) -> Witne
 def _engine(arguments: FitArguments, ranks: int | None) -> AbstractContextManager[Engine]:
     if arguments.engine is not None:
         return nullcontext(arguments.engine)
-    return closing(LaunchedEngine(arguments.timeout_s, arguments.encrypt)) if ranks else kept_engine()
+    if not ranks:
+        return kept_engine()
+    return closing(LaunchedEngine(LaunchedGroup.join(arguments.timeout_s, arguments.encrypt)))
 
 
 def _inspected(

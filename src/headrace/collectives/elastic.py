@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from headrace.collectives.base import ProcessGroup
-from headrace.shared_memory import futex
-from headrace.shared_memory.barrier import MemberLost, reached
+from headrace.policies.views import Member
+from headrace.shared_memory.barrier import Barrier, MemberLost
 from headrace.shared_memory.control_page import NUMBERS, ControlPage
 from headrace.shared_memory.ends import FinishedRanks
 
-_SLICE_S = 0.05
 _MEETINGS = 1 << 16
 """Barriers that a group may have before its members change."""
 
@@ -66,8 +65,8 @@ class PageBarrier(ElasticBarrier):
     def __init__(self, page: ControlPage, place: int, check: Callable[[], None], ends: FinishedRanks) -> None:
         self._page = page
         self._place = place
-        self._check = check
-        self._ends = ends
+        self._incarnations: dict[int, int] = {}
+        self._barrier = Barrier(page, place, check, ends, self._is_lost, "elastic_counter")
         self._turn = 0
         self._numbers = [
             [torch.frombuffer(half, dtype=torch.float64) for half in record.numbers] for record in page.ranks
@@ -75,39 +74,25 @@ class PageBarrier(ElasticBarrier):
 
     def restart(self, meeting: int) -> None:
         # Not earlier: others may still read the counter of the process that had this place before.
-        self._page.ranks[self._place].elastic_counter = (meeting * _MEETINGS) & 0x7FFFFFFF
+        self._barrier.restart(meeting * _MEETINGS)
         self._turn = 0
 
     def meet(self, members: Sequence[tuple[int, int]], numbers: Tensor) -> list[Tensor]:
-        own, count = self._page.ranks[self._place], len(numbers)
+        count = len(numbers)
         if count:
             self._turn ^= 1
             self._numbers[self._place][self._turn][:count].copy_(numbers)
-        futex.fence()
-        target = (own.elastic_counter + 1) & 0x7FFFFFFF
-        own.elastic_counter = target
-        futex.wake(own.address_of("elastic_counter"))
-        others = [member for member in members if member[0] != self._place]
-        lost = [rank for rank, incarnation in others if not self._comes(rank, incarnation, target)]
-        futex.fence()
-        if lost:
-            raise MemberLost(lost[0])
+        self._incarnations = dict(members)
+        self._barrier.peers = [rank for rank, _ in members if rank != self._place]
+        self._barrier.meet()
         return [self._numbers[rank][self._turn][:count] for rank, _ in members]
 
     def is_gone(self, member: int, incarnation: int) -> bool:
         # A process whose loss the launcher tells writes nothing any more.
         return self._page.ranks[member].restarts > incarnation
 
-    def _comes(self, member: int, incarnation: int, target: int) -> bool:
-        """Waits until a member has reached a barrier, or is lost; returns whether it has reached it."""
-        record = self._page.ranks[member]
-        while not reached(seen := record.elastic_counter, target):
-            if self.is_gone(member, incarnation) and not reached(record.elastic_counter, target):
-                return False
-            futex.wait(record.address_of("elastic_counter"), seen, _SLICE_S)
-            self._check()
-            self._ends.check(member, self._place, lambda: reached(record.elastic_counter, target))
-        return True
+    def _is_lost(self, member: int) -> bool:
+        return self.is_gone(member, self._incarnations[member])
 
 
 class ElasticGroup(ProcessGroup):
@@ -189,6 +174,11 @@ class ElasticGroup(ProcessGroup):
 
     def _renumber(self) -> None:
         self.rank, self.world = self._members.index(self._place), len(self._members)
+
+
+def first_members(me: Member, workers: int) -> list[Member]:
+    """Returns the members of the group with which a process begins: one that comes back is alone at first."""
+    return [me] if me[1] else [(worker, 0) for worker in range(workers)]
 
 
 def elastic_on_page(

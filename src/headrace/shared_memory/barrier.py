@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import c_int32
 from time import perf_counter
 
 from headrace.shared_memory import futex
@@ -32,7 +33,8 @@ class Barrier:
 
     `check` is called about every 50 ms of waiting, and raises to end the wait; `ends` tells which loops have ended,
     and `is_gone` which ranks are lost, and write nothing any more. A lost rank that has come counts, so that either all
-    others pass, or a MemberLost is raised on each of them.
+    others pass, or a MemberLost is raised on each of them. `counter` is the field of the records that counts, and
+    `peers` are the other ranks that take part.
     """
 
     def __init__(
@@ -42,14 +44,16 @@ class Barrier:
         check: Callable[[], None],
         ends: FinishedRanks,
         is_gone: Callable[[int], bool] = never,
+        counter: str = "barrier_counter",
     ) -> None:
         self._rank = rank
         self._ends = ends
-        self._records = page.ranks
-        self._own = page.ranks[rank]
-        self._addresses = [record.address_of("barrier_counter") for record in page.ranks]
-        self._own_address = self._addresses[rank]
-        self._peers = [peer for peer in range(len(page.ranks)) if peer != rank]
+        # The counters lie in the page, and do not keep it.
+        self._page = page
+        self._addresses = [record.address_of(counter) for record in page.ranks]
+        self._counters = [c_int32.from_address(address) for address in self._addresses]
+        self._own, self._own_address = self._counters[rank], self._addresses[rank]
+        self.peers = [peer for peer in range(len(page.ranks)) if peer != rank]
         self._check = check
         self._is_gone = is_gone
         self._spin = Spin(_SPIN_S)
@@ -57,42 +61,49 @@ class Barrier:
     def meet(self) -> None:
         """Returns when every rank has come."""
         futex.fence()
-        target = (self._own.barrier_counter + 1) & 0x7FFFFFFF
-        self._own.barrier_counter = target
+        target = (self._own.value + 1) & 0x7FFFFFFF
+        self._own.value = target
         futex.wake(self._own_address)
-        for peer in self._peers:
-            if not reached(self._records[peer].barrier_counter, target):
+        for peer in self.peers:
+            if not reached(self._counters[peer].value, target):
                 self._await(peer, target)
         futex.fence()
 
     def notice(self) -> None:
         """Raises the MemberLost of the next barrier, if it is sure: a rank is lost, and has not come to it."""
-        self._check_lost((self._own.barrier_counter + 1) & 0x7FFFFFFF)
+        self._check_lost((self._own.value + 1) & 0x7FFFFFFF)
+
+    def restart(self, count: int) -> None:
+        """Lets this rank count from another barrier on."""
+        self._own.value = count & 0x7FFFFFFF
 
     def _await(self, peer: int, target: int) -> None:
-        record, address = self._records[peer], self._addresses[peer]
+        counter, address = self._counters[peer], self._addresses[peer]
         began = perf_counter()
         give_up = began + self._spin.seconds
         while True:
-            seen = record.barrier_counter
+            seen = counter.value
             if reached(seen, target):
                 self._spin.met()
                 return
             if perf_counter() > give_up:
                 break
+        if self._is_gone is not never:
+            # Whose loss is known already is not waited for.
+            self._check_lost(target)
         while not reached(seen, target):
             futex.wait(address, seen, _SLICE_S)
-            seen = record.barrier_counter
+            seen = counter.value
             if not reached(seen, target) and perf_counter() - began > _SLICE_S:
                 self._check()
                 self._check_lost(target)
-                self._ends.check(peer, self._rank, lambda: reached(record.barrier_counter, target))
+                self._ends.check(peer, self._rank, lambda: reached(counter.value, target))
         self._spin.slept(perf_counter() - began)
 
     def _check_lost(self, target: int) -> None:
-        for peer in self._peers:
+        for peer in self.peers:
             # Asked first: a lost rank may have come before it was lost.
-            if self._is_gone(peer) and not reached(self._records[peer].barrier_counter, target):
+            if self._is_gone(peer) and not reached(self._counters[peer].value, target):
                 raise MemberLost(peer)
 
 

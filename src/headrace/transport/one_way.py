@@ -19,7 +19,7 @@ import zmq
 
 from headrace.transport.connections import AcceptLimiter
 from headrace.transport.frames import PART_BYTES
-from headrace.transport.zeromq import ConnectionEvents, connect, listen, make_socket
+from headrace.transport.zeromq import ConnectionEvents, any_port, connect, listen, make_socket
 
 T = TypeVar("T")
 
@@ -196,7 +196,7 @@ class PullEnd(_End):
             self.key = _TOKEN + secrets.token_hex(32).encode()
         self._hello = _HELLO if encrypt else self.key
         try:
-            self.address = listen(self.socket, f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0")
+            self.address = listen(self.socket, any_port(host))
         except BaseException:
             self.close()
             raise

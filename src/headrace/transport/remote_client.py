@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.transport import frames
 from headrace.transport.base import LARGEST_ANSWER, ClientTransport, Slots, TransportLayout
 from headrace.transport.frames import FrameKind, Payload, Reassembler
-from headrace.transport.zeromq import ConnectionEvents, Keys, connect, make_socket
+from headrace.transport.zeromq import Keys, connect, make_client
 
 _STALL_S = 60.0
 _FAREWELL_MS = 2_000
@@ -65,9 +65,7 @@ class RemoteClientTransport(ClientTransport):
         self._end = ""
         keys = Keys(secret)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = make_socket(self._context, zmq.DEALER)
-        keys.protect_client(self._socket)
-        self._events = ConnectionEvents(self._socket, sum(event.value for event in _ENDS))
+        self._socket, self._events = make_client(self._context, keys)
         self._poll = zmq.Poller()
         self._poll.register(self._events.socket, zmq.POLLIN)
         try:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 from select import EPOLLIN, epoll
@@ -25,7 +27,6 @@ from headrace.transport import frames
 from headrace.transport.base import Blob, ReceivedMessage, ServerTransport, Slots, TransportLayout
 from headrace.transport.connections import Connection, ConnectionGuard, wire_bytes
 from headrace.transport.frames import Frame, FrameKind, Reassembler, control_frame
-from headrace.transport.remote_peer import RemotePeer
 from headrace.transport.zeromq import Keys, is_loopback, listen, make_socket, waits
 
 _AGAIN_S = 0.005
@@ -34,6 +35,31 @@ _FAREWELL_S = 2.0
 
 _MOST_CLIENTS = 1024
 _TURN_FRAMES = 32
+
+
+@dataclass
+class _Peer:
+    """A client as its server sees it, with its number in `ReceivedMessage`.
+
+    `waiting` are the messages that wait to be sent, each with the bytes of its message and blob, which `owed` sums up.
+    """
+
+    number: int
+    routing: bytes
+    connection: Connection
+    reassembler: Reassembler
+    pushed: dict[int, Tensor] = field(default_factory=dict)
+    replies: dict[int, Tensor] = field(default_factory=dict)
+    waiting: deque[tuple[int, Iterator[Frame]]] = field(default_factory=deque)
+    owed: int = 0
+    sent: int = 0
+    heard: int = 0
+    until: float | None = None
+
+    def forget(self) -> None:
+        """Drops what cannot be sent any more."""
+        self.waiting.clear()
+        self.owed = 0
 
 
 class RemoteServerTransport(ServerTransport):
@@ -70,10 +96,10 @@ class RemoteServerTransport(ServerTransport):
         self._content = self._region.numpy().data
         self._versions = [0] * len(parameters)
         self._numbers = count()
-        self._peers: dict[int, RemotePeer] = {}
-        self._routes: dict[bytes, RemotePeer] = {}
-        self._by_connection: dict[Connection, RemotePeer] = {}
-        self._reported: list[RemotePeer] = []
+        self._peers: dict[int, _Peer] = {}
+        self._routes: dict[bytes, _Peer] = {}
+        self._by_connection: dict[Connection, _Peer] = {}
+        self._reported: list[_Peer] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = make_socket(self._context, zmq.ROUTER)
         self._socket.router_mandatory = True
@@ -182,7 +208,7 @@ class RemoteServerTransport(ServerTransport):
             self._context.term()
             os.close(self._mark)
 
-    def _part(self, ended: Sequence[Connection]) -> list[RemotePeer]:
+    def _part(self, ended: Sequence[Connection]) -> list[_Peer]:
         """Removes clients whose connections have ended; returns those whose end is not known yet."""
         unknown = []
         for connection in ended:
@@ -196,7 +222,7 @@ class RemoteServerTransport(ServerTransport):
                 self._remove(peer)
         return unknown
 
-    def _remove(self, peer: RemotePeer) -> None:
+    def _remove(self, peer: _Peer) -> None:
         del self._peers[peer.number]
         del self._routes[peer.routing]
         del self._by_connection[peer.connection]
@@ -226,7 +252,7 @@ class RemoteServerTransport(ServerTransport):
                 parts.append(part.buffer)
         return parts
 
-    def _take(self, peer: RemotePeer, parts: Sequence[memoryview]) -> list[ReceivedMessage]:
+    def _take(self, peer: _Peer, parts: Sequence[memoryview]) -> list[ReceivedMessage]:
         peer.connection.taken += sum(wire_bytes(len(part)) for part in parts)
         try:
             payload = peer.reassembler.add(parts)
@@ -252,7 +278,7 @@ class RemoteServerTransport(ServerTransport):
         connection.taken += sum(wire_bytes(len(part)) for part in parts)
         self._guard.greet(connection)
         reassembler = Reassembler(self._layout.pushes.lengths, self._layout.blob_bytes)
-        peer = RemotePeer(next(self._numbers), routing.bytes, connection, reassembler)
+        peer = _Peer(next(self._numbers), routing.bytes, connection, reassembler)
         self._peers[peer.number] = self._routes[peer.routing] = self._by_connection[connection] = peer
         try:
             if frames.kind_of(parts) != FrameKind.HELLO:
@@ -272,7 +298,7 @@ class RemoteServerTransport(ServerTransport):
         # Several frames must be of one version.
         return self._versions[slot], content if len(content) <= frames.PIECE_BYTES else memoryview(bytes(content))
 
-    def _write(self, peer: RemotePeer, parts: Iterator[Frame], owed: int) -> None:
+    def _write(self, peer: _Peer, parts: Iterator[Frame], owed: int) -> None:
         peer.waiting.append((owed, parts))
         peer.owed += owed
         self._flush(peer)
@@ -287,7 +313,7 @@ class RemoteServerTransport(ServerTransport):
                 peer.until = now + _FAREWELL_S
         return any(peer.waiting for peer in self._peers.values())
 
-    def _flush(self, peer: RemotePeer) -> None:
+    def _flush(self, peer: _Peer) -> None:
         """Sends a client what there is room for. Frames are made only then, so that nothing is copied early."""
         while peer.waiting:
             owed, message = peer.waiting[0]

@@ -35,6 +35,16 @@ _HEARTBEAT_MS, _TIMEOUT_MS = 5_000, 20_000
 _HANDSHAKE_MS = 30_000
 _NEVER_MS = 24 * 3_600_000
 _CUT_S = 1.0
+ENDS = (
+    zmq.EVENT_CLOSED,
+    zmq.EVENT_CONNECT_RETRIED,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_DISCONNECTED,
+)
+"""The events by which a connection ends, or is not established."""
+
 _OPENED = (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED)
 _watches = count()
 
@@ -157,6 +167,18 @@ class ConnectionEvents:
     def _read_all(self) -> None:
         for _ in self.read():
             pass
+
+
+def make_client(context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> tuple[zmq.Socket[bytes], ConnectionEvents]:
+    """Returns a socket that connects only to a server of this run, and the `ENDS` of its connection."""
+    made = make_socket(context, zmq.DEALER)
+    keys.protect_client(made)
+    return made, ConnectionEvents(made, sum(event.value for event in ENDS))
+
+
+def any_port(host: str) -> str:
+    """Returns where to listen at an address of this machine, at a port that is free."""
+    return f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
 
 
 def waits(socket: zmq.Socket[bytes]) -> bool:

@@ -139,7 +139,7 @@ class _Script:
     def __init__(self, timeout_s: float, encrypt: bool, facts: dict[str, str]) -> None:
         tell_uncaught()
         require_same({**versions(), **facts})
-        launched = LaunchedGroup(timeout_s, encrypt)
+        launched = LaunchedGroup.join(timeout_s, encrypt)
         self.meeting = Meeting(launched.host)
         self._synchronizers: list[Synchronizer] = []
         self._central: dict[int, CentralParameters] = {}

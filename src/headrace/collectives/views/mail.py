@@ -21,25 +21,13 @@ import zmq
 
 from headrace.policies.views import Member
 from headrace.spec.plain import from_plain
-from headrace.transport.connections import ConnectionGuard, wire_bytes
-from headrace.transport.zeromq import ConnectionEvents, Keys, connect, listen, make_socket, waits
+from headrace.transport.messages import MessageListener
+from headrace.transport.zeromq import ENDS, ConnectionEvents, Keys, any_port, connect, make_client
 
 _WAITING = 1_000
 """Messages that may wait for a connection, at most."""
 
 _LINGER_MS = 1_000
-_NAMED = 16
-"""Addresses of strangers that are named; more would fill the console."""
-
-_ENDS = (
-    zmq.EVENT_CLOSED,
-    zmq.EVENT_CONNECT_RETRIED,
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
-    zmq.EVENT_DISCONNECTED,
-)
-
 Mail = tuple[Member, str, Any]
 """Who has sent it, of which kind it is, and its content, of JSON's types."""
 
@@ -56,23 +44,15 @@ class MemberMail:
     """
 
     def __init__(self, me: Member, secret: bytes, host: str, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-        self._strangers: set[str] = set()
         self.gone: set[Member] = set()
         self._me = me
         self._keys = Keys(secret)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._inbox = make_socket(self._context, zmq.ROUTER)
-        self._guard = ConnectionGuard(self._inbox, self._keys)
+        self._listener = MessageListener(any_port(host), self._keys, tell)
+        self.address = self._listener.address
         self._outboxes: dict[Member, zmq.Socket[bytes]] = {}
         self._events: dict[Member, ConnectionEvents] = {}
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._wakes, self._closed = threading.Lock(), False
-        try:
-            self.address = listen(self._inbox, f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0")
-        except BaseException:
-            self.close()
-            raise
         self._addresses: dict[Member, str] = {me: self.address}
 
     def learn(self, addresses: Mapping[Member, str]) -> None:
@@ -80,10 +60,8 @@ class MemberMail:
         for member, address in addresses.items():
             if member in self._addresses:
                 continue
-            outbox = make_socket(self._context, zmq.DEALER)
+            outbox, self._events[member] = make_client(self._listener.context, self._keys)
             outbox.sndhwm = _WAITING
-            self._keys.protect_client(outbox)
-            self._events[member] = ConnectionEvents(outbox, sum(event.value for event in _ENDS))
             self._outboxes[member] = outbox
             self._addresses[member] = address
             connect(outbox, address)
@@ -105,7 +83,7 @@ class MemberMail:
     def poll(self, seconds: float) -> None:
         """Blocks until there is something to receive, `wake` is called, or the time is over."""
         poll = zmq.Poller()
-        for watched in (self._inbox, self._guard.ended_fd, self._wake_fd):
+        for watched in (*self._listener.watched, self._wake_fd):
             poll.register(watched, zmq.POLLIN)
         for member, events in self._events.items():
             if member not in self.gone:
@@ -124,36 +102,24 @@ class MemberMail:
 
     def receive(self) -> Iterator[Mail]:
         """Yields the messages that have come."""
-        while waits(self._inbox):
-            frames = self._inbox.recv_multipart(copy=False)
-            connection = self._guard.find(int(frames[-1].get(zmq.SRCFD)))
-            # One that has ended meanwhile was authenticated, too, and may have said why it ended.
-            if connection is not None:
-                self._guard.greet(connection)
-                connection.taken += sum(wire_bytes(len(frame)) for frame in frames[1:])
+        # One whose connection has ended meanwhile was authenticated, too, and may have said why it ended.
+        for message in self._listener.messages():
             try:
-                sender, kind, content, known = json.loads(frames[1].bytes)
+                sender, kind, content, known = json.loads(message.parts[0])
                 self.learn({(int(rank), int(incarnation)): str(address) for rank, incarnation, address in known})
                 yield from_plain(Member, sender), str(kind), content  # type: ignore[arg-type]
             except (ValueError, IndexError, TypeError, KeyError, struct.error):
-                # A wrong message ends its sender's connection, and nothing else.
-                if connection is not None:
-                    self._guard.disconnect(connection)
+                self._listener.refuse(message)
         for member, events in self._events.items():
-            if any(event in _ENDS for event, _ in events.read()):
+            if any(event in ENDS for event, _ in events.read()):
                 self.gone.add(member)
-        for connection in self._guard.take_ended():
-            if not connection.greeted and connection.peer not in self._strangers and len(self._strangers) < _NAMED:
-                self._strangers.add(connection.peer)
-                self._tell(connection.peer)
-        self._guard.disconnect_silent()
+        self._listener.ended()
 
     def close(self) -> None:
         """Ends all connections, after what is on its way has left."""
         for member, events in self._events.items():
             events.close(0 if member in self.gone else _LINGER_MS)
-        self._guard.close()
-        self._context.term()
+        self._listener.close()
         with self._wakes:
             self._closed = True
             os.close(self._wake_fd)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 
 from headrace import internals
-from headrace.collectives.elastic import elastic_on_page
+from headrace.collectives.elastic import elastic_on_page, first_members
 from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.collectives.views.group import ViewGroup
 from headrace.collectives.views.page import PageViews
@@ -95,9 +95,7 @@ def _run_worker(request: Mapping[str, Any], descriptors: list[int]) -> int:
         serve(spec, rank, page, check)
         return 0
     if outlives_workers(plan):
-        # A worker that replaces a lost one is alone until the next synchronization.
-        incarnation = page.ranks[rank].restarts
-        members = [(rank, incarnation)] if incarnation else [(worker, 0) for worker in range(plan.workers)]
+        members = first_members((rank, page.ranks[rank].restarts), plan.workers)
         if plan.replaces:
             work(spec, rank, elastic_on_page(page, rank, members, check), page)
         else:

@@ -24,6 +24,7 @@ from headrace.engine.local.fork_server_main import load
 from headrace.engine.local.process import redirect
 from headrace.engine.shipping import unpack
 from headrace.engine.torchrun.engine import LaunchedEngine
+from headrace.engine.torchrun.group import LaunchedGroup
 from headrace.errors import HeadraceError, JobError, PeerLost, user_traceback
 from headrace.machine import disk
 from headrace.machine.identity import machine_identity
@@ -114,8 +115,8 @@ def _unpacked(request: Mapping[str, Any], code: bytes, data: bytes) -> RunSpec:
 def _run(spec: RunSpec, request: Mapping[str, Any], says: IO[str], leaves: threading.Event) -> str:
     # Any of these may be lost.
     elastic = spec.plan.min_workers > 0
-    engine = LaunchedEngine(spec.timeout_s, request["encrypt"], request["threads"], relays=elastic)
-    group, over = engine.group, threading.Event()
+    group, over = LaunchedGroup.join(spec.timeout_s, request["encrypt"], relays=elastic), threading.Event()
+    engine = LaunchedEngine(group, request["threads"])
 
     def tell() -> None:
         while not over.wait(_TELL_EVERY_S):

@@ -19,16 +19,13 @@ from headrace.worker.run_spec import RunSpec
 
 
 class LaunchedEngine(Engine):
-    """Runs one worker, in this process; after `timeout_s` without a sign of life a process counts as lost.
+    """Runs one worker, in this process, which has joined the others in `group`.
 
-    It computes with so many threads; None for the cores of this host, divided by its processes. `relays` as for a
-    `LaunchedGroup`.
+    It computes with so many threads; None for the cores of this host, divided by its processes.
     """
 
-    def __init__(
-        self, timeout_s: float, encrypt: bool = True, threads: int | None = None, relays: bool = False
-    ) -> None:
-        self.group = LaunchedGroup(timeout_s, encrypt, relays)
+    def __init__(self, group: LaunchedGroup, threads: int | None = None) -> None:
+        self.group = group
         self._threads = threads
 
     def run(self, spec: RunSpec, progress: Callable[[RunProgress], None]) -> str:

@@ -10,6 +10,8 @@ from time import monotonic
 from urllib.parse import urlsplit
 
 from headrace.engine.base import LivenessProbe
+from headrace.engine.torchrun.elastic_workers.barrier import member_name
+from headrace.engine.torchrun.elastic_workers.returning import admit
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.errors import PeerLost
 from headrace.parameter_server.replication.failover import FailoverController, replaceable_ranks
@@ -54,10 +56,8 @@ class LaunchedFailover:
 
     A worker is lost when its connection to rank 0 has ended, or when it gives no sign of life for the run's
     `timeout_s`. A server that was killed refuses connections, which is tried as soon as another process suspects it.
-    `exclude` takes rank and incarnation of a lost worker, and keeps it out of all barriers. `admit` takes a lost rank
-    and the incarnation of its next process, 0 for none, and answers a process that wants to come back; it returns
-    whether there is one. Where the workers agree among themselves on who is lost, `standing` tells what a rank is to
-    them; `workers` are those to watch, None for all but rank 0.
+    Where the workers agree among themselves on who is lost, `standing` tells what a rank is to them; `workers` are
+    those to watch, None for all but rank 0.
     """
 
     def __init__(
@@ -65,14 +65,11 @@ class LaunchedFailover:
         spec: RunSpec,
         page: ControlPage,
         relay: HeartbeatRelay,
-        exclude: Callable[[int, int], object],
-        admit: Callable[[int, int], bool],
         standing: Callable[[int], MemberStanding] = lambda _: MemberStanding.UNKNOWN,
         workers: Collection[int] | None = None,
     ) -> None:
         self._standing = standing
         self._spec, self._page, self._relay = spec, page, relay
-        self._exclude, self._admit = exclude, admit
         self._lost: set[int] = set()
         self._ended: dict[int, int] = {}
         self._controller = FailoverController(spec.plan, page)
@@ -96,8 +93,8 @@ class LaunchedFailover:
 
     def _take_back(self, over: bool) -> None:
         for rank in list(self._lost):
-            incarnation = 0 if over else self._page.ranks[rank].restarts
-            if self._admit(rank, incarnation) and incarnation:
+            incarnation, passed_s = 0 if over else self._page.ranks[rank].restarts, monotonic() - self._spec.started
+            if admit(self._relay.store, self._relay.prefix, rank, incarnation, passed_s) and incarnation:
                 self._lost.remove(rank)
                 if rank in replaceable_ranks(self._spec.plan):
                     self._servers[rank] = LivenessProbe(0)
@@ -144,11 +141,10 @@ class LaunchedFailover:
             # One that comes back still has to begin.
             if silent_s > self._spec.timeout_s + (0 if page.ranks[rank].heartbeat.pid else BACK_S):
                 self._lose_server(rank, f"gave no sign of life for {silent_s:.1f} s")
-            elif self._has_ended(rank, suspects) and self._backup_has_told(rank):
+            elif (
+                rank in self._ended or (rank in suspects and _refuses(page.ranks[rank].address.read()))
+            ) and self._backup_has_told(rank):
                 self._lose_server(rank, "its process has ended")
-
-    def _has_ended(self, rank: int, suspects: set[int]) -> bool:
-        return rank in self._ended or (rank in suspects and _refuses(self._page.ranks[rank].address.read()))
 
     def _backup_has_told(self, rank: int) -> bool:
         """Returns whether what the backup of an ended server told last is from after that end.
@@ -198,7 +194,7 @@ class LaunchedFailover:
     def _lose_worker(self, rank: int, cause: str) -> None:
         del self._workers[rank]
         # First, because an arrival that the others do not wait for must not count.
-        self._exclude(rank, self._page.ranks[rank].restarts)
+        self._relay.store.lose(member_name(self._relay.prefix, rank, self._page.ranks[rank].restarts))
         with self._events() as events:
             self._tell(rank, cause, events)
 

@@ -1,4 +1,4 @@
-"""The processes that a launcher has started: how each finds the others, sees whether they live, and does its part."""
+"""The processes that a launcher has started: how each finds the others and does its part."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from time import monotonic
-from typing import NoReturn
 
 from headrace.collectives.base import HostMap, ProcessGroup
-from headrace.collectives.elastic import ElasticGroup, elastic_on_page
+from headrace.collectives.elastic import ElasticGroup, elastic_on_page, first_members
 from headrace.collectives.multi_host import MultiHostGroup, Watch
 from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.collectives.views.group import ViewGroup
 from headrace.collectives.views.hosts import HostViews
-from headrace.engine.base import LivenessProbe
 from headrace.engine.schedulers.alive import show_alive
 from headrace.engine.torchrun.address import own_address, start_timeout_s
-from headrace.engine.torchrun.elastic_workers.barrier import await_others, group_by_store, member_name
+from headrace.engine.torchrun.elastic_workers.barrier import await_others, group_by_store
 from headrace.engine.torchrun.elastic_workers.leader import ViewLeader
 from headrace.engine.torchrun.elastic_workers.leader_file import STORE
-from headrace.engine.torchrun.elastic_workers.returning import admit, come_back
+from headrace.engine.torchrun.elastic_workers.returning import come_back
 from headrace.engine.torchrun.elastic_workers.views import join_views
 from headrace.engine.torchrun.failover import BACK_S, LaunchedFailover, MemberStanding, expendable_ranks
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
+from headrace.engine.torchrun.peers import LivenessWatch
 from headrace.engine.torchrun.refusal import begun
 from headrace.engine.torchrun.store import comes_back, gather, launched_store
-from headrace.errors import LeftBehind, PeerLost, PeersApart, Replaced, UsageError
+from headrace.errors import LeftBehind, PeerLost, PeersApart, UsageError
 from headrace.machine.identity import host_name
 from headrace.policies.views import Member
 from headrace.shared_memory.control_page import ControlPage
@@ -39,19 +39,6 @@ from headrace.worker.run_spec import RunSpec
 from headrace.worker.server import serve
 
 _BEAT_EVERY_S = 0.25
-_BROKEN_S = 2.0
-"""How long a process may be silent when some connection has broken."""
-
-_PARTED_S = 1.0
-"""How long when that was a connection to it."""
-
-_ON_THE_WAY_S = 0.75
-"""How long what a process told before its end may take to come here."""
-
-_LIVES = 2
-"""Heartbeats after that by which a process lives."""
-
-_LOOK_EVERY_S = 0.05
 
 _groups = itertools.count()
 """The same processes may form several groups; each has keys of its own in the store."""
@@ -61,53 +48,81 @@ class LaunchedGroup:
     """The processes of one launcher: with shared memory between those of one host, else with collectives over TCP.
 
     The control page is shared by all; where there are several hosts, each process has one with copies of the others'
-    marks. After `timeout_s` without a sign of life a process counts as lost. With `relays`, processes of one host do as
-    those of several: any of them may be lost, and started again.
+    marks, which its `relay` brings.
 
     Attributes:
+        host: all processes, or of several hosts the same by collectives over TCP.
+        hosts: by rank.
+        incarnation: which of its rank's processes this one is.
+        passed_s: the run's age when this process came back to it.
         views: of workers that go on when others are lost, while they train; None for others.
         view_leader: acts for them where this one is the first.
     """
 
-    def __init__(self, timeout_s: float, encrypt: bool = True, relays: bool = False) -> None:
-        self._encrypt = encrypt
-        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self._timeout_s = timeout_s
-        self._prefix = f"headrace/{next(_groups)}"
+    def __init__(
+        self,
+        me: Member,
+        hosts: list[str],
+        host: ProcessGroup,
+        page: ControlPage,
+        prefix: str,
+        watch: LivenessWatch,
+        relay: HeartbeatRelay | None,
+        passed_s: float,
+    ) -> None:
+        self.rank, self.incarnation = me
+        self.hosts, self.host, self.page, self.passed_s = hosts, host, page, passed_s
+        self.has_left = False
+        self.views: HostViews | None = None
+        self.view_leader: ViewLeader | None = None
+        # Of the group's keys in the store.
+        self._prefix = prefix
+        self._watch, self._relay = watch, relay
         self._agreed = 0
-        self._probes: dict[int, LivenessProbe] = {}
-        self._over = threading.Event()
-        self._relay: HeartbeatRelay | None = None
-        self._expendable: frozenset[int] = frozenset()
         self._elastic: ElasticGroup | None = None
         self._remaining: list[Member] | None = None
-        self.view_leader: ViewLeader | None = None
-        self.views: HostViews | None = None
-        self.has_left = False
-        self._deadline = monotonic() + start_timeout_s()
-        self.incarnation, self.passed_s = self._come_back() if self.world > 1 and comes_back() else (0, 0.0)
-        self.hosts = gather(host_name()) if self.world > 1 else [host_name()]
-        if self.hosts[self.rank] != host_name():
+
+    @classmethod
+    def join(cls, timeout_s: float, encrypt: bool = True, relays: bool = False) -> LaunchedGroup:
+        """Waits until all processes are there, or the others take this one back.
+
+        After `timeout_s` without a sign of life a process counts as lost. With `relays`, processes of one host do as
+        those of several: any of them may be lost, and started again.
+        """
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        prefix, deadline = f"headrace/{next(_groups)}", monotonic() + start_timeout_s()
+        incarnation, passed_s = 0, 0.0
+        if world > 1 and comes_back():
+            wait = partial(threading.Event().wait, _BEAT_EVERY_S)
+            incarnation, passed_s = come_back(launched_store(), prefix, rank, timeout_s + BACK_S, wait)
+        hosts = gather(host_name()) if world > 1 else [host_name()]
+        if hosts[rank] != host_name():
             raise UsageError(
-                f"rank {self.rank} was on {self.hosts[self.rank]} and cannot come back on {host_name()}; start it "
-                "where it was"
+                f"rank {rank} was on {hosts[rank]} and cannot come back on {host_name()}; start it where it was"
             )
-        one = len(set(self.hosts)) == 1 and not relays
-        alone = self.world == 1 or not one
-        self._segment = SharedSegment.create(ControlPage.nbytes(self.world), "control") if alone else self._meet()
-        self.page = ControlPage(self._segment, self.world)
+        one = len(set(hosts)) == 1 and not relays
+        page = ControlPage(_segment(rank, world, shared=world > 1 and one), world)
         # Whatever the store tells later: one that comes back must not train by itself from the begin.
-        self.page.ranks[self.rank].restarts = self.incarnation
-        self.page.ranks[self.rank].heartbeat.pid = os.getpid()
-        self.host = self._together() if one else self._apart()
+        page.ranks[rank].restarts = incarnation
+        page.ranks[rank].heartbeat.pid = os.getpid()
+        me = (rank, incarnation)
+        home = None if one else HostMap(tuple(hosts), own_address(), encrypt, timeout_s)
+        relay = None if one else _relay(prefix, page, me)
+        watch = LivenessWatch(page, me, hosts, timeout_s, deadline, relay)
+        if home is None:
+            host: ProcessGroup = _on_one_host(page, rank, watch)
+        else:
+            host = _on_several_hosts(Watch(page, watch.check, watch.accuse, timeout_s), me, home)
+        group = cls(me, hosts, host, page, prefix, watch, relay, passed_s)
         begun.set()
         show_alive()
         try:
-            self.host.barrier()
+            host.barrier()
         except BaseException:
             # A process whose heartbeat goes on counts as alive.
-            self.close()
+            group.close()
             raise
+        return group
 
     @property
     def leads(self) -> bool:
@@ -133,21 +148,16 @@ class LaunchedGroup:
         if plan.min_workers:
             self._work_in_views(spec)
             return
-        if self._relay:
-            self._expendable = expendable_ranks(plan)
-        if self._expendable:
+        if self._relay and (expendable := expendable_ranks(plan)):
+            self._watch.expendable = expendable
             self._decide(spec)
         workers: ProcessGroup = self.host
         if plan.replaces and computes:
-            # One that comes back is alone until the next synchronization.
-            own = [(self.rank, self.incarnation)]
-            members = own if self.incarnation else [(worker, 0) for worker in range(plan.workers)]
+            members, check = first_members((self.rank, self.incarnation), plan.workers), self._watch.check
             workers = self._elastic = (
-                group_by_store(
-                    launched_store(), self._prefix, self.page, self.rank, self.hosts[0], members, self._check
-                )
+                group_by_store(launched_store(), self._prefix, self.page, self.rank, self.hosts[0], members, check)
                 if self._relay
-                else elastic_on_page(self.page, self.rank, members, self._check)
+                else elastic_on_page(self.page, self.rank, members, check)
             )
         elif plan.workers < len(plan.roles) and not plan.replaces and not self.incarnation:
             # Only processes of the same kind synchronize with each other.
@@ -156,7 +166,7 @@ class LaunchedGroup:
             work(spec, self.rank, workers, self.page)
         else:
             moved, home = plan.role(self.rank).host != self.hosts[self.rank], self.host.home
-            serve(spec, self.rank, self.page, self._check, home.address if home else "", moved)
+            serve(spec, self.rank, self.page, self._watch.check, home.address if home else "", moved)
             # It waits for workers whose loops have ended, and which come a little later.
             self.page.ranks[self.rank].heartbeat.finished = 1
 
@@ -165,17 +175,16 @@ class LaunchedGroup:
     ) -> None:
         """Begins to decide on rank 0 which processes are lost, where there are several hosts."""
         if self._relay and (self.rank, self.incarnation) == (0, 0):
-            controller = LaunchedFailover(
-                spec, self.page, self._relay, self._exclude, partial(self._admit, spec), standing
-            )
+            controller = LaunchedFailover(spec, self.page, self._relay, standing)
             # Elastic workers notice by themselves that another one is lost.
             self._relay.decide_by(controller.look, often=spec.plan.min_workers == 0)
 
     def _work_in_views(self, spec: RunSpec) -> None:
         """Does this worker's part of a run that goes on without lost ones; notes which are left."""
-        self._expendable, me = expendable_ranks(spec.plan), (self.rank, self.incarnation)
+        self._watch.expendable, me = expendable_ranks(spec.plan), (self.rank, self.incarnation)
+        encrypt, check_run = self.host.home is None or self.host.home.encrypt, self._watch.check_failed
         views, self.view_leader = join_views(
-            spec, me, self._prefix, self.hosts, self.page, self._relay, self._encrypt, self._check_failed
+            spec, me, self._prefix, self.hosts, self.page, self._relay, encrypt, check_run
         )
         self.views = views
         self._decide(spec, self.view_leader.standing)
@@ -199,29 +208,9 @@ class LaunchedGroup:
             self.views.close(after)
             self.views = None
 
-    def _check_failed(self) -> None:
-        if self.page.abort:
-            rank = self.page.abort - 1
-            if self.page.apart:
-                said = "as the first of them has noticed"
-                raise PeersApart(self._named(rank), self._named(self.page.apart - 1), said)
-            raise PeerLost(rank, self.hosts[rank], "its part of the run has failed; its own output says why")
-
-    def _come_back(self) -> tuple[int, float]:
-        within_s, wait = self._timeout_s + BACK_S, partial(self._over.wait, _BEAT_EVERY_S)
-        return come_back(launched_store(), self._prefix, self.rank, within_s, wait)
-
-    def _admit(self, spec: RunSpec, rank: int, incarnation: int) -> bool:
-        assert self._relay
-        return admit(launched_store(), self._prefix, rank, incarnation, monotonic() - spec.started)
-
-    def _exclude(self, rank: int, incarnation: int) -> None:
-        assert self._relay
-        self._relay.store.lose(member_name(self._prefix, rank, incarnation))
-
     def close(self) -> None:
         """Leaves the group."""
-        self._over.set()
+        self._watch.over.set()
         self._close_views()
         if self._relay:
             self._relay.close()
@@ -230,7 +219,7 @@ class LaunchedGroup:
         if self.page.abort and isinstance(self.host, MultiHostGroup):
             self.host.abandoned = True
         self.host.close()
-        self._segment.close()
+        self.page.segment.close()
 
     def abort(self, error: BaseException) -> None:
         """Lets the run end, because of this process or of one that is lost, or that it does not reach."""
@@ -242,7 +231,7 @@ class LaunchedGroup:
 
     def agree(self, text: str) -> str:
         """Returns rank 0's text; its own if rank 0 was lost and the run went on, when the rank that leads is done."""
-        ranks = range(self.world) if self._remaining is None else [rank for rank, _ in self._remaining]
+        ranks = range(len(self.hosts)) if self._remaining is None else [rank for rank, _ in self._remaining]
         if self._remaining is not None and (0, 0) not in self._remaining:
             if self._remaining[0] != (self.rank, self.incarnation):
                 # That one closes when it has written the run's last event.
@@ -258,7 +247,7 @@ class LaunchedGroup:
         else:
             awaited = ranks if (self.rank, self.incarnation) == (0, 0) else ()
             key = f"{self._prefix}/read/{self._agreed}"
-            await_others(launched_store(), key, self.rank, awaited, self._is_gone, self._check)
+            await_others(launched_store(), key, self.rank, awaited, self._is_gone, self._watch.check)
         return agreed
 
     def _is_gone(self, rank: int) -> bool:
@@ -275,7 +264,7 @@ class LaunchedGroup:
         """Returns the ranks whose opinion is true; one that comes back is not asked, and gets none."""
         if self.incarnation:
             return []
-        told = self.host.sum([float(opinion and rank == self.rank) for rank in range(self.world)])
+        told = self.host.sum([float(opinion and rank == self.rank) for rank in range(len(self.hosts))])
         return [rank for rank, number in enumerate(told) if number]
 
     def _say(self, what: str, text: str, speaker: int) -> str:
@@ -288,109 +277,39 @@ class LaunchedGroup:
             raise PeerLost(speaker, self.hosts[speaker], f"it has not answered: {error}") from error
         return told
 
-    def _meet(self) -> SharedSegment:
-        """Rank 0 makes the page; the others open it."""
-        own = SharedSegment.create(ControlPage.nbytes(self.world), "control") if self.rank == 0 else None
-        places = gather(json.dumps([os.getpid(), own.descriptor, own.nbytes] if own else []))
-        return own or SharedSegment.open(*json.loads(places[0]))
 
-    def _together(self) -> ProcessGroup:
-        heartbeat = self.page.ranks[self.rank].heartbeat
+def _segment(rank: int, world: int, shared: bool) -> SharedSegment:
+    """Returns the memory of the control page: this process's own, or rank 0's, which the others open."""
+    own = SharedSegment.create(ControlPage.nbytes(world), "control") if rank == 0 or not shared else None
+    if not shared:
+        assert own
+        return own
+    offers = gather(json.dumps([os.getpid(), own.descriptor, own.nbytes] if own else []))
+    return own or SharedSegment.open(*json.loads(offers[0]))
 
-        def follow() -> None:
-            while not self._over.wait(_BEAT_EVERY_S):
-                heartbeat.count += 1
 
-        threading.Thread(target=follow, name="headrace-beat", daemon=True).start()
-        return SharedMemoryGroup(self.page, self.rank, self._check)
+def _relay(prefix: str, page: ControlPage, me: Member) -> HeartbeatRelay:
+    store, first = launched_store().clone(), iter([True])
+    # Without its rank 0, a run's members tell each other their marks, and the store has old ones.
+    follow = (lambda _: bool(next(first, False))) if STORE in os.environ else (lambda _: True)
+    return HeartbeatRelay(store, prefix, page, *me, follow)
 
-    def _apart(self) -> ProcessGroup:
-        address = own_address()
-        store, first = launched_store().clone(), iter([True])
-        # Without its rank 0, a run's members tell each other their marks, and the store has old ones.
-        follow = (lambda _: bool(next(first, False))) if STORE in os.environ else (lambda _: True)
-        self._relay = HeartbeatRelay(store, self._prefix, self.page, self.rank, self.incarnation, follow)
-        watch = Watch(self.page, self._check, self._accuse, self._timeout_s)
-        if self.incarnation:
-            # The others' connections are to its predecessor, and it needs none; but they have gathered their addresses.
-            gather("")
-            home = HostMap((self.hosts[self.rank],), address, self._encrypt, self._timeout_s)
-            return MultiHostGroup(watch, 0, home, lambda text: [text], [self.rank])
-        home = HostMap(tuple(self.hosts), address, self._encrypt, self._timeout_s)
-        return MultiHostGroup(watch, self.rank, home, gather)
 
-    def _check(self) -> None:
-        """Checks the other ranks' heartbeats, because no monitor watches them."""
-        self._look(self._timeout_s)
+def _on_one_host(page: ControlPage, rank: int, watch: LivenessWatch) -> ProcessGroup:
+    heartbeat = page.ranks[rank].heartbeat
 
-    def _accuse(self, error: Exception, suspect: int) -> NoReturn:
-        """Finds the rank that is lost after a connection between hosts has broken: the one without a heartbeat.
+    def beat() -> None:
+        while not watch.over.wait(_BEAT_EVERY_S):
+            heartbeat.count += 1
 
-        Raises PeersApart where that is none: the heartbeats of the process at the other end go on.
-        """
-        heartbeat, began = self.page.ranks[suspect].heartbeat, monotonic()
-        lives_at: int | None = None
-        while monotonic() < began + self._timeout_s + _BROKEN_S:
-            self._look(min(self._timeout_s, _BROKEN_S))
-            silent_s = self._look_at(suspect)
-            if silent_s > _PARTED_S:
-                cause = f"its connection has broken, and it gave no sign of life for {silent_s:.1f} s"
-                raise PeerLost(suspect, self.hosts[suspect], cause)
-            if lives_at is None and monotonic() > began + _ON_THE_WAY_S:
-                lives_at = heartbeat.count + _LIVES
-            if lives_at is not None and heartbeat.count >= lives_at:
-                break
-            self._over.wait(_LOOK_EVERY_S)
-        raise PeersApart(self._named(self.rank), self._named(suspect), str(error)) from error
+    threading.Thread(target=beat, name="headrace-beat", daemon=True).start()
+    return SharedMemoryGroup(page, rank, watch.check)
 
-    def _named(self, rank: int) -> tuple[int, str]:
-        return rank, self.hosts[rank]
 
-    def _look(self, timeout_s: float) -> None:
-        self._check_failed()
-        self._check_relay(timeout_s)
-        if self.page.ranks[self.rank].restarts > self.incarnation:
-            raise Replaced(self.rank, self.page.ranks[self.rank].restarts)
-        watched = set(range(self.world)).difference(self._expendable, (self.rank,))
-        silent_s = {rank: self._look_at(rank) for rank in watched}
-        rank = max(silent_s, key=lambda each: silent_s[each], default=self.rank)
-        if silent_s.get(rank, 0.0) > timeout_s:
-            raise PeerLost(rank, self.hosts[rank], f"gave no sign of life for {silent_s[rank]:.1f} s")
-
-    def _check_relay(self, timeout_s: float) -> None:
-        if not self._relay:
-            return
-        unheard_s = monotonic() - self._relay.told_s
-        if self._relay.broken or unheard_s > timeout_s:
-            self._relay.broken = self._relay.broken or f"no answer for {unheard_s:.1f} s"
-            cause = (
-                f"the launcher's store on its host cannot be reached by rank {self.rank} on "
-                f"{self.hosts[self.rank]}: {self._relay.broken}; if that host lives, look for a firewall or a "
-                "broken link between the two"
-            )
-            raise PeerLost(0, self.hosts[0], cause)
-
-    def _await_last_marks(self) -> None:
-        """Blocks until this process has what a process that has just ended sent last, which may blame another one."""
-        gone_s = monotonic()
-        while self._relay and self._relay.asked_s < gone_s and not self._over.is_set():
-            self._check_relay(self._timeout_s)
-            self._over.wait(_LOOK_EVERY_S)
-        self._check_failed()
-
-    def _look_at(self, rank: int) -> float:
-        """Returns for how long a rank has given no sign of life."""
-        heartbeat = self.page.ranks[rank].heartbeat
-        if heartbeat.pid == 0:
-            if monotonic() > self._deadline:
-                raise PeerLost(rank, self.hosts[rank], f"had not begun after {start_timeout_s():.0f} s")
-            return 0.0
-        here = self.hosts[rank] == self.hosts[self.rank]
-        # Of a process on another host only the heartbeat is known.
-        probe = self._probes.setdefault(rank, LivenessProbe(heartbeat.pid if here else 0))
-        if here and probe.is_gone():
-            self._await_last_marks()
-            raise PeerLost(rank, self.hosts[rank], f"process {heartbeat.pid} has ended")
-        unheard_s = monotonic() - self._relay.told_s if self._relay and not here else 0.0
-        # While the store does not answer, the heartbeats of all others stop, too.
-        return probe.silent_s(heartbeat.count) - (unheard_s if unheard_s <= self._timeout_s else 0.0)
+def _on_several_hosts(watch: Watch, me: Member, home: HostMap) -> ProcessGroup:
+    rank, incarnation = me
+    if not incarnation:
+        return MultiHostGroup(watch, rank, home, gather)
+    # The others' connections are to its predecessor, and it needs none; but they have gathered their addresses.
+    gather("")
+    return MultiHostGroup(watch, 0, replace(home, hosts=(home.hosts[rank],)), lambda text: [text], [rank])

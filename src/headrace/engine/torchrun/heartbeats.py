@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import struct
 import threading
 from collections.abc import Callable
+from ctypes import Structure, c_int64, sizeof
 from time import monotonic
-from typing import Protocol
 
-from headrace.shared_memory.control_page import ControlPage
+from headrace.engine.torchrun.key_value import StoreClient
+from headrace.shared_memory.control_page import Address, ControlPage, Heartbeat, SavedPart, ServerView, Suspicion
 
 _EVERY_S = 0.25
 _TICK_S = 0.05
@@ -17,23 +17,34 @@ _UNHEARD_S = 1.0
 _NO_MORE_S = 0.6
 """For so long no other rank has given a sign of life: then none reads the reason any more."""
 
-_MARKS = struct.Struct("<? 3q i 8q d q 32s 191p 2q")
-"""left, abort, apart, stop, barrier counter; count, step, examples, pid, promotable epoch, finished, saved bytes and
-error; loss; saved step, digest; address; suspected rank, and number of suspicions."""
 
-_DECIDED = struct.Struct("<4q")
-"""What rank 0 decides about each rank: restarts; epoch, primary and backup of its server view."""
+class _Marks(Structure):
+    """What a process tells of its run and of itself; `left` is 1 where it has left the run in order."""
+
+    left: int
+    abort: int
+    apart: int
+    stop: int
+    barrier_counter: int
+    heartbeat: Heartbeat
+    saved: SavedPart
+    address: Address
+    suspicion: Suspicion
+    _fields_ = [
+        *((name, c_int64) for name in ("left", "abort", "apart", "stop", "barrier_counter")),
+        ("heartbeat", Heartbeat),
+        ("saved", SavedPart),
+        ("address", Address),
+        ("suspicion", Suspicion),
+    ]
 
 
-class _Store(Protocol):
-    """What the relay needs of `StoreClient`."""
+class _Decision(Structure):
+    """What the rank that decides has decided about a rank."""
 
-    def set(self, key: str, value: bytes) -> None: ...
-    def leave(self, key: str, value: bytes) -> None: ...
-    def multi_get(self, keys: list[str]) -> list[bytes]: ...
-    def lose(self, name: str) -> None: ...
-    def add(self, key: str, number: int) -> int: ...
-    def close(self) -> None: ...
+    restarts: int
+    server_view: ServerView
+    _fields_ = [("restarts", c_int64), ("server_view", ServerView)]
 
 
 class HeartbeatRelay:
@@ -52,7 +63,7 @@ class HeartbeatRelay:
         told_s: when it last sent and received, on the monotonic clock.
         asked_s: when the last exchange that was answered began.
         broken: why it has ended early; "" while it has not.
-        store: for `decide`, which is called in the relay's thread.
+        store, prefix: where `decide`, which is called in the relay's thread, finds what belongs to the run.
         leads: whether this rank's marks carry what is decided about others.
         left: ranks that have left in order.
         severed: ranks whose connection to the store has ended, in order or not.
@@ -60,7 +71,7 @@ class HeartbeatRelay:
 
     def __init__(
         self,
-        store: _Store,
+        store: StoreClient,
         prefix: str,
         page: ControlPage,
         rank: int,
@@ -73,7 +84,7 @@ class HeartbeatRelay:
         self.store = store
         self.left: set[int] = set()
         self.severed: set[int] = set()
-        self._prefix = prefix
+        self.prefix = prefix
         self._own = [self._key(what, rank, incarnation) for what in ("ended", "marks")]
         self._page = page
         self._rank = rank
@@ -114,13 +125,27 @@ class HeartbeatRelay:
         unheard = self._page.abort and monotonic() - self.told_s > _UNHEARD_S
         self._thread.join(_TICK_S if self.broken or unheard else _LINGER_S + 1)
 
-    def own_marks(self) -> bytes:
-        """Returns this rank's marks, for workers that tell each other where the store may be lost."""
-        return self._pack(self._rank, left=False)
+    def own_marks(self, left: bool = False) -> bytes:
+        """Returns this rank's marks, also for workers that tell each other where the store may be lost."""
+        return self._marks(self._rank, left) + (self._decisions() if self.leads else b"")
 
     def take_marks(self, rank: int, marks: bytes) -> None:
         """Notes another rank's marks."""
-        self._apply(rank, marks)
+        page, record, told = self._page, self._page.ranks[rank], _Marks.from_buffer_copy(marks)
+        self._follow_decisions(marks)
+        # Each only where it is set: this process may set it at the same time.
+        if told.abort and not page.abort:
+            page.apart, page.abort = told.apart, told.abort
+        if told.stop:
+            page.stop = told.stop
+        record.barrier_counter = told.barrier_counter
+        if told.address.length and not record.address.length:
+            record.address = told.address
+        record.suspicion, record.saved = told.suspicion, told.saved
+        # Last, because its `finished` says that the rest is complete.
+        record.heartbeat = told.heartbeat
+        if told.left:
+            self.left.add(rank)
 
     def _follow(self) -> None:
         try:
@@ -135,7 +160,7 @@ class HeartbeatRelay:
             self._exchange()
             if self._rank == 0:
                 self._linger()
-        except (OSError, struct.error) as error:  # of the store, and of what is in it
+        except (OSError, ValueError) as error:  # of the store, and of what is in it
             self.broken = str(error).partition("\n")[0]
         finally:
             # Here, because only this thread knows when it waits no more.
@@ -160,11 +185,11 @@ class HeartbeatRelay:
     def _exchange(self) -> None:
         began = monotonic()
         self._page.ranks[self._rank].heartbeat.count += 1
-        self.store.set(self._own[1], self._pack(self._rank, self._over.is_set()))
+        self.store.set(self._own[1], self.own_marks(left=self._over.is_set()))
         first = self._key("marks", 0, 0)
         if self.leads and self._own[1] != first:
             # There a process that comes back looks for what is decided.
-            self.store.set(first, self._marks(0, left=False) + self._decisions())
+            self.store.set(first, self._marks(0) + self._decisions())
         restarts = [record.restarts for record in self._page.ranks]
         keys = [self._key(what, rank, now) for what in ("ended", "marks") for rank, now in enumerate(restarts)]
         # At once: what a process whose connection has ended told last is then there.
@@ -173,7 +198,7 @@ class HeartbeatRelay:
             # Not those of a process that rank 0, whose marks are the first, says is lost.
             is_now = restarts[rank] == self._page.ranks[rank].restarts
             if rank != self._rank and is_now and self._follow_rank(rank):
-                self._apply(rank, marks)
+                self.take_marks(rank, marks)
         self.severed = {rank for rank, ended in enumerate(told[: len(restarts)]) if ended}
         self.told_s, self.asked_s = monotonic(), began
 
@@ -188,62 +213,37 @@ class HeartbeatRelay:
         record.restarts += 1
 
     def _begin_rank(self, rank: int, incarnation: int) -> None:
-        for what, value in (("ended", b""), ("marks", self._pack(rank, left=False))):
+        marks = self.own_marks() if rank == self._rank else self._marks(rank)
+        for what, value in (("ended", b""), ("marks", marks)):
             self.store.set(self._key(what, rank, incarnation), value)
 
     def _key(self, what: str, rank: int, incarnation: int) -> str:
-        return f"{self._prefix}/{what}/{rank}/{incarnation}"
+        return f"{self.prefix}/{what}/{rank}/{incarnation}"
 
-    def _pack(self, rank: int, left: bool) -> bytes:
-        marks = self._marks(rank, left)
-        return marks + self._decisions() if self.leads and rank == self._rank else marks
-
-    def _marks(self, rank: int, left: bool) -> bytes:
-        record = self._page.ranks[rank]
-        heartbeat, saved = record.heartbeat, record.saved
-        # Read first, because they say that the rest is complete.
-        finished, saved_step = heartbeat.finished, saved.step_plus_1
-        return _MARKS.pack(
-            *(left, self._page.abort, self._page.apart, self._page.stop, record.barrier_counter, heartbeat.count),
-            *(heartbeat.step, heartbeat.examples, heartbeat.pid, heartbeat.promotable_epoch, finished),
-            *(saved.nbytes, saved.error, heartbeat.loss, saved_step, bytes(saved.digest)),
-            *(record.address.read().encode(), record.suspicion.rank, record.suspicion.count),
-        )
+    def _marks(self, rank: int, left: bool = False) -> bytes:
+        page, record = self._page, self._page.ranks[rank]
+        # Read first, because its `finished` says that the rest is complete.
+        heartbeat = Heartbeat.from_buffer_copy(record.heartbeat)
+        own = (record.barrier_counter, heartbeat, record.saved, record.address, record.suspicion)
+        return bytes(_Marks(left, page.abort, page.apart, page.stop, *own))
 
     def _decisions(self) -> bytes:
-        return b"".join(_DECIDED.pack(each.restarts, *each.server_view.read()) for each in self._page.ranks)
-
-    def _apply(self, rank: int, marks: bytes) -> None:
-        page, record = self._page, self._page.ranks[rank]
-        heartbeat, saved = record.heartbeat, record.saved
-        left, abort, apart, stop, *others = _MARKS.unpack_from(marks)
-        counter, *numbers, loss, saved_step, digest, address, suspect, count = others
-        if len(marks) > _MARKS.size:
-            self._follow_decisions(marks)
-        # Each only where it is set: this process may set it at the same time.
-        if abort and not page.abort:
-            page.apart, page.abort = apart, abort
-        if stop:
-            page.stop = stop
-        record.barrier_counter = counter
-        heartbeat.count, heartbeat.step, heartbeat.examples, heartbeat.pid, *numbers = numbers
-        heartbeat.promotable_epoch, finished, saved.nbytes, saved.error = numbers
-        heartbeat.loss = loss
-        if address and not record.address.length:
-            record.address.publish(address.decode())
-        record.suspicion.rank, record.suspicion.count = suspect, count
-        saved.digest[:] = list(digest)
-        # Last, because they say that the rest is complete.
-        saved.step_plus_1, heartbeat.finished = saved_step, finished
-        if left:
-            self.left.add(rank)
+        return b"".join(
+            bytes(_Decision(record.restarts, ServerView(*record.server_view.read()))) for record in self._page.ranks
+        )
 
     def _follow_decisions(self, marks: bytes) -> None:
-        for record, (restarts, *view) in zip(self._page.ranks, _DECIDED.iter_unpack(marks[_MARKS.size :]), strict=True):
+        """Follows what is decided about the ranks, if these are the marks of the rank that decides."""
+        if len(marks) == sizeof(_Marks):
+            return
+        records = self._page.ranks
+        decisions = (_Decision * len(records)).from_buffer_copy(marks, sizeof(_Marks))
+        for record, decided in zip(records, decisions, strict=True):
             # They only grow, and one that has led before may tell older ones.
-            if restarts > record.restarts:
+            if decided.restarts > record.restarts:
                 # Before, because from then on the next process may tell its own.
                 record.address.clear()
-                record.restarts = restarts
-            if view[0] > record.server_view.epoch:
-                record.server_view.publish(*view)
+                record.restarts = decided.restarts
+            view = decided.server_view
+            if view.epoch > record.server_view.epoch:
+                record.server_view.publish(view.epoch, view.primary, view.backup)

@@ -23,12 +23,14 @@ from typing import TypedDict
 
 import zmq
 
-from headrace.engine.torchrun.meetings import value_of
 from headrace.errors import WorkerFailed
 from headrace.transport.frames import PART_BYTES
-from headrace.transport.zeromq import ConnectionEvents, Keys, connect, make_socket, waits
+from headrace.transport.zeromq import Keys, connect, make_client, waits
 
 SET, GET, ADD, LEAVE, MEET, LOSE, END, COPY = b"s", b"g", b"a", b"e", b"m", b"l", b"r", b"c"
+CAME, LOST = b"+", b""
+"""How the entry of a member begins that has come to a meeting, before its value, and that of one that was lost."""
+
 _HEAD = struct.Struct("<cI")
 NUMBER = struct.Struct("<q")
 _NUMBERS = 1 << 32
@@ -137,7 +139,7 @@ class StoreClient:
         Nothing is returned to a member that is lost itself. `check` is called about every 50 ms, and raises to end it.
         """
         fields = [each.encode() for each in (key, name)] + [value] + [each.encode() for each in members]
-        return [value_of(told) for told in self._ask(MEET, fields, inf, check)]
+        return [told.removeprefix(CAME) if told else None for told in self._ask(MEET, fields, inf, check)]
 
     def lose(self, name: str) -> None:
         """Declares a member lost, in all meetings to which it has not come yet."""
@@ -164,9 +166,7 @@ class StoreClient:
 
     def _connected(self, give_up: float) -> bool:
         """Connects; returns False if no process listens there yet."""
-        self._socket = make_socket(self._context, zmq.DEALER)
-        Keys(self._secret).protect_client(self._socket)
-        self._events = ConnectionEvents(self._socket, sum(event.value for event in (*_REFUSED, *_ENDS)))
+        self._socket, self._events = make_client(self._context, Keys(self._secret))
         self._poll = zmq.Poller()
         for watched in (self._socket, self._events.socket):
             self._poll.register(watched, zmq.POLLIN)

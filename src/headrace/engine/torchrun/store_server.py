@@ -6,17 +6,21 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Generic, TypeVar
 
 import zmq
 
 from headrace.engine.torchrun.key_value import (
     ADD,
+    CAME,
     COPY,
     END,
     GET,
     LEAVE,
     LOSE,
+    LOST,
     MEET,
     NUMBER,
     SET,
@@ -24,13 +28,64 @@ from headrace.engine.torchrun.key_value import (
     encode,
     failure_of,
 )
-from headrace.engine.torchrun.meetings import Meetings
-from headrace.transport.connections import Connection, ConnectionGuard, wire_bytes
-from headrace.transport.zeromq import Keys, listen, make_socket, waits
+from headrace.transport.connections import Connection
+from headrace.transport.messages import IncomingMessage, MessageListener
+from headrace.transport.zeromq import Keys
+
+_Caller = TypeVar("_Caller")
 
 _TIDY_MS = 1_000
-_NAMED = 16
-"""Addresses of strangers that are named; more would fill the console."""
+
+
+@dataclass
+class _Meeting(Generic[_Caller]):
+    members: Sequence[bytes]
+    came: dict[bytes, bytes] = field(default_factory=dict)
+    callers: list[_Caller] = field(default_factory=list)
+
+
+class Meetings(Generic[_Caller]):
+    """Barriers of members that may be lost: all that are not over, and the members that are lost, by name.
+
+    A meeting is over when each of its members has come or was lost. That is decided once, for all of them: an arrival
+    counts only if it was there before its member was declared lost.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[bytes, _Meeting[_Caller]] = {}
+        self._lost: set[bytes] = set()
+
+    def arrive(
+        self, caller: _Caller, key: bytes, name: bytes, value: bytes, members: Sequence[bytes]
+    ) -> Iterable[tuple[_Caller, list[bytes]]]:
+        """Notes that a member has come to a meeting, with a value; returns who is answered now, and how.
+
+        The answer has an entry for each member: see `StoreClient.meet`. A member that is lost gets an empty one.
+        Raises ValueError if the member is none of the meeting, or others have come to one with other members.
+        """
+        if name in self._lost:
+            return [(caller, [])]
+        meeting = self._open.setdefault(key, _Meeting(members))
+        if name not in members or list(members) != list(meeting.members):
+            raise ValueError(f"{name!r} comes to a meeting of {members!r}, which is of {meeting.members!r}")
+        meeting.came[name] = CAME + value
+        meeting.callers.append(caller)
+        return self._end([key])
+
+    def lose(self, name: bytes) -> Iterable[tuple[_Caller, list[bytes]]]:
+        """Declares a member lost; returns who is answered now, and how."""
+        self._lost.add(name)
+        return self._end(list(self._open))
+
+    def _end(self, keys: Iterable[bytes]) -> Iterable[tuple[_Caller, list[bytes]]]:
+        answers = []
+        for key in keys:
+            meeting = self._open[key]
+            if all(name in meeting.came or name in self._lost for name in meeting.members):
+                del self._open[key]
+                told = [meeting.came.get(name, LOST) for name in meeting.members]
+                answers += [(caller, told) for caller in meeting.callers]
+        return answers
 
 
 class StoreServer:
@@ -48,25 +103,17 @@ class StoreServer:
         tell: Callable[[str], None],
         values: Mapping[bytes, bytes] = MappingProxyType({}),
     ) -> None:
-        self._tell = tell
-        self._strangers: set[str] = set()
         self._values = dict(values)
         self._waiting: list[tuple[bytes, int, list[bytes]]] = []
-        self._left: dict[Connection, tuple[bytes, bytes]] = {}
+        self._left: dict[Connection | None, tuple[bytes, bytes]] = {}
         self._meetings: Meetings[tuple[bytes, int]] = Meetings()
         self._ending: list[tuple[bytes, int]] = []
         self._reason: bytes | None = None
         self._shown: list[bytes] = []
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = make_socket(self._context, zmq.ROUTER)
-        self._guard = ConnectionGuard(self._socket, Keys(secret))
+        self._listener = MessageListener(address, Keys(secret), tell)
+        self.address = self._listener.address
         self._close_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._closing = False
-        try:
-            self.address = listen(self._socket, address)
-        except BaseException:
-            self._free()
-            raise
         self._thread = threading.Thread(target=self._serve, name="headrace-store", daemon=True)
         self._thread.start()
 
@@ -75,50 +122,30 @@ class StoreServer:
         self._closing = True
         os.eventfd_write(self._close_fd, 1)
         self._thread.join()
-        self._free()
-
-    def _free(self) -> None:
-        self._guard.close()
-        self._context.term()
+        self._listener.close()
         os.close(self._close_fd)
 
     def _serve(self) -> None:
         poll = zmq.Poller()
-        for watched in (self._socket, self._guard.ended_fd, self._close_fd):
+        for watched in (*self._listener.watched, self._close_fd):
             poll.register(watched, zmq.POLLIN)
         while not self._closing:
             poll.poll(_TIDY_MS)
-            while waits(self._socket):
-                self._take(self._socket.recv_multipart(copy=False))
-            for connection in self._guard.take_ended():
-                if not connection.greeted:
-                    self._name(connection.peer)
+            for message in self._listener.messages():
+                if message.connection is None:
+                    continue  # it has ended meanwhile
+                try:
+                    self._handle(message)
+                except (ValueError, IndexError, struct.error):
+                    self._listener.refuse(message)
+            for connection in self._listener.ended():
                 if connection in self._left:
                     key, value = self._left.pop(connection)
                     self._values[key] = value
                     self._answer()
-            self._guard.disconnect_silent()
 
-    def _name(self, peer: str) -> None:
-        if peer not in self._strangers and len(self._strangers) < _NAMED:
-            self._strangers.add(peer)
-            self._tell(peer)
-
-    def _take(self, frames: Sequence[zmq.Frame]) -> None:
-        connection = self._guard.find(int(frames[-1].get(zmq.SRCFD)))
-        if connection is None:
-            return  # it has ended meanwhile
-        self._guard.greet(connection)
-        connection.taken += sum(wire_bytes(len(frame)) for frame in frames[1:])
-        try:
-            self._handle(connection, frames[0].bytes, *decode([frame.bytes for frame in frames[1:]]))
-        except (ValueError, IndexError, struct.error):
-            # Wrong frames end their sender's connection, and nothing else.
-            self._guard.disconnect(connection)
-
-    def _handle(
-        self, connection: Connection, client: bytes, operation: bytes, number: int, fields: list[bytes]
-    ) -> None:
+    def _handle(self, message: IncomingMessage) -> None:
+        client, (operation, number, fields) = message.sender, decode(message.parts)
         if operation == MEET:
             key, name, value, *members = fields
             self._end_meetings(self._meetings.arrive((client, number), key, name, value, members))
@@ -131,7 +158,7 @@ class StoreServer:
             self._values[key] = value
         elif operation == LEAVE:
             key, value = fields
-            self._left[connection] = key, value
+            self._left[message.connection] = key, value
         elif operation == LOSE:
             (name,) = fields
             self._end_meetings(self._meetings.lose(name))
@@ -177,5 +204,4 @@ class StoreServer:
         self._waiting = still
 
     def _reply(self, client: bytes, operation: bytes, number: int, values: Sequence[bytes]) -> None:
-        # Without `router_mandatory` ZeroMQ drops what is for a client that has gone.
-        self._socket.send_multipart([client, *encode(operation, number, values)])
+        self._listener.answer(client, encode(operation, number, values))

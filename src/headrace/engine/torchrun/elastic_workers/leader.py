@@ -15,14 +15,12 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from time import monotonic
 
 from headrace.collectives.views.hosts import HostViews
 from headrace.engine.local.scaling import ListedWorker, ScaleRequests
 from headrace.engine.schedulers.environment import LAUNCHER as LAUNCHER_VARIABLE
 from headrace.engine.torchrun.elastic_workers.leader_file import STORE, TRAINS, forget_leader, tell_leader
-from headrace.engine.torchrun.elastic_workers.returning import admit
 from headrace.engine.torchrun.failover import LaunchedFailover, MemberStanding
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.engine.torchrun.key_value import StoreClient
@@ -30,6 +28,7 @@ from headrace.engine.torchrun.store_server import StoreServer
 from headrace.errors import UsageError
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import LAUNCHER, Notice
+from headrace.transport.zeromq import any_port
 from headrace.worker.events import EventWriter
 from headrace.worker.run_spec import RunSpec
 
@@ -142,8 +141,7 @@ class ViewLeader:
     def _serve(self, place: StorePlace, relay: HeartbeatRelay) -> None:
         """Serves a store, from what the first one held, and decides about those that are lost or come back."""
         rank, incarnation = self._views.me
-        host = f"[{place.address}]" if ":" in place.address else place.address
-        self._server = StoreServer(f"tcp://{host}:0", place.secret, place.tell_stranger, place.values)
+        self._server = StoreServer(any_port(place.address), place.secret, place.tell_stranger, place.values)
         for member, now in self._views.seen:
             record = self._page.ranks[member]
             record.restarts = max(record.restarts, now)
@@ -158,17 +156,9 @@ class ViewLeader:
 
         self._following = HeartbeatRelay(store, self._prefix, self._page, rank, incarnation, follows, serves=True)
         workers = set(range(self._spec.plan.workers)) - {rank}
-        controller = LaunchedFailover(
-            *(self._spec, self._page, self._following, lambda *_: None),
-            partial(self._admit, store),
-            self.standing,
-            workers,
-        )
+        controller = LaunchedFailover(self._spec, self._page, self._following, self.standing, workers)
         self._following.decide_by(controller.look, often=False)
         self.store_address = self._server.address
-
-    def _admit(self, store: StoreClient, rank: int, incarnation: int) -> bool:
-        return admit(store, self._prefix, rank, incarnation, monotonic() - self._spec.started)
 
     def _states(self) -> list[ListedWorker]:
         members, plan = dict(self._views.view.members), self._spec.plan

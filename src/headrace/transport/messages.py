@@ -1,0 +1,88 @@
+"""Short messages of a run's processes: each that listens takes those of all that have the run's secret, encrypted.
+
+who sends   DEALER ── CURVE ──► ROUTER   who listens, and may answer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import zmq
+
+from headrace.transport.connections import Connection, ConnectionGuard, wire_bytes
+from headrace.transport.zeromq import Keys, listen, make_socket, waits
+
+_NAMED = 16
+"""Addresses of strangers that are named; more would fill the console."""
+
+
+@dataclass(frozen=True)
+class IncomingMessage:
+    """What has come: from where to answer to, and by which connection; None for one that has ended meanwhile."""
+
+    sender: bytes
+    connection: Connection | None
+    parts: Sequence[bytes]
+
+
+class MessageListener:
+    """Listens at "tcp://host:port", port 0 for any that is free; it belongs to one thread.
+
+    `tell` is called once for each address from which a process has connected that has not authenticated itself; with ""
+    for those whose connection ended before its address was read. Raises UsageError if it cannot listen there.
+
+    Attributes:
+        address: where it listens.
+        context: for connections to others.
+        watched: readable where a message has come, or a connection has ended.
+    """
+
+    def __init__(self, address: str, keys: Keys, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._strangers: set[str] = set()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = make_socket(self.context, zmq.ROUTER)
+        self._guard = ConnectionGuard(self._socket, keys)
+        self.watched = (self._socket, self._guard.ended_fd)
+        try:
+            self.address = listen(self._socket, address)
+        except BaseException:
+            self.close()
+            raise
+
+    def messages(self) -> Iterator[IncomingMessage]:
+        """Yields what has come."""
+        while waits(self._socket):
+            sender, *frames = self._socket.recv_multipart(copy=False)
+            connection = self._guard.find(int(frames[-1].get(zmq.SRCFD)))
+            if connection is not None:
+                self._guard.greet(connection)
+                connection.taken += sum(wire_bytes(len(frame)) for frame in frames)
+            yield IncomingMessage(sender.bytes, connection, [frame.bytes for frame in frames])
+
+    def refuse(self, message: IncomingMessage) -> None:
+        """Ends the connection by which a wrong message has come, and nothing else."""
+        if message.connection is not None:
+            self._guard.disconnect(message.connection)
+
+    def ended(self) -> list[Connection]:
+        """Returns the connections that have ended; called when all messages were taken, which are from before."""
+        ended = self._guard.take_ended()
+        for connection in ended:
+            peer = connection.peer
+            if not connection.greeted and peer not in self._strangers and len(self._strangers) < _NAMED:
+                self._strangers.add(peer)
+                self._tell(peer)
+        self._guard.disconnect_silent()
+        return ended
+
+    def answer(self, sender: bytes, parts: Sequence[bytes]) -> None:
+        """Sends a message to who has sent one."""
+        # Without `router_mandatory` ZeroMQ drops what is for one that has gone.
+        self._socket.send_multipart([sender, *parts])
+
+    def close(self) -> None:
+        """Ends all connections."""
+        self._guard.close()
+        self.context.term()
