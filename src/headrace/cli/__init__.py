@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from headrace.cli.command import help_option, option
 from headrace.cli.commands.bench import bench
 from headrace.cli.commands.data import data
 from headrace.cli.commands.doctor import doctor
@@ -29,7 +30,6 @@ from headrace.cli.commands.train import compare, train
 from headrace.cli.commands.verification.verify import verify
 from headrace.cli.commands.watch import watch
 from headrace.cli.commands.workers import workers
-from headrace.cli.options import help_option
 from headrace.cli.output import ExitCode, error_document, write_document
 from headrace.engine.base import Terminated, answer_with, terminate
 from headrace.machine.limits import explained
@@ -112,7 +112,7 @@ def _show_version(wanted: bool) -> None:
 def _headrace(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
+        bool, option("--version", "Show the version and exit.", is_eager=True, callback=_show_version)
     ] = False,
     show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:

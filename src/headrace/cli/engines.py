@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.cli.combinations import refuse_idle
+from headrace.cli.jobfile import load_job
 from headrace.engine.schedulers.environment import adopt
 from headrace.errors import UsageError
 
 if TYPE_CHECKING:
     from headrace.engine.base import Engine
+    from headrace.spec.job import Job
 
 
 def launched_rank() -> int | None:
@@ -63,6 +65,16 @@ def own_engine(
 
     with LocalEngine(forks=True) as engine:
         yield engine
+
+
+@contextlib.contextmanager
+def job_on_engine(path: Path, settings: Sequence[str] | None) -> Iterator[tuple[Job, Engine | None]]:
+    """Yields the job of a file, and the engine that runs it.
+
+    In this order: the engine forks this process, which must not have run the file before.
+    """
+    with own_engine() as engine:
+        yield load_job(path, settings or ()), engine
 
 
 def refuse_launcher(command: str) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headrace.cli.combinations import refuse_idle
+from headrace.cli.command import argument, option
 from headrace.devices import AUTO, DEVICES, EXAMPLE, one_each
 from headrace.engine.base import Terminated
 from headrace.errors import RunFailed, UnknownName, UsageError
@@ -57,10 +58,6 @@ def _directory(text: str) -> Path:
     return Path(text)
 
 
-def option(name: str, help: str, **settings: Any) -> Any:
-    return typer.Option(name, help=help, show_default=False, **settings)
-
-
 def _device_option(more: str, known: Callable[[str], str], help: str) -> Any:
     """Returns --device, which takes names of the device table, and what `known` takes besides."""
     names = (AUTO, *DEVICES)
@@ -73,17 +70,24 @@ def _device_option(more: str, known: Callable[[str], str], help: str) -> Any:
     )
 
 
+def strategy_names() -> tuple[str, ...]:
+    """Returns all names of strategies, sorted; torch is not imported for them."""
+    return tuple(sorted((*STRATEGIES, *SHORT_NAMES)))
+
+
+def complete_strategy(incomplete: str) -> list[str]:
+    """Returns the names that begin with `incomplete`."""
+    return [name for name in strategy_names() if name.startswith(incomplete)]
+
+
 JobFile = Annotated[
     Path,
-    typer.Argument(
-        metavar="JOB.py",
-        show_default=False,
-        help="A Python file that defines `job` (a Job), or `job(lr=0.1, ...)`, a function that returns one.",
-    ),
+    argument("JOB.py", "A Python file that defines `job` (a Job), or `job(lr=0.1, ...)`, a function that returns one."),
 ]
+StrategyOption = Annotated[str, option("--strategy NAME", "How it is distributed.", autocompletion=complete_strategy)]
 WorkersOption = Annotated[
     int | None,
-    option("--workers", min=1, help="How many processes compute. Default: what the launcher or the machine gives."),
+    option("--workers", "How many processes compute. Default: what the launcher or the machine gives.", min=1),
 ]
 DeviceOption = Annotated[str, _device_option("", _known_device, "What tensors live on.")]
 DevicesOption = Annotated[
@@ -97,132 +101,87 @@ DevicesOption = Annotated[
 SettingsOption = Annotated[
     list[str] | None,
     option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="A parameter of the file's `job(...)`, or options.NAME of its Options, as a Python literal; may be given "
+        "--set KEY=VALUE",
+        "A parameter of the file's `job(...)`, or options.NAME of its Options, as a Python literal; may be given "
         "again.",
     ),
 ]
 TimeoutOption = Annotated[
     float,
-    typer.Option(
-        "--timeout-s",
-        metavar="SECONDS",
+    option(
+        "--timeout-s SECONDS",
+        "Seconds without a sign of life after which a process counts as lost.",
         min=1,
         max=MOST_SECONDS,
-        help="Seconds without a sign of life after which a process counts as lost.",
     ),
 ]
 SecretFileOption = Annotated[
-    Path | None,
-    option("--secret-file", metavar="FILE", help="The secret of a run on several hosts, a file of mode 600."),
+    Path | None, option("--secret-file FILE", "The secret of a run on several hosts, a file of mode 600.")
 ]
 RunDirOption = Annotated[
     Path | None,
-    option(
-        "--run-dir",
-        metavar="DIR",
-        parser=_directory,
-        help="Where events, logs and models go. Default: a new folder under runs/.",
-    ),
+    option("--run-dir DIR", "Where events, logs and models go. Default: a new folder under runs/.", parser=_directory),
 ]
 CheckpointEveryOption = Annotated[
     str | None,
     option(
-        "--checkpoint-every",
-        metavar="N|SECONDSs",
-        help="Save every N steps (100) or seconds (30s); 0 for never. Default: 600s, and at the end.",
+        "--checkpoint-every N|SECONDSs",
+        "Save every N steps (100) or seconds (30s); 0 for never. Default: 600s, and at the end.",
     ),
 ]
 SnapshotsEveryOption = Annotated[
     str | None,
     option(
-        "--snapshots-every",
-        metavar="SECONDSs",
-        help="Snapshots of servers that have no backup: every so many seconds (5s); 0 for none. Default: 30s.",
+        "--snapshots-every SECONDSs",
+        "Snapshots of servers that have no backup: every so many seconds (5s); 0 for none. Default: 30s.",
     ),
 ]
-KeepOption = Annotated[
-    int | None,
-    option("--keep", metavar="N", min=1, help="How many of the last checkpoints stay. Default: 3."),
-]
-ResumeOption = Annotated[
-    bool, typer.Option("--resume", help="Go on from the last checkpoint of --run-dir, under any strategy.")
-]
+KeepOption = Annotated[int | None, option("--keep N", "How many of the last checkpoints stay. Default: 3.", min=1)]
+ResumeOption = Annotated[bool, option("--resume", "Go on from the last checkpoint of --run-dir, under any strategy.")]
 ResumeIfSavedOption = Annotated[
-    bool, typer.Option("--resume-if-saved", help="Go on as --resume does, or begin where nothing is saved.")
+    bool, option("--resume-if-saved", "Go on as --resume does, or begin where nothing is saved.")
 ]
 ResumeFromOption = Annotated[
-    str | None,
-    option(
-        "--resume-from", metavar="DIR|URL", help="Go on from another run's last checkpoint, or from one checkpoint."
-    ),
+    str | None, option("--resume-from DIR|URL", "Go on from another run's last checkpoint, or from one checkpoint.")
 ]
 CopyToOption = Annotated[
-    str | None,
-    option("--copy-to", metavar="URL", help="Copy the last checkpoints there, too, s3://bucket/runs/a."),
+    str | None, option("--copy-to URL", "Copy the last checkpoints there, too, s3://bucket/runs/a.")
 ]
 ResetOptimizerOption = Annotated[
-    bool,
-    typer.Option("--reset-optimizer", help="Leave the checkpoint's optimizer state behind; it may be another class."),
+    bool, option("--reset-optimizer", "Leave the checkpoint's optimizer state behind; it may be another class.")
 ]
-CheckOption = Annotated[
-    bool,
-    typer.Option("--check/--no-check", help="Say before the start what would differ from one device."),
-]
+CheckOption = Annotated[bool, option("--check/--no-check", "Say before the start what would differ from one device.")]
 EncryptOption = Annotated[
     bool,
-    typer.Option(
+    option(
         "--encrypt/--no-encrypt",
-        help="Encrypt gradients and activations between hosts; without only for a network that is trusted.",
+        "Encrypt gradients and activations between hosts; without only for a network that is trusted.",
     ),
 ]
 ClusterOption = Annotated[
-    Path | None,
-    option("--cluster", metavar="FILE", help="The hosts and the links between them, see `headrace doctor --cluster`."),
+    Path | None, option("--cluster FILE", "The hosts and the links between them, see `headrace doctor --cluster`.")
 ]
 RunClusterOption = Annotated[
     str | None,
     option(
-        "--cluster",
-        metavar="FILE|ray://auto",
-        help="The hosts and the links between them; or a Ray cluster, on which the run is started.",
+        "--cluster FILE|ray://auto",
+        "The hosts and the links between them; or a Ray cluster, on which the run is started.",
     ),
 ]
 ServersOption = Annotated[
-    int | None, option("--servers", min=1, help="How many parameter servers, under a strategy that has some.")
+    int | None, option("--servers", "How many parameter servers, under a strategy that has some.", min=1)
 ]
-SshOption = Annotated[str, typer.Option("--ssh", metavar="COMMAND", help="How other hosts are reached.")]
-PythonOption = Annotated[str | None, option("--python", metavar="PATH", help="On all hosts. Default: this one.")]
+SshOption = Annotated[str, option("--ssh COMMAND", "How other hosts are reached.")]
+PythonOption = Annotated[str | None, option("--python PATH", "On all hosts. Default: this one.")]
 DistributionOption = Annotated[
     Distribution | None,
     option(
         "--distribution",
-        help="Ranks of a host follow each other (block) or are dealt out by turns (cyclic). Default: cyclic where "
+        "Ranks of a host follow each other (block) or are dealt out by turns (cyclic). Default: cyclic where "
         "the strategy has backups, which belong on other hosts than their servers.",
     ),
 ]
-TensorBoardOption = Annotated[
-    Path | None,
-    option("--tensorboard", metavar="DIR", help="Write curves for TensorBoard there, too."),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="The result, or the error, as one JSON document on stdout.")]
-
-
-def help_option(examples: str) -> Any:
-    """Returns the `--help` option of a command, whose text begins with `examples`."""
-
-    def show(context: typer.Context, wanted: bool) -> None:
-        if wanted and not context.resilient_parsing:
-            typer.echo(f"Examples:\n{examples.strip(chr(10))}\n\n{context.get_help()}")
-            raise typer.Exit
-
-    return typer.Option("--help", "-h", is_eager=True, callback=show, help="Show this message and exit.")
-
-
-def strategy_names() -> tuple[str, ...]:
-    """Returns all names of strategies, sorted; torch is not imported for them."""
-    return tuple(sorted((*STRATEGIES, *SHORT_NAMES)))
+TensorBoardOption = Annotated[Path | None, option("--tensorboard DIR", "Write curves for TensorBoard there, too.")]
 
 
 def check_strategies(names: Sequence[str]) -> None:
@@ -288,11 +247,6 @@ def split_names(text: str) -> tuple[str, ...]:
         if names.count(name) > 1:
             raise UsageError(f"--strategies names {name!r} {names.count(name)} times; once is enough")
     return names
-
-
-def complete_strategy(incomplete: str) -> list[str]:
-    """Returns the names that begin with `incomplete`."""
-    return [name for name in strategy_names() if name.startswith(incomplete)]
 
 
 def complete_strategies(incomplete: str) -> list[str]:

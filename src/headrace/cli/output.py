@@ -6,8 +6,10 @@ import contextlib
 import errno
 import json
 import os
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG)
 """What a path leads to that a user names, and headrace cannot help."""
+
+
+_UNIT = re.compile(r" (?=%|ms\b)")
 
 
 class ExitCode(IntEnum):
@@ -101,14 +106,21 @@ def _message(error: BaseException) -> str:
 class Answer:
     """Writes a command's result to `stream`, as one JSON document or as text.
 
+    `changed` are the command's options that have another value than their default.
+
     Raises:
         UnfitMachine: the stream takes no more. A closed pipe stays an OSError, at which typer ends the command.
     """
 
-    def __init__(self, stream: TextIO, as_json: bool) -> None:
+    def __init__(self, stream: TextIO, as_json: bool, changed: Collection[str]) -> None:
         self.as_json = as_json
+        self._changed = changed
         self._stream = stream
         self._fails = False
+
+    def given(self, *options: str) -> dict[str, bool]:
+        """Returns whether each of these options has another value than its default."""
+        return {name: name in self._changed for name in options}
 
     def document(self, document: Mapping[str, Any]) -> None:
         """Prints the result as JSON."""
@@ -159,12 +171,13 @@ def write_document(stream: TextIO, document: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def answering(as_json: bool) -> Iterator[Answer]:
+def answering(as_json: bool, changed: Collection[str] = ()) -> Iterator[Answer]:
     """Runs a command's body, and turns its errors into messages and a `typer.Exit` with the exit code.
 
+    `changed` are the options that have another value than their default.
     Meanwhile the output of user code goes to stderr, so that stdout has only the result.
     """
-    answer = Answer(sys.stdout, as_json)
+    answer = Answer(sys.stdout, as_json, changed)
     try:
         require_working_directory()
         with contextlib.redirect_stdout(sys.stderr):
@@ -211,6 +224,30 @@ def _fail(answer: Answer, error: BaseException, code: int) -> None:
     answer.failure(error, code)
     write_error(sys.stderr, error)
     raise typer.Exit(code) from None
+
+
+@contextlib.contextmanager
+def writing(what: str, path: Path, option: str) -> Iterator[None]:
+    """Raises UnfitMachine where a file cannot be written whose place an option names."""
+    try:
+        yield
+    except OSError as error:
+        raise UnfitMachine(
+            f"{what} {path} cannot be written: {error.strerror}; name another place with {option}"
+        ) from error
+
+
+def say(line: str) -> None:
+    """Tells on stderr how far a command is."""
+    typer.echo(line, err=True)
+
+
+def wrapped(text: str, first: str = "", later: str = "") -> list[str]:
+    """Returns lines of at most 80 columns, the first and the later ones indented by these texts."""
+    # A number stays with its unit.
+    held = _UNIT.sub("\N{NO-BREAK SPACE}", clean(text))
+    lines = textwrap.wrap(held, 80, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 
 def show_run(answer: Answer, run_dir: Path, page: Path | None = None) -> None:

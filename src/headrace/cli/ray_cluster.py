@@ -9,8 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from headrace.cli.command import option
 from headrace.cli.engines import refuse_launcher
-from headrace.cli.options import option
 from headrace.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,17 +31,14 @@ class Placement(StrEnum):
 RuntimeEnvOption = Annotated[
     str | None,
     option(
-        "--runtime-env",
-        metavar="FILE|JSON",
-        help="Packages and files that the nodes of a Ray cluster need, as Ray describes them.",
+        "--runtime-env FILE|JSON", "Packages and files that the nodes of a Ray cluster need, as Ray describes them."
     ),
 ]
 ResourcesOption = Annotated[
-    str | None,
-    option("--resources", metavar="JSON", help="What each worker reserves of Ray's resources besides its CPU or GPU."),
+    str | None, option("--resources JSON", "What each worker reserves of Ray's resources besides its CPU or GPU.")
 ]
 PlacementOption = Annotated[
-    Placement | None, option("--placement", case_sensitive=False, help="How Ray places the workers over nodes.")
+    Placement | None, option("--placement", "How Ray places the workers over nodes.", case_sensitive=False)
 ]
 
 

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from headrace.cli.combinations import refuse_idle, refuse_settings
+from headrace.cli.command import argument, command, option
 from headrace.cli.jobfile import find_job, load_job
-from headrace.cli.options import JsonOption, SettingsOption, help_option, job_name
-from headrace.cli.output import answering
-from headrace.errors import UnfitMachine
+from headrace.cli.options import SettingsOption, job_name
+from headrace.cli.output import Answer, say, writing
 
 if TYPE_CHECKING:
     from headrace.bench.advice import JobFacts
 
 SaveOption = Annotated[
     Path | None,
-    typer.Option(
-        "--save",
-        metavar="FILE.json",
-        show_default=False,
-        help="Keep each number there; the same command goes on where it was cut off. --beside reads it, too.",
+    option(
+        "--save FILE.json",
+        "Keep each number there; the same command goes on where it was cut off. --beside reads it, too.",
     ),
 ]
 _EXAMPLES = """
@@ -38,38 +33,25 @@ _EXAMPLES = """
 """
 
 
+@command(_EXAMPLES)
 def bench(
-    path: Annotated[
-        Path | None,
-        typer.Argument(metavar="JOB.py", show_default=False, help="A job, to say whether a GPU would help it."),
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and networks: about a minute.")] = False,
-    only: Annotated[
-        str,
-        typer.Option(
-            "--only", metavar="PART,PART", help="Of matrix, memory, transfer, storage and networks.", show_default=False
-        ),
-    ] = "",
+    answer: Answer,
+    path: Annotated[Path | None, argument("JOB.py", "A job, to say whether a GPU would help it.")] = None,
+    quick: Annotated[bool, option("--quick", "Fewer sizes and networks: about a minute.")] = False,
+    only: Annotated[str, option("--only PART,PART", "Of matrix, memory, transfer, storage and networks.")] = "",
     beside: Annotated[
         Path | None,
-        typer.Option(
-            "--beside",
-            metavar="FILE.json",
-            show_default=False,
-            help="Figures to compare with: what --json printed on another machine, or published ones in that form.",
+        option(
+            "--beside FILE.json",
+            "Figures to compare with: what --json printed on another machine, or published ones in that form.",
         ),
     ] = None,
     folder: Annotated[
-        Path,
-        typer.Option("--folder", metavar="DIR", help="Where the files are written that storage is measured with."),
+        Path, option("--folder DIR", "Where the files are written that storage is measured with.")
     ] = Path(),
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE.html", show_default=False, help="Write a page with bars, too.")
-    ] = None,
+    out: Annotated[Path | None, option("--out FILE.html", "Write a page with bars, too.")] = None,
     save: SaveOption = None,
     settings: SettingsOption = None,
-    as_json: JsonOption = False,
-    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
     """Measure what the hardware gives.
 
@@ -77,37 +59,27 @@ def bench(
     networks: on the CPU by threads, and on the first GPU without cuDNN, with it, and compiled. What is not there is
     named with the reason. A paragraph at the end says whether a GPU would help, with a job file that job.
     """
-    with answering(as_json) as answer:
-        # Lazily: it imports torch.
-        from headrace.bench.advice import answer as advice
-        from headrace.bench.figures import MachineFigures
-        from headrace.bench.measuring import GROUPS, measure
-        from headrace.bench.page import write_page
-        from headrace.bench.settings import FULL, QUICK
-        from headrace.bench.text import lines
+    # Lazily: it imports torch.
+    from headrace.bench.advice import answer as advice
+    from headrace.bench.figures import MachineFigures
+    from headrace.bench.measuring import GROUPS, measure
+    from headrace.bench.page import write_page
+    from headrace.bench.settings import FULL, QUICK
+    from headrace.bench.text import lines
 
-        compared = MachineFigures.load(beside) if beside else None
-        chosen = tuple(only.split(",")) if only else GROUPS
-        refuse_settings(path, settings)
-        refuse_idle({"--folder": folder != Path() and "storage" not in chosen}, "for storage, which --only leaves out")
-        job = _facts(path, settings or ()) if path else None
-        found = measure(QUICK if quick else FULL, folder, chosen, _say, save)
-        said = advice(found, compared, job)
-        if out:
-            with _writable(out):
-                write_page(out, found, said, compared)
-        shown = [*lines(found, said, compared), *([f"page: {out}"] if out else [])]
-        answer.give({**found.plain(), "advice": said}, "\n".join(shown))
-
-
-@contextmanager
-def _writable(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UnfitMachine(
-            f"the page {out} cannot be written: {error.strerror}; name another place with --out"
-        ) from error
+    compared = MachineFigures.load(beside) if beside else None
+    chosen = tuple(only.split(",")) if only else GROUPS
+    refuse_settings(path, settings)
+    if "storage" not in chosen:
+        refuse_idle(answer.given("--folder"), "for storage, which --only leaves out")
+    job = _facts(path, settings or ()) if path else None
+    found = measure(QUICK if quick else FULL, folder, chosen, say, save)
+    said = advice(found, compared, job)
+    if out:
+        with writing("the page", out, "--out"):
+            write_page(out, found, said, compared)
+    shown = [*lines(found, said, compared), *([f"page: {out}"] if out else [])]
+    answer.give({**found.plain(), "advice": said}, "\n".join(shown))
 
 
 def _facts(path: Path, settings: Sequence[str]) -> JobFacts:
@@ -116,8 +88,4 @@ def _facts(path: Path, settings: Sequence[str]) -> JobFacts:
     # Lazily: it imports torch.
     from headrace.api.model_profile import job_facts
 
-    return job_facts(job, job_name(path), say=_say)
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)
+    return job_facts(job, job_name(path), say=say)

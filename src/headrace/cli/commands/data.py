@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from headrace.cli.combinations import refuse_idle, resolved
-from headrace.cli.engines import own_engine, refuse_launcher
+from headrace.cli.command import argument, command, option
+from headrace.cli.engines import job_on_engine, refuse_launcher
 from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.options import (
     MOST_SECONDS,
     DeviceOption,
     JobFile,
-    JsonOption,
     SettingsOption,
+    StrategyOption,
     WorkersOption,
     check_strategies,
-    complete_strategy,
-    help_option,
     job_name,
 )
-from headrace.cli.output import Answer, answering
+from headrace.cli.output import Answer, say, wrapped
 from headrace.devices import AUTO
 from headrace.report.format import MISSING, clean, percent, short, to_cells, to_json
 from headrace.report.model.training import STEP_PARTS
@@ -40,8 +36,6 @@ _EXAMPLES = """
   headrace data profile job.py --check-deterministic
 """
 
-_SECONDS = 5.0
-_WIDTH = 80
 _NAME_WIDTH = 36
 
 
@@ -51,74 +45,54 @@ class _Action(StrEnum):
     PROFILE = "profile"
 
 
+@command(_EXAMPLES)
 def data(
-    action: Annotated[
-        _Action,
-        typer.Argument(metavar="profile", show_default=False, help="Measure where the time of a training goes."),
-    ],
+    answer: Answer,
+    action: Annotated[_Action, argument("profile", "Measure where the time of a training goes.")],
     path: JobFile,
-    strategy: Annotated[
-        str,
-        typer.Option("--strategy", metavar="NAME", autocompletion=complete_strategy, help="How it is distributed."),
-    ] = "one_device",
+    strategy: StrategyOption = "one_device",
     workers: WorkersOption = None,
     device: DeviceOption = AUTO,
     seconds: Annotated[
-        float,
-        typer.Option(
-            "--seconds", metavar="SECONDS", min=0.1, max=MOST_SECONDS, help="How long each of three measurements takes."
-        ),
-    ] = _SECONDS,
+        float, option("--seconds SECONDS", "How long each of three measurements takes.", min=0.1, max=MOST_SECONDS)
+    ] = 5.0,
     check: Annotated[
         bool,
-        typer.Option(
+        option(
             "--check-deterministic",
-            help="Measure nothing: read examples twice, and name a transform that gives two results for one example.",
+            "Measure nothing: read examples twice, and name a transform that gives two results for one example.",
         ),
     ] = False,
     settings: SettingsOption = None,
-    as_json: JsonOption = False,
-    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
     """Look at a job's input pipeline.
 
     Its input alone, its training with batches that lie ready, and both together are measured, one after the other: what
     each transform costs, what the training could do if data cost nothing, and what holds it up, with what to try next.
     """
-    with answering(as_json) as answer:
-        refuse_launcher("data")
-        check_strategies([strategy])
-        find_job(path)
-        if check:
-            _refuse_for_measurements(strategy, workers, device, seconds)
-            _check(answer, load_job(path, settings or ()))
-            return
-        with own_engine() as engine:
-            job = load_job(path, settings or ())
-            chosen = resolved(strategy, workers)
-            from headrace.api.profiling import profile
+    refuse_launcher("data")
+    check_strategies([strategy])
+    find_job(path)
+    if check:
+        refuse_idle(
+            answer.given("--strategy", "--workers", "--device", "--seconds"),
+            "for measurements, and --check-deterministic measures nothing; leave one of them out",
+        )
+        _check(answer, load_job(path, settings or ()))
+        return
+    with job_on_engine(path, settings) as (job, engine):
+        chosen = resolved(strategy, workers)
+        from headrace.api.profiling import profile
 
-            found = profile(
-                job,
-                chosen,
-                device=device,
-                seconds=seconds,
-                engine=engine,
-                say=lambda line: typer.echo(f"measuring {line}", err=True),
-            )
-        answer.give(_plain(job_name(path), found), "\n".join(_lines(job_name(path), found)))
-
-
-def _refuse_for_measurements(strategy: str, workers: int | None, device: str, seconds: float) -> None:
-    refuse_idle(
-        {
-            "--strategy": strategy != "one_device",
-            "--workers": workers is not None,
-            "--device": device != AUTO,
-            "--seconds": seconds != _SECONDS,
-        },
-        "for measurements, and --check-deterministic measures nothing; leave one of them out",
-    )
+        found = profile(
+            job,
+            chosen,
+            device=device,
+            seconds=seconds,
+            engine=engine,
+            say=lambda line: say(f"measuring {line}"),
+        )
+    answer.give(_plain(job_name(path), found), "\n".join(_lines(job_name(path), found)))
 
 
 def _check(answer: Answer, job: Any) -> None:
@@ -158,7 +132,7 @@ def _plain(name: str, found: Profile) -> dict[str, Any]:
 def _lines(name: str, found: Profile) -> Iterator[str]:
     together = found.together
     workers = f"{together.workers} worker{'s' * (together.workers != 1)}"
-    yield from _wrapped(f"{name}: {together.strategy}, {workers}, batches of {together.started.global_batch_size}")
+    yield from wrapped(f"{name}: {together.strategy}, {workers}, batches of {together.started.global_batch_size}")
     yield ""
     whole = _of_ceiling(found)
     rates = (
@@ -171,7 +145,7 @@ def _lines(name: str, found: Profile) -> Iterator[str]:
         yield f"{what:20}{short(rate):>12}   {why}".rstrip()
     yield ""
     second = ", ".join(f"{what} {1e3 * part:.0f} ms" for what, part in _second(found) if part >= 5e-4)
-    yield from _wrapped(f"A second of a worker goes to: {second or MISSING}.")
+    yield from wrapped(f"A second of a worker goes to: {second or MISSING}.")
     yield ""
     yield f"{'stage':{_NAME_WIDTH}}{'ms an example':>14}{'of the input':>14}{'of it waiting':>15}"
     inputs = together.inputs or found.stages
@@ -183,16 +157,10 @@ def _lines(name: str, found: Profile) -> Iterator[str]:
     yield ""
     bottleneck = found.bottleneck
     if bottleneck is None:
-        yield from _wrapped("Too little was done to say what holds it up: try more --seconds.")
+        yield from wrapped("Too little was done to say what holds it up: try more --seconds.")
         return
-    yield from _wrapped(bottleneck.line)
-    yield from _wrapped(f"Try next: {bottleneck.remedy}")
-
-
-def _wrapped(text: str) -> Sequence[str]:
-    # A number stays with its unit.
-    held = clean(text).replace(" %", "\N{NO-BREAK SPACE}%").replace(" ms", "\N{NO-BREAK SPACE}ms")
-    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in textwrap.wrap(held, _WIDTH)]
+    yield from wrapped(bottleneck.line)
+    yield from wrapped(f"Try next: {bottleneck.remedy}")
 
 
 def _cut(name: str) -> str:

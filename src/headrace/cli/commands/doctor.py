@@ -15,12 +15,13 @@ from typing import Annotated
 import typer
 
 from headrace.cli.combinations import refuse_idle, refuse_settings
+from headrace.cli.command import argument, command
 from headrace.cli.commands.launch import COMMAND_LINE, hosts_of, over_ssh
 from headrace.cli.engines import launched_rank, launched_world
 from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.listening import Listener, listeners
-from headrace.cli.options import ClusterOption, JsonOption, SettingsOption, SshOption, help_option
-from headrace.cli.output import Answer, ExitCode, answering
+from headrace.cli.options import ClusterOption, SettingsOption, SshOption
+from headrace.cli.output import Answer, ExitCode
 from headrace.cli.survey import checks_of, measured, own_facts
 from headrace.cli.verdict import Check, Verdict, ok, problem, table, warning, worst
 from headrace.devices import HOST, accelerators, device_names, explain_auto, package_problem
@@ -265,20 +266,15 @@ def _job(path: Path, settings: Sequence[str]) -> Iterator[Check]:
         yield warning("job", found, finding.remedy)
 
 
+@command(_EXAMPLES)
 def doctor(
+    answer: Answer,
     path: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="JOB.py",
-            show_default=False,
-            help="A job file to look at, too: what would differ between one device and several.",
-        ),
+        Path | None, argument("JOB.py", "A job file to look at, too: what would differ between one device and several.")
     ] = None,
     settings: SettingsOption = None,
     cluster: ClusterOption = None,
     ssh: SshOption = "ssh",
-    as_json: JsonOption = False,
-    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
     """Say what this machine has and what it lacks.
 
@@ -287,20 +283,17 @@ def doctor(
     Under a launcher on several hosts: what differs between them, and what the links carry, which goes to a file.
     With --cluster and without a launcher it starts one process on each host of the file, by ssh.
     """
-    with answering(as_json) as answer:
-        refuse_settings(path, settings)
-        refuse_idle(
-            {"--ssh": ssh != "ssh" and (cluster is None or launched_rank() is not None)},
-            "for the hosts of --cluster, without a launcher; leave it out",
-        )
-        if cluster and launched_rank() is None:
-            raise typer.Exit(_over_ssh(path, settings or (), cluster, ssh, as_json))
-        if cluster or launched_world() > 1:
-            checks = _survey(path, settings or (), cluster, answer)
-        else:
-            checks = examine() + (list(_job(path, settings or ())) if path else [])
-            _show(answer, checks)
-        verdict = worst(checks)
+    refuse_settings(path, settings)
+    if cluster is None or launched_rank() is not None:
+        refuse_idle(answer.given("--ssh"), "for the hosts of --cluster, without a launcher; leave it out")
+    if cluster and launched_rank() is None:
+        raise typer.Exit(_over_ssh(path, settings or (), cluster, ssh, answer.as_json))
+    if cluster or launched_world() > 1:
+        checks = _survey(path, settings or (), cluster, answer)
+    else:
+        checks = examine() + (list(_job(path, settings or ())) if path else [])
+        _show(answer, checks)
+    verdict = worst(checks)
     if verdict is Verdict.PROBLEM:
         raise typer.Exit(ExitCode.ENVIRONMENT)
 

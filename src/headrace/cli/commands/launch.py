@@ -16,20 +16,19 @@ from typing import Annotated
 import typer
 
 from headrace.cli.combinations import refuse_idle
+from headrace.cli.command import argument, command, option
 from headrace.cli.engines import refuse_launcher
 from headrace.cli.jobfile import check_file
 from headrace.cli.options import (
     ClusterOption,
     Distribution,
     DistributionOption,
-    JsonOption,
     PythonOption,
     SshOption,
     default_run_dir,
-    help_option,
     job_name,
 )
-from headrace.cli.output import answering
+from headrace.cli.output import Answer
 from headrace.errors import UnknownName, UsageError
 from headrace.spec.cluster import Cluster
 
@@ -40,12 +39,8 @@ _EXAMPLES = """
   headrace launch --hosts a,b,c job.py --strategy mirrored
 """
 
-HostsOption = Annotated[
-    str | None, typer.Option("--hosts", metavar="A,B,...", show_default=False, help="Runs it there, reached by ssh.")
-]
-KeepGoingOption = Annotated[
-    bool, typer.Option("--keep-going", help="With --hosts: the others go on when a host is lost.")
-]
+HostsOption = Annotated[str | None, option("--hosts A,B,...", "Runs it there, reached by ssh.")]
+KeepGoingOption = Annotated[bool, option("--keep-going", "With --hosts: the others go on when a host is lost.")]
 
 _TRAINING = {"setup", "fit", "launch", "compare"}
 """What a script calls that trains something."""
@@ -55,33 +50,21 @@ COMMAND_LINE = ("-c", "from headrace.cli import main; main()")
 """Arguments of Python that are the command line."""
 
 
+@command(_EXAMPLES)
 def launch(
-    script: Annotated[
-        Path,
-        typer.Argument(metavar="SCRIPT.py", show_default=False, help="A Python script that calls `headrace.setup`."),
-    ],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="ARGUMENTS", show_default=False, help="What the script finds in sys.argv."),
-    ] = None,
+    answer: Answer,
+    script: Annotated[Path, argument("SCRIPT.py", "A Python script that calls `headrace.setup`.")],
+    arguments: Annotated[list[str] | None, argument("ARGUMENTS", "What the script finds in sys.argv.")] = None,
     workers: Annotated[
-        int | None,
-        typer.Option(
-            "--workers", min=1, show_default=False, help="How many processes run it. Default: 2, or one a host."
-        ),
+        int | None, option("--workers", "How many processes run it. Default: 2, or one a host.", min=1)
     ] = None,
     hosts: HostsOption = None,
     cluster: ClusterOption = None,
-    port: Annotated[
-        int,
-        typer.Option("--port", min=0, max=65535, help="Of the first host, where all meet. 0: a free one."),
-    ] = 0,
+    port: Annotated[int, option("--port", "Of the first host, where all meet. 0: a free one.", min=0, max=65535)] = 0,
     distribution: DistributionOption = None,
     ssh: SshOption = "ssh",
     python: PythonOption = None,
     keep_going: KeepGoingOption = False,
-    as_json: JsonOption = False,
-    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
     """Run a plain script in several processes.
 
@@ -89,47 +72,35 @@ def launch(
     the exit code is the script's. With --hosts it runs on several hosts, and may also be a job file, which is
     trained: then the arguments are those of `headrace train`.
     """
-    with answering(as_json) as answer:
-        refuse_launcher("launch")
-        check_file(script, "script")
-        given = tuple(arguments or ())
-        with stdout_for_results(as_json):
-            if hosts or cluster:
-                destinations = _destinations(hosts, cluster)
-                workers = workers or len(destinations)
-                trained = is_job(script)
-                what = _training(script, given, cluster) if trained else (str(script), *given)
-                usual = Distribution.CYCLIC if trained and has_backups(given) else Distribution.BLOCK
-                chosen = distribution or usual
-                code = over_ssh(destinations, what, script, workers, port, ssh, python, chosen, keep_going)
-            else:
-                _refuse_for_hosts(port, distribution, ssh, python, keep_going)
-                _refuse_job(script, given)
-                # Lazily: --help need not wait for the engine.
-                from headrace.engine.local.engine import launch_script
+    refuse_launcher("launch")
+    check_file(script, "script")
+    given = tuple(arguments or ())
+    with stdout_for_results(answer.as_json):
+        if hosts or cluster:
+            destinations = _destinations(hosts, cluster)
+            workers = workers or len(destinations)
+            trained = is_job(script)
+            what = _training(script, given, cluster) if trained else (str(script), *given)
+            usual = Distribution.CYCLIC if trained and has_backups(given) else Distribution.BLOCK
+            chosen = distribution or usual
+            code = over_ssh(destinations, what, script, workers, port, ssh, python, chosen, keep_going)
+        else:
+            refuse_idle(
+                answer.given("--port", "--distribution", "--ssh", "--python", "--keep-going"),
+                "for workers on several hosts; name these by --hosts or --cluster; what the script is to get stands "
+                "behind --",
+            )
+            _refuse_job(script, given)
+            # Lazily: --help need not wait for the engine.
+            from headrace.engine.local.engine import launch_script
 
-                workers = workers or 2
-                code = launch_script(script, given, workers)
-        # A process that a signal ended has a negative code; shells call it 128 + signal.
-        code = 128 - code if code < 0 else code
-        if answer.as_json:
-            answer.document({"script": str(script), "workers": workers, "exit_code": code})
+            workers = workers or 2
+            code = launch_script(script, given, workers)
+    # A process that a signal ended has a negative code; shells call it 128 + signal.
+    code = 128 - code if code < 0 else code
+    if answer.as_json:
+        answer.document({"script": str(script), "workers": workers, "exit_code": code})
     raise typer.Exit(code)
-
-
-def _refuse_for_hosts(
-    port: int, distribution: Distribution | None, ssh: str, python: str | None, keep_going: bool
-) -> None:
-    refuse_idle(
-        {
-            "--port": port != 0,
-            "--distribution": distribution is not None,
-            "--ssh": ssh != "ssh",
-            "--python": python is not None,
-            "--keep-going": keep_going,
-        },
-        "for workers on several hosts; name these by --hosts or --cluster; what the script is to get stands behind --",
-    )
 
 
 def _refuse_job(script: Path, arguments: Sequence[str]) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from headrace.cli.engines import own_engine, refuse_launcher
-from headrace.cli.jobfile import find_job, load_job
-from headrace.cli.options import MOST_SECONDS, DeviceOption, JobFile, JsonOption, SettingsOption, help_option, job_name
-from headrace.cli.output import answering
+from headrace.cli.command import argument, command, option
+from headrace.cli.engines import job_on_engine, refuse_launcher
+from headrace.cli.jobfile import find_job
+from headrace.cli.options import MOST_SECONDS, DeviceOption, JobFile, SettingsOption, job_name
+from headrace.cli.output import Answer, say, wrapped, writing
 from headrace.devices import AUTO
-from headrace.errors import UnfitMachine, UsageError
+from headrace.errors import UsageError
 from headrace.report.format import byte_count, clean, deviation, duration, fixed, percent, short
 from headrace.spec.plain import to_plain
 
@@ -30,79 +28,56 @@ _EXAMPLES = """
   headrace profile job.py --json | jq .compute.optimizer_s
 """
 
-_WIDTH, _NAME_WIDTH, _MOST_LAYERS = 80, 34, 10
+_NAME_WIDTH, _MOST_LAYERS = 34, 10
 
 
+@command(_EXAMPLES)
 def profile(
+    answer: Answer,
     path: JobFile,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="FILE.json",
-            show_default=False,
-            help="Where the profile is written. Default: the job's name with .profile.json, here.",
-        ),
+        option("--out -o FILE.json", "Where the profile is written. Default: the job's name with .profile.json, here."),
     ] = None,
     device: DeviceOption = AUTO,
     threads: Annotated[
-        int | None,
-        typer.Option(
-            "--threads", min=1, show_default=False, help="Of one process. Default: as many as the machine has cores."
-        ),
+        int | None, option("--threads", "Of one process. Default: as many as the machine has cores.", min=1)
     ] = None,
     batch_sizes: Annotated[
-        str,
-        typer.Option("--batch-sizes", metavar="N,N", help="Measured beside the job's own, if they are below it."),
+        str, option("--batch-sizes N,N", "Measured beside the job's own, if they are below it.")
     ] = "1,4,16",
     seconds: Annotated[
-        float,
-        typer.Option(
-            "--seconds", metavar="SECONDS", min=0.01, max=MOST_SECONDS, help="How long each measurement takes."
-        ),
+        float, option("--seconds SECONDS", "How long each measurement takes.", min=0.01, max=MOST_SECONDS)
     ] = 1.0,
     settings: SettingsOption = None,
-    as_json: JsonOption = False,
-    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
     """Measure what a job's model takes.
 
     Forward and backward by batch size and by layer, the update, what a step costs besides, and the bytes that autograd
     keeps. The file that is written is what predictions start from.
     """
-    with answering(as_json) as answer:
-        refuse_launcher("profile")
-        find_job(path)
-        sizes = _sizes(batch_sizes)
-        with own_engine() as engine:
-            job = load_job(path, settings or ())
-            # Lazily: it imports torch.
-            from headrace.api.model_profile import profile as measure
+    refuse_launcher("profile")
+    find_job(path)
+    sizes = _sizes(batch_sizes)
+    with job_on_engine(path, settings) as (job, engine):
+        # Lazily: it imports torch.
+        from headrace.api.model_profile import profile as measure
 
-            found = measure(
-                job,
-                device=device,
-                threads=threads,
-                batch_sizes=sizes,
-                seconds=seconds,
-                engine=engine,
-                say=lambda line: typer.echo(f"measuring {line}", err=True),
-            )
-        file = out or Path(f"{job_name(path)}.profile.json")
-        _save(found, file)
-        document = {**to_plain(found), "file": str(file)}
-        answer.give(document, "\n".join([*_lines(job_name(path), found), f"profile: {file}"]))
-
-
-def _save(found: ModelSpec, file: Path) -> None:
-    try:
+        found = measure(
+            job,
+            device=device,
+            threads=threads,
+            batch_sizes=sizes,
+            seconds=seconds,
+            engine=engine,
+            say=lambda line: say(f"measuring {line}"),
+        )
+    file = out or Path(f"{job_name(path)}.profile.json")
+    with writing("the profile", file, "--out"):
         file.parent.mkdir(parents=True, exist_ok=True)
         found.save(file)
-    except OSError as error:
-        raise UnfitMachine(
-            f"the profile {file} cannot be written: {error.strerror}; name another place with --out"
-        ) from error
+    document = {**to_plain(found), "file": str(file)}
+    answer.give(document, "\n".join([*_lines(job_name(path), found), f"profile: {file}"]))
 
 
 def _sizes(text: str) -> list[int]:
@@ -119,7 +94,7 @@ def _lines(name: str, model: ModelSpec) -> Iterator[str]:
     compute = model.compute
     assert compute is not None  # a profile has measured
     elements = sum(parameter.elements for parameter in model.parameters)
-    yield from _wrapped(
+    yield from wrapped(
         f"{name}: {model.name}, {short(elements)} parameters ({byte_count(model.parameter_bytes)}), "
         f"{model.origin['device']}, {compute.threads} thread{'s' * (compute.threads > 1)}"
     )
@@ -134,7 +109,7 @@ def _lines(name: str, model: ModelSpec) -> Iterator[str]:
         )
     yield ""
     own = compute.batches[-1]
-    yield from _wrapped(
+    yield from wrapped(
         f"A step of {own.examples} examples: forward {duration(own.forward_s)}, backward {duration(own.backward_s)}, "
         f"the update {duration(compute.optimizer_s)}, everything else {duration(compute.fixed_s)}; its time deviates "
         f"by {percent(compute.spread)}. Each micro-batch after the first takes {duration(compute.accumulate_s)} more, "
@@ -142,13 +117,13 @@ def _lines(name: str, model: ModelSpec) -> Iterator[str]:
     )
     if model.flops_per_example:
         rate = own.examples * model.flops_per_example / own.forward_s
-        yield from _wrapped(
+        yield from wrapped(
             f"Forward computes {model.flops_per_example / 1e6:,.3g} MFLOP an example, here {rate / 1e9:,.3g} GFLOP/s."
         )
     yield ""
     yield from _layer_lines(own)
     if "disturbed" in model.origin:
-        yield from _wrapped(
+        yield from wrapped(
             f"NOT IDLE: {model.origin['disturbed']}. The quickest steps count; profile again when nothing else runs."
         )
 
@@ -181,69 +156,54 @@ def _cut(name: str, width: int = _NAME_WIDTH) -> str:
     return name if len(name) < width else f"{name[: width - 2]}…"
 
 
-def _wrapped(text: str) -> Sequence[str]:
-    return textwrap.wrap(clean(text), _WIDTH)
-
-
 _CALIBRATE_EXAMPLES = """
   headrace calibrate runs/a runs/b --model model.json --cluster cluster.toml
   headrace calibrate runs/* --model model.json --cluster cluster.toml --out b
 """
 
 
+@command(_CALIBRATE_EXAMPLES)
 def calibrate(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN_DIR", show_default=False, help="Runs of the profile's job.")
-    ],
-    model: Annotated[
-        Path, typer.Option("--model", metavar="FILE", show_default=False, help="The profile, or a model's file.")
-    ],
-    cluster: Annotated[
-        Path,
-        typer.Option("--cluster", metavar="FILE|NAME:N", show_default=False, help="The machines that the runs had."),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", "-o", metavar="DIR", show_default=False, help="Write model.json and cluster.toml as the runs say."
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Use a profile of other versions or devices.")] = False,
-    as_json: JsonOption = False,
-    show_help: Annotated[bool, help_option(_CALIBRATE_EXAMPLES)] = False,
+    answer: Answer,
+    runs: Annotated[list[Path], argument("RUN_DIR", "Runs of the profile's job.")],
+    model: Annotated[Path, option("--model FILE", "The profile, or a model's file.")],
+    cluster: Annotated[Path, option("--cluster FILE|NAME:N", "The machines that the runs had.")],
+    out: Annotated[Path | None, option("--out -o DIR", "Write model.json and cluster.toml as the runs say.")] = None,
+    force: Annotated[bool, option("--force", "Use a profile of other versions or devices.")] = False,
 ) -> None:
     """Compare measured runs with what is predicted of them.
 
     Two constants are fitted: how long the profile's times are, and how fast the links are. Each run is predicted with
     constants of the other runs alone.
     """
-    with answering(as_json) as answer:
-        # Lazily: they import torch.
-        from headrace.prediction.calibration import calibrate as fit
-        from headrace.prediction.cloud import cluster_of
-        from headrace.spec.model import ModelSpec
+    # Lazily: they import torch.
+    from headrace.prediction.calibration import calibrate as fit
+    from headrace.prediction.cloud import cluster_of
+    from headrace.spec.model import ModelSpec
 
-        profiled, machines = ModelSpec.load(model), cluster_of(cluster)
-        found = fit(runs, profiled, machines, force=force)
-        if out:
-            _save(found.constants.model(profiled), out / "model.json")
-            (out / "cluster.toml").write_text(found.constants.cluster(machines).toml(), encoding="utf-8")
-        document = {
-            "compute": found.constants.compute,
-            "network": found.constants.network,
-            "runs": [
-                {
-                    "run": each.run,
-                    "strategy": each.strategy.name,
-                    "measured_per_s": each.measured,
-                    "predicted_per_s": each.predicted,
-                    "calibrated_per_s": each.calibrated,
-                }
-                for each in found.runs
-            ],
-            "left_out": dict(found.left_out),
-        }
-        answer.give(document, "\n".join(_calibration_lines(found, out)))
+    profiled, machines = ModelSpec.load(model), cluster_of(cluster)
+    found = fit(runs, profiled, machines, force=force)
+    if out:
+        with writing("the profile", out / "model.json", "--out"):
+            out.mkdir(parents=True, exist_ok=True)
+            found.constants.model(profiled).save(out / "model.json")
+        (out / "cluster.toml").write_text(found.constants.cluster(machines).toml(), encoding="utf-8")
+    document = {
+        "compute": found.constants.compute,
+        "network": found.constants.network,
+        "runs": [
+            {
+                "run": each.run,
+                "strategy": each.strategy.name,
+                "measured_per_s": each.measured,
+                "predicted_per_s": each.predicted,
+                "calibrated_per_s": each.calibrated,
+            }
+            for each in found.runs
+        ],
+        "left_out": dict(found.left_out),
+    }
+    answer.give(document, "\n".join(_calibration_lines(found, out)))
 
 
 def _calibration_lines(found: Calibration, out: Path | None) -> Iterator[str]:
@@ -257,13 +217,13 @@ def _calibration_lines(found: Calibration, out: Path | None) -> Iterator[str]:
     yield ""
     constants = found.constants
     network = f"; the links are {fixed(constants.network)} x as fast" if constants.network else ""
-    yield from _wrapped(f"The profile's times are {fixed(constants.compute)} x as long{network}.")
+    yield from wrapped(f"The profile's times are {fixed(constants.compute)} x as long{network}.")
     if constants.network is None:
-        yield from _wrapped("These runs do not say how fast the links are: their time does not depend on it.")
+        yield from wrapped("These runs do not say how fast the links are: their time does not depend on it.")
     if len(found.runs) > 1:
-        yield from _wrapped("Each run is calibrated with constants of the other runs alone.")
+        yield from wrapped("Each run is calibrated with constants of the other runs alone.")
     for run, why in found.left_out.items():
-        yield from _wrapped(f"left out: {run}: {why}")
+        yield from wrapped(f"left out: {run}: {why}")
     if out:
         yield f"calibrated: {out / 'model.json'}, {out / 'cluster.toml'}"
 

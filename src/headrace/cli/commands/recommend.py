@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import shlex
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+from headrace.cli.command import argument, command, option
 from headrace.cli.commands.simulate import (
     AssumeOption,
     ClusterFile,
@@ -18,11 +16,11 @@ from headrace.cli.commands.simulate import (
     assumptions_of,
     prediction_plain,
 )
-from headrace.cli.engines import own_engine, refuse_launcher
-from headrace.cli.jobfile import find_job, load_job
-from headrace.cli.options import JsonOption, SettingsOption, help_option, option
-from headrace.cli.output import answering
-from headrace.errors import UnfitMachine, UsageError
+from headrace.cli.engines import job_on_engine, refuse_launcher
+from headrace.cli.jobfile import find_job
+from headrace.cli.options import SettingsOption
+from headrace.cli.output import Answer, say, wrapped, writing
+from headrace.errors import UsageError
 from headrace.machine import disk
 from headrace.report.format import duration, short
 
@@ -48,98 +46,80 @@ _ACCUMULATE = "options.accumulate"
 
 ModelOrJob = Annotated[
     Path,
-    typer.Argument(
-        metavar="JOB.py|MODEL",
-        show_default=False,
-        help="A job, which is profiled here first; or a model's file, a profile (.json) or by hand (.toml).",
+    argument(
+        "JOB.py|MODEL", "A job, which is profiled here first; or a model's file, a profile (.json) or by hand (.toml)."
     ),
 ]
 SameBatchOption = Annotated[
     int | None,
     option(
         "--global-batch-size",
+        "Examples of a round, for all candidates. Default: the job's, or the largest batch of the model's file.",
         min=1,
-        help="Examples of a round, for all candidates. Default: the job's, or the largest batch of the model's file.",
     ),
 ]
 ExamplesOption = Annotated[
-    int | None,
-    typer.Option(
-        "--examples", min=1, show_default=False, help="To train in all. Default: the job's; 1000000 for a file."
-    ),
+    int | None, option("--examples", "To train in all. Default: the job's; 1000000 for a file.", min=1)
 ]
-DeadlineOption = Annotated[
-    str | None,
-    typer.Option(
-        "--deadline", metavar="2h", show_default=False, help="The cheapest that is done by then: 90min, 2h, 3d."
-    ),
-]
+DeadlineOption = Annotated[str | None, option("--deadline 2h", "The cheapest that is done by then: 90min, 2h, 3d.")]
 AnyUpdatesOption = Annotated[
     bool,
-    typer.Option(
-        "--any-updates", help="Also take a strategy whose updates are not one device's, and may need more examples."
-    ),
+    option("--any-updates", "Also take a strategy whose updates are not one device's, and may need more examples."),
 ]
-PageOption = Annotated[
-    Path | None,
-    typer.Option("--out", metavar="FILE.html", show_default=False, help="Write a page with curves there, too."),
-]
+PageOption = Annotated[Path | None, option("--out FILE.html", "Write a page with curves there, too.")]
 
 
+@command(_EXAMPLES)
 def recommend(
+    answer: Answer,
     model: ModelOrJob,
     cluster: ClusterFile,
     global_batch_size: SameBatchOption = None,
     examples: ExamplesOption = None,
-    price: Annotated[bool, typer.Option("--price", help="Rank by money instead of by time.")] = False,
+    price: Annotated[bool, option("--price", "Rank by money instead of by time.")] = False,
     deadline: DeadlineOption = None,
     any_updates: AnyUpdatesOption = False,
     assume: AssumeOption = None,
     out: PageOption = None,
     settings: SettingsOption = None,
     force: ForceOption = False,
-    as_json: JsonOption = False,
-    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
     """Simulate every strategy that fits, and name the best.
 
     Nothing is trained, and no machine but this one is touched; a job is profiled here.
     """
-    with answering(as_json) as answer:
-        limit_s = None if deadline is None else seconds_of(deadline)
-        job = model if model.suffix == ".py" else Path("job.py")
-        # Lazily: they import torch.
-        from headrace.prediction.cloud import cluster_of
+    limit_s = None if deadline is None else seconds_of(deadline)
+    job = model if model.suffix == ".py" else Path("job.py")
+    # Lazily: they import torch.
+    from headrace.prediction.cloud import cluster_of
 
-        # Before the model is measured, which takes half a minute.
-        machines = cluster_of(cluster)
-        known, batch, goal, pieces = _known(model, settings)
-        from headrace.prediction.recommendation.page import write_page
-        from headrace.prediction.recommendation.recommend import recommend as find
+    # Before the model is measured, which takes half a minute.
+    machines = cluster_of(cluster)
+    known, batch, goal, pieces = _known(model, settings)
+    from headrace.prediction.recommendation.page import write_page
+    from headrace.prediction.recommendation.recommend import recommend as find
 
-        found = find(
-            known,
-            machines,
-            global_batch_size=global_batch_size or batch,
-            examples=examples or goal,
-            by_money=price,
-            deadline_s=limit_s,
-            any_updates=any_updates,
-            assumptions=assumptions_of(assume or ()),
-            force=force,
-        )
-        own = _own_settings(found.winner.accumulate, pieces, settings or ())
-        command = _command(found, job, machines, cluster, own)
-        shell_lines = _shell_lines(command)
-        needed = _needed(found, job, batch)
-        lines = list(_lines(found, shell_lines, needed))
-        if out is not None:
-            try:
-                write_page(out, found, [*_sentences(found), *needed], shell_lines)
-            except OSError as error:
-                raise UnfitMachine(f"the page {out} cannot be written: {error.strerror}") from error
-            lines.append(f"page: {out}")
-        answer.give(_plain(found, _joined(command), needed), "\n".join(lines))
+    found = find(
+        known,
+        machines,
+        global_batch_size=global_batch_size or batch,
+        examples=examples or goal,
+        by_money=price,
+        deadline_s=limit_s,
+        any_updates=any_updates,
+        assumptions=assumptions_of(assume or ()),
+        force=force,
+    )
+    own = _own_settings(found.winner.accumulate, pieces, settings or ())
+    command = _command(found, job, machines, cluster, own)
+    shell_lines = _shell_lines(command)
+    needed = _needed(found, job, batch)
+    lines = list(_lines(found, shell_lines, needed))
+    if out is not None:
+        with writing("the page", out, "--out"):
+            write_page(out, found, [*_sentences(found), *needed], shell_lines)
+        lines.append(f"page: {out}")
+    answer.give(_plain(found, _joined(command), needed), "\n".join(lines))
 
 
 def seconds_of(text: str) -> float:
@@ -168,13 +148,12 @@ def _known(path: Path, settings: list[str] | None) -> tuple[ModelSpec | Path, in
         return path, None, _EXAMPLES_DEFAULT, 1
     refuse_launcher("recommend")
     find_job(path)
-    with own_engine() as engine:
-        job = load_job(path, settings or ())
+    with job_on_engine(path, settings) as (job, engine):
         # Lazily: they import torch.
         from headrace.api.model_profile import profile
         from headrace.data.given import as_pipeline
 
-        measured = profile(job, engine=engine, say=lambda line: typer.echo(f"measuring {line}", err=True))
+        measured = profile(job, engine=engine, say=lambda line: say(f"measuring {line}"))
         length = len(as_pipeline(job.data)[0])
     count = job.epochs * length if job.epochs else (job.steps or 1) * job.global_batch_size
     return measured, job.global_batch_size, count, job.options.accumulate
@@ -280,29 +259,25 @@ def _lines(found: Recommendation, command: Sequence[str], needed: Sequence[str])
     if winner.money:
         rows.append(("money", f"{short(winner.money)} for the hosts, whole"))
     for name, value in rows:
-        yield from _wrapped(value, f"{name:<13}", " " * 13)
-    yield from _wrapped(" ".join(_sentences(found)), "", "")
+        yield from wrapped(value, f"{name:<13}", " " * 13)
+    yield from wrapped(" ".join(_sentences(found)))
     yield ""
     yield from command
     for sentence in needed:
-        yield from _wrapped(sentence, "", "")
+        yield from wrapped(sentence)
     if winner.accumulate > 1:
-        yield from _wrapped(
+        yield from wrapped(
             f"Each share is cut into {winner.accumulate} micro-batches, so that activations fit.", "", ""
         )
     yield ""
     yield "the best of the others, and why they lost"
     for offer in found.best:
         if offer.text != winner.text:
-            yield from _wrapped(f"{offer.text}: {found.why_not(offer)}", "  ", "      ")
+            yield from wrapped(f"{offer.text}: {found.why_not(offer)}", "  ", "      ")
     for note in found.notes:
-        yield from _wrapped(note, "  ", "      ")
+        yield from wrapped(note, "  ", "      ")
     for family, why, number in found.misfits:
-        yield from _wrapped(f"{family}, {number} candidates: {why}", "  ", "      ")
-
-
-def _wrapped(text: str, first: str, later: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
+        yield from wrapped(f"{family}, {number} candidates: {why}", "  ", "      ")
 
 
 def _plain(found: Recommendation, command: str, needed: Sequence[str]) -> dict[str, Any]:

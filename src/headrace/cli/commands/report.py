@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from headrace.cli.options import JsonOption, help_option
-from headrace.cli.output import answering, show_comparison, show_run
-from headrace.errors import DataError, UnfitMachine
+from headrace.cli.command import argument, command, option
+from headrace.cli.output import Answer, show_comparison, show_run, writing
+from headrace.errors import DataError
 from headrace.machine import disk
 from headrace.report.model.summary import Summary, summarize
 from headrace.report.model.verdict import References, compared
@@ -26,33 +23,27 @@ _EXAMPLES = """
 """
 
 
+@command(_EXAMPLES)
 def report(
-    run_dir: Annotated[
-        Path,
-        typer.Argument(metavar="RUN_DIR", show_default=False, help="The directory of a run or a comparison."),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", metavar="FILE.html", show_default=False, help="The page. Default: report.html in RUN_DIR."
-        ),
-    ] = None,
-    as_json: JsonOption = False,
-    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
+    answer: Answer,
+    run_dir: Annotated[Path, argument("RUN_DIR", "The directory of a run or a comparison.")],
+    out: Annotated[Path | None, option("--out FILE.html", "The page. Default: report.html in RUN_DIR.")] = None,
 ) -> None:
     """Write the page of a run or a comparison.
 
     It is made from the event files, and the summary is printed; it works on a run that failed, and on one that goes on.
     """
-    with answering(as_json) as answer:
-        page = out or run_dir / "report.html"
-        if disk.is_file(run_dir / _COMPARISON):
-            summaries, references = _read_comparison(run_dir)
-            _write(page, summaries, references)
-            show_comparison(answer, summaries, references, run_dir, page)
-        else:
-            _write(page, (summarize(run_dir),), References())
-            show_run(answer, run_dir, page)
+    page = out or run_dir / "report.html"
+    if disk.is_file(run_dir / _COMPARISON):
+        summaries, references = _read_comparison(run_dir)
+        with writing("the page", page, "--out"):
+            write_page(page, summaries, references)
+        show_comparison(answer, summaries, references, run_dir, page)
+    else:
+        summary = summarize(run_dir)
+        with writing("the page", page, "--out"):
+            write_page(page, (summary,))
+        show_run(answer, run_dir, page)
 
 
 def _read_comparison(directory: Path) -> tuple[tuple[Summary, ...], References]:
@@ -76,13 +67,3 @@ def _read_comparison(directory: Path) -> tuple[tuple[Summary, ...], References]:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{file} is no comparison ({error!r}); run `headrace compare` again") from error
     return tuple(compared(directory, label, references) for label in labels), references
-
-
-def _write(page: Path, summaries: Sequence[Summary], references: References) -> None:
-    try:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        write_page(page, summaries, references)
-    except OSError as error:
-        raise UnfitMachine(
-            f"the page {page} cannot be written: {error.strerror}; name another place with --out"
-        ) from error

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import ast
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from headrace.cli.combinations import refuse_idle, resolved
+from headrace.cli.command import argument, command, option
 from headrace.cli.engines import refuse_launcher
 from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.options import (
     JobFile,
-    JsonOption,
     RunDirOption,
     SettingsOption,
+    StrategyOption,
     check_strategies,
     complete_strategy,
     default_run_dir,
-    help_option,
     job_name,
-    option,
 )
-from headrace.cli.output import answering
+from headrace.cli.output import Answer, say, wrapped
 from headrace.errors import UnknownName, UsageError
 from headrace.report.format import byte_count, clean, duration, percent, plural, short
 
@@ -51,148 +47,112 @@ _EXAMPLES = """
   headrace simulate model.json --cluster cluster.toml --assume network_share=0.5
 """
 
-ModelFile = Annotated[
-    Path,
-    typer.Argument(
-        metavar="MODEL", show_default=False, help="A model's file: a profile (.json), or written by hand (.toml)."
-    ),
-]
+ModelFile = Annotated[Path, argument("MODEL", "A model's file: a profile (.json), or written by hand (.toml).")]
 ClusterFile = Annotated[
     Path,
-    typer.Option(
-        "--cluster",
-        metavar="FILE|NAME:N",
-        show_default=False,
-        help="The hosts and the links between them; or N machines of a cloud, aws-g5.xlarge:4.",
-    ),
+    option("--cluster FILE|NAME:N", "The hosts and the links between them; or N machines of a cloud, aws-g5.xlarge:4."),
 ]
-ForceOption = Annotated[
-    bool, typer.Option("--force", help="Use a profile of other versions or of another kind of device.")
-]
+ForceOption = Annotated[bool, option("--force", "Use a profile of other versions or of another kind of device.")]
 VirtualWorkersOption = Annotated[
-    int | None, option("--workers", min=1, help="How many. Default: as many as the cluster has devices.")
+    int | None, option("--workers", "How many. Default: as many as the cluster has devices.", min=1)
 ]
 BatchSizeOption = Annotated[
     int | None,
-    typer.Option(
+    option(
         "--global-batch-size",
+        "Examples of a round. Default: the largest batch of the model's file on every replica.",
         min=1,
-        show_default=False,
-        help="Examples of a round. Default: the largest batch of the model's file on every replica.",
     ),
 ]
 AssumeOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--assume",
-        metavar="KEY=VALUE",
-        show_default=False,
-        help="What neither file says, such as network_share=0.6; may be given again.",
-    ),
+    option("--assume KEY=VALUE", "What neither file says, such as network_share=0.6; may be given again."),
 ]
 
 
+@command(_EXAMPLES)
 def simulate(
+    answer: Answer,
     model: ModelFile,
     cluster: ClusterFile,
-    strategy: Annotated[
-        str, typer.Option("--strategy", help="How it is distributed.", autocompletion=complete_strategy)
-    ] = "mirrored",
+    strategy: StrategyOption = "mirrored",
     workers: VirtualWorkersOption = None,
     global_batch_size: BatchSizeOption = None,
     assume: AssumeOption = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--run-dir", metavar="DIR", show_default=False, help="Write the events there, for `headrace report`."
-        ),
-    ] = None,
+    run_dir: Annotated[Path | None, option("--run-dir DIR", "Write the events there, for `headrace report`.")] = None,
     force: ForceOption = False,
-    as_json: JsonOption = False,
-    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
     """Simulate a strategy on machines that need not be there.
 
     It runs in virtual time. Schedules, shards and policies are those of real runs; nothing is trained, and no process
     is started.
     """
-    with answering(as_json) as answer:
-        check_strategies([strategy])
-        # Lazily: they import torch.
-        from headrace.prediction.simulation.simulate import simulate as run
+    check_strategies([strategy])
+    # Lazily: they import torch.
+    from headrace.prediction.simulation.simulate import simulate as run
 
-        prediction = run(
-            model,
-            cluster,
-            resolved(strategy, workers),
-            global_batch_size=global_batch_size,
-            assumptions=assumptions_of(assume or ()),
-            run_dir=run_dir,
-            force=force,
-        )
-        answer.give(prediction_plain(prediction), _text(prediction, run_dir))
+    prediction = run(
+        model,
+        cluster,
+        resolved(strategy, workers),
+        global_batch_size=global_batch_size,
+        assumptions=assumptions_of(assume or ()),
+        run_dir=run_dir,
+        force=force,
+    )
+    answer.give(prediction_plain(prediction), _text(prediction, run_dir))
 
 
+@command(_REHEARSALS)
 def rehearse(
+    answer: Answer,
     path: JobFile,
     strategy: Annotated[
         str | None,
-        option(
-            "--strategy", help="How it is distributed. Default: as the run of --from.", autocompletion=complete_strategy
-        ),
+        option("--strategy", "How it is distributed. Default: as the run of --from.", autocompletion=complete_strategy),
     ] = None,
     workers: VirtualWorkersOption = None,
     cluster: Annotated[
-        Path | None,
-        option("--cluster", metavar="FILE|NAME:N", help="As of `headrace simulate`. Default: machines like this one."),
+        Path | None, option("--cluster FILE|NAME:N", "As of `headrace simulate`. Default: machines like this one.")
     ] = None,
     model: Annotated[
-        Path | None,
-        option("--model", metavar="FILE", help="A profile of the job's model. Default: it is measured here."),
+        Path | None, option("--model FILE", "A profile of the job's model. Default: it is measured here.")
     ] = None,
-    record: Annotated[
-        Path | None, option("--from", metavar="RUN", help="A real run, whose order of events is taken.")
-    ] = None,
-    seed: Annotated[
-        int | None, option("--seed", min=0, help="Of the variation of computing times. Default: 0.")
-    ] = None,
+    record: Annotated[Path | None, option("--from RUN", "A real run, whose order of events is taken.")] = None,
+    seed: Annotated[int | None, option("--seed", "Of the variation of computing times. Default: 0.", min=0)] = None,
     assume: AssumeOption = None,
-    alone: Annotated[
-        bool, typer.Option("--alone/--no-alone", help="Also train in one process, to compare with.")
-    ] = True,
+    alone: Annotated[bool, option("--alone/--no-alone", "Also train in one process, to compare with.")] = True,
     run_dir: RunDirOption = None,
     settings: SettingsOption = None,
     force: ForceOption = False,
-    as_json: JsonOption = False,
-    show_help: Annotated[bool, help_option(_REHEARSALS)] = False,
 ) -> None:
     """Train as many workers would, in one process.
 
     Times are virtual, and gradients are real: the loss curve is that of so many workers, on that network.
     """
-    with answering(as_json) as answer:
-        refuse_launcher("rehearse")
-        find_job(path)
-        refuse_idle({"--workers": workers is not None and not strategy}, "the run of --from has its own; leave it out")
-        assumed = assumptions_of([*(assume or ()), *([] if seed is None else [f"seed={seed}"])])
-        chosen = resolved(strategy, workers) if strategy else None
-        job = load_job(path, settings or ())
-        # Lazily: it imports torch.
-        from headrace.api.rehearsal.rehearse import rehearse as run
+    refuse_launcher("rehearse")
+    find_job(path)
+    if not strategy:
+        refuse_idle(answer.given("--workers"), "the run of --from has its own; leave it out")
+    assumed = assumptions_of([*(assume or ()), *([] if seed is None else [f"seed={seed}"])])
+    chosen = resolved(strategy, workers) if strategy else None
+    job = load_job(path, settings or ())
+    # Lazily: it imports torch.
+    from headrace.api.rehearsal.rehearse import rehearse as run
 
-        found = run(
-            job,
-            chosen,
-            cluster,
-            model=model,
-            assumptions=assumed,
-            from_run=record,
-            run_dir=run_dir or default_run_dir(f"rehearsal-{job_name(path)}"),
-            alone=alone,
-            force=force,
-            say=lambda line: typer.echo(line, err=True),
-        )
-        answer.give(_rehearsal_plain(found), "\n".join(_rehearsal_lines(found)))
+    found = run(
+        job,
+        chosen,
+        cluster,
+        model=model,
+        assumptions=assumed,
+        from_run=record,
+        run_dir=run_dir or default_run_dir(f"rehearsal-{job_name(path)}"),
+        alone=alone,
+        force=force,
+        say=say,
+    )
+    answer.give(_rehearsal_plain(found), "\n".join(_rehearsal_lines(found)))
 
 
 def assumptions_of(settings: Sequence[str]) -> Assumptions | None:
@@ -317,5 +277,5 @@ def _rehearsal_lines(found: Rehearsal) -> Iterator[str]:
         yield f"{'staleness':<14}{f'{staleness:.3g} updates on average':>28}"
     yield f"{'here':<14}{f'{duration(found.seconds)}, {byte_count(found.memory_bytes)}':>28}"
     for note in found.notes:
-        yield from textwrap.wrap(f"note          {note}", 80, subsequent_indent=" " * 14)
+        yield from wrapped(note, "note          ", " " * 14)
     yield f"run dir: {run.run_dir}"

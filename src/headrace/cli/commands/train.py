@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headrace.cli.combinations import count_of, refuse_idle, resolved
-from headrace.cli.engines import launched_rank, own_engine, refuse_launcher
+from headrace.cli.command import command, option
+from headrace.cli.engines import job_on_engine, launched_rank, own_engine, refuse_launcher
 from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.options import (
     CheckOption,
@@ -19,7 +19,6 @@ from headrace.cli.options import (
     DevicesOption,
     EncryptOption,
     JobFile,
-    JsonOption,
     KeepOption,
     ResetOptimizerOption,
     ResumeFromOption,
@@ -31,21 +30,20 @@ from headrace.cli.options import (
     ServersOption,
     SettingsOption,
     SnapshotsEveryOption,
+    StrategyOption,
     TensorBoardOption,
     TimeoutOption,
     WorkersOption,
     check_strategies,
     checkpoints_of,
     complete_strategies,
-    complete_strategy,
     default_run_dir,
-    help_option,
     job_name,
     saying_where,
     split_names,
     tensorboards,
 )
-from headrace.cli.output import Answer, ExitCode, answering, show_comparison, show_run
+from headrace.cli.output import Answer, ExitCode, show_comparison, show_run
 from headrace.cli.ray_cluster import PlacementOption, ResourcesOption, RuntimeEnvOption, is_ray, ray_engine
 from headrace.cli.watching import watching
 from headrace.devices import AUTO
@@ -76,23 +74,16 @@ _COMPARE_EXAMPLES = """
   headrace compare job.py --workers 2 --set epochs=1 --json | jq .verdict
 """
 
-_StrategyOption = Annotated[
-    str, typer.Option("--strategy", metavar="NAME", autocompletion=complete_strategy, help="How it is distributed.")
-]
+_PredictOption = Annotated[Path | None, option("--predict FILE", "A profile: the report says how far off it predicts.")]
 
-_PredictOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--predict", metavar="FILE", show_default=False, help="A profile: the report says how far off it predicts."
-    ),
-]
-
-_WatchOption = Annotated[bool, typer.Option("--watch", help="Show the run in a browser meanwhile, and say where.")]
+_WatchOption = Annotated[bool, option("--watch", "Show the run in a browser meanwhile, and say where.")]
 
 
+@command(_EXAMPLES)
 def train(
+    answer: Answer,
     path: JobFile,
-    strategy: _StrategyOption = "one_device",
+    strategy: StrategyOption = "one_device",
     workers: WorkersOption = None,
     servers: ServersOption = None,
     device: DevicesOption = AUTO,
@@ -117,39 +108,43 @@ def train(
     predict: _PredictOption = None,
     tensorboard: TensorBoardOption = None,
     watch: _WatchOption = False,
-    as_json: JsonOption = False,
-    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
     """Train the job of a file under one strategy."""
-    with answering(as_json) as answer:
-        strategy = _checked(path, tensorboard, strategy, servers)
-        ray = ray_engine(cluster, secret_file, runtime_env, resources, placement)
-        checkpoints = checkpoints_of(checkpoint_every, keep, snapshots_every, copy_to)
-        going = _going(resume, resume_if_saved, resume_from, run_dir)
-        where = run_dir or default_run_dir(f"{job_name(path)}-{parse_call(strategy).name}")
-        # In this order: the engine forks this process, which must not have run the job file before.
-        with own_engine(secret_file, path, ray) as engine, saying_where(where):
-            job, chosen = load_job(path, settings or ()), resolved(strategy, workers, servers)
-            from headrace.api.fit import fit
+    if servers and strategy == "one_device":
+        strategy = "parameter_server"
+    check_strategies([strategy])
+    _check_files(path, tensorboard)
+    ray = ray_engine(cluster, secret_file, runtime_env, resources, placement)
+    checkpoints = checkpoints_of(checkpoint_every, keep, snapshots_every, copy_to)
+    going = _going(resume, resume_if_saved, resume_from, run_dir)
+    where = run_dir or default_run_dir(f"{job_name(path)}-{parse_call(strategy).name}")
+    # In this order: the engine forks this process, which must not have run the job file before.
+    with own_engine(secret_file, path, ray) as engine, saying_where(where):
+        job, chosen = load_job(path, settings or ()), resolved(strategy, workers, servers)
+        from headrace.api.fit import fit
 
-            _keep_prediction(predict, cluster, job, chosen, device, where)
-            with tensorboards(tensorboard) as on_event, watching(where, watch):
-                run = fit(
-                    job,
-                    strategy=chosen,
-                    device=device,
-                    run_dir=where,
-                    on_event=on_event,
-                    timeout_s=timeout_s,
-                    engine=engine,
-                    checkpoints=_saving(chosen, checkpoints, snapshots_every, (checkpoint_every, keep, copy_to)),
-                    resume=going,
-                    reset_optimizer=reset_optimizer,
-                    check=check,
-                    cluster=None if ray else cluster,
-                    encrypt=encrypt,
-                )
-        _finish(answer, where, run.interrupted)
+        _keep_prediction(predict, cluster, job, chosen, device, where)
+        with tensorboards(tensorboard) as on_event, watching(where, watch):
+            run = fit(
+                job,
+                strategy=chosen,
+                device=device,
+                run_dir=where,
+                on_event=on_event,
+                timeout_s=timeout_s,
+                engine=engine,
+                checkpoints=_saving(answer, chosen, checkpoints),
+                resume=going,
+                reset_optimizer=reset_optimizer,
+                check=check,
+                cluster=None if ray else cluster,
+                encrypt=encrypt,
+            )
+    # One process speaks for all.
+    if launched_rank() in (None, 0):
+        show_run(answer, where)
+    if run.interrupted:
+        raise typer.Exit(ExitCode.INTERRUPTED)
 
 
 def _keep_prediction(
@@ -174,49 +169,20 @@ def _keep_prediction(
     simulate(profile, machines, strategy, global_batch_size=batch, accumulate=pieces).save(run_dir)
 
 
-def _saving(
-    strategy: Strategy, wanted: Checkpoints | None, snapshots_every: str | None, others: Sequence[object]
-) -> Checkpoints | bool | None:
+def _saving(answer: Answer, strategy: Strategy, wanted: Checkpoints | None) -> Checkpoints | bool | None:
     """Returns what `fit` takes; what is asked for is not left out where the strategy has no single model to save."""
     servers = getattr(getattr(strategy, "outer", strategy), "servers", None)
-    refuse_idle(
-        {"--snapshots-every": snapshots_every is not None and not servers},
-        f"for parameter servers without backups, and {strategy.name} has none; leave it out",
-    )
-    asked = any(each is not None for each in (snapshots_every, *others))
-    return (wanted or False) if strategy.one_model or asked else None
-
-
-def _checked(path: Path, tensorboard: Path | None, strategy: str, servers: int | None) -> str:
-    """Checks what needs no job, and returns the strategy's name."""
-    named = _named(strategy, servers)
-    _check_files(path, tensorboard)
-    return named
-
-
-def _finish(answer: Answer, run_dir: Path, interrupted: bool) -> None:
-    """Prints a run where one process speaks for all, and exits if it was interrupted."""
-    if launched_rank() in (None, 0):
-        show_run(answer, run_dir)
-    _end(interrupted)
-
-
-def _end(interrupted: bool) -> None:
-    if interrupted:
-        raise typer.Exit(ExitCode.INTERRUPTED)
+    if not servers:
+        why = f"for parameter servers without backups, and {strategy.name} has none; leave it out"
+        refuse_idle(answer.given("--snapshots-every"), why)
+    asked = answer.given("--checkpoint-every", "--keep", "--copy-to", "--snapshots-every")
+    return (wanted or False) if strategy.one_model or any(asked.values()) else None
 
 
 def _check_files(path: Path, tensorboard: Path | None) -> None:
     find_job(path)
     if tensorboard is not None:
         require_extra("tensorboard", "--tensorboard")
-
-
-def _named(strategy: str, servers: int | None) -> str:
-    """Returns the strategy's name; servers without one mean parameter_server."""
-    named = "parameter_server" if servers and strategy == "one_device" else strategy
-    check_strategies([named])
-    return named
 
 
 def _going(resume: bool, if_saved: bool, resume_from: str | None, run_dir: Path | None) -> bool | str | Path:
@@ -231,15 +197,16 @@ def _going(resume: bool, if_saved: bool, resume_from: str | None, run_dir: Path 
     return "if_saved" if if_saved else resume
 
 
+@command(_COMPARE_EXAMPLES)
 def compare(
+    answer: Answer,
     path: JobFile,
     strategies: Annotated[
         str,
-        typer.Option(
-            "--strategies",
-            metavar="NAME,NAME,...",
+        option(
+            "--strategies NAME,NAME,...",
+            "Under which it is trained, one after the other.",
             autocompletion=complete_strategies,
-            help="Under which it is trained, one after the other.",
         ),
     ] = "one_device,mirrored,central_storage",
     workers: WorkersOption = None,
@@ -248,42 +215,36 @@ def compare(
     settings: SettingsOption = None,
     timeout_s: TimeoutOption = 10.0,
     tensorboard: TensorBoardOption = None,
-    retries: Annotated[
-        int, typer.Option("--retries", metavar="N", min=0, help="Most repetitions of a disturbed measurement.")
-    ] = 2,
-    as_json: JsonOption = False,
-    show_help: Annotated[bool, help_option(_COMPARE_EXAMPLES)] = False,
+    retries: Annotated[int, option("--retries N", "Most repetitions of a disturbed measurement.", min=0)] = 2,
 ) -> None:
     """Train the job of a file under several strategies.
 
     Progress goes to stderr, the table to stdout, with the path of a page that needs no other file.
     """
-    with answering(as_json) as answer:
-        refuse_launcher("compare")
-        names = split_names(strategies)
-        check_strategies(names)
-        _check_files(path, tensorboard)
-        where = run_dir or default_run_dir(f"compare-{job_name(path)}")
-        # In this order for the same reason as in `train`.
-        with own_engine() as engine, saying_where(where):
-            job = load_job(path, settings or ())
-            from headrace.api.comparison import compare as compare_strategies
-            from headrace.strategies import resolve
+    refuse_launcher("compare")
+    names = split_names(strategies)
+    check_strategies(names)
+    _check_files(path, tensorboard)
+    where = run_dir or default_run_dir(f"compare-{job_name(path)}")
+    with job_on_engine(path, settings) as (job, engine), saying_where(where):
+        from headrace.api.comparison import compare as compare_strategies
+        from headrace.strategies import resolve
 
-            chosen = [resolve(name, workers) for name in names]
-            for name, count in zip(names, map(count_of, chosen), strict=True):
-                if workers is not None and count not in (None, workers):
-                    raise UsageError(f"--workers {workers}: {name} runs on {count}; say it once")
-            with tensorboards(tensorboard) as on_event:
-                comparison = compare_strategies(
-                    job,
-                    chosen,
-                    device=device,
-                    run_dir=where,
-                    on_event=on_event,
-                    timeout_s=timeout_s,
-                    engine=engine,
-                    retries=retries,
-                )
-        show_comparison(answer, comparison.summaries, comparison.references, where, comparison.page)
-    _end(any(summary.status == "interrupted" for summary in comparison.summaries))
+        chosen = [resolve(name, workers) for name in names]
+        for name, count in zip(names, map(count_of, chosen), strict=True):
+            if workers is not None and count not in (None, workers):
+                raise UsageError(f"--workers {workers}: {name} runs on {count}; say it once")
+        with tensorboards(tensorboard) as on_event:
+            comparison = compare_strategies(
+                job,
+                chosen,
+                device=device,
+                run_dir=where,
+                on_event=on_event,
+                timeout_s=timeout_s,
+                engine=engine,
+                retries=retries,
+            )
+    show_comparison(answer, comparison.summaries, comparison.references, where, comparison.page)
+    if any(summary.status == "interrupted" for summary in comparison.summaries):
+        raise typer.Exit(ExitCode.INTERRUPTED)

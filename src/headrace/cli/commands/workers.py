@@ -7,10 +7,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from headrace.cli.options import JsonOption, help_option
-from headrace.cli.output import answering
+from headrace.cli.command import argument, command
+from headrace.cli.output import Answer
 from headrace.engine.local.scaling import ask_for_states, ask_for_workers
 from headrace.errors import UsageError
 
@@ -29,38 +27,31 @@ class Change(StrEnum):
     LIST = "list"
 
 
+@command(_EXAMPLES)
 def workers(
-    change: Annotated[
-        Change, typer.Argument(metavar="add|remove|list", show_default=False, help="Whether to add, remove or list.")
-    ],
+    answer: Answer,
+    change: Annotated[Change, argument("add|remove|list", "Whether to add, remove or list.")],
     words: Annotated[
         list[str],
-        typer.Argument(
-            metavar="[N] RUN_DIR",
-            show_default=False,
-            help="How many workers, but to list them; and the directory of a run that goes on.",
-        ),
+        argument("[N] RUN_DIR", "How many workers, but to list them; and the directory of a run that goes on."),
     ],
-    as_json: JsonOption = False,
-    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
     """Add workers to a running job, remove workers, or list them.
 
     For parameter_server without a bound, downpour and averaging through servers; with min_workers also for mirrored,
     central_storage and parameter_averaging. Under torchrun or srun, `add` says how to start a process that joins.
     """
-    with answering(as_json) as answer:
-        if change == Change.LIST:
-            states = ask_for_states(_run_dir(change, words, 1))
-            lines = [f"rank {each.rank} on {each.host}, process {each.process}: {each.state}" for each in states]
-            answer.give({"workers": [asdict(each) for each in states]}, "\n".join(lines))
-            return
-        run_dir = _run_dir(change, words, 2)
-        count = int(words[0]) if words[0].isdecimal() else 0
-        if count < 1:
-            raise UsageError(f"N must be at least 1, got {words[0]}")
-        told = ask_for_workers(run_dir, count if change == Change.ADD else -count)
-        answer.give({"said": told}, told)
+    if change == Change.LIST:
+        states = ask_for_states(_run_dir(change, words, 1))
+        lines = [f"rank {each.rank} on {each.host}, process {each.process}: {each.state}" for each in states]
+        answer.give({"workers": [asdict(each) for each in states]}, "\n".join(lines))
+        return
+    run_dir = _run_dir(change, words, 2)
+    count = int(words[0]) if words[0].isdecimal() else 0
+    if count < 1:
+        raise UsageError(f"N must be at least 1, got {words[0]}")
+    told = ask_for_workers(run_dir, count if change == Change.ADD else -count)
+    answer.give({"said": told}, told)
 
 
 def _run_dir(change: Change, words: list[str], wanted: int) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -14,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.options import JsonOption, help_option
-from headrace.cli.output import Answer, ExitCode, answering
+from headrace.cli.command import argument, command
+from headrace.cli.output import Answer, ExitCode, wrapped
 from headrace.errors import CorruptCheckpoint, UnfitMachine, UsageError
 from headrace.machine import disk
 from headrace.report.format import MISSING, byte_count, clean
@@ -43,31 +42,25 @@ class _Action(StrEnum):
     SHOW = "show"
 
 
+@command(_EXAMPLES)
 def checkpoint(
+    answer: Answer,
     action: Annotated[
         _Action,
-        typer.Argument(
-            metavar="list|verify|show",
-            show_default=False,
-            help="All of them, after a look at manifests and sizes; whether every byte is as it was saved; "
+        argument(
+            "list|verify|show",
+            "All of them, after a look at manifests and sizes; whether every byte is as it was saved; "
             "what is in one, the newest if PATH has several.",
         ),
     ],
-    path: Annotated[
-        Path,
-        typer.Argument(
-            metavar="PATH", show_default=False, help="A run directory, its folder checkpoints, or one checkpoint."
-        ),
-    ],
-    as_json: JsonOption = False,
-    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
+    path: Annotated[Path, argument("PATH", "A run directory, its folder checkpoints, or one checkpoint.")],
 ) -> None:
     """List, verify or show checkpoints.
 
     Where verify finds one that is not as it was saved, it names the file and what is wrong, and the exit code is 5.
     """
     sound = True
-    with answering(as_json) as answer, _reading(path):
+    with _reading(path):
         folder, steps = _found(path)
         match action:
             case _Action.LIST:
@@ -187,7 +180,7 @@ def _show(answer: Answer, found: Checkpoint) -> None:
         return
     answer.text(f"checkpoint  {clean(str(found.path))}")
     for name, words in _facts(found, description):
-        for line in textwrap.wrap(f"{name:<12}{words}", 80, subsequent_indent=" " * 12, break_on_hyphens=False):
+        for line in wrapped(words, f"{name:<12}", " " * 12):
             answer.text(line)
     rows = [(each["name"], _shape(each), each["dtype"], byte_count(each["bytes"])) for each in tensors[:_SHOWN]]
     answer.text("\n" + _columns([("tensors, largest first", "shape", "type", "size"), *rows], right=(3,)))

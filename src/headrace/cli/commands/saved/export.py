@@ -6,11 +6,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from headrace.cli.command import argument, command, option
 from headrace.cli.commands.saved.job_of_run import job_of_run
-from headrace.cli.options import JsonOption, SettingsOption, help_option, option
-from headrace.cli.output import answering
+from headrace.cli.options import SettingsOption
+from headrace.cli.output import Answer
 from headrace.export.choice import choose, read_labels
 from headrace.report.format import byte_count
 from headrace.spec.plain import to_plain
@@ -45,66 +44,51 @@ class Target(StrEnum):
 
 
 _TargetOption = Annotated[
-    Target, typer.Option("--target", help="What will run it. browser: also a page that shows it; mobile: a phone.")
+    Target, option("--target", "What will run it. browser: also a page that shows it; mobile: a phone.")
 ]
 _FormatsOption = Annotated[
     str | None,
     option(
-        "--formats",
-        metavar="NAME,NAME",
-        help="pt2 (torch.export), onnx; for mobile pte (ExecuTorch) or tflite (LiteRT). Default: those of the target.",
+        "--formats NAME,NAME",
+        "pt2 (torch.export), onnx; for mobile pte (ExecuTorch) or tflite (LiteRT). Default: those of the target.",
     ),
 ]
 _LabelsOption = Annotated[
-    Path | None,
-    option("--labels", metavar="FILE", help="Names of the classes or of a text's tokens: one a line, or a JSON list."),
+    Path | None, option("--labels FILE", "Names of the classes or of a text's tokens: one a line, or a JSON list.")
 ]
 _WebOption = Annotated[
     Path | None,
     option(
-        "--onnxruntime-web",
-        metavar="PATH",
-        help="For a browser: the archive that `npm pack` wrote, or the package's folder. Default: npm fetches it.",
+        "--onnxruntime-web PATH",
+        "For a browser: the archive that `npm pack` wrote, or the package's folder. Default: npm fetches it.",
     ),
 ]
 _QuantizeOption = Annotated[
     Precision | None,
-    option("--quantize", help="Smaller numbers in the file. Shows the metrics on the evaluation set before and after."),
+    option("--quantize", "Smaller numbers in the file. Shows the metrics on the evaluation set before and after."),
 ]
 _ServerOption = Annotated[
-    str | None, option("--for", metavar="SERVER", help="Also what triton, kserve or docker needs to run the model.")
+    str | None, option("--for SERVER", "Also what triton, kserve or docker needs to run the model.")
 ]
 
 
+@command(_EXAMPLES)
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", show_default=False, help="The directory of a run.")],
-    folder: Annotated[
-        Path,
-        typer.Option("--output", "-o", metavar="FOLDER", show_default=False, help="Which is made; it must not exist."),
-    ],
+    answer: Answer,
+    run: Annotated[Path, argument("RUN", "The directory of a run.")],
+    folder: Annotated[Path, option("--output -o FOLDER", "Which is made; it must not exist.")],
     target: _TargetOption = Target.SERVER,
     formats: _FormatsOption = None,
     labels: _LabelsOption = None,
     onnxruntime_web: _WebOption = None,
     step: Annotated[
         int | None,
-        typer.Option(
-            "--step",
-            metavar="N",
-            min=0,
-            show_default=False,
-            help="Of a checkpoint of the run. [default: its end, or its newest checkpoint]",
-        ),
+        option("--step N", "Of a checkpoint of the run. [default: its end, or its newest checkpoint]", min=0),
     ] = None,
-    job_file: Annotated[
-        Path | None,
-        typer.Option("--job", metavar="JOB.py", show_default=False, help="Where the run does not name its own."),
-    ] = None,
+    job_file: Annotated[Path | None, option("--job JOB.py", "Where the run does not name its own.")] = None,
     server: _ServerOption = None,
     quantize: _QuantizeOption = None,
     settings: SettingsOption = None,
-    as_json: JsonOption = False,
-    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
     """Write a trained model as files that run without headrace.
 
@@ -112,29 +96,28 @@ def export(
     model.pt2, model.onnx, sample.safetensors, and signature.json, which says what goes in and comes out; for a browser
     also a page with onnxruntime-web.
     """
-    with answering(as_json) as answer:
-        # Lazily: they import torch.
-        from headrace.api.exporting import export_run
-        from headrace.export.deployment import check_kind, write_deployment
+    # Lazily: they import torch.
+    from headrace.api.exporting import export_run
+    from headrace.export.deployment import check_kind, write_deployment
 
-        choice = choose(
-            target,
-            None if formats is None else tuple(filter(None, formats.split(","))),
-            () if labels is None else read_labels(labels),
-            onnxruntime_web,
-            quantize,
-        )
-        job = job_of_run(run, job_file, settings, otherwise="call run.export(...) in the program")
-        if server is not None:
-            check_kind(server)
-        signature = export_run(job, run, folder, choice, step)
-        document = {"folder": str(folder), **to_plain(signature)}
-        lines = _lines(folder, signature)
-        if server is not None:
-            path, advice = write_deployment(folder, signature, server)
-            document |= {"deployment": str(path), "advice": advice}
-            lines.append(f"{path}: {advice}")
-        answer.give(document, "\n".join(lines))
+    choice = choose(
+        target,
+        None if formats is None else tuple(filter(None, formats.split(","))),
+        () if labels is None else read_labels(labels),
+        onnxruntime_web,
+        quantize,
+    )
+    job = job_of_run(run, job_file, settings, otherwise="call run.export(...) in the program")
+    if server is not None:
+        check_kind(server)
+    signature = export_run(job, run, folder, choice, step)
+    document = {"folder": str(folder), **to_plain(signature)}
+    lines = _lines(folder, signature)
+    if server is not None:
+        path, advice = write_deployment(folder, signature, server)
+        document |= {"deployment": str(path), "advice": advice}
+        lines.append(f"{path}: {advice}")
+    answer.give(document, "\n".join(lines))
 
 
 def _lines(folder: Path, signature: Signature) -> list[str]:

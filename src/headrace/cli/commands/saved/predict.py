@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+from headrace.cli.command import argument, command, option
 from headrace.cli.commands.saved.job_of_run import job_of_run
-from headrace.cli.options import JsonOption, SettingsOption, help_option
-from headrace.cli.output import answering
+from headrace.cli.options import SettingsOption
+from headrace.cli.output import Answer
 from headrace.errors import UnfitMachine, UsageError
 from headrace.machine import disk
 
@@ -27,60 +26,42 @@ _EXAMPLES = """
 _LINES, _ARRAYS = ".jsonl", ".npz"
 
 
+@command(_EXAMPLES)
 def predict(
-    run: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN", show_default=False, help="The directory of a run, or a folder that `export` has written."
-        ),
-    ],
-    data: Annotated[
-        Path,
-        typer.Argument(metavar="DATA", show_default=False, help="A file .npy, .npz, .csv, .json, or an image."),
-    ],
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", show_default=False, help="A new file .jsonl or .npz."),
-    ] = None,
-    step: Annotated[
-        int | None,
-        typer.Option("--step", metavar="N", min=0, show_default=False, help="Of a checkpoint of the run."),
-    ] = None,
-    job_file: Annotated[
-        Path | None,
-        typer.Option("--job", metavar="JOB.py", show_default=False, help="Where the run does not name its own."),
-    ] = None,
+    answer: Answer,
+    run: Annotated[Path, argument("RUN", "The directory of a run, or a folder that `export` has written.")],
+    data: Annotated[Path, argument("DATA", "A file .npy, .npz, .csv, .json, or an image.")],
+    output: Annotated[Path | None, option("--output -o FILE", "A new file .jsonl or .npz.")] = None,
+    step: Annotated[int | None, option("--step N", "Of a checkpoint of the run.", min=0)] = None,
+    job_file: Annotated[Path | None, option("--job JOB.py", "Where the run does not name its own.")] = None,
     settings: SettingsOption = None,
-    as_json: JsonOption = False,
-    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
     """Print what a trained model says of examples.
 
     One line of JSON for each. The file holds the examples as the model takes them, after the transforms of the job's
     data. An image is cropped to its middle, resized, and its pixels are scaled to the range of the job's examples.
     """
-    with answering(as_json) as answer:
-        if output is not None and (disk.exists(output) or output.suffix not in (_LINES, _ARRAYS)):
-            raise UsageError(f"--output takes a new file {_LINES} or {_ARRAYS}, got {output}")
-        # Lazily: they import torch.
-        from headrace.api.exporting import predict_file, predict_with_folder
-        from headrace.export.signature import NAME
+    if output is not None and (disk.exists(output) or output.suffix not in (_LINES, _ARRAYS)):
+        raise UsageError(f"--output takes a new file {_LINES} or {_ARRAYS}, got {output}")
+    # Lazily: they import torch.
+    from headrace.api.exporting import predict_file, predict_with_folder
+    from headrace.export.signature import NAME
 
-        if disk.exists(run / NAME):
-            if step is not None or job_file is not None or settings:
-                raise UsageError(f"{run} is an exported model; --step, --job and --set are for the directory of a run")
-            task, found = predict_with_folder(run, data)
-        else:
-            job = job_of_run(run, job_file, settings, otherwise="call run.predict(...) in the program")
-            task, found = job.task.name if job.task else "", predict_file(job, run, data, step)
-        count = max(map(len, found.values()))
-        if output is not None:
-            _write(output, task, found)
-            answer.give({"output": str(output), "examples": count}, f"{output}: {count} examples")
-        elif as_json:
-            answer.document({"predictions": list(_rows(task, found))})
-        else:
-            answer.text("\n".join(_lines(task, found)))
+    if disk.exists(run / NAME):
+        if step is not None or job_file is not None or settings:
+            raise UsageError(f"{run} is an exported model; --step, --job and --set are for the directory of a run")
+        task, found = predict_with_folder(run, data)
+    else:
+        job = job_of_run(run, job_file, settings, otherwise="call run.predict(...) in the program")
+        task, found = job.task.name if job.task else "", predict_file(job, run, data, step)
+    count = max(map(len, found.values()))
+    if output is not None:
+        _write(output, task, found)
+        answer.give({"output": str(output), "examples": count}, f"{output}: {count} examples")
+    elif answer.as_json:
+        answer.document({"predictions": list(_rows(task, found))})
+    else:
+        answer.text("\n".join(_lines(task, found)))
 
 
 def _write(path: Path, task: str, found: Mapping[str, Array]) -> None:

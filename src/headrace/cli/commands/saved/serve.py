@@ -7,11 +7,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from headrace.cli.combinations import refuse_idle
-from headrace.cli.options import MOST_SECONDS, JsonOption, help_option, option
-from headrace.cli.output import Answer, answering
+from headrace.cli.command import argument, command, option
+from headrace.cli.options import MOST_SECONDS
+from headrace.cli.output import Answer
 from headrace.errors import UsageError
 from headrace.web.access import check_access, is_loopback, read_token
 
@@ -25,67 +24,47 @@ _EXAMPLES = """
   headrace serve model --cluster ray://auto --replicas 4
 """
 _RAY = "ray://"
-_DRAIN_S = 30.0
 _TOKEN = "HEADRACE_SERVE_TOKEN"
 
 _Models = Annotated[
     list[Path],
-    typer.Argument(
-        metavar="MODEL",
-        show_default=False,
-        help="Folders that `export` has written, or folders of such ones named 1, 2, ...: versions of one model.",
+    argument(
+        "MODEL", "Folders that `export` has written, or folders of such ones named 1, 2, ...: versions of one model."
     ),
 ]
-_Host = Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Where to listen.")]
-_Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="0 for a free one.")]
+_Host = Annotated[str, option("--host ADDRESS", "Where to listen.")]
+_Port = Annotated[int, option("--port", "0 for a free one.", min=0, max=65535)]
 _HealthPort = Annotated[
     int | None,
     option(
         "--health-port",
+        "Also answer probes here, in a thread of their own: no load delays them. 0 for a free one.",
         min=0,
         max=65535,
-        help="Also answer probes here, in a thread of their own: no load delays them. 0 for a free one.",
     ),
 ]
-_MaxBatch = Annotated[int, typer.Option("--max-batch", metavar="N", min=1, help="Examples that are computed together.")]
-_MaxWait = Annotated[
-    float, typer.Option("--max-wait-ms", metavar="MS", min=0, max=10_000, help="How long a request waits for others.")
-]
-_MaxQueue = Annotated[
-    int, typer.Option("--max-queue", metavar="N", min=1, help="Requests that may wait; others get 429.")
-]
-_MaxBody = Annotated[float, typer.Option("--max-body-mb", metavar="MB", min=0.001, max=1000, help="Largest request.")]
-_Threads = Annotated[
-    int | None, option("--threads", metavar="N", min=1, help="That compute one batch. Default: all cores.")
-]
-_Keep = Annotated[
-    int, typer.Option("--keep", metavar="N", min=1, help="How many of a model's newest versions are loaded.")
-]
+_MaxBatch = Annotated[int, option("--max-batch N", "Examples that are computed together.", min=1)]
+_MaxWait = Annotated[float, option("--max-wait-ms MS", "How long a request waits for others.", min=0, max=10_000)]
+_MaxQueue = Annotated[int, option("--max-queue N", "Requests that may wait; others get 429.", min=1)]
+_MaxBody = Annotated[float, option("--max-body-mb MB", "Largest request.", min=0.001, max=1000)]
+_Threads = Annotated[int | None, option("--threads N", "That compute one batch. Default: all cores.", min=1)]
+_Keep = Annotated[int, option("--keep N", "How many of a model's newest versions are loaded.", min=1)]
 _TokenFile = Annotated[
     Path | None,
-    option(
-        "--token-file",
-        metavar="FILE",
-        help=f"Requests must name the token in this file of mode 600; or that in {_TOKEN}.",
-    ),
+    option("--token-file FILE", f"Requests must name the token in this file of mode 600; or that in {_TOKEN}."),
 ]
-_TrustPt2 = Annotated[
-    bool, typer.Option("--trust-pt2", help="Also load model.pt2, which may hold code: for folders of your own.")
-]
-_Public = Annotated[bool, typer.Option("--public", help="Other machines may ask without a token.")]
+_TrustPt2 = Annotated[bool, option("--trust-pt2", "Also load model.pt2, which may hold code: for folders of your own.")]
+_Public = Annotated[bool, option("--public", "Other machines may ask without a token.")]
 _Drain = Annotated[
-    float,
-    typer.Option(
-        "--drain-s", metavar="SECONDS", min=1, max=MOST_SECONDS, help="How long answers may take after SIGTERM."
-    ),
+    float, option("--drain-s SECONDS", "How long answers may take after SIGTERM.", min=1, max=MOST_SECONDS)
 ]
-_Cluster = Annotated[
-    str | None, option("--cluster", metavar="ray://auto", help="Have Ray Serve run it on a Ray cluster.")
-]
-_Replicas = Annotated[int, typer.Option("--replicas", metavar="N", min=1, help="How many servers on the cluster.")]
+_Cluster = Annotated[str | None, option("--cluster ray://auto", "Have Ray Serve run it on a Ray cluster.")]
+_Replicas = Annotated[int, option("--replicas N", "How many servers on the cluster.", min=1)]
 
 
+@command(_EXAMPLES)
 def serve(
+    answer: Answer,
     models: _Models,
     host: _Host = "127.0.0.1",
     port: _Port = 8000,
@@ -99,56 +78,53 @@ def serve(
     token_file: _TokenFile = None,
     public: _Public = False,
     trust_pt2: _TrustPt2 = False,
-    drain_s: _Drain = _DRAIN_S,
+    drain_s: _Drain = 30.0,
     cluster: _Cluster = None,
     replicas: _Replicas = 1,
-    as_json: JsonOption = False,
-    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
     """Answer requests for predictions over HTTP.
 
     By the Open Inference Protocol (/v2/models/NAME/infer) and as TensorFlow Serving (/v1/models/NAME:predict). Open the
     address in a browser to try a model. A new version in a model's folder answers as soon as it is loaded.
     """
-    with answering(as_json) as answer:
-        # Lazily: they import onnxruntime and the server.
-        from headrace.machine.extras import require_extra
+    # Lazily: they import onnxruntime and the server.
+    from headrace.machine.extras import require_extra
 
-        require_extra("serve", "serving")
-        from headrace.serving.running import run_server
-        from headrace.serving.settings import ServeSettings
+    require_extra("serve", "serving")
+    from headrace.serving.running import run_server
+    from headrace.serving.settings import ServeSettings
 
-        token = read_token(token_file) if token_file else os.environ.get(_TOKEN, "")
-        check_access(host, token, public)
-        body = round(max_body_mb * 1e6)
-        settings = ServeSettings(
-            max_batch=max_batch,
-            max_wait_ms=max_wait_ms,
-            max_queue=max_queue,
-            max_body_bytes=body,
-            max_held_bytes=max(2 * body, ServeSettings.max_held_bytes),
-            threads=threads,
-            keep=keep,
-            token=token,
-            any_host=not is_loopback(host),
-            trust_pt2=trust_pt2,
-        )
-        _check_place(cluster, replicas, health_port, drain_s)
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
-        if cluster is None:
-            run_server(models, settings, host, port, drain_s, lambda where: _tell(answer, where), health_port)
-        else:
-            from headrace.serving.ray_cluster import run_on_ray
-
-            run_on_ray(models, settings, cluster, (host, port), replicas, lambda where: _tell(answer, where))
-
-
-def _check_place(cluster: str | None, replicas: int, health_port: int | None, drain_s: float) -> None:
+    token = read_token(token_file) if token_file else os.environ.get(_TOKEN, "")
+    check_access(host, token, public)
+    body = round(max_body_mb * 1e6)
+    settings = ServeSettings(
+        max_batch=max_batch,
+        max_wait_ms=max_wait_ms,
+        max_queue=max_queue,
+        max_body_bytes=body,
+        max_held_bytes=max(2 * body, ServeSettings.max_held_bytes),
+        threads=threads,
+        keep=keep,
+        token=token,
+        any_host=not is_loopback(host),
+        trust_pt2=trust_pt2,
+    )
+    _check_place(answer, cluster)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     if cluster is None:
-        refuse_idle({"--replicas": replicas > 1}, "for a Ray cluster; say which by --cluster ray://auto")
+        run_server(models, settings, host, port, drain_s, lambda where: _tell(answer, where), health_port)
+    else:
+        from headrace.serving.ray_cluster import run_on_ray
+
+        run_on_ray(models, settings, cluster, (host, port), replicas, lambda where: _tell(answer, where))
+
+
+def _check_place(answer: Answer, cluster: str | None) -> None:
+    if cluster is None:
+        refuse_idle(answer.given("--replicas"), "for a Ray cluster; say which by --cluster ray://auto")
         return
     refuse_idle(
-        {"--health-port": health_port is not None, "--drain-s": drain_s != _DRAIN_S},
+        answer.given("--health-port", "--drain-s"),
         "for this machine alone; Ray Serve probes and ends its replicas itself; leave it out",
     )
     if not cluster.startswith(_RAY):

@@ -14,23 +14,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.combinations import refuse_idle, resolved
+from headrace.cli.command import argument, command, option
 from headrace.cli.commands.launch import is_job, stdout_for_results
 from headrace.cli.engines import own_engine, refuse_launcher
 from headrace.cli.jobfile import check_file, find_job, load_job
 from headrace.cli.options import (
-    JsonOption,
     RunDirOption,
     ServersOption,
     SettingsOption,
+    StrategyOption,
     WorkersOption,
     check_strategies,
-    complete_strategy,
-    help_option,
     job_name,
-    option,
 )
-from headrace.cli.output import ExitCode, answering
-from headrace.errors import RunFailed, UnfitMachine
+from headrace.cli.output import Answer, ExitCode, say, writing
+from headrace.errors import RunFailed
 from headrace.machine.identity import STEPS, STEPS_FOLDER
 from headrace.machine.temporary import temporary_folder
 
@@ -46,42 +44,28 @@ _EXAMPLES = """
 """
 
 _FileArgument = Annotated[
-    Path,
-    typer.Argument(
-        metavar="JOB.py|SCRIPT.py",
-        show_default=False,
-        help="A job's file; or a script that calls `headrace.setup`, `fit` or `launch`.",
-    ),
+    Path, argument("JOB.py|SCRIPT.py", "A job's file; or a script that calls `headrace.setup`, `fit` or `launch`.")
 ]
 
 
+@command(_EXAMPLES)
 def verify(
+    answer: Answer,
     path: _FileArgument,
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="ARGUMENTS", show_default=False, help="What a script finds in sys.argv."),
-    ] = None,
-    strategy: Annotated[
-        str,
-        typer.Option(
-            "--strategy", metavar="NAME", autocompletion=complete_strategy, help="How the run is distributed."
-        ),
-    ] = "mirrored",
+    arguments: Annotated[list[str] | None, argument("ARGUMENTS", "What a script finds in sys.argv.")] = None,
+    strategy: StrategyOption = "mirrored",
     workers: WorkersOption = None,
     servers: ServersOption = None,
-    rounds: Annotated[int, typer.Option("--rounds", metavar="N", min=2, help="How many are compared.")] = 6,
+    rounds: Annotated[int, option("--rounds N", "How many are compared.", min=2)] = 6,
     examples: Annotated[
-        int | None,
-        option("--examples", metavar="N", min=1, help="Of the data. Default: two epochs within the rounds."),
+        int | None, option("--examples N", "Of the data. Default: two epochs within the rounds.", min=1)
     ] = None,
     double: Annotated[
-        bool, typer.Option("--double", help="In double precision at once, not only where rounding is in doubt.")
+        bool, option("--double", "In double precision at once, not only where rounding is in doubt.")
     ] = False,
-    html: Annotated[Path | None, option("--html", metavar="FILE", help="Write a page, too.")] = None,
+    html: Annotated[Path | None, option("--html FILE", "Write a page, too.")] = None,
     run_dir: RunDirOption = None,
     settings: SettingsOption = None,
-    as_json: JsonOption = False,
-    show_help: Annotated[bool, help_option(_EXAMPLES)] = False,
 ) -> None:
     """Prove that a strategy trains as a plain loop does.
 
@@ -89,34 +73,26 @@ def verify(
     compared: losses, parameters, buffers, optimizer state, evaluations, the model that comes back, a resumed run.
     The exit code is 1 where something differs that should not, with the likely cause.
     """
-    with answering(as_json) as answer:
-        refuse_launcher("verify")
-        check_strategies([strategy])
-        check_file(path, "job file")
-        if is_job(path):
-            refuse_idle({" ".join(arguments or ()): bool(arguments)}, "for a script, and this file defines a job")
-            found = _of_job(path, strategy, (workers, servers), settings or (), rounds, examples, double, run_dir)
-        else:
-            given = {"--strategy": strategy != "mirrored", "--servers": servers is not None, "--double": double}
-            given |= {"--examples": examples is not None, "--set": bool(settings), "--run-dir": run_dir is not None}
-            refuse_idle(given, "for a job, and this file is a script, which has its own; leave it out")
-            with stdout_for_results(keep_clean=True):
-                found = _of_script(path, arguments or (), workers, rounds)
-        from headrace.api.verification.page import write_page
-        from headrace.api.verification.verification import plain_values, table
+    refuse_launcher("verify")
+    check_strategies([strategy])
+    check_file(path, "job file")
+    if is_job(path):
+        refuse_idle({" ".join(arguments or ()): bool(arguments)}, "for a script, and this file defines a job")
+        found = _of_job(path, strategy, (workers, servers), settings or (), rounds, examples, double, run_dir)
+    else:
+        given = answer.given("--strategy", "--servers", "--double", "--examples", "--set", "--run-dir")
+        refuse_idle(given, "for a job, and this file is a script, which has its own; leave it out")
+        with stdout_for_results(keep_clean=True):
+            found = _of_script(path, arguments or (), workers, rounds)
+    from headrace.api.verification.page import write_page
+    from headrace.api.verification.verification import plain_values, table
 
-        if html:
-            try:
-                write_page(html, found, job_name(path))
-            except OSError as error:
-                raise UnfitMachine(f"the page {html} cannot be written: {error.strerror}; name another") from error
-        answer.give(plain_values(found), "\n".join([*table(found), *([f"page: {html}"] if html else [])]))
+    if html:
+        with writing("the page", html, "--html"):
+            write_page(html, found, job_name(path))
+    answer.give(plain_values(found), "\n".join([*table(found), *([f"page: {html}"] if html else [])]))
     if not found.equal:
         raise typer.Exit(ExitCode.RUN_FAILED)
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)
 
 
 def _of_job(
@@ -137,7 +113,7 @@ def _of_job(
         from headrace.api.verification.verify import verify as verified
 
         more = {"rounds": rounds, "double": double, "examples": examples, "run_dir": run_dir}
-        return verified(job, chosen, engine=engine, say=_say, **more)  # type: ignore[arg-type]
+        return verified(job, chosen, engine=engine, say=say, **more)  # type: ignore[arg-type]
 
 
 def _of_script(script: Path, arguments: Sequence[str], workers: int | None, rounds: int) -> Verification:
@@ -161,12 +137,12 @@ def _of_script(script: Path, arguments: Sequence[str], workers: int | None, roun
             leave_alone(process.pid)
 
     with temporary_folder() as folder:
-        _say(f"{script.name}, alone")
+        say(f"{script.name}, alone")
         _run_recorded(alone, script, folder / "alone", rounds)
         found = script_alone.read_verification(folder / "alone")
         if found is not None:
             return found
-        _say(f"{script.name}, launched")
+        say(f"{script.name}, launched")
         _run_recorded(lambda: launch_script(script, arguments, count), script, folder / "launched", rounds)
         found = compare_scripts(script, folder / "alone", folder / "launched", count)
         return replace(found, seconds=perf_counter() - began)

@@ -1,0 +1,77 @@
+"""How a command is declared: its arguments and options, and what all commands have."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+
+from headrace.cli.output import answering
+
+
+def argument(metavar: str, help: str) -> Any:
+    """Declares an argument of a command."""
+    return typer.Argument(metavar=metavar, help=help)
+
+
+def option(form: str, help: str, **settings: Any) -> Any:
+    """Declares an option of a command.
+
+    Args:
+        form: its names, and its value as help shows it: "--out -o FILE.json".
+        settings: of `typer.Option`.
+    """
+    words = form.split()
+    metavar = next((word for word in words if not word.startswith("-")), None)
+    return typer.Option(*(word for word in words if word.startswith("-")), metavar=metavar, help=help, **settings)
+
+
+JsonOption = Annotated[bool, option("--json", "The result, or the error, as one JSON document on stdout.")]
+
+
+def help_option(examples: str) -> Any:
+    """Returns the `--help` option of a command, whose text begins with `examples`."""
+
+    def show(context: typer.Context, wanted: bool) -> None:
+        if wanted and not context.resilient_parsing:
+            typer.echo(f"Examples:\n{examples.strip(chr(10))}\n\n{context.get_help()}")
+            raise typer.Exit
+
+    return option("--help -h", "Show this message and exit.", is_eager=True, callback=show)
+
+
+def command(examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a command of a function: it has the function's parameters but `answer`, and --json and --help.
+
+    The function is called in `answering`, with the `Answer` as its first argument.
+    """
+
+    def declare(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def run(as_json: bool, show_help: bool, **given: Any) -> None:
+            changed = {name for key, name in names.items() if given[key] not in (own[key].default, [])}
+            with answering(as_json, changed) as answer:
+                body(answer, **given)
+
+        hints = get_type_hints(body, include_extras=True)
+        own = {name: each for name, each in inspect.signature(body).parameters.items() if name != "answer"}
+        # The first name of an option is where typer has the default of others.
+        names = {name: get_args(hints[name])[1].default for name in own}
+        parameters = [
+            *(each.replace(annotation=hints[name]) for name, each in own.items()),
+            _flag("as_json", JsonOption),
+            _flag("show_help", Annotated[bool, help_option(examples)]),
+        ]
+        # typer reads both.
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        vars(run)["__signature__"] = inspect.Signature(parameters)
+        return run
+
+    return declare
+
+
+def _flag(name: str, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False, annotation=annotation)
