@@ -46,6 +46,10 @@ def warning(name: str, found: str, remedy: str) -> Check:
     return Check(name, Verdict.WARNING, found, remedy)
 
 
+def warning_if(unfit: bool, name: str, found: str, remedy: str) -> Check:
+    return warning(name, found, remedy) if unfit else ok(name, found)
+
+
 def problem(name: str, found: str, remedy: str) -> Check:
     return Check(name, Verdict.PROBLEM, found, remedy)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,12 +115,13 @@ class ServersSeen:
         if pieces:
             old, new = pieces[-1]
             busy = min(1.0, (new.busy_s - old.busy_s) / (new.time_s - old.time_s))
+        moved = sum(moved_bytes(shard) for each in server.lasts.values() for shard in each.shards)
         last, tables = server.last, server.tables.tables if server.tables else ()
         return {
             "rank": rank,
             "traffic": rates,
             "busy": busy,
-            "moved": _moved(server.lasts.values()) if last else None,
+            "moved": moved if last else None,
             "queue_mean": last.queue_mean if last else None,
             "queue_longest": max((each.queue_longest for each in server.lasts.values()), default=None),
             "shards": len(last.shards) if last else None,
@@ -141,7 +142,3 @@ class ServersSeen:
             slot[0] += new.staleness - old.staleness
             slot[1] += new.updates - old.updates
         return [(edge, total / count) for edge, (total, count) in zip(edges, sums, strict=True) if count > 0]
-
-
-def _moved(processes: Iterable[ServerStats]) -> int:
-    return sum(moved_bytes(shard) for each in processes for shard in each.shards)

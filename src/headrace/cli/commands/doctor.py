@@ -23,7 +23,7 @@ from headrace.cli.listening import Listener, listeners
 from headrace.cli.options import ClusterOption, SettingsOption, SshOption
 from headrace.cli.output import Answer, ExitCode
 from headrace.cli.survey import checks_of, measured, own_facts
-from headrace.cli.verdict import Check, Verdict, ok, problem, table, warning, worst
+from headrace.cli.verdict import Check, Verdict, ok, problem, table, warning, warning_if, worst
 from headrace.devices import HOST, accelerators, device_names, explain_auto, package_problem
 from headrace.errors import HeadraceError, UsageError
 from headrace.machine import disk
@@ -56,10 +56,12 @@ def _python() -> Iterator[Check]:
     except importlib.metadata.PackageNotFoundError:
         yield warning("headrace", "runs from its source, not installed", "pip install -e .")
     tested = f"{platform.python_version()}; the tests ran with {', '.join(TESTED_PYTHON)}"
-    if minor_of(platform.python_version()) > minor_of(TESTED_PYTHON[-1]):
-        yield warning("python", tested, f"Python {TESTED_PYTHON[-1]}, if something fails")
-    else:
-        yield ok("python", tested)
+    yield warning_if(
+        minor_of(platform.python_version()) > minor_of(TESTED_PYTHON[-1]),
+        "python",
+        tested,
+        f"Python {TESTED_PYTHON[-1]}, if something fails",
+    )
 
 
 def _torch() -> Iterator[Check]:
@@ -82,10 +84,9 @@ def _torch() -> Iterator[Check]:
         yield problem("torch", f"{torch.__version__}, too old", TORCH_REMEDY)
         return
     tested = f"{torch.__version__}; the tests ran with {', '.join(TESTED_TORCH)}"
-    if untested(torch.__version__):
-        yield warning("torch", tested, f"pip install torch=={TESTED_TORCH[-1]}, if something fails")
-    else:
-        yield ok("torch", tested)
+    yield warning_if(
+        bool(untested(torch.__version__)), "torch", tested, f"pip install torch=={TESTED_TORCH[-1]}, if something fails"
+    )
     yield _accelerators()
 
 
@@ -144,19 +145,20 @@ def _cores() -> Iterator[Check]:
     found = f"{allowed} usable of {os.cpu_count()}"
     if quota is not None and quota < allowed:
         found += f", limited to the time of {quota:.3g} by a control group"
-    if min(allowed, quota or allowed) < 2:
-        yield warning("cores", found, "workers share one core: use strategy one_device, or give more cores")
-    else:
-        yield ok("cores", found)
+    yield warning_if(
+        min(allowed, quota or allowed) < 2,
+        "cores",
+        found,
+        "workers share one core: use strategy one_device, or give more cores",
+    )
 
 
 def _memory() -> Iterator[Check]:
     spare = spare_memory_bytes()
     found = f"{byte_count(spare)} free of {byte_count(memory_limit_bytes())}"
-    if spare < _LITTLE_MEMORY:
-        yield warning("memory", found, f"a worker takes about 0.5 GB; have {byte_count(_LITTLE_MEMORY)} free")
-    else:
-        yield ok("memory", found)
+    yield warning_if(
+        spare < _LITTLE_MEMORY, "memory", found, f"a worker takes about 0.5 GB; have {byte_count(_LITTLE_MEMORY)} free"
+    )
 
 
 def _shared_memory() -> Iterator[Check]:
@@ -179,10 +181,9 @@ def _shared_memory() -> Iterator[Check]:
         return
     usage = shutil.disk_usage(folder)
     found = f"{byte_count(usage.free)} free of {byte_count(usage.total)}"
-    if usage.free < _LITTLE_SHARED_MEMORY:
-        yield warning("/dev/shm", found, "docker run --shm-size=2g, or delete what fills it")
-    else:
-        yield ok("/dev/shm", found)
+    yield warning_if(
+        usage.free < _LITTLE_SHARED_MEMORY, "/dev/shm", found, "docker run --shm-size=2g, or delete what fills it"
+    )
 
 
 def _system() -> Iterator[Check]:
@@ -195,10 +196,8 @@ def _system() -> Iterator[Check]:
     space = f"{byte_count(usage.free)} free of {byte_count(usage.total)} in {Path.cwd()}"
     if not os.access(Path.cwd(), os.W_OK):
         yield warning("disk", f"{Path.cwd()} is not writable", "name another place with --run-dir")
-    elif usage.free < _LITTLE_DISK:
-        yield warning("disk", space, "free some, or name another place with --run-dir")
     else:
-        yield ok("disk", space)
+        yield warning_if(usage.free < _LITTLE_DISK, "disk", space, "free some, or name another place with --run-dir")
 
 
 def _listening() -> Iterator[Check]:

@@ -107,7 +107,9 @@ def draw_curves(
             for x, y in places if each.dots or len(places) == 1 else ():
                 canvas.dot(x, y, each.colour)
     for each in curves:
-        for x, y in _some(list(_finite(each.points))):
+        points = list(_finite(each.points))
+        # The last among them.
+        for x, y in points[-1 :: -max(1, math.ceil(len(points) / _MOST_SPOTS))]:
             name = f"{each.name}: " if each.name else ""
             canvas.spot(across.at(x), up.at(y), f"{name}{short(y)} at {number_text(x)} {x_label}")
     return canvas.svg(title, draw_x_axis(canvas, ticks, _TOP + _HEIGHT, left, x_label))
@@ -152,12 +154,6 @@ def _pieces(points: Sequence[Point]) -> Iterator[list[Point]]:
             piece.append((bounded(x), bounded(y)))
     if piece:
         yield piece
-
-
-def _some(points: Sequence[Point]) -> list[Point]:
-    """Returns at most `_MOST_SPOTS` points, the last among them."""
-    apart = max(1, math.ceil(len(points) / _MOST_SPOTS))
-    return [*points[-1::-apart]]
 
 
 def _range(values: Sequence[float], log: bool, from_zero: bool) -> Point:

@@ -247,7 +247,9 @@ def imbalance(served: Iterable[ServerStats]) -> str | None:
     It compares each server's traffic, apply time and mean queue with the servers' mean, and names a shard above
     `UNEVEN` times the shards' mean where its server is above the mean too. `served` are one attempt's events by time.
     """
-    works = {rank: _work(each, 0.0, None) for rank, each in sorted(_last(served).items())}
+    # Counts grow from a server's start to its end.
+    lasts = {event.rank: event for event in served}
+    works = {rank: _work(each, 0.0, None) for rank, each in sorted(lasts.items())}
     if len(works) < 2:
         return None
     parts = [
@@ -291,11 +293,6 @@ def _uneven(
 def moved_bytes(shard: ShardStats) -> int:
     """Returns the bytes that workers pushed to a shard and pulled from it."""
     return shard.pushed_bytes + shard.pulled_bytes
-
-
-def _last(served: Iterable[ServerStats]) -> dict[int, ServerStats]:
-    """Returns each server's last event: its counts grow from its start to its end."""
-    return {event.rank: event for event in served}
 
 
 def _processes(attempt: Attempt) -> list[tuple[float, ServerStats]]:

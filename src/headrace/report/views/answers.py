@@ -59,9 +59,12 @@ def loss_answer(runs: Sequence[Summary], references: References, by_time: bool) 
     }
     if not paths:
         return ""
-    text = duration if by_time else _examples
+    text: Callable[[float], str] = duration if by_time else lambda count: f"{count:,.0f} examples"
     if len(runs) == 1:
-        return f"{_fall(runs[0], paths[0], text)}{_not_finite(runs[0])}"
+        bad = runs[0].non_finite
+        left_out = plural(bad.skipped + bad.rolled_back, "round") if bad is not None else ""
+        not_finite = f" {left_out} left out: a loss or gradient was not finite." if left_out else ""
+        return f"{_fall(runs[0], paths[0], text)}{not_finite}"
     finished = _finished(runs)
     compared = {index: path for index, path in paths.items() if runs[index] in finished}
     if not compared:
@@ -76,9 +79,10 @@ def loss_answer(runs: Sequence[Summary], references: References, by_time: bool) 
         for index, path in compared.items()
         if any(loss <= target for _, loss in path)
     }
-    missed = [runs[index] for index in compared if index not in reached]
+    missing = [runs[index] for index in compared if index not in reached]
+    missed = f" {names_of(missing)} did not get there." if missing else ""
     doubtful = [runs[index] for index in reached if by_time and references.disturbed(runs[index])]
-    return f"{_first(runs, reached, target, text)}{_missed(missed)}{_doubt(doubtful)}{_left_out(runs)}"
+    return f"{_first(runs, reached, target, text)}{missed}{_doubt(doubtful)}{_left_out(runs)}"
 
 
 def set_loss_answer(runs: Sequence[Summary], name: str) -> str:
@@ -89,10 +93,6 @@ def set_loss_answer(runs: Sequence[Summary], name: str) -> str:
         if path:
             told.append(f"{run.name}: from {short(path[0][1])} to {short(path[-1][1])}")
     return f"{'; '.join(told)}." if told else ""
-
-
-def _examples(count: float) -> str:
-    return f"{count:,.0f} examples"
 
 
 def _first(runs: Sequence[Summary], reached: Mapping[int, float], target: float, text: Callable[[float], str]) -> str:
@@ -113,10 +113,6 @@ def _doubt(runs: Sequence[Summary]) -> str:
     return f" Disturbed, so not to be believed: {names_of(runs)}." if runs else ""
 
 
-def _missed(runs: Sequence[Summary]) -> str:
-    return f" {names_of(runs)} did not get there." if runs else ""
-
-
 def _fall(run: Summary, path: Sequence[tuple[float, float]], text: Callable[[float], str]) -> str:
     first, last = run.curves.first_loss, path[-1][1]
     if first is None or len(path) == 1:
@@ -129,14 +125,6 @@ def _fall(run: Summary, path: Sequence[tuple[float, float]], text: Callable[[flo
     if lowest is not path[0] and lowest[1] < last - max(SAME * abs(first - lowest[1]), SAME * abs(lowest[1])):
         told += f" It was lowest after {text(lowest[0])}: {short(lowest[1])}."
     return told + (f" The run {_ENDED[run.status]}." if run.status in _ENDED else "")
-
-
-def _not_finite(run: Summary) -> str:
-    bad = run.non_finite
-    if bad is None:
-        return ""
-    rounds = plural(bad.skipped + bad.rolled_back, "round")
-    return f" {rounds} left out: a loss or gradient was not finite."
 
 
 def throughput_answer(runs: Sequence[Summary], references: References) -> str:
@@ -245,12 +233,9 @@ def _course(run: Summary, name: str) -> str:
     known = [each.metrics[name] for each in points if math.isfinite(each.metrics[name])]
     first, end = points[0].metrics[name], points[-1].metrics[name]
     told = f"{name} went from {short(first)} after {plural(points[0].epochs, 'epoch')} to {last}."
-    beyond = [f"{word} {short(value)}" for word, value in _extremes(known) if value not in (first, end)]
+    extremes = (("lowest", min(known)), ("highest", max(known))) if known else ()
+    beyond = [f"{word} {short(value)}" for word, value in extremes if value not in (first, end)]
     return f"{told} Between: {' and '.join(beyond)}." if beyond else told
-
-
-def _extremes(values: Sequence[float]) -> tuple[tuple[str, float], ...]:
-    return (("lowest", min(values)), ("highest", max(values))) if values else ()
 
 
 def bytes_answer(what: str, sizes: Sequence[tuple[str, int]]) -> str:

@@ -90,12 +90,14 @@ def _page(summaries: Sequence[Summary], references: References) -> str:
         if each.group:
             groups[each.group].append(each)
     folded = [_fold(group, tables.get(group, ""), found, keys) for group, found in groups.items()]
+    how = "".join(f"<dt>{html_text(name)}</dt><dd>{html_text(words)}</dd>" for name, words in _HOW.items())
+    folded += [_notices(summaries, references), fold("How the numbers are made", "", f'<dl class="how">{how}</dl>')]
     body = [
         _header(title, summaries, references),
         *(_alert(each) for each in summaries if each.status != "ok"),
         _runs(summaries, references),
         _figures([each for each in drawn if not each.group], keys),
-        f'<section class="folds">\n{chr(10).join([*folded, _notices(summaries, references), _how()])}\n</section>',
+        f'<section class="folds">\n{chr(10).join(folded)}\n</section>',
     ]
     return document(title, body)
 
@@ -288,8 +290,3 @@ def _notices(summaries: Sequence[Summary], references: References) -> str:
         return ""
     items = "".join(f"<li>{html_text(line)}</li>" for line in lines)
     return fold("Notices", lines[0], f'<ul class="notices">{items}</ul>')
-
-
-def _how() -> str:
-    items = "".join(f"<dt>{html_text(name)}</dt><dd>{html_text(words)}</dd>" for name, words in _HOW.items())
-    return fold("How the numbers are made", "", f'<dl class="how">{items}</dl>')

@@ -114,11 +114,12 @@ def comparison_table(summaries: Sequence[Summary], references: References) -> Ta
 
     metric = first_metric(summaries)
     columns = [each for each in COLUMNS if each.label]
+    head = [line for word in clean(metric or "").split("_") for line in textwrap.wrap(word, _METRIC_WIDTH)]
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0, min_width=80, caption_justify="left")
     table.add_column("strategy", overflow="fold", max_width=_NAME_WIDTH)
     for each in columns:
-        head = "\n".join(_header_lines(metric)) if each.label == "metric" and metric else each.label
-        table.add_column(Text(head), justify="right", no_wrap=True, max_width=_WIDTHS.get(each.label, 5))
+        name = "\n".join(head) if each.label == "metric" and metric else each.label
+        table.add_column(Text(name), justify="right", no_wrap=True, max_width=_WIDTHS.get(each.label, 5))
     for summary in summaries:
         run = ComparedRun(summary, references, metric)
         mark = " !" if summary.status != "ok" else " ~" if references.disturbed(summary) else ""
@@ -130,10 +131,6 @@ def comparison_table(summaries: Sequence[Summary], references: References) -> Ta
     table.caption = Text(clean("\n".join(_legend(summaries, references, metric))))
     table.caption_style = "dim"
     return table
-
-
-def _header_lines(name: str) -> list[str]:
-    return [line for word in clean(name).split("_") for line in textwrap.wrap(word, _METRIC_WIDTH)]
 
 
 def _legend(summaries: Sequence[Summary], references: References, metric: str | None) -> list[str]:
