@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from headrace.cli import run
-from headrace.cli.launch_files.yaml import yaml_of
+from headrace.cli.launch_files.kubernetes import yaml_of
 
 Capture = pytest.CaptureFixture[str]
 

@@ -39,8 +39,6 @@ _EXAMPLES = """
   headrace launch --hosts a,b,c job.py --strategy mirrored
 """
 
-HostsOption = Annotated[str | None, option("--hosts A,B,...", "Runs it there, reached by ssh.")]
-KeepGoingOption = Annotated[bool, option("--keep-going", "With --hosts: the others go on when a host is lost.")]
 
 _TRAINING = {"setup", "fit", "launch", "compare"}
 """What a script calls that trains something."""
@@ -58,13 +56,13 @@ def launch(
     workers: Annotated[
         int | None, option("--workers", "How many processes run it. Default: 2, or one a host.", min=1)
     ] = None,
-    hosts: HostsOption = None,
+    hosts: Annotated[str | None, option("--hosts A,B,...", "Runs it there, reached by ssh.")] = None,
     cluster: ClusterOption = None,
     port: Annotated[int, option("--port", "Of the first host, where all meet. 0: a free one.", min=0, max=65535)] = 0,
     distribution: DistributionOption = None,
     ssh: SshOption = "ssh",
     python: PythonOption = None,
-    keep_going: KeepGoingOption = False,
+    keep_going: Annotated[bool, option("--keep-going", "With --hosts: the others go on when a host is lost.")] = False,
 ) -> None:
     """Run a plain script in several processes.
 

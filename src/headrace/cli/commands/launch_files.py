@@ -11,11 +11,8 @@ from headrace.cli.combinations import refuse_idle
 from headrace.cli.command import argument, command, option
 from headrace.cli.commands.launch import has_backups
 from headrace.cli.jobfile import check_file
-from headrace.cli.launch_files.kubernetes import Form, PodSettings, manifests
-from headrace.cli.launch_files.request import LaunchRequest, scheduler_name
-from headrace.cli.launch_files.slurm import sbatch_script
-from headrace.cli.launch_files.torchrun import torchrun_script
-from headrace.cli.launch_files.yaml import yaml_of
+from headrace.cli.launch_files.kubernetes import Form, PodSettings, manifests, yaml_of
+from headrace.cli.launch_files.scripts import LaunchRequest, sbatch_script, scheduler_name, torchrun_script
 from headrace.cli.options import job_name
 from headrace.cli.output import Answer
 from headrace.errors import UnfitMachine, UnknownName, UsageError
@@ -37,41 +34,27 @@ _OWN = ("--run-dir", "--resume", "--resume-if-saved", "--resume-from", "--worker
 """Options of `train` that the file has already."""
 
 
-_Scheduler = Annotated[str, argument("SCHEDULER", "slurm, kubernetes or torchrun.")]
-_Job = Annotated[Path, argument("JOB.py", "A job file, as the processes find it.")]
-_Arguments = Annotated[list[str] | None, argument("-- OPTIONS", "Further options of `headrace train`.")]
-_Workers = Annotated[int, option("--workers", "How many processes, also those that are servers.", min=1)]
 _Hosts = Annotated[int | None, option("--hosts", "On how many. Default: 1; Kubernetes decides itself.", min=1)]
-_RunDir = Annotated[str, option("--run-dir DIR", "Seen by all hosts. Default: a folder in runs.")]
-_Cores = Annotated[int, option("--cores", "Of each process.", min=1)]
-_Memory = Annotated[float | None, option("--memory-gb", "Of each process.", min=0.1, max=1_000_000)]
-_Save = Annotated[int, option("--save-s", "Seconds that a round and a checkpoint may take.", min=1)]
-_Limit = Annotated[str, option("--time", "SLURM: the limit of each attempt.")]
-_Form = Annotated[Form, option("--form", "Kubernetes: what the cluster starts.")]
-_Image = Annotated[str, option("--image", "Kubernetes: an image with headrace and the job file.")]
-_Claim = Annotated[str, option("--claim", "Kubernetes: a PersistentVolumeClaim that all pods can write.")]
-_Output = Annotated[Path | None, option("--output FILE", "Where it is written.")]
-_Force = Annotated[bool, option("--force", "Replace the file if it exists.")]
 
 
 @command(_EXAMPLES)
 def launch_files(
     answer: Answer,
-    scheduler: _Scheduler,
-    job: _Job,
-    arguments: _Arguments = None,
-    workers: _Workers = 2,
+    scheduler: Annotated[str, argument("SCHEDULER", "slurm, kubernetes or torchrun.")],
+    job: Annotated[Path, argument("JOB.py", "A job file, as the processes find it.")],
+    arguments: Annotated[list[str] | None, argument("-- OPTIONS", "Further options of `headrace train`.")] = None,
+    workers: Annotated[int, option("--workers", "How many processes, also those that are servers.", min=1)] = 2,
     hosts: _Hosts = None,
-    run_dir: _RunDir = "",
-    cores: _Cores = 1,
-    memory_gb: _Memory = None,
-    save_s: _Save = 90,
-    time_limit: _Limit = "24:00:00",
-    form: _Form = Form.JOB,
-    image: _Image = "",
-    claim: _Claim = "",
-    output: _Output = None,
-    force: _Force = False,
+    run_dir: Annotated[str, option("--run-dir DIR", "Seen by all hosts. Default: a folder in runs.")] = "",
+    cores: Annotated[int, option("--cores", "Of each process.", min=1)] = 1,
+    memory_gb: Annotated[float | None, option("--memory-gb", "Of each process.", min=0.1, max=1_000_000)] = None,
+    save_s: Annotated[int, option("--save-s", "Seconds that a round and a checkpoint may take.", min=1)] = 90,
+    time_limit: Annotated[str, option("--time", "SLURM: the limit of each attempt.")] = "24:00:00",
+    form: Annotated[Form, option("--form", "Kubernetes: what the cluster starts.")] = Form.JOB,
+    image: Annotated[str, option("--image", "Kubernetes: an image with headrace and the job file.")] = "",
+    claim: Annotated[str, option("--claim", "Kubernetes: a PersistentVolumeClaim that all pods can write.")] = "",
+    output: Annotated[Path | None, option("--output FILE", "Where it is written.")] = None,
+    force: Annotated[bool, option("--force", "Replace the file if it exists.")] = False,
 ) -> None:
     """Write what SLURM, Kubernetes or torchrun starts a job from.
 

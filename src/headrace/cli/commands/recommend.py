@@ -66,7 +66,6 @@ AnyUpdatesOption = Annotated[
     bool,
     option("--any-updates", "Also take a strategy whose updates are not one device's, and may need more examples."),
 ]
-PageOption = Annotated[Path | None, option("--out FILE.html", "Write a page with curves there, too.")]
 
 
 @command(_EXAMPLES)
@@ -80,7 +79,7 @@ def recommend(
     deadline: DeadlineOption = None,
     any_updates: AnyUpdatesOption = False,
     assume: AssumeOption = None,
-    out: PageOption = None,
+    out: Annotated[Path | None, option("--out FILE.html", "Write a page with curves there, too.")] = None,
     settings: SettingsOption = None,
     force: ForceOption = False,
 ) -> None:

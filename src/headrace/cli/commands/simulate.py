@@ -47,7 +47,6 @@ _EXAMPLES = """
   headrace simulate model.json --cluster cluster.toml --assume network_share=0.5
 """
 
-ModelFile = Annotated[Path, argument("MODEL", "A model's file: a profile (.json), or written by hand (.toml).")]
 ClusterFile = Annotated[
     Path,
     option("--cluster FILE|NAME:N", "The hosts and the links between them; or N machines of a cloud, aws-g5.xlarge:4."),
@@ -73,7 +72,7 @@ AssumeOption = Annotated[
 @command(_EXAMPLES)
 def simulate(
     answer: Answer,
-    model: ModelFile,
+    model: Annotated[Path, argument("MODEL", "A model's file: a profile (.json), or written by hand (.toml).")],
     cluster: ClusterFile,
     strategy: StrategyOption = "mirrored",
     workers: VirtualWorkersOption = None,

@@ -76,8 +76,6 @@ _COMPARE_EXAMPLES = """
 
 _PredictOption = Annotated[Path | None, option("--predict FILE", "A profile: the report says how far off it predicts.")]
 
-_WatchOption = Annotated[bool, option("--watch", "Show the run in a browser meanwhile, and say where.")]
-
 
 @command(_EXAMPLES)
 def train(
@@ -107,11 +105,10 @@ def train(
     encrypt: EncryptOption = True,
     predict: _PredictOption = None,
     tensorboard: TensorBoardOption = None,
-    watch: _WatchOption = False,
+    watch: Annotated[bool, option("--watch", "Show the run in a browser meanwhile, and say where.")] = False,
 ) -> None:
     """Train the job of a file under one strategy."""
-    if servers and strategy == "one_device":
-        strategy = "parameter_server"
+    strategy = "parameter_server" if servers and strategy == "one_device" else strategy
     check_strategies([strategy])
     _check_files(path, tensorboard)
     ray = ray_engine(cluster, secret_file, runtime_env, resources, placement)
@@ -140,10 +137,14 @@ def train(
                 cluster=None if ray else cluster,
                 encrypt=encrypt,
             )
-    # One process speaks for all.
+    _finish(answer, where, run.interrupted)
+
+
+def _finish(answer: Answer, run_dir: Path, interrupted: bool) -> None:
+    """Prints a run where one process speaks for all, and exits if it was interrupted."""
     if launched_rank() in (None, 0):
-        show_run(answer, where)
-    if run.interrupted:
+        show_run(answer, run_dir)
+    if interrupted:
         raise typer.Exit(ExitCode.INTERRUPTED)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from headrace.cli.launch_files.request import LaunchRequest
-from headrace.cli.launch_files.torchrun import processes_of_each
+from headrace.cli.launch_files.scripts import LaunchRequest, processes_of_each
 from headrace.errors import UsageError
 
 _PORT = 29500
@@ -198,3 +199,41 @@ def _mount() -> Mapping[str, Any]:
 
 def _volume(pods: PodSettings) -> Mapping[str, Any]:
     return {"name": "runs", "persistentVolumeClaim": {"claimName": pods.claim}}
+
+
+_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*(?<!-)")
+"""Texts that need no quotes, unless they mean something else."""
+_OTHERS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
+
+
+def yaml_of(documents: Sequence[Mapping[str, Any]]) -> str:
+    """Returns documents with a line of three hyphens between them."""
+    return "---\n".join("".join(f"{line}\n" for line in _lines(document)) for document in documents)
+
+
+def _lines(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _after(f"{_scalar(key)}:", item)
+    elif isinstance(value, list) and value:
+        for item in value:
+            first, *rest = _lines(item)
+            yield f"- {first}"
+            yield from (f"  {line}" for line in rest)
+    else:
+        yield _scalar(value)
+
+
+def _after(key: str, item: Any) -> Iterator[str]:
+    if isinstance(item, Mapping | list) and item:
+        yield key
+        yield from (f"  {line}" for line in _lines(item))
+    else:
+        yield f"{key} {_scalar(item)}"
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _OTHERS:
+        return value
+    # YAML reads JSON.
+    return json.dumps(value)

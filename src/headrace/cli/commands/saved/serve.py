@@ -32,8 +32,6 @@ _Models = Annotated[
         "MODEL", "Folders that `export` has written, or folders of such ones named 1, 2, ...: versions of one model."
     ),
 ]
-_Host = Annotated[str, option("--host ADDRESS", "Where to listen.")]
-_Port = Annotated[int, option("--port", "0 for a free one.", min=0, max=65535)]
 _HealthPort = Annotated[
     int | None,
     option(
@@ -43,44 +41,36 @@ _HealthPort = Annotated[
         max=65535,
     ),
 ]
-_MaxBatch = Annotated[int, option("--max-batch N", "Examples that are computed together.", min=1)]
 _MaxWait = Annotated[float, option("--max-wait-ms MS", "How long a request waits for others.", min=0, max=10_000)]
-_MaxQueue = Annotated[int, option("--max-queue N", "Requests that may wait; others get 429.", min=1)]
-_MaxBody = Annotated[float, option("--max-body-mb MB", "Largest request.", min=0.001, max=1000)]
-_Threads = Annotated[int | None, option("--threads N", "That compute one batch. Default: all cores.", min=1)]
-_Keep = Annotated[int, option("--keep N", "How many of a model's newest versions are loaded.", min=1)]
 _TokenFile = Annotated[
     Path | None,
     option("--token-file FILE", f"Requests must name the token in this file of mode 600; or that in {_TOKEN}."),
 ]
 _TrustPt2 = Annotated[bool, option("--trust-pt2", "Also load model.pt2, which may hold code: for folders of your own.")]
-_Public = Annotated[bool, option("--public", "Other machines may ask without a token.")]
 _Drain = Annotated[
     float, option("--drain-s SECONDS", "How long answers may take after SIGTERM.", min=1, max=MOST_SECONDS)
 ]
-_Cluster = Annotated[str | None, option("--cluster ray://auto", "Have Ray Serve run it on a Ray cluster.")]
-_Replicas = Annotated[int, option("--replicas N", "How many servers on the cluster.", min=1)]
 
 
 @command(_EXAMPLES)
 def serve(
     answer: Answer,
     models: _Models,
-    host: _Host = "127.0.0.1",
-    port: _Port = 8000,
+    host: Annotated[str, option("--host ADDRESS", "Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, option("--port", "0 for a free one.", min=0, max=65535)] = 8000,
     health_port: _HealthPort = None,
-    max_batch: _MaxBatch = 32,
+    max_batch: Annotated[int, option("--max-batch N", "Examples that are computed together.", min=1)] = 32,
     max_wait_ms: _MaxWait = 2.0,
-    max_queue: _MaxQueue = 256,
-    max_body_mb: _MaxBody = 16.0,
-    threads: _Threads = None,
-    keep: _Keep = 2,
+    max_queue: Annotated[int, option("--max-queue N", "Requests that may wait; others get 429.", min=1)] = 256,
+    max_body_mb: Annotated[float, option("--max-body-mb MB", "Largest request.", min=0.001, max=1000)] = 16.0,
+    threads: Annotated[int | None, option("--threads N", "That compute one batch. Default: all cores.", min=1)] = None,
+    keep: Annotated[int, option("--keep N", "How many of a model's newest versions are loaded.", min=1)] = 2,
     token_file: _TokenFile = None,
-    public: _Public = False,
+    public: Annotated[bool, option("--public", "Other machines may ask without a token.")] = False,
     trust_pt2: _TrustPt2 = False,
     drain_s: _Drain = 30.0,
-    cluster: _Cluster = None,
-    replicas: _Replicas = 1,
+    cluster: Annotated[str | None, option("--cluster ray://auto", "Have Ray Serve run it on a Ray cluster.")] = None,
+    replicas: Annotated[int, option("--replicas N", "How many servers on the cluster.", min=1)] = 1,
 ) -> None:
     """Answer requests for predictions over HTTP.
 
