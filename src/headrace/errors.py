@@ -62,6 +62,11 @@ __all__ = [
 ]
 
 
+def in_one_line(error: Exception) -> str:
+    """Returns an error of other code's, its kind and the beginning of its message, as a part of a sentence."""
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+
+
 class HeadraceError(Exception):
     """The root of the tree."""
 

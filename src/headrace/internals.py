@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     ConvNd = modules.conv._ConvNd
     DropoutNd = modules.dropout._DropoutNd
     TorchDispatchMode = _python_dispatch.TorchDispatchMode
-    tree_flatten, tree_leaves, tree_unflatten = _pytree.tree_flatten, _pytree.tree_leaves, _pytree.tree_unflatten
+    tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
     HttpToolsProtocol = httptools_impl.HttpToolsProtocol
     Store = _distributed_c10d.Store
     at_end_of_backward: Any
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     dispatch_modes: Any
     function_mode_at: Any
     function_modes: Any
-    functions_disabled: Any
     functorch_active: Any
     global_post_hooks: Any
     global_pre_hooks: Any
@@ -211,7 +210,6 @@ NAMES: Mapping[str, PrivateName] = {
         )
         for verb in ("flatten", "unflatten")
     },
-    "tree_leaves": PrivateName("torch.utils._pytree:tree_leaves", "tensors among arguments", _STAGED),
     "function_modes": PrivateName("torch._C:_len_torch_function_stack", _FOLLOWS, _STAGED),
     "function_mode_at": PrivateName("torch._C:_get_function_stack_at", _FOLLOWS, _STAGED),
     "dispatch_modes": PrivateName("torch._C:_len_torch_dispatch_stack", _FOLLOWS, _STAGED),
@@ -221,9 +219,6 @@ NAMES: Mapping[str, PrivateName] = {
         "notices a call within such hooks",
         "they are not noticed",
         lambda: lambda _: None,
-    ),
-    "functions_disabled": PrivateName(
-        "torch._C:DisableTorchFunction", "keeps a recorder from seeing itself", "refused: hr.TensorParallel"
     ),
     "functorch_active": PrivateName(
         "torch._C:_are_functorch_transforms_active",

@@ -322,6 +322,15 @@ def stateful_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
+def replace_tensors(module: nn.Module, made: Mapping[int, Tensor]) -> None:
+    """Puts others in the places of a module's parameters and buffers, by their ids; TorchScript keeps its own."""
+    for part in module.modules():
+        if not isinstance(part, torch.jit.ScriptModule):
+            tables: tuple[dict[str, Any], ...] = internals.parameters(part), internals.buffers(part)
+            for table in tables:
+                table.update({name: made[id(each)] for name, each in table.items() if id(each) in made})
+
+
 def without_data(tensor: Tensor) -> Tensor:
     """Returns a tensor or parameter of the same shape and type on the meta device."""
     empty = torch.empty_like(tensor, device="meta")

@@ -23,6 +23,14 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return map_leaves(lambda _, leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Returns the tensors of a tree, in its order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    values = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, tuple | list) else ()
+    return [tensor for value in values for tensor in tensors_of(value)]
+
+
 def nbytes(tree: Any) -> int:
     """Returns how many bytes the tensors of a tree take."""
     if isinstance(tree, Tensor):

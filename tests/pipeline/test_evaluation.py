@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.pipeline.stage import cut
-from headrace.pipeline.trace.inputs import tensors_of
 from headrace.pipeline.trace.tracing import trace
+from headrace.trees import tensors_of
 from pipeline.test_stage import forward, partitions
 
 

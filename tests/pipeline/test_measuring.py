@@ -27,7 +27,7 @@ def squared(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2).mean()
 
 
-def job_of(model: Any) -> hr.Job:
+def job_of(model: Any, options: hr.Options | None = None) -> hr.Job:
     return hr.Job(
         model=model,
         loss=squared,
@@ -35,21 +35,14 @@ def job_of(model: Any) -> hr.Job:
         data=(torch.randn(20, 4), torch.randn(20, 1)),
         global_batch_size=10,
         epochs=1,
+        options=options or hr.Options(),
     )
 
 
 def test_a_micro_batch_of_the_jobs_data_is_measured_and_the_model_left_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    job = hr.Job(
-        model=model,
-        loss=squared,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        data=hr.data.from_arrays(torch.randn(20, 4), torch.randn(20, 1)),
-        global_batch_size=10,
-        epochs=1,
-        options=hr.Options(precision="bf16"),
-    )
+    job = job_of(model, hr.Options(precision="bf16"))
     threads = torch.get_num_threads()
     found = measure(job, model, Objective(squared), ProfileRequest(examples=5, threads=1), "cpu")
     assert [layer.name for layer in found.layers] == ["0", "1", "2"]

@@ -16,8 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from headrace.errors import JobError
 from headrace.pipeline.replay.tracing import trace_calls
 from headrace.pipeline.stage import TracedModel, cut
-from headrace.pipeline.trace.inputs import arguments, tensors_of
-from headrace.pipeline.trace.tracing import trace, unchanged
+from headrace.pipeline.trace.inputs import arguments
+from headrace.pipeline.trace.tracing import trace
+from headrace.training.user_code.trial import unchanged
+from headrace.trees import tensors_of
 from pipeline.test_stage import backward, forward
 
 

@@ -19,7 +19,8 @@ from headrace.pipeline.stage import OUTPUT, Value, cut
 from headrace.pipeline.trace.graph_tracing import trace_graph
 from headrace.pipeline.trace.inputs import arguments
 from headrace.pipeline.trace.recorded_forward import Untraceable
-from headrace.pipeline.trace.tracing import trace, unchanged
+from headrace.pipeline.trace.tracing import trace
+from headrace.training.user_code.trial import unchanged
 from pipeline.zoo import ZOO, Gated, Normalised, Several, Tied, UNet, dense
 
 

@@ -39,23 +39,23 @@ def wide_job() -> hr.Job:
     return dataclasses.replace(Case(wide, vectors).job(EXAMPLES), global_batch_size=EXAMPLES)
 
 
-def counted(strategy: hr.Pipeline, stages: int) -> list[StagedModel]:
-    """Returns what each stage has computed with, after one step whose saved bytes were counted."""
+def counted(strategy: hr.Pipeline, stages: int) -> list[tuple[StagedModel, SavedBytes]]:
+    """Returns what each stage has computed with, and the bytes that it has kept, after one step."""
 
-    def act(_: int, replica: Replica, loader: Loader) -> StagedModel:
+    def act(_: int, replica: Replica, loader: Loader) -> tuple[StagedModel, SavedBytes]:
         compute = replica.compute
         assert isinstance(compute, StagedModel)
-        compute.runner.saved = SavedBytes(compute.module.parameters())
+        saved = SavedBytes(compute.runner, compute.module)
         for share in islice(loader.rounds(), 1):
             step(replica, share, 0)
-        return compute
+        return compute, saved
 
     return with_replicas(wide_job(), strategy, stages, act)
 
 
 @pytest.mark.parametrize(("schedule", "most"), [("gpipe", (8, 8, 8)), ("1f1b", (3, 2, 1)), ("zb_h1", (3, 2, 1))])
 def test_in_flight_are_all_micro_batches_or_as_many_as_there_are_stages(schedule: str, most: tuple[int, ...]) -> None:
-    ranks = counted(hr.Pipeline(3, 8, schedule), 3)
+    ranks = [compute for compute, _ in counted(hr.Pipeline(3, 8, schedule), 3)]
     assert tuple(rank.in_flight for rank in ranks) == most
     # Each of two cuts is crossed by a matrix forward, and one backward, written by one stage and read by another.
     crossing = 2 * EXAMPLES * WIDTH * torch.float64.itemsize
@@ -68,13 +68,10 @@ def test_who_makes_activations_again_keeps_inputs_and_those_of_one_micro_batch(r
     usual = counted(hr.Pipeline(2, 8, schedule), 2)
     again = counted(hr.Pipeline(2, 8, schedule, recompute), 2)
     inputs = EXAMPLES * WIDTH * torch.float64.itemsize
-    for rank, kept in zip(usual, again, strict=True):
-        assert isinstance(rank.runner.saved, SavedBytes)
-        assert isinstance(kept.runner.saved, SavedBytes)
-        one = rank.runner.saved.largest
-        assert kept.runner.saved.peak <= 1.15 * (inputs + one)
+    for (_, saved), (_, less) in zip(usual, again, strict=True):
+        assert less.peak <= 1.15 * (inputs + saved.largest)
         # Else it would keep as much for nothing.
-        assert kept.runner.saved.peak < 0.8 * rank.runner.saved.peak or schedule == "1f1b"
+        assert less.peak < 0.8 * saved.peak or schedule == "1f1b"
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
@@ -126,13 +123,8 @@ def moving() -> nn.Module:
     return nn.Sequential(*first, new(nn.Linear(16, 16)), Moving(), nn.Linear(16, 3))
 
 
-@pytest.mark.parametrize("deferred", [True, False])
 def peaks(schedule: str) -> list[int]:
-    found = []
-    for rank in counted(hr.Pipeline(3, 8, schedule, partition=[4, 4, 5]), 3):
-        assert isinstance(rank.runner.saved, SavedBytes)
-        found.append(rank.runner.saved.peak)
-    return found
+    return [saved.peak for _, saved in counted(hr.Pipeline(3, 8, schedule, partition=[4, 4, 5]), 3)]
 
 
 def test_split_backward_passes_hold_what_their_weight_passes_need_and_no_activations() -> None:

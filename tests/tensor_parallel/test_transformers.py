@@ -5,26 +5,37 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from benchmarks.zoo.models import TRANSFORMERS, job_of
+from torch import nn
 
 import headrace as hr
 from headrace.engine.local.engine import LocalEngine
 from headrace.spec.events import Notice
-from headrace.tensor_parallel.recording import tensors_of
 from strategies.contract_runs import distance, train
-from tensor_parallel.zoo import MODELS, WORDS, build
 
 TWO = hr.TensorParallel(devices=2)
 HYBRID = hr.Hybrid(hr.Mirrored(workers=2), TWO)
-HALVED = ("bert", "gpt2", "t5", "llama", "qwen2", "vit", "whisper")
+GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        name: (name, {})
+        for name in ("bert-mlm", "roberta", "distilbert", "bart", "whisper", "vit", "mamba", "clip", "t5")
+    },
+    **{name: (f"{name}-padded", GROUPED) for name in ("llama", "qwen2", "mixtral")},
+    "gpt2": ("gpt2-padded", {}),
+    "qwen3": ("qwen2-padded", {**GROUPED, "head_dim": 4}),
+    "t5, gated": ("t5", {"feed_forward_proj": "gated-gelu"}),
+}
+"""By name: the one of the zoo that it is like, and what is different."""
+HALVED = ("bert-mlm", "gpt2", "t5", "llama", "qwen2", "vit", "whisper")
 """Of which each of two devices holds at most 0.65 of the parameters of blocks."""
 
-QUICK = (("bert", "sdpa", TWO), ("gpt2", "eager", TWO), ("t5", "sdpa", TWO), ("llama", "sdpa", HYBRID))
+QUICK = (("bert-mlm", "sdpa", TWO), ("gpt2", "eager", TWO), ("t5", "sdpa", TWO), ("llama", "sdpa", HYBRID))
 CASES = [
     *QUICK,
     *(
@@ -37,32 +48,21 @@ CASES = [
 ]
 
 
-def loss(output: Any, batch: Any) -> Tensor:
-    """The model's own, or that of the next words, or anything that depends on every output."""
-    if output.get("loss") is not None:
-        own: Tensor = output["loss"]
-        return own
-    if "image_embeds" in output:
-        # Its other outputs compare every example with every other, so that shares of a batch have another loss.
-        apart: Tensor = (output["image_embeds"] - output["text_embeds"]).square().mean()
-        return apart
-    if "logits" in output and output["logits"].shape[-1] == WORDS:
-        return nn.functional.cross_entropy(output["logits"].flatten(0, 1), batch["input_ids"].flatten())
-    total: Tensor = sum(each.square().mean() for each in tensors_of(output) if each.is_floating_point())  # type: ignore[assignment]
-    return total
+def build(name: str, attention: str = "sdpa") -> nn.Module:
+    """Returns a model in double precision."""
+    like, changes = MODELS[name]
+    entry: Any = TRANSFORMERS[like].model
+    kinds = ("Qwen3ForCausalLM", "Qwen3Config") if name == "qwen3" else entry.args
+    made = entry.func(*kinds, **{**entry.keywords, **changes})
+    if name != "mamba":
+        made.set_attn_implementation(attention)
+    return made.double()  # type: ignore[no-any-return]
 
 
-def job(model: Callable[[], nn.Module], name: str, steps: int = 3) -> hr.Job:
-    torch.manual_seed(3)
-    return hr.Job(
-        model=model,
-        loss=loss,
-        optimizer=functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-        data=MODELS[name][1](11),
-        global_batch_size=4,
-        steps=steps,
-        seed=1,
-    )
+def job(model: Callable[[], nn.Module], name: str, steps: int = 4) -> hr.Job:
+    """The fourth batch has one example, so that one of two replicas has none."""
+    like = job_of(MODELS[name][0], learning_rate=0.05)
+    return replace(like, model=model, eval_data=None, global_batch_size=3, epochs=None, steps=steps)
 
 
 def in_blocks(name: str) -> bool:
@@ -75,7 +75,6 @@ def in_blocks(name: str) -> bool:
 def test_a_model_as_it_comes_is_one_device_and_blocks_are_halved(
     name: str, attention: str, strategy: hr.Strategy
 ) -> None:
-    """The last batch of an epoch has 3 examples, of which two replicas have an uneven share."""
     given = job(functools.partial(build, name, attention), name)
     held: dict[str, int] = {}
 
@@ -93,13 +92,8 @@ def test_a_model_as_it_comes_is_one_device_and_blocks_are_halved(
 
 @pytest.mark.slow
 def test_heads_that_devices_cannot_share_stay_whole_and_that_is_said(tmp_path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=1,
-        intermediate_size=32,
-    )  # fmt: skip
-    given = job(lambda: LlamaForCausalLM(config).double(), "llama", steps=1)
+    # Of which the heads of keys and values are one.
+    given = job(lambda: TRANSFORMERS["llama"].model().double(), "llama", steps=1)
     run = hr.fit(given, TWO, device="cpu", run_dir=tmp_path, engine=hr.ThreadEngine())
     said = [event.text for event in run.events if isinstance(event, Notice)]
     assert (
@@ -112,13 +106,7 @@ def test_heads_that_devices_cannot_share_stay_whole_and_that_is_said(tmp_path: P
 @pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_processes_train_with_dropout_and_go_on_from_a_checkpoint_on_one_device(dropout: float, tmp_path: Path) -> None:
-    from transformers import GPT2Config
-
-    config = GPT2Config(
-        vocab_size=WORDS, n_embd=16, n_layer=1, n_head=4, n_positions=32, resid_pdrop=dropout, embd_pdrop=dropout,
-        attn_pdrop=dropout,
-    )  # fmt: skip
-    make = functools.partial(_gpt2, config)
+    make = functools.partial(dropping, dropout)
     with LocalEngine() as engine:
         hr.fit(job(make, "gpt2", 2), TWO, device="cpu", run_dir=tmp_path, engine=engine)
         run = hr.fit(job(make, "gpt2", 4), hr.OneDevice(), device="cpu", run_dir=tmp_path, engine=engine, resume=True)
@@ -128,8 +116,6 @@ def test_processes_train_with_dropout_and_go_on_from_a_checkpoint_on_one_device(
         assert distance(run.model.state_dict(), alone) <= 1e-9
 
 
-def _gpt2(config: Any) -> nn.Module:
-    from transformers import GPT2LMHeadModel
-
-    made: nn.Module = GPT2LMHeadModel(config).double()
-    return made
+def dropping(rate: float) -> nn.Module:
+    model: Any = TRANSFORMERS["gpt2"].model
+    return model(resid_pdrop=rate, embd_pdrop=rate, attn_pdrop=rate).double()  # type: ignore[no-any-return]

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from headrace.api.probes.finding import names_of
 from headrace.api.probes.layers import (
-    NoSparseGradients,
     lazy_tensors,
     modes_text,
+    no_sparse_gradients,
     refuse_sparse_layers,
     require_same_parameters,
 )
@@ -185,7 +185,7 @@ def _try(job: Job, module: nn.Module, data: object, what: str, sets: Sets) -> tu
     trained = [each for each in module.parameters() if each.requires_grad]
     with evaluating(module), torch.no_grad(), without_compilers(), untouched(module, but=trained):
         try:
-            with NoSparseGradients(module):
+            with no_sparse_gradients(module):
                 weighed, output, target = _try_model(job, module, share, what, sets)
         except HeadraceError as error:
             failure = error
@@ -200,7 +200,7 @@ def _try_in_train_mode(
 ) -> bool:
     """Tries a model whose loss fails in eval mode, as detection models' do, or raises `failure`; returns as above."""
     try:
-        with trial(module), untouched(job.loss, job.task), NoSparseGradients(module):
+        with trial(module), untouched(job.loss, job.task), no_sparse_gradients(module):
             weighed, *_ = _try_model(job, module, share, what, sets)
     except HeadraceError:
         raise failure from failure.__cause__

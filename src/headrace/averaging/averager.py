@@ -220,13 +220,9 @@ class ParameterAverager(LocalStepsSync):
         """Returns every copy's weight in the mean, the slowest worker's time since the last synchronization, and the
         time that one took the worker that came last to it. All ranks' parameters are written when it returns.
         """
-        rank, world = self._group.rank, self._group.world
-        # Each rank writes its own numbers among zeros, so that the sum tells all of them.
-        told = [0.0] * (3 * world)
         own = self.stretch.weight if self._config.outer.weighted else 1.0
-        told[3 * rank : 3 * rank + 3] = own if finite else -1.0, train_s, self._exchange_s
-        told = self._group.sum(told)
-        weights = told[::3]
+        every = self._group.gather_numbers([own if finite else -1.0, train_s, self._exchange_s])
+        weights = [weight for weight, _, _ in every]
         live = [weight for weight in weights if weight >= 0]
         if not live:
             raise RunFailed(
@@ -235,4 +231,4 @@ class ParameterAverager(LocalStepsSync):
             )
         total = sum(live)
         shares = [-1.0 if weight < 0 else weight / total if total else 1 / len(live) for weight in weights]
-        return shares, max(told[1::3]), min(told[2::3])
+        return shares, max(trained_s for _, trained_s, _ in every), min(exchanged_s for _, _, exchanged_s in every)

@@ -48,24 +48,22 @@ class PeriodController:
 
     def _agree(self) -> Period:
         """Returns the next period; a worker that has joined since the last learns it from the others."""
-        rank, world, own = self._group.rank, self._group.world, self._measured
-        told = [0.0] * (6 * world)
         known = (self._period.rounds, self._period.most) if self._known else (0, 0)
         mine = (
-            max((each.rounds for each in own), default=0),
+            max((each.rounds for each in self._measured), default=0),
             # A worker that was late does not count in what an exchange costs, and all of them wait for the last.
-            max((each.train_s for each in own), default=0.0),
-            min((each.exchange_s for each in own), default=0.0),
-            max((each.drift for each in own), default=0.0),
+            max((each.train_s for each in self._measured), default=0.0),
+            min((each.exchange_s for each in self._measured), default=0.0),
+            max((each.drift for each in self._measured), default=0.0),
         )
-        told[6 * rank : 6 * rank + 6] = *known, *mine
-        told = self._group.sum(told)
-        rounds, most = int(max(told[0::6])), int(max(told[1::6]))
-        now = Period(rounds, self._period.why, most) if rounds else self._period
+        rounds, most, spans, trained_s, exchanged_s, drifts = zip(
+            *self._group.gather_numbers([*known, *mine]), strict=True
+        )
+        now = Period(int(max(rounds)), self._period.why, int(max(most))) if max(rounds) else self._period
         self._known = True
-        span = int(max(told[2::6]))
-        if not span:
+        if not max(spans):
             return now
-        exchange_s = min(each for each, had in zip(told[4::6], told[2::6], strict=True) if had)
+        exchange_s = min(each for each, had in zip(exchanged_s, spans, strict=True) if had)
         # The rounds that were measured may be fewer than the period.
-        return next_period(now, Measured(span, max(told[3::6]), exchange_s, max(told[5::6])), self._target)
+        measured = Measured(int(max(spans)), max(trained_s), exchange_s, max(drifts))
+        return next_period(now, measured, self._target)

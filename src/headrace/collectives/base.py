@@ -84,6 +84,15 @@ class Collective(ABC):
     def sum(self, values: Sequence[float]) -> list[float]:
         """Returns the sums over ranks of a few numbers, in double precision, in rank order."""
 
+    def gather_numbers(self, own: Sequence[float]) -> list[list[float]]:
+        """Returns every rank's few numbers, by rank; all have as many."""
+        count = len(own)
+        # Among zeros, so that the sum tells all of them.
+        among = [0.0] * (count * self.world)
+        among[count * self.rank : count * (self.rank + 1)] = own
+        every = self.sum(among)
+        return [every[count * rank : count * (rank + 1)] for rank in range(self.world)]
+
     def _count_ring(self, tensor: Tensor) -> None:
         # A ring sends and receives 2 (world - 1) / world of the tensor.
         self.moved_bytes += 4 * (self.world - 1) * tensor.nbytes // self.world

@@ -40,14 +40,6 @@ class Edge:
     slots: int = 1
 
 
-def _untracked(tensor: Tensor) -> bool:
-    return False
-
-
-def _unchanged(tensor: Tensor, tracked: bool) -> Tensor:
-    return tensor
-
-
 class Channel:
     """One edge, as a rank sees it; without sender and receiver where the rank holds both stages."""
 
@@ -57,7 +49,7 @@ class Channel:
         self._receiver = receiver
         self._own: deque[tuple[dict[str, Any], list[bool]]] = deque()
 
-    def send(self, values: Mapping[str, Any], tracked: Callable[[Tensor], bool] = _untracked) -> None:
+    def send(self, values: Mapping[str, Any], tracked: Callable[[Tensor], bool] = lambda _: False) -> None:
         """Sends values by name; see `pack`."""
         if self._sender:
             self._sender.send(*pack(values, tracked))
@@ -66,7 +58,7 @@ class Channel:
         detached = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
         self._own.append((detached, marks))
 
-    def receive(self, track: Callable[[Tensor, bool], Tensor] = _unchanged) -> dict[str, Any]:
+    def receive(self, track: Callable[[Tensor, bool], Tensor] = lambda tensor, _: tensor) -> dict[str, Any]:
         """Waits for the next message and returns its values; `track` is what `unpack` receives tensors with."""
         if self._receiver:
             # A copy, so that the next message can be written meanwhile.

@@ -37,12 +37,13 @@ from headrace.pipeline.digest import digest
 from headrace.pipeline.layer_cost import LayerTiming, between, clock, kept_bytes, place, typical
 from headrace.pipeline.runner import out_of_memory
 from headrace.pipeline.stage import OUTPUT, Stage, TracedModel, at_once, cut
-from headrace.pipeline.trace.tracing import trace, unchanged
+from headrace.pipeline.trace.tracing import trace
 from headrace.spec.compute import LayerSpec
 from headrace.spec.job import Job
 from headrace.spec.model import ProfileRequest
 from headrace.training.shared_buffers.batch_norm import NO_STATISTICS
 from headrace.training.user_code.objective import Objective
+from headrace.training.user_code.trial import unchanged
 from headrace.trees import map_tensors, nbytes
 
 _LEAST, _MOST = 5, 30
@@ -204,22 +205,24 @@ class Sweep:
     inputs: dict[str, Tensor]
     loss: Callable[[Any], Tensor]
     device: torch.device
-    _began: tuple[float, float] = (0.0, 0.0)
 
     def run(self) -> list[tuple[LayerTiming, LayerTiming]]:
         """Returns what each layer took, forward and backward."""
         passes = []
 
         def measure(stage: Stage, got: Mapping[str, Any]) -> dict[str, Any]:
+            began: list[tuple[float, float]] = []
             # The second time counts, when gradients add up, as they do from micro-batch to micro-batch.
             for _ in range(2):
                 values = _received(got)
                 # What forward does on the way to the layer is done once a stage, not once a layer.
-                gave, roots = self._forward(stage, values, self._begin)
-                forwarded = self._now()
-                self._backward(stage, roots)
-                ended = self._now()
-            passes.append((between(self._began, forwarded), between(forwarded, ended)))
+                gave, roots = self._forward(stage, values, lambda: began.append(clock(self.device)))
+                forwarded = clock(self.device)
+                if roots:
+                    with stage.gradients.adding():
+                        run_backward(roots, [torch.ones_like(root) for root in roots])
+                ended = clock(self.device)
+            passes.append((between(began[-1], forwarded), between(forwarded, ended)))
             return gave
 
         self._each(measure)
@@ -234,7 +237,7 @@ class Sweep:
         counted: set[str] = set()
 
         def measure(stage: Stage, got: Mapping[str, Any]) -> dict[str, Any]:
-            kept, gave = self._kept(stage, got)
+            kept, (gave, _) = kept_bytes(lambda: self._forward(stage, _received(got)), lambda made: made[1])
             before = model | {place(got[name]) for name in counted & got.keys()}
             saved.append(sum(size for place, size in kept.items() if place not in before))
             held = {**got, **gave}
@@ -272,22 +275,6 @@ class Sweep:
             gave[OUTPUT] = self.loss(gave[OUTPUT])
         roots = [value for value in gave.values() if isinstance(value, Tensor) and value.requires_grad]
         return gave, roots
-
-    def _kept(self, stage: Stage, got: Mapping[str, Any]) -> tuple[dict[int, int], dict[str, Any]]:
-        """Returns the bytes that autograd keeps for a layer, by their place in memory, and what the layer gives."""
-        kept, (gave, _) = kept_bytes(lambda: self._forward(stage, _received(got)), lambda found: found[1])
-        return kept, gave
-
-    def _backward(self, stage: Stage, roots: Sequence[Tensor]) -> None:
-        if roots:
-            with stage.gradients.adding():
-                run_backward(roots, [torch.ones_like(root) for root in roots])
-
-    def _begin(self) -> None:
-        self._began = self._now()
-
-    def _now(self) -> tuple[float, float]:
-        return clock(self.device)
 
 
 def _received(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,19 +65,6 @@ class _Saved:
     buffers: Sequence[SavedBuffer | SavedState] = ()
 
 
-class SavedCounter(Protocol):
-    """Counts the bytes that are kept for the backward passes of a micro-batch in a stage, its `key`."""
-
-    def counting(self, key: tuple[int, int], values: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Counts what a forward saves, its inputs among it."""
-
-    def keep(self, key: tuple[int, int], tensors: Iterable[Tensor]) -> None:
-        """Notes that a backward pass is done, and keeps no more than these for the weight pass."""
-
-    def forget(self, key: tuple[int, int]) -> None:
-        """Notes that a weight pass is done."""
-
-
 class Runner:
     """Runs a rank's stages on one batch after the other.
 
@@ -89,7 +75,6 @@ class Runner:
 
     Attributes:
         in_flight: most forward passes so far that waited for their backward at a time.
-        saved: counts what is kept for backward passes; None where nothing does, as it costs a call a saved tensor.
     """
 
     def __init__(
@@ -116,7 +101,6 @@ class Runner:
         self._count = 0
         self.last = any(stage.last for stage in stages.values())
         self.in_flight = 0
-        self.saved: SavedCounter | None = None
         self.passes: list[StagePass] = []
         for action in self._actions:
             stages[action.stage].gradients.split |= action.kind is PassKind.BACKWARD_INPUT
@@ -164,8 +148,6 @@ class Runner:
         elif action.kind is PassKind.BACKWARD_WEIGHT:
             for gradient in self._weights.pop(key):
                 gradient.add()
-            if self.saved:
-                self.saved.forget(key)
         else:
             self._backward(key, micro_batch, split=action.kind is PassKind.BACKWARD_INPUT)
 
@@ -218,26 +200,21 @@ class Runner:
         del self._saved[key]
         if split:
             self._weights[key] = later
-        if self.saved:
-            self.saved.keep(key, [tensor for each in later for tensor in (each.value, each.gradient)])
 
     def _run_stage(self, key: tuple[int, int], micro_batch: MicroBatch, saved: _Saved, first: bool) -> dict[str, Any]:
         """Runs a stage; where it is the last, the loss stands for the model's output."""
-        counting = self.saved.counting(key, saved.values) if self.saved else nullcontext()
-        with counting, self._statistics.following(again=not first), self._autocast():
+        with self._statistics.following(again=not first), self._autocast():
             outputs = self._stages[key[0]].run(saved.values)
             if OUTPUT in outputs:
                 outputs[OUTPUT] = micro_batch.finish(outputs[OUTPUT])
         return outputs
 
     def _explaining(self, stage: int, what: str, remedy: str) -> AbstractContextManager[None]:
-        return explain_out_of_memory(
-            f"stage {stage} ran out of memory in the {what}", partial(self._describe_memory, stage), remedy
-        )
+        def held() -> str:
+            waiting = f"{len(self._saved)} of {self._count} micro-batches were in flight"
+            return f"of which {self._stages[stage].parameter_bytes():,} are the stage's parameters, and {waiting}"
 
-    def _describe_memory(self, stage: int) -> str:
-        waiting = f"{len(self._saved)} of {self._count} micro-batches were in flight"
-        return f"of which {self._stages[stage].parameter_bytes():,} are the stage's parameters, and {waiting}"
+        return explain_out_of_memory(f"stage {stage} ran out of memory in the {what}", held, remedy)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.half is None else torch.autocast(self._channels.device.type, self.half)
@@ -256,7 +233,9 @@ class Runner:
 
     def _receive(self, source: int, target: int, kind: str) -> dict[str, Any]:
         began = monotonic()
-        received = self._channels.channel(source, target, kind).receive(_track)
+        received = self._channels.channel(source, target, kind).receive(
+            lambda tensor, tracked: tensor.requires_grad_() if tracked else tensor
+        )
         self._waited += monotonic() - began
         return received
 
@@ -266,10 +245,6 @@ class Runner:
         for consumer in stage.consumers:
             needed = {value.name: outputs[value.name] for value in stage.sends if consumer in value.consumers}
             self._channels.channel(stage.index, consumer, "values").send(needed, tracked)
-
-
-def _track(tensor: Tensor, tracked: bool) -> Tensor:
-    return tensor.requires_grad_() if tracked else tensor
 
 
 def _needs_gradient(value: Any) -> bool:

@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from headrace.errors import UsageError
+from headrace.errors import JobError, UsageError
 from headrace.pipeline.backward import WeightGradients
 from headrace.pipeline.buffers import SavedBuffers
+from headrace.pipeline.trace.inputs import arguments, form, places
 from headrace.pipeline.trace.layers import Layer
 from headrace.trees import nbytes
 
@@ -88,12 +89,16 @@ class Stage(ABC):
         return SavedBuffers(self.module, (*self.buffers, *self.parameters))
 
 
+@dataclass(frozen=True, kw_only=True)
 class TracedModel(ABC):
     """A model whose forward is known, and can be cut between its layers.
 
     Attributes:
         module: the model itself.
         layers: in the order of forward.
+        names: by which stages know the tensors in the arguments of forward, by their places there.
+        settled: what else there is in the arguments, by its place.
+        select: of a batch, as `Job.inputs`.
         notices: what the user should know of the cuts.
         evaluated: what it does in evaluation, where that is something else; None where it is the same.
         places: of `evaluated`: for each of its layers the index of the one in training that it stays with.
@@ -101,13 +106,22 @@ class TracedModel(ABC):
 
     module: nn.Module
     layers: tuple[Layer, ...]
-    notices: tuple[str, ...]
-    evaluated: TracedModel | None
-    places: tuple[int, ...]
+    names: Mapping[str, str]
+    settled: Mapping[str, Any]
+    select: Any = None
+    notices: tuple[str, ...] = ()
+    evaluated: TracedModel | None = None
+    places: tuple[int, ...] = ()
 
-    @abstractmethod
     def inputs(self, batch: Any) -> dict[str, Tensor]:
         """Returns the model's inputs in a batch of the form that was traced, by the names that stages know them by."""
+        found, settled = places(self.module, *arguments(batch, self.select))
+        if found.keys() != self.names.keys() or settled != self.settled:
+            raise JobError(
+                f"the model was cut for a batch with {form(self.names, self.settled)}, and now gets "
+                f"{form(found, settled)}; give every batch the same form"
+            )
+        return {self.names[place]: tensor for place, tensor in found.items()}
 
     @abstractmethod
     def stages(self, placed: Sequence[int], count: int) -> tuple[Stage, ...]:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace import internals
 from headrace.errors import UsageError
-from headrace.modules import stateful_modules, without_data
+from headrace.modules import replace_tensors, stateful_modules, without_data
 from headrace.pipeline.channels import Channels, Edge
 from headrace.pipeline.stage import Stage
 
@@ -53,14 +52,8 @@ class StageModule:
         scripted = [module for module in self.module.modules() if isinstance(module, torch.jit.ScriptModule)]
         fixed = {id(each) for module in scripted for each in (*module.parameters(), *module.buffers())}
         left = [(name, tensor) for name, tensor in names if name not in self._held and id(tensor) not in fixed]
-        released = {id(tensor): without_data(tensor) for _, tensor in left}
-        for module in self.module.modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                continue
-            held: tuple[dict[str, Any], ...] = internals.parameters(module), internals.buffers(module)
-            for tensors in held:
-                tensors.update({name: released[id(each)] for name, each in tensors.items() if id(each) in released})
-        if released:
+        replace_tensors(self.module, {id(tensor): without_data(tensor) for _, tensor in left})
+        if left:
             self.module.register_forward_pre_hook(_refuse)
 
     def sum_tied(self, channels: Channels) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
 from headrace import internals
@@ -17,33 +16,29 @@ from headrace.modules import TRACING, without_data
 from headrace.tensor_parallel.layers import is_transposed
 from headrace.tensor_parallel.rules import Splittable, ValueStep
 
-_ELEMENTWISE_LAYERS = (
-    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid),
-    *(nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid, nn.Identity),
-)
 _ELEMENTWISE = frozenset(
     (
-        *("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "tanh", "sigmoid"),
+        *("relu", "relu6", "leakyrelu", "elu", "selu", "celu", "gelu", "silu", "mish", "tanh", "sigmoid", "identity"),
         *("softplus", "softsign", "hardtanh", "hardswish", "hardsigmoid", "logsigmoid", "exp", "log", "square"),
         *("sqrt", "rsqrt", "abs", "neg", "negative", "positive", "erf", "pow", "reciprocal", "clamp", "clip"),
-        *("add", "mul", "multiply", "sub", "subtract", "div", "divide", "true_divide", "radd", "rmul", "rsub"),
+        *("add", "mul", "multiply", "sub", "subtract", "div", "divide", "truedivide", "radd", "rmul", "rsub"),
         *("truediv", "contiguous", "clone", "to", "type", "float", "double", "half", "bfloat16"),
     )
 )
-"""By name; a method that works in place has the name of the one that does not, and an underscore behind it."""
-_POOLS = (
-    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
-    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
-    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+_POOLS = frozenset(
+    f"{adaptive}{kind}pool{dims}d" for adaptive in ("", "adaptive") for kind in ("max", "avg") for dims in (1, 2, 3)
 )
-_POOL_FUNCTIONS: Collection[Callable[..., Any]] = {F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d}
-
 _BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
-def is_elementwise(function: object) -> bool:
-    """Returns whether a function or method of torch, or of `operator`, treats every element alone."""
-    return getattr(function, "__name__", "").strip("_") in _ELEMENTWISE
+def step_of(name: str) -> str:
+    """Returns what a function of torch or `operator`, a method of tensors or a layer of torch does, by its name.
+
+    That is "elementwise", "pool" or "other". The layer LeakyReLU does what leaky_relu does, and so does leaky_relu_,
+    which works in place.
+    """
+    plain = name.replace("_", "").lower()
+    return "elementwise" if plain in _ELEMENTWISE else "pool" if plain in _POOLS else "other"
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -164,27 +159,29 @@ def _reads(node: fx.Node, layer: nn.Module | None, names: _Names) -> tuple[str, 
             return "dropout", ""
         if type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1):
             return "flatten", ""
-        if isinstance(layer, _POOLS):
-            return "pool", ""
-        return ("elementwise" if isinstance(layer, _ELEMENTWISE_LAYERS) else "other"), ""
+        return _step_of_layer(layer), ""
     if node.target in (torch.flatten, "flatten") and node.args[1:] == (1,) and not node.kwargs:
         return "flatten", ""
-    if node.op == "call_function" and node.target in _POOL_FUNCTIONS:
-        return "pool", ""
-    if node.op == "call_function":
-        return ("elementwise" if is_elementwise(node.target) else "other"), ""
-    return ("elementwise" if node.op == "call_method" and node.target in _ELEMENTWISE else "other"), ""
+    if node.op not in ("call_function", "call_method"):
+        return "other", ""
+    return step_of(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")), ""
+
+
+def _step_of_layer(layer: nn.Module) -> str:
+    kind = type(layer)
+    return step_of(kind.__name__) if kind.__module__.startswith("torch.nn.modules.") else "other"
 
 
 def _look_at_block(name: str, block: nn.Module, steps: list[ValueStep]) -> None:
     """Adds what torch's transformer layers do between their dense layers, which cannot be traced."""
     path, start = f"{name}." * bool(name), len(steps)
     activation: Any = block.activation
-    known = is_elementwise(activation) or isinstance(activation, _ELEMENTWISE_LAYERS)
+    layer = isinstance(activation, nn.Module)
+    does = _step_of_layer(activation) if layer else step_of(getattr(activation, "__name__", ""))
     steps += [
         ValueStep("other"),
         ValueStep("layer", f"{path}linear1", (start,)),
-        ValueStep("elementwise" if known else "other", inputs=(start + 1,)),
+        ValueStep(does, inputs=(start + 1,)),
         ValueStep("dropout", f"{path}dropout", (start + 2,)),
         ValueStep("layer", f"{path}linear2", (start + 3,)),
         ValueStep("other", inputs=(start + 4,)),

@@ -20,8 +20,6 @@ class ParallelAttention:
         self._layer = layer
         self._batch_first = layer.batch_first
         self._group = group
-        # In evaluation torch's encoder layers go round this to kernels for whole weights, but not round hooks.
-        layer.register_forward_pre_hook(_nothing)
 
     def __call__(
         self,
@@ -83,10 +81,6 @@ class ParallelAttention:
         start, stop = rows(self._layer.num_heads, self._group.rank, self._group.world)
         every = torch.cat([every[:, :start], weights, every[:, stop:]], 1)
         return reduce_from(every, self._group)
-
-
-def _nothing(*_: object) -> None:
-    """Changes no input."""
 
 
 def _forbidden(scores: Tensor, mask: Tensor) -> Tensor:

@@ -126,15 +126,12 @@ def _attention(
         length = width // heads
     if length is None or width % length:
         return None
-    matrices = {path: _matrices(layers[path].outputs, width) for path in columns}
-    counts = [layers[path].outputs // count for path, count in matrices.items()]
+    outputs = {path: layers[path].outputs for path in columns}
+    matrices = {path: count // width if count % width == 0 else 1 for path, count in outputs.items()}
+    counts = [outputs[path] // count for path, count in matrices.items()]
     if wrong := _undivided([width, *counts], length, world):
         return wrong
-    return Block(name, matrices, row, _numbers(held, [layers[path].outputs for path in columns], width, length, world))
-
-
-def _matrices(outputs: int, width: int) -> int:
-    return outputs // width if outputs % width == 0 else 1
+    return Block(name, matrices, row, _numbers(held, list(outputs.values()), width, length, world))
 
 
 def _undivided(widths: Sequence[int], length: int, world: int) -> str:

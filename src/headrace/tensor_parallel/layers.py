@@ -215,10 +215,7 @@ class BatchParallel:
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         self._length = len(next(each for each in (*arguments, *named.values()) if isinstance(each, Tensor)))
         arguments, named = map_tensors(self._take_examples, (arguments, named))
-        learned = {name: each for name, each in self._body.named_parameters() if each.requires_grad}
-        entered = copy_all_to(tuple(learned.values()), self._group) if learned else ()
-        outputs = functional_call(self._body, dict(zip(learned, entered, strict=True)), arguments, named)
-        return map_tensors(self._gather_examples, outputs)
+        return map_tensors(self._gather_examples, self._body.run(self._group, arguments, named))
 
     def _take_examples(self, x: Tensor) -> Tensor:
         self._require(x, self._length, "is given")
@@ -246,9 +243,7 @@ class PartialModule:
         self._group = group
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        learned = {name: each for name, each in self._body.named_parameters() if each.requires_grad}
-        entered = copy_all_to(tuple(learned.values()), self._group) if learned else ()
-        return functional_call(self._body, dict(zip(learned, entered, strict=True)), arguments, named)
+        return self._body.run(self._group, arguments, named)
 
 
 class _Body(nn.Module):
@@ -258,3 +253,9 @@ class _Body(nn.Module):
         super().__init__()
         internals.share_state(self, module)
         self.forward = module.forward
+
+    def run(self, group: Collective, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Returns what it returns; gradients of its parameters are summed over ranks in one piece."""
+        learned = {name: each for name, each in self.named_parameters() if each.requires_grad}
+        entered = copy_all_to(tuple(learned.values()), group) if learned else ()
+        return functional_call(self, dict(zip(learned, entered, strict=True)), arguments, named)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,10 +12,10 @@ from functools import cached_property
 from torch import nn
 
 from headrace import internals
-from headrace.errors import UnknownName, UsageError
+from headrace.errors import UnknownName, UsageError, in_one_line
 from headrace.tensor_parallel.analysis import analyze_graph, obstacles, splittable
 from headrace.tensor_parallel.blocks import Block, find_blocks
-from headrace.tensor_parallel.recording import ForwardRecord, Trial, record, unchanged
+from headrace.tensor_parallel.recording import ForwardRecord, Trial, record, tried
 from headrace.tensor_parallel.rules import KINDS, Flow, Splittable, ValueStep, any_number, choose, follow
 
 RULES = ("column", "row", "channels", "heads", "batch", "replicate")
@@ -75,7 +76,7 @@ class Layout:
 def lay_out(module: nn.Module, rules: Rules, world: int, trial: Trial | None, seed: bool) -> Layout:
     """Returns the layout of a model for so many devices; the model stays as it is.
 
-    With a small batch the model is run to see what it does, else it is traced. `seed` is as for `unchanged`. Raises a
+    With a small batch the model is run to see what it does, else it is traced. `seed` is as for `tried`. Raises a
     `UsageError` if a rule fits no layer, or cannot be followed.
     """
     found = splittable(module)
@@ -110,10 +111,10 @@ def _recorded(
     wrong = ""
     for training in (True, False):
         try:
-            with unchanged(module, seed):
+            with tried(module, seed):
                 return record(module.train(training), trial, atoms)
         except Exception as error:  # BatchNorm wants more values, or whatever a user's forward raises
-            wrong = f"cannot be run to see what it does: {type(error).__name__}: {' '.join(str(error).split()):.200}"
+            wrong = f"cannot be run to see what it does: {in_one_line(error)}"
     return wrong
 
 
@@ -125,8 +126,13 @@ def _automatic(
     recording: ForwardRecord | None,
     world: int,
 ) -> Layout:
-    tied = _tied(module)
-    free = {name: form for name, form in layers.items() if name not in blocked and not tied & _own(found[name][0])}
+    users = Counter(id(each) for layer in module.modules() for each in internals.parameters(layer).values())
+    free = {
+        name: form
+        for name, form in layers.items()
+        # A parameter that several layers have would be cut by the rules of each.
+        if name not in blocked and all(users[id(each)] == 1 for each in found[name][0].parameters())
+    }
     steps = _steps(recording, free) if recording else analyze_graph(module, free, ())
     blocks, undivided = find_blocks(module, steps, free, world) if recording else ((), {})
     known = {name: kind for block in blocks for name, kind in block.kinds.items()}
@@ -178,7 +184,11 @@ def _given(
     for name, kind in kinds.items():
         if kind not in ("batch", "replicate"):
             _check(name, kind, layers[name], world)
-            _refuse_obstacle(name, kind, obstacles)
+            if name in obstacles:
+                raise UsageError(
+                    f"{name!r} cannot be split by {kind!r}: it {obstacles[name]}; leave it out of rules, or give it "
+                    "'replicate' before the patterns that fit it"
+                )
     return {name: kind for name, kind in kinds.items() if kind not in ("batch", "replicate")}
 
 
@@ -192,14 +202,6 @@ def _refuse_pattern(pattern: str, kind: str, module: nn.Module, layers: Mapping[
         "convolutions, embeddings and nn.MultiheadAttention; leave it out, or use 'batch', which computes some of the "
         "examples on every device"
     )
-
-
-def _refuse_obstacle(name: str, kind: str, obstacles: Mapping[str, str]) -> None:
-    if name in obstacles:
-        raise UsageError(
-            f"{name!r} cannot be split by {kind!r}: it {obstacles[name]}; leave it out of rules, or give it "
-            "'replicate' before the patterns that fit it"
-        )
 
 
 def _check(name: str, kind: str, layer: Splittable, world: int) -> None:
@@ -216,17 +218,3 @@ def _check(name: str, kind: str, layer: Splittable, world: int) -> None:
             f"{name!r} has {count} {what}, which {world} devices cannot share evenly; use "
             f"{' or '.join(fits) or 1} devices, or rules={{{name!r}: 'replicate', ...}}"
         )
-
-
-def _tied(module: nn.Module) -> set[int]:
-    """Returns which parameters several layers have."""
-    seen, tied = set[int](), set[int]()
-    for layer in module.modules():
-        for parameter in internals.parameters(layer).values():
-            if parameter is not None:
-                (tied if id(parameter) in seen else seen).add(id(parameter))
-    return tied
-
-
-def _own(layer: nn.Module) -> set[int]:
-    return {id(parameter) for parameter in layer.parameters()}

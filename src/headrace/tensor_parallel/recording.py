@@ -12,20 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from headrace import internals
 from headrace.batches import call
-from headrace.devices import forked_generators
-from headrace.tensor_parallel.analysis import has_hooks, is_compiled, is_elementwise
+from headrace.tensor_parallel.analysis import has_hooks, step_of
 from headrace.tensor_parallel.rules import ValueStep
+from headrace.training.user_code.trial import unchanged, without_compilers
+from headrace.training.user_code.watching import Functions
+from headrace.trees import tensors_of
 
 Atoms = Mapping[nn.Module, tuple[str, str]]
 """What a module does as one step, and its name."""
 
-_POOLS = frozenset(
-    f"{adaptive}{kind}_pool{dims}d" for adaptive in ("", "adaptive_") for kind in ("max", "avg") for dims in (1, 2, 3)
-)
 _READ_BY_GETTERS = frozenset(("T", "mT", "H", "mH", "data", "grad", "real", "imag"))
 _SHAPES = frozenset(
     (
@@ -76,7 +74,7 @@ def record(module: nn.Module, trial: Trial, atoms: Atoms) -> ForwardRecord:
     with ExitStack() as stack:
         for name, part in open_modules(module):
             recorder.follow(name, part, stack)
-        with torch.enable_grad(), recorder:
+        with torch.enable_grad(), Functions(recorder.see):
             output = trial.run(module)
     recorder.end(output)
     return recorder.recording
@@ -95,58 +93,24 @@ def open_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 @contextmanager
-def unchanged(module: nn.Module, seed: bool = True) -> Iterator[None]:
-    """Gives parameters, buffers, submodules, attributes, modes, hooks and random numbers back as they were.
+def tried(module: nn.Module, seed: bool) -> Iterator[None]:
+    """Runs a model to see what it does, eagerly, and gives it back as it was.
 
-    `seed` makes random numbers the same in every process meanwhile; without it generators are left alone.
+    `seed` makes random numbers the same in every process meanwhile, and gives them back; without it generators are left
+    alone.
     """
-    parts = [part for _, part in open_modules(module)]
-    held = [(vars(part), dict(vars(part))) for part in parts]
-    tables = [(table, dict(table)) for own, _ in held for table in own.values() if isinstance(table, dict)]
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    compiled = any(is_compiled(part) for part in parts)
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    with ExitStack() as stack:
-        if compiled:
-            # Kernels for two examples would be compiled for nothing.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+    with without_compilers(), unchanged(module, generators=seed):
         if seed:
-            stack.enter_context(forked_generators(module))
             torch.manual_seed(0)
             random.seed(0)
             np.random.seed(0)
-        try:
-            yield
-        finally:
-            if seed:
-                random.setstate(python_state)
-                np.random.set_state(numpy_state)
-            for table, was in (*held, *tables):
-                table.clear()
-                table.update(was)
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+        yield
 
 
-def tensors_of(tree: Any) -> Iterator[Tensor]:
-    """Yields the tensors of any tree of dicts, tuples and lists."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from tensors_of(value)
-    elif isinstance(tree, tuple | list):
-        for value in tree:
-            yield from tensors_of(value)
-
-
-class _Recorder(TorchFunctionMode):
+class _Recorder:
     """Notes every call of a function of torch, with the module that makes it."""
 
     def __init__(self, module: nn.Module, atoms: Atoms) -> None:
-        super().__init__()
         self.recording = ForwardRecord()
         self._atoms = atoms
         self._owners: dict[int, set[int]] = {}
@@ -174,7 +138,7 @@ class _Recorder(TorchFunctionMode):
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if self._atom is part:
                 self._atom = None
-                self._add(*self._atoms[part], list(tensors_of((args, kwargs))), output)
+                self._add(*self._atoms[part], tensors_of((args, kwargs)), output)
             elif hooked:
                 self._look_at(output)
             self._stack.pop()
@@ -184,24 +148,20 @@ class _Recorder(TorchFunctionMode):
         stack.callback(first.remove)
         stack.callback(last.remove)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the function, and notes it."""
-        kwargs = kwargs or {}
+    def see(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Notes a function of torch."""
         name: str = getattr(func, "__name__", "")
         getter = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else None
-        output = func(*args, **kwargs)
         if name in _SHAPES or (getter is not None and getter not in _READ_BY_GETTERS):
-            return output
-        given = list(tensors_of((args, kwargs)))
+            return
+        given = tensors_of((args, kwargs))
         self._read(given)
         if self._atom is None:
-            self._add(_does(func, name, args, kwargs, output), "", given, output)
-        return output
+            self._add(_does(name, args, kwargs, output), "", given, output)
 
     def end(self, output: Any) -> None:
         """Notes that the caller takes the output, and code that was not seen takes what no step has taken."""
-        with internals.functions_disabled():
-            self._add("other", "", list(tensors_of(output)), None)
+        self._add("other", "", tensors_of(output), None)
         steps = self.recording.steps
         taken = {index for step in steps for index in step.inputs}
         for index in [index for index, step in enumerate(steps) if step.does == "layer" and index not in taken]:
@@ -220,10 +180,10 @@ class _Recorder(TorchFunctionMode):
                 self.recording.readers.setdefault(id(tensor), name)
 
     def _add(self, does: str, name: str, given: list[Tensor], output: Any) -> None:
-        made = list(tensors_of(output))
+        made = tensors_of(output)
         if not made and output is not None:
             return
-        known = tuple(dict.fromkeys(self._source(tensor) for tensor in given if not _is_number(tensor)))
+        known = tuple(dict.fromkeys(self._source(tensor) for tensor in given if tensor.dim() or tensor.requires_grad))
         index = self._step(does, name, known)
         for tensor in made:
             self._made[id(tensor)] = index
@@ -240,7 +200,7 @@ class _Recorder(TorchFunctionMode):
         return len(self.recording.steps) - 1
 
 
-def _does(func: Any, name: str, args: Any, kwargs: Any, output: Any) -> str:
+def _does(name: str, args: Any, kwargs: Any, output: Any) -> str:
     if name == "dropout":
         # A number for each element, of which each device would draw another part.
         settings = dict(zip(("p", "training"), args[1:], strict=False)) | kwargs
@@ -249,10 +209,4 @@ def _does(func: Any, name: str, args: Any, kwargs: Any, output: Any) -> str:
         x = args[0]
         joined = isinstance(output, Tensor) and output.dim() == 2 and x.dim() > 2 and len(output) == len(x)
         return "flatten" if joined else "other"
-    if name in _POOLS:
-        return "pool"
-    return "elementwise" if is_elementwise(func) else "other"
-
-
-def _is_number(tensor: Tensor) -> bool:
-    return tensor.dim() == 0 and not tensor.requires_grad
+    return step_of(name)

@@ -81,18 +81,15 @@ class RewrittenModel:
             return f"nothing of the model is split over {world} devices: each computes all of it"
         if not self.kinds:
             return f"nothing of the model can be divided evenly among {world} devices: each computes all of it"
+        named: dict[str, dict[str, None]] = {}
+        for name, kind in self.kinds.items():
+            named.setdefault(kind, {})[any_number(name) or "the model"] = None
         said = [
-            f"{kind} {', '.join(names[:_SHOWN])}{' ...' * (len(names) > _SHOWN)}" for kind, names in self._by_kind()
+            f"{kind} {', '.join(list(names)[:_SHOWN])}{' ...' * (len(names) > _SHOWN)}" for kind, names in named.items()
         ]
         held = sum(parameter.numel() for parameter in self.module.parameters())
         whole = sum(math.prod(shape) for shape in self.shapes.values())
         return f"split over {world} devices: {'; '.join(said)}; each holds {held / max(1, whole):.0%} of the parameters"
-
-    def _by_kind(self) -> list[tuple[str, list[str]]]:
-        names: dict[str, dict[str, None]] = {}
-        for name, kind in self.kinds.items():
-            names.setdefault(kind, {})[any_number(name) or "the model"] = None
-        return [(kind, list(each)) for kind, each in names.items()]
 
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every parameter and buffer whole, by checkpoint name, on the first rank; all ranks do it together."""

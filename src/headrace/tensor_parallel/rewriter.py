@@ -58,7 +58,7 @@ class Rewriter:
                 # Nested tensors are for kernels that want whole weights.
                 part.use_nested_tensor = False
             if isinstance(part, nn.TransformerEncoderLayer):
-                # In evaluation it goes round its layers to kernels for whole weights, but not round hooks.
+                # In evaluation it goes round its layers, and attention, to kernels for whole weights; not round hooks.
                 part.register_forward_pre_hook(_nothing)
         for block in self._blocks:
             for attribute, value in block.numbers.items():
@@ -90,6 +90,7 @@ class Rewriter:
             self._cut(layer, in_proj_weight=ShardDim(0, blocks=3), in_proj_bias=ShardDim(0, blocks=3))
             self._cut(layer.out_proj, weight=ShardDim(1))
             layer.out_proj.forward = RowParallel(layer.out_proj, group, scatters=False)  # type: ignore[method-assign]
+            layer.register_forward_pre_hook(_nothing)
             return ParallelAttention(layer, group)
         if isinstance(layer, nn.Embedding):
             self._cut(layer, weight=ShardDim(0 if kind == "row" else 1))
@@ -111,13 +112,16 @@ class Rewriter:
         if step < 0:
             return SharedInput(self._group)
         # Only layers that are split by their outputs share an input.
-        mates = [other for other, came in self._flow.sources.items() if came == step and self._enters(other)]
+        mates = [
+            other
+            for other, came in self._flow.sources.items()
+            if came == step
+            and self._kinds[other] in ("column", "channels")
+            and self._layers[other].sort in ("linear", "convolution")
+        ]
         dim = {"": None, "batch": 0}.get(takes, feature_dim(layer))
         length = self._length if takes == "batch" else None
         return self._shared.setdefault((step, takes), SharedInput(self._group, len(mates), dim, length))
-
-    def _enters(self, name: str) -> bool:
-        return self._kinds[name] in ("column", "channels") and self._layers[name].sort in ("linear", "convolution")
 
     def _drop(self, name: str, axis: str) -> None:
         layer = self._module.get_submodule(name)

@@ -157,7 +157,7 @@ def _walk(
         else:
             wrong |= makers
         if step.does == "dropout" and flow.drops.setdefault(step.name, made.axis) != made.axis:
-            wrong |= makers | _makers(values)
+            wrong |= makers.union(*(each.makers for each in values))
         values.append(made)
     return flow, wrong
 
@@ -175,10 +175,6 @@ def _made(name: str, layer: Splittable, kind: str, gathers: set[str]) -> _Slices
     if axis is None or kind == "row" or name in gathers:
         return _WHOLE
     return _Slices(axis, layer.outputs, frozenset({name}))
-
-
-def _makers(values: Sequence[_Slices]) -> frozenset[str]:
-    return frozenset[str]().union(*(each.makers for each in values))
 
 
 def _passes(does: str, axis: str) -> bool:
@@ -211,7 +207,12 @@ def choose(
         }
         if _is_pair(steps, layers, wanted, makers, takers, world) and not wanted.keys() & kinds.keys():
             kinds |= wanted
-    return kinds or {name: kind for name, layer in layers.items() if (kind := _alone(layer, world))}
+    alone: dict[str, str] = {}
+    for name, layer in layers.items():
+        fitting = [kind for kind in KINDS[layer.sort] if layer.divisible(kind, world)]
+        if fitting:
+            alone[name] = fitting[0]
+    return kinds or alone
 
 
 def _is_pair(
@@ -267,11 +268,6 @@ def _neighbourhood(
 
 def _goes_through(step: ValueStep) -> bool:
     return step.does in ("elementwise", "dropout", "pool", "flatten")
-
-
-def _alone(layer: Splittable, world: int) -> str:
-    """Returns the rule for a layer by itself; "" if it cannot be divided."""
-    return next((kind for kind in KINDS[layer.sort] if layer.divisible(kind, world)), "")
 
 
 def any_number(text: str) -> str:

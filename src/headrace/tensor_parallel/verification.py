@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from headrace.collectives.base import Collective
-from headrace.errors import PeerLost
+from headrace.errors import PeerLost, in_one_line
 from headrace.hooks import silenced
 from headrace.tensor_parallel.layout import Layout
-from headrace.tensor_parallel.recording import Trial, tensors_of, unchanged
+from headrace.tensor_parallel.recording import Trial, tried
 from headrace.tensor_parallel.replica import ShardDim
 from headrace.tensor_parallel.rewriter import Rewriter
+from headrace.trees import tensors_of
 
 _TOLERANCE: Mapping[torch.dtype, float] = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Of the largest number; 0.1 for other types. Layers may compute in float32 inside a model in double precision."""
@@ -52,7 +53,7 @@ class GuardedCollective(Collective):
         except Abandoned:
             return "it fails on another device"
         except Exception as error:  # whatever a user's forward raises
-            wrong = f"it fails: {type(error).__name__}: {' '.join(str(error).split()):.200}"
+            wrong = f"it fails: {in_one_line(error)}"
         failed, ended = self._inner.sum([float(bool(wrong)), 1.0])
         if ended != self.world:
             return wrong or "devices communicate differently often"
@@ -140,12 +141,12 @@ def expected(module: nn.Module, trial: Trial, seed: bool) -> Expected | str:
     wrong = ""
     for gradients in (True, False):
         try:
-            with unchanged(module, seed):
+            with tried(module, seed):
                 first = compute(module, trial, gradients)
-            with unchanged(module, seed):
+            with tried(module, seed):
                 again = compute(module, trial, gradients)
         except Exception as error:  # whatever a user's forward raises
-            wrong = f"it cannot be run in evaluation: {type(error).__name__}: {' '.join(str(error).split()):.200}"
+            wrong = f"it cannot be run in evaluation: {in_one_line(error)}"
             continue
         return first if not first.difference(again, {}, 0, 1) else "it computes something else each time"
     return wrong
@@ -190,7 +191,7 @@ def verified(
         guard = GuardedCollective(group)
 
         def attempt() -> str:
-            with unchanged(module, seed):
+            with tried(module, seed):
                 cuts = Rewriter(module, guard, candidate).cut()
                 found = compute(module, trial, sure.gradients is not None)
                 return sure.difference(found, cuts, group.rank, group.world)

@@ -33,6 +33,8 @@ from headrace.machine import disk
 from headrace.machine.identity import process_numbers
 from headrace.modules import same_values
 from headrace.spec.job import Job
+from headrace.training.user_code.watching import Operations
+from headrace.trees import tensors_of
 
 _MOST = 100_000
 """Values that are looked at: an attribute may lead to anything, a data set of a million examples, too."""
@@ -147,21 +149,6 @@ def _content(cell: Any) -> Any:
 _OF_MODULES = vars(nn.Module()).keys()
 
 
-@internals.without_compiler
-class _MadeStorages(internals.TorchDispatchMode):
-    """Notes the memory of the tensors that are made."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.made: list[StorageWeakRef] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        made = [each for each in internals.tree_leaves(result) if isinstance(each, Tensor)]
-        self.made += [StorageWeakRef(each.untyped_storage()) for each in made if each.is_meta]
-        return result
-
-
 def _values_of(module: nn.Module) -> dict[str, Any]:
     return {path: each.value for path, each in attributes_of(module).items()}
 
@@ -171,13 +158,17 @@ def _without_numbers(build: Callable[[], nn.Module]) -> dict[str, Any] | None:
 
     None where it needs numbers, or leaves a tensor in a class or a global variable, which forward would read.
     """
-    storages = _MadeStorages()
+    storages: list[StorageWeakRef] = []
+
+    def made(*call: Any) -> None:
+        storages.extend(StorageWeakRef(each.untyped_storage()) for each in tensors_of(call[-1]) if each.is_meta)
+
     try:
-        with warnings.catch_warnings(action="ignore"), storages, torch.device("meta"):
+        with warnings.catch_warnings(action="ignore"), Operations(made), torch.device("meta"):
             found = _values_of(build())
     except Exception:  # whatever a constructor raises of such tensors; it has run with others before
         return None
-    return found if all(each.expired() for each in storages.made) else None
+    return found if all(each.expired() for each in storages) else None
 
 
 def same(one: Any, other: Any) -> bool:

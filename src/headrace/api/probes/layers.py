@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from headrace.api.probes.finding import Finding, Scope, names_of
@@ -16,7 +16,7 @@ from headrace.batches import call
 from headrace.data.given import as_pipeline
 from headrace.data.loading.loader import Loader
 from headrace.errors import JobError, UsageError
-from headrace.internals import SPARSE_ARGUMENTS, BatchNorm, DropoutNd, TorchDispatchMode
+from headrace.internals import SPARSE_ARGUMENTS, BatchNorm, DropoutNd
 from headrace.policies.roles import pieces_of
 from headrace.report.format import plural
 from headrace.spec.job import Job
@@ -27,6 +27,7 @@ from headrace.training.embeddings.local import LocalRows
 from headrace.training.shared_buffers.batch_norm import NO_STATISTICS
 from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.trial import drawn, loss_of, trial
+from headrace.training.user_code.watching import Operations
 
 
 def probe_draws_and_reads(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
@@ -172,27 +173,20 @@ def refuse_sparse_layers(module: nn.Module) -> None:
             )
 
 
-class NoSparseGradients(TorchDispatchMode):
+def no_sparse_gradients(module: nn.Module) -> Operations:
     """Refuses, while a model runs, the functions that make sparse gradients of its parameters."""
+    names = {id(each): name for name, each in module.named_parameters() if each.requires_grad}
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._names = {id(each): name for name, each in module.named_parameters() if each.requires_grad}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def require_dense(func: Any, args: Any, kwargs: Any, _: object) -> None:
         place = SPARSE_ARGUMENTS.get(func.name())
-        sparse = place is not None and (args[place] if len(args) > place else (kwargs or {}).get("sparse", False))
-        if sparse:
-            weight: Tensor = args[0]
-            name = self._names.get(id(weight))
-            if name is not None:
-                raise JobError(
-                    f"forward makes sparse gradients of the parameter {name!r} ({func.overloadpacket.__name__} with "
-                    "sparse=True), which are not exchanged; use sparse=False"
-                )
-        return func(*args, **(kwargs or {}))
+        sparse = place is not None and (args[place] if len(args) > place else kwargs.get("sparse", False))
+        if sparse and id(args[0]) in names:
+            raise JobError(
+                f"forward makes sparse gradients of the parameter {names[id(args[0])]!r} "
+                f"({func.overloadpacket.__name__} with sparse=True), which are not exchanged; use sparse=False"
+            )
+
+    return Operations(require_dense)
 
 
 def lazy_tensors(module: nn.Module) -> list[str]:

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from headrace.checkpoint.forms import extra_states
+from headrace.errors import in_one_line
+from headrace.modules import is_dense, replace_tensors, without_data
 from headrace.pipeline.replay.interception import intercepted
-from headrace.pipeline.replay.isolation import Isolation
 from headrace.pipeline.replay.recording import Irreplayable, Leaf
 from headrace.pipeline.replay.replayed import ReplayedModel, ReplayedStage
 from headrace.pipeline.replay.structure import template
 from headrace.pipeline.stage import OUTPUT
+from headrace.training.user_code.trial import SavedModule
 
 
 @dataclass
@@ -63,9 +65,9 @@ class PlainRun:
 class CutCheck:
     """Checks the cuts of a model on several batches, in the mode that the model is in."""
 
-    def __init__(self, model: ReplayedModel, isolation: Isolation, batches: Sequence[Mapping[str, Tensor]]) -> None:
+    def __init__(self, model: ReplayedModel, saved: SavedModule, batches: Sequence[Mapping[str, Tensor]]) -> None:
         self._model = model
-        self._isolation = isolation
+        self._saved = saved
         self._runs = [self._plain(values) for values in batches]
 
     def join(self, joined: list[str]) -> None:
@@ -92,13 +94,20 @@ class CutCheck:
 
     def _plain(self, values: Mapping[str, Tensor]) -> PlainRun:
         run = PlainRun(values)
-        with self._isolation.isolated(), intercepted(self._model.tracked, run):
+        with self._saved.restoring(), intercepted(self._model.tracked, run):
             run.output = [each.detach().clone() for each in template(self._model.call(values))[1]]
             run.state = self._state()
         return run
 
     def _state(self) -> Mapping[str, Tensor]:
         return extra_states(self._model.module, lambda name: not name)
+
+    def _release(self, held: set[str]) -> None:
+        """Leaves no data in the parameters and buffers that are not held."""
+        module = self._model.module
+        named = (*module.named_parameters(), *module.named_buffers())
+        left = [tensor for name, tensor in named if name not in held and is_dense(tensor)]
+        replace_tensors(module, {id(tensor): without_data(tensor) for tensor in left})
 
     def _fault(self, start: int, stop: int) -> str:
         """Returns what a stage of these layers does otherwise than the whole model; "" where it does the same."""
@@ -111,13 +120,13 @@ class CutCheck:
         for run in self._runs:
             stage.follow = run.follow
             torch.set_rng_state(run.start)
-            held = {*stage.parameters, *stage.buffers}
             try:
-                with self._isolation.isolated(), self._isolation.released(held):
+                with self._saved.restoring():
+                    self._release({*stage.parameters, *stage.buffers})
                     out = stage.run({**run.values, **stage.given(run.made)})
                     state = self._state()
             except Exception as error:
-                return f"{stage.layers[-1]} fails without the layers before it: {_in_one_line(error)}"
+                return f"{stage.layers[-1]} fails without the layers before it: {in_one_line(error)}"
             for name, tensor in stage.expected(run.made).items():
                 if not _same(out[name], tensor):
                     return f"{name.rpartition('/')[0]} gets something from an earlier layer past its arguments"
@@ -141,7 +150,3 @@ def _same(one: Any, other: Tensor) -> bool:
             else torch.equal(one, other)
         )
     )
-
-
-def _in_one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"

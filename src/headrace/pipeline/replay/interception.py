@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from torch import nn
 
 from headrace import internals
 
-
-class Intercept(Protocol):
-    """Stands for the calls of a module; `original` is the call itself."""
-
-    def __call__(self, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+Intercept = Callable[[str, Callable[..., Any], Any, Any], Any]
+"""Stands for the calls of a module: gets its path, the call itself, and the arguments."""
 
 
 @contextmanager
@@ -23,9 +21,8 @@ def intercepted(modules: Mapping[str, nn.Module], intercept: Intercept) -> Itera
     before = {path: module.__dict__.get(internals.COMPILED_CALL) for path, module in modules.items()}
     try:
         for path, module in modules.items():
-            module.__dict__[internals.COMPILED_CALL] = _entry(
-                path, before[path] or internals.call_of(module), intercept
-            )
+            original = before[path] or internals.call_of(module)
+            module.__dict__[internals.COMPILED_CALL] = partial(_call, intercept, path, original)
         yield
     finally:
         for path, module in modules.items():
@@ -34,8 +31,5 @@ def intercepted(modules: Mapping[str, nn.Module], intercept: Intercept) -> Itera
                 module.__dict__[internals.COMPILED_CALL] = before[path]
 
 
-def _entry(path: str, original: Callable[..., Any], intercept: Intercept) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return intercept(path, original, args, kwargs)
-
-    return call
+def _call(intercept: Intercept, path: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return intercept(path, original, args, kwargs)

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from headrace import internals
-from headrace.internals import TorchDispatchMode, tree_leaves
 from headrace.modules import memory_of
 from headrace.pipeline.frames import frames_cleared, functions_with_backward, running, running_checkpoints
 from headrace.pipeline.replay.interception import intercepted
 from headrace.pipeline.replay.structure import leaves_of, map_parts, template
+from headrace.training.user_code.watching import Functions, Operations
+from headrace.trees import tensors_of
 
 Leaf = tuple[int, int]
 """A tensor that a call has returned: the call's index, and the tensor's among those of the call."""
@@ -129,8 +129,8 @@ class CallRecorder:
         self._inside: list[str] = []
         self._draws = 0
         self._python = random.getstate()
-        self.silent = False
-        self._modes = (_Operations(self), _Looks(self))
+        self._silent = False
+        self._modes = Operations(self._operation), Functions(self._look)
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Runs forward once; returns what it returns, and notes what it did in `found`."""
@@ -138,7 +138,7 @@ class CallRecorder:
         with frames_cleared(), intercepted(self._tracked, self), self._modes[0], self._modes[1]:
             output = forward()
         self._check_python()
-        self.silent = True
+        self._silent = True
         self.found.template, tensors = template(output)
         self.found.needs = self._of(tensors) | self._control
         for leaf, tensor, version in self._versions:
@@ -148,7 +148,7 @@ class CallRecorder:
 
     def __call__(self, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Stands for the call of a tracked module."""
-        if self.silent:
+        if self._silent:
             # A module that is called by another tracked one is a part of it.
             self._inside.append(path)
             return original(*args, **kwargs)
@@ -169,7 +169,7 @@ class CallRecorder:
         name = path if count == 1 else f"{path}:{count}"
         self._note_checkpoint(name)
         ended = self._silence()
-        needs = self._of(_arguments((args, kwargs))) | self._control
+        needs = self._of(template((args, kwargs))[1]) | self._control
         self._inside = []
         output = original(*args, **kwargs)
         calls = self.found.calls
@@ -187,10 +187,12 @@ class CallRecorder:
         self._watch(ended)
         return output
 
-    def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Notes an operation between calls."""
+        if self._silent:
+            return
         self._note_checkpoint("")
-        given, made = _tensors((args, kwargs)), _tensors(result)
+        given, made = tensors_of((args, kwargs)), tensors_of(result)
         sources = self._of(given)
         for tensor in given:
             if id(tensor) in self._names:
@@ -211,9 +213,11 @@ class CallRecorder:
                 if memory_of(tensor) in self._buffers and any(memory_of(each) == memory_of(tensor) for each in made):
                     self._control |= sources
 
-    def look(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _look(self, func: Any, args: Any, kwargs: Any, _: object) -> None:
         """Notes that something is asked of tensors between calls."""
-        given = _tensors((args, kwargs))
+        if self._silent:
+            return
+        given = tensors_of((args, kwargs))
         for tensor in given:
             if id(tensor) in self._leaves:
                 self.found.touched.setdefault(self._leaves[id(tensor)], len(self.found.calls))
@@ -260,73 +264,26 @@ class CallRecorder:
 
     def _silence(self) -> int:
         """Ends the modes for as long as a tracked module runs; those below a mode of forward's own stay, and see it."""
-        self.silent = True
-        operations, looks = self._modes
-        count = 0
-        if _top_function_mode() is looks:
-            looks.__exit__(None, None, None)
-            count += 1
-        if _top_dispatch_mode() is operations:
+        self._silent = True
+        operations, functions = self._modes
+        ended, above = 0, internals.function_modes() - 1
+        if above >= 0 and internals.function_mode_at(above) is functions:
+            functions.__exit__(None, None, None)
+            ended += 1
+        above = internals.dispatch_modes() - 1
+        if above >= 0 and internals.dispatch_mode_at(above) is operations:
             operations.__exit__(None, None, None)
-            count += 2
-        return count
+            ended += 2
+        return ended
 
     def _watch(self, ended: int) -> None:
-        operations, looks = self._modes
+        operations, functions = self._modes
         if ended & 2:
             operations.__enter__()  # type: ignore[no-untyped-call]
         if ended & 1:
-            looks.__enter__()  # type: ignore[no-untyped-call]
-        self.silent = False
-
-
-@internals.without_compiler
-class _Operations(TorchDispatchMode):
-    """Tells the recorder each operation on tensors."""
-
-    def __init__(self, recorder: CallRecorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not self._recorder.silent:
-            self._recorder.operation(func, args, kwargs, result)
-        return result
-
-
-class _Looks(TorchFunctionMode):
-    """Tells the recorder each function of a tensor, be it of its shape."""
-
-    def __init__(self, recorder: CallRecorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._recorder.silent:
-            self._recorder.look(func, args, kwargs)
-        return func(*args, **(kwargs or {}))
+            functions.__enter__()  # type: ignore[no-untyped-call]
+        self._silent = False
 
 
 def _least(one: Mapping[Any, int], other: Mapping[Any, int], key: Any) -> int:
     return min(each[key] for each in (one, other) if key in each)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
-
-
-def _arguments(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_parts(lambda _, each: found.append(each) if isinstance(each, Tensor) else None, tree)
-    return found
-
-
-def _top_function_mode() -> Any:
-    count = internals.function_modes()
-    return internals.function_mode_at(count - 1) if count else None
-
-
-def _top_dispatch_mode() -> Any:
-    count = internals.dispatch_modes()
-    return internals.dispatch_mode_at(count - 1) if count else None

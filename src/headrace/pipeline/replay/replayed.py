@@ -12,48 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from headrace.errors import JobError
 from headrace.pipeline.replay.interception import intercepted
 from headrace.pipeline.replay.recording import DEVICE, Calls, Leaf, RandomDraw
 from headrace.pipeline.replay.run import Follower, Left, StageRun
 from headrace.pipeline.replay.structure import OpaqueLeaf, fill, leaves_of, template
 from headrace.pipeline.stage import OUTPUT, Stage, TracedModel, Value, at_once, bounds_of
-from headrace.pipeline.trace.inputs import arguments, form, places
-from headrace.pipeline.trace.layers import Layer
 from headrace.trees import map_leaves
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReplayedModel(TracedModel):
     """A model that is cut between the calls of its tracked modules.
 
     Attributes:
         tracked: modules, by path.
-        select: of a batch, as `Job.inputs`.
-        settled: what is no tensor in the arguments of forward, by its place.
-        names: the places of tensors in these arguments.
+        tree: the arguments of forward, with None in the places of tensors.
     """
 
-    module: nn.Module
-    layers: tuple[Layer, ...]
     recording: Calls
     tracked: Mapping[str, nn.Module]
-    settled: Mapping[str, Any]
-    names: tuple[str, ...]
     tree: Mapping[str, Any]
-    notices: tuple[str, ...] = ()
-    select: Any = None
-    evaluated: TracedModel | None = None
-    places: tuple[int, ...] = ()
-
-    def inputs(self, batch: Any) -> dict[str, Tensor]:
-        found, settled = places(self.module, *arguments(batch, self.select))
-        if tuple(found) != self.names or settled != self.settled:
-            raise JobError(
-                f"the model was cut for a batch with {form(dict.fromkeys(self.names), self.settled)}, and now gets "
-                f"{form(found, settled)}; give every batch the same form"
-            )
-        return found
 
     def stages(self, placed: Sequence[int], count: int) -> tuple[Stage, ...]:
         crossing = _Crossing(self.recording, placed, count)
@@ -123,7 +101,7 @@ class ReplayedStage(Stage):
         self, traced: ReplayedModel, index: int, bounds: tuple[int, int], crossing: _Crossing, last: bool
     ) -> None:
         super().__init__(traced.module, traced.layers[slice(*bounds)], index, crossing.values, last)
-        self.inputs = traced.names
+        self.inputs = tuple(traced.names)
         self.follow: Follower | None = None
         self._traced = traced
         self._bounds = bounds

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,10 +26,8 @@ class Left(BaseException):
         self.run = run
 
 
-class Follower(Protocol):
-    """Is told when a call begins, and when one has ended; the check of cuts sets the random numbers by it."""
-
-    def __call__(self, index: int, ended: bool) -> None: ...
+Follower = Callable[[int, bool], None]
+"""Is told the index of a call, and whether it has ended or begins; the check of cuts sets random numbers by it."""
 
 
 @dataclass
@@ -62,13 +60,16 @@ class StageRun:
         if self._inside:
             # It is called by another tracked module, of which it is a part.
             return original(*args, **kwargs)
-        index = self._expect(path)
+        index = self.next
+        if index == len(self.calls) or self.calls[index].path != path:
+            expected = self.calls[index].path if index < len(self.calls) else "no further module"
+            self._differs(f"it calls {path}", expected)
         if not self.bounds[0] <= index < self.bounds[1]:
             self.next += 1
-            self._tell(index, ended=True)
+            self._tell(index, True)
             call = self.calls[index]
             return fill(call.template, lambda leaf: self._tensor(index, leaf), call.name, (args, kwargs))
-        self._tell(index, ended=False)
+        self._tell(index, False)
         if index == self.bounds[0]:
             self.begun()
         self._inside = True
@@ -87,13 +88,7 @@ class StageRun:
         if self.next < len(self.calls):
             self._differs("it ends", self.calls[self.next].path)
 
-    def _expect(self, path: str) -> int:
-        if self.next == len(self.calls) or self.calls[self.next].path != path:
-            expected = self.calls[self.next].path if self.next < len(self.calls) else "no further module"
-            self._differs(f"it calls {path}", expected)
-        return self.next
-
-    def _differs(self, what: str, expected: str) -> None:
+    def _differs(self, what: str, expected: str) -> NoReturn:
         raise JobError(
             f"forward does not do what it did for the examples that the model was traced with: {what} where it called "
             f"{expected}; set rates of skipped layers (layerdrop) to 0, give every batch the same form; where the "

@@ -24,11 +24,11 @@ from torch.utils import checkpoint
 
 from headrace import internals
 from headrace.devices import autocast_states
+from headrace.errors import in_one_line
 from headrace.pipeline.frames import frames_cleared, functions_with_backward, running
-from headrace.pipeline.trace.inputs import tensors_of
 from headrace.pipeline.trace.proxies import RecordingTracer, ValueProxy, is_instance, item_of, value_of
 from headrace.pipeline.trace.recorded_forward import Recording, Untraceable, answer, execute
-from headrace.trees import map_leaves
+from headrace.trees import map_leaves, tensors_of
 
 _LOOKED_INTO = (nn.Sequential, nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
 """Of torch's own modules, those that only call others."""
@@ -64,7 +64,7 @@ def record(
     except Untraceable:
         raise
     except Exception as error:
-        raise Untraceable(module, _in_one_line(error)) from error
+        raise Untraceable(module, in_one_line(error)) from error
     return recorder.recording
 
 
@@ -200,7 +200,7 @@ class _Recorder(RecordingTracer):
         except Untraceable:
             raise
         except Exception as error:
-            raise Untraceable(m, _in_one_line(error)) from error
+            raise Untraceable(m, in_one_line(error)) from error
         finally:
             self._owners.pop()
 
@@ -313,10 +313,6 @@ class _Recorder(RecordingTracer):
             self.refuse("it switches autocast")
         if _rng_state() != self._rng:
             self.refuse("it draws random numbers that decide what it does, or that no input has a part in")
-
-
-def _in_one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
 
 
 @contextmanager

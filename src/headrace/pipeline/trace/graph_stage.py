@@ -7,39 +7,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx
 from torch.fx.node import map_arg
 
 from headrace.errors import JobError
 from headrace.pipeline.stage import OUTPUT, Stage, TracedModel, Value, at_once, bounds_of
-from headrace.pipeline.trace.inputs import arguments, form, places
-from headrace.pipeline.trace.layers import Layer, LayerMap
 from headrace.pipeline.trace.recorded_forward import Recording, answer, execute
 from headrace.trees import map_leaves
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RecordedModel(TracedModel):
-    """A model whose forward is a graph; `select` is of a batch, as `Job.inputs`."""
+    """A model whose forward is a graph; `layer` is the index of the layer that a node belongs to."""
 
-    module: nn.Module
-    layers: tuple[Layer, ...]
     recording: Recording
-    layout: LayerMap
-    notices: tuple[str, ...] = ()
-    select: Any = None
-    evaluated: TracedModel | None = None
-    places: tuple[int, ...] = ()
-
-    def inputs(self, batch: Any) -> dict[str, Tensor]:
-        given = self.recording
-        found, settled = places(self.module, *arguments(batch, self.select))
-        if found.keys() != given.inputs.keys() or settled != given.settled:
-            raise JobError(
-                f"the model was cut for a batch with {form(given.inputs, given.settled)}, and now gets "
-                f"{form(found, settled)}; give every batch the same form"
-            )
-        return {given.inputs[place]: tensor for place, tensor in found.items()}
+    layer: Mapping[fx.Node, int]
 
     def stages(self, placed: Sequence[int], count: int) -> tuple[Stage, ...]:
         values = _values(self, placed, count - 1)
@@ -106,7 +88,7 @@ class RecordedStage(Stage):
 
 def _values(traced: RecordedModel, stage: Sequence[int], last: int) -> list[Value]:
     """Returns what crosses cuts; `stage` is that of each layer, and the output is that of the last one."""
-    layer = traced.layout.layer
+    layer = traced.layer
     values = []
     for node, index in layer.items():
         users = {stage[layer[user]] if user in layer else last for user in node.users}
@@ -118,7 +100,7 @@ def _values(traced: RecordedModel, stage: Sequence[int], last: int) -> list[Valu
 
 def _needed(traced: RecordedModel, bounds: tuple[int, int], received: set[str], last: bool) -> tuple[fx.Node, ...]:
     """Returns the nodes of a stage, in order: its own, and what every stage does for itself."""
-    layer, recording = traced.layout.layer, traced.recording
+    layer, recording = traced.layer, traced.recording
     needed: set[fx.Node] = set()
 
     def need(node: fx.Node) -> None:

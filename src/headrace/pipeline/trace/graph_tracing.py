@@ -11,14 +11,14 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from headrace.hooks import silenced
-from headrace.internals import tree_leaves
 from headrace.modules import evaluating, same_values, set_train_modes, stateful_modules
 from headrace.pipeline.trace.fx_tracer import record
 from headrace.pipeline.trace.graph_stage import RecordedModel
 from headrace.pipeline.trace.inputs import longer_batch, masked_otherwise, places
-from headrace.pipeline.trace.layers import LayerMap, align, lay_out
+from headrace.pipeline.trace.layers import align, lay_out
 from headrace.pipeline.trace.recorded_forward import Recording, Untraceable, answer, execute
 from headrace.training.user_code.trial import trial
+from headrace.trees import tensors_of
 
 _NUMBER = "what it does depends on the number of examples"
 _ROUNDING = 1e3
@@ -60,17 +60,12 @@ def trace_graph(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     notices = [f"{kind.__name__} is one layer, not cut: {reason}" for kind, reason in whole.items()]
     if recording.recomputes:
         notices.append("torch.utils.checkpoint is left out of what is cut; recompute='always' does as much here")
-    layout = _laid_out(recording)
-    traced = RecordedModel(module, layout.layers, recording, layout, tuple(notices), inputs)
+    traced = _laid_out(recording, inputs)
     if evaluated is None:
-        return traced
-    other = _laid_out(evaluated, whole=False)
-    layers, places_ = align(layout.layers, other.layers)
-    return replace(
-        traced,
-        layers=layers,
-        evaluated=RecordedModel(module, other.layers, evaluated, other, select=inputs, notices=(), places=places_),
-    )
+        return replace(traced, notices=tuple(notices))
+    other = _laid_out(evaluated, inputs, whole=False)
+    layers, places_ = align(traced.layers, other.layers)
+    return replace(traced, layers=layers, notices=tuple(notices), evaluated=replace(other, places=places_))
 
 
 def _compare_constants(recording: Recording, other: Recording) -> None:
@@ -83,10 +78,18 @@ def _compare_constants(recording: Recording, other: Recording) -> None:
                 raise Untraceable(recording.owners[node], reason)
 
 
-def _laid_out(recording: Recording, whole: bool = True) -> LayerMap:
-    layout = lay_out(recording, whole)
+def _laid_out(recording: Recording, select: Any, whole: bool = True) -> RecordedModel:
+    layers, layer = lay_out(recording, whole)
     recording.values.clear()
-    return layout
+    return RecordedModel(
+        module=recording.module,
+        layers=layers,
+        names=recording.inputs,
+        settled=recording.settled,
+        select=select,
+        recording=recording,
+        layer=layer,
+    )
 
 
 def _evaluated(
@@ -122,7 +125,7 @@ def _require_backward(
 
     def gradients(run: Callable[[], Any]) -> tuple[Tensor, Sequence[Tensor | None]]:
         with trial(module), torch.enable_grad(), silenced(trained):
-            leaves = [each for each in tree_leaves(run()) if isinstance(each, Tensor) and each.requires_grad]
+            leaves = [each for each in tensors_of(run()) if each.requires_grad]
             weighed = [each.flatten() @ torch.linspace(1, 2, each.numel()).to(each) for each in leaves]
             total = torch.stack([each.double() for each in weighed]).sum() if weighed else torch.zeros(())
             return total.detach(), torch.autograd.grad(total, trained, allow_unused=True) if weighed else ()

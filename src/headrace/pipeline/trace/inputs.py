@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.batches import call, examples_of
-from headrace.trees import map_leaves, map_tensors
+from headrace.trees import map_leaves, map_tensors, tensors_of
 
 
 def arguments(batch: Any, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -77,13 +77,6 @@ def masked_otherwise(
         map_tensors(change, (args, kwargs))
         for change in (without, lambda each: padded(each, -1), lambda each: padded(each, 0))
     ]
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    """Returns the tensors of a tree."""
-    found: list[Tensor] = []
-    map_tensors(found.append, tree)
-    return found
 
 
 def form(tensors: Mapping[str, Any], settled: Mapping[str, Any]) -> str:

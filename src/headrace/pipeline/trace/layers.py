@@ -11,14 +11,14 @@ every stage does it for itself.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx, nn
 
 from headrace.modules import is_dense, memory_of, stateful_modules
-from headrace.pipeline.trace.inputs import tensors_of
 from headrace.pipeline.trace.recorded_forward import Recording
+from headrace.trees import tensors_of
 
 _SENDABLE = (Tensor, torch.Size, int, float)
 """What may cross a cut."""
@@ -41,37 +41,51 @@ class Layer:
     modules: tuple[str, ...] = ()
 
 
-@dataclass
-class LayerMap:
-    """Where the nodes of a recording belong."""
-
-    layers: tuple[Layer, ...]
-    layer: dict[fx.Node, int] = field(default_factory=dict)
-
-
-def lay_out(recording: Recording, whole: bool = True) -> LayerMap:
-    """Finds the layers, and where there can be no cut; with `whole`, unused tensors belong to the first layer."""
+def lay_out(recording: Recording, whole: bool = True) -> tuple[tuple[Layer, ...], dict[fx.Node, int]]:
+    """Returns the layers, with where there can be no cut, and the index of the one that each node belongs to."""
     names, layer = _assign(recording)
     used = _used(recording, layer, len(names))
-    called = _called(layer, len(names))
+    called: list[list[str]] = [[] for _ in names]
+    for node, index in layer.items():
+        if node.op == "call_module":
+            called[index].append(str(node.target))
     joined = _joined(recording, layer, names, used)
-    for first, last, why in shared_states(recording.module, called):
-        joined[first:last] = [each or why for each in joined[first:last]]
-    parameters = [name for name, _ in recording.module.named_parameters()]
-    buffers = [name for name, _ in recording.module.named_buffers()]
-    if whole:
-        used[0] |= {*parameters, *buffers} - set().union(*used)
-    layers = tuple(
+    return layers_of(recording.module, names, used, called, joined, whole), layer
+
+
+def layers_of(
+    module: nn.Module,
+    names: Sequence[str],
+    used: Sequence[set[str]],
+    called: Sequence[Sequence[str]],
+    joined: Sequence[str],
+    whole: bool,
+) -> tuple[Layer, ...]:
+    """Returns layers; `used` are the names of the tensors that each uses, `called` the paths of what it calls.
+
+    With `whole`, unused tensors belong to the first layer. There is no cut between those that share extra state.
+    """
+    parameters = [name for name, _ in module.named_parameters()]
+    buffers = [name for name, _ in module.named_buffers()]
+    rest = {*parameters, *buffers} - set().union(*used) if whole else set()
+    reasons = list(joined)
+    for first, last, why in _shared_states(module, called):
+        reasons[first:last] = [each or why for each in reasons[first:last]]
+    return tuple(
         Layer(
             name,
-            tuple(parameter for parameter in parameters if parameter in used[index]),
-            tuple(buffer for buffer in buffers if buffer in used[index]),
-            joined[index],
-            tuple(called[index]),
+            tuple(parameter for parameter in parameters if parameter in held),
+            tuple(buffer for buffer in buffers if buffer in held),
+            reason,
+            tuple(paths),
         )
-        for index, name in enumerate(names)
+        for name, held, reason, paths in zip(names, [used[0] | rest, *used[1:]], reasons, called, strict=True)
     )
-    return LayerMap(layers, layer)
+
+
+def joined_by(layers: Sequence[Layer], joined: Sequence[str]) -> tuple[Layer, ...]:
+    """Returns layers with other reasons why no cut may stand behind them."""
+    return tuple(replace(layer, joined=why) for layer, why in zip(layers, joined, strict=True))
 
 
 def _assign(recording: Recording) -> tuple[list[str], dict[fx.Node, int]]:
@@ -120,16 +134,7 @@ def _used(recording: Recording, layer: dict[fx.Node, int], count: int) -> list[s
     return used
 
 
-def _called(layer: dict[fx.Node, int], count: int) -> list[list[str]]:
-    """Returns the paths of the modules that each layer calls."""
-    called: list[list[str]] = [[] for _ in range(count)]
-    for node, index in layer.items():
-        if node.op == "call_module":
-            called[index].append(str(node.target))
-    return called
-
-
-def shared_states(module: nn.Module, called: Sequence[Sequence[str]]) -> Iterator[tuple[int, int, str]]:
+def _shared_states(module: nn.Module, called: Sequence[Sequence[str]]) -> Iterator[tuple[int, int, str]]:
     """Yields the first and last of the layers that call a module with extra state, if several do, and why they stay.
 
     `called` are the paths of the modules that each layer calls. Two stages would each have a part of what it counts.
@@ -215,8 +220,7 @@ def align(trained: Sequence[Layer], evaluated: Sequence[Layer]) -> tuple[tuple[L
         if layer.joined:
             first, last = sorted(places[index : index + 2])
             join(first, last, f"in evaluation, {layer.joined}")
-    layers = tuple(replace(layer, joined=why) for layer, why in zip(trained, joined, strict=True))
-    return layers, tuple(places)
+    return joined_by(trained, joined), tuple(places)
 
 
 def _holders(trained: Sequence[Layer], layer: Layer) -> list[int]:

@@ -10,24 +10,19 @@ BatchNorm's buffers and checkpoints by module would have to be found again.
 
 from __future__ import annotations
 
-import copy
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
-from headrace.devices import forked_generators
 from headrace.errors import JobError
-from headrace.modules import TRACING, stateful_modules
+from headrace.modules import TRACING
 from headrace.pipeline.replay.recording import Irreplayable
 from headrace.pipeline.replay.tracing import trace_calls
 from headrace.pipeline.stage import TracedModel
 from headrace.pipeline.trace.graph_tracing import trace_graph
 from headrace.pipeline.trace.inputs import arguments
 from headrace.pipeline.trace.recorded_forward import Untraceable
+from headrace.training.user_code.trial import unchanged
 
 
 def trace(module: nn.Module, batch: Any, inputs: Any = None, check: bool = True) -> TracedModel:
@@ -74,29 +69,3 @@ def _largest(traced: TracedModel) -> int:
         largest = max(largest, own)
         own = own if layer.joined else 0
     return largest
-
-
-@contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
-    """Gives modes, attributes, buffers and random numbers back as they were."""
-    modes = [(part, part.training) for part in module.modules()]
-    # What a forward has kept in attributes may belong to a graph, which cannot be copied.
-    attributes = [(part, dict(vars(part))) for part in module.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    states = [(part, copy.deepcopy(part.get_extra_state())) for _, part in stateful_modules(module)]
-    python_state = random.getstate()
-    try:
-        with forked_generators(module):
-            yield
-    finally:
-        random.setstate(python_state)
-        for part, held in attributes:
-            vars(part).clear()
-            vars(part).update(held)
-        for part, mode in modes:
-            part.training = mode
-        for part, state in states:
-            part.set_extra_state(state)
-        with torch.no_grad():
-            for buffer, was in buffers:
-                buffer.copy_(was)

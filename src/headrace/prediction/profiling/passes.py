@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from headrace.batches import call
-from headrace.internals import TorchDispatchMode
 from headrace.modules import set_train_modes
 from headrace.pipeline.layer_cost import LayerTiming, between, clock, kept_bytes, place, typical
 from headrace.pipeline.profile import limited_threads, loss_of
-from headrace.pipeline.trace.tracing import unchanged
 from headrace.training.gradients import has_reentrant_checkpoint
 from headrace.training.user_code.objective import Objective
+from headrace.training.user_code.trial import unchanged
+from headrace.training.user_code.watching import Operations
 
 _LEAST, _MOST = 5, 200
 """Repetitions that count."""
@@ -109,10 +109,11 @@ class _Run:
         del loss
         with FlopCounterMode(display=False) as arithmetic:
             self._forward()
-        with _OperationCounter() as counter:
+        executed: list[bool] = []
+        with Operations(lambda operation, *_: executed.append(not operation.is_view)):
             self._backward(self._forward())
         saved = sum(size for where, size in kept.items() if where not in own)
-        return saved, arithmetic.get_total_flops(), counter.count
+        return saved, arithmetic.get_total_flops(), sum(executed)
 
     def _backward(self, loss: Tensor) -> Sequence[Tensor | None]:
         if not has_reentrant_checkpoint(loss):
@@ -121,15 +122,3 @@ class _Run:
         gradients = [parameter.grad for parameter in self._trained]
         self._module.zero_grad()
         return gradients
-
-
-class _OperationCounter(TorchDispatchMode):
-    """Counts what is executed, without what only views memory."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))

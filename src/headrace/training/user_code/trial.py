@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from headrace.batches import call
+from headrace.devices import forked_generators
 from headrace.machine.dynamo import has_compiler
 from headrace.modules import stateful_modules
 from headrace.training.user_code.objective import Objective
@@ -50,6 +52,53 @@ def trial(module: nn.Module) -> Iterator[None]:
     finally:
         for part, state in states:
             part.set_extra_state(state)
+
+
+class SavedModule:
+    """What a forward, or code that rewrites a module, may change in it; saved once, and put back as often as asked.
+
+    That are attributes and modes, the tables of parameters, buffers, submodules and hooks, the values of buffers, and
+    extra state; of a module in TorchScript the mode and the values of buffers.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = list(module.modules())
+        # What a forward has kept in attributes may belong to a graph, which cannot be copied.
+        scripted = [part for part in parts if isinstance(part, torch.jit.ScriptModule)]
+        held = [vars(part) for part in parts if not isinstance(part, torch.jit.ScriptModule)]
+        inside = [value for own in held for value in own.values() if type(value) in (dict, OrderedDict)]
+        self._modes = [(part, part.training) for part in scripted]
+        self._tables = [(table, dict(table)) for table in (*held, *inside)]
+        self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        self._states = [(part, copy.deepcopy(part.get_extra_state())) for _, part in stateful_modules(module)]
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Makes the module afterwards what it was."""
+        try:
+            yield
+        finally:
+            for table, was in self._tables:
+                table.clear()
+                table.update(was)
+            for script, mode in self._modes:
+                script.training = mode
+            for part, state in self._states:
+                part.set_extra_state(copy.deepcopy(state))
+            with torch.no_grad():
+                for buffer, value in self._buffers:
+                    buffer.copy_(value)
+
+
+@contextmanager
+def unchanged(module: nn.Module, generators: bool = True) -> Iterator[None]:
+    """Gives a module back as it was, as `SavedModule` does, and the random numbers; without `generators` not these."""
+    with ExitStack() as stack:
+        if generators:
+            stack.enter_context(same_generators())
+            stack.enter_context(forked_generators(module))
+        stack.enter_context(SavedModule(module).restoring())
+        yield
 
 
 @contextmanager

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from headrace import internals
-from headrace.internals import TorchDispatchMode, tree_leaves
 from headrace.modules import memory_of
 from headrace.training.user_code.untouched import LIBRARIES
-from headrace.trees import map_tensors
+from headrace.training.user_code.watching import Operations
+from headrace.trees import map_tensors, tensors_of
 
 _WITHOUT_OPERATION = {Tensor.numpy, Tensor.tolist, Tensor.__array__}
 """What reads values without an operation of torch."""
@@ -30,6 +29,8 @@ _SIZES = {Tensor.__len__, Tensor.numel, Tensor.nelement, Tensor.size, Tensor.sha
 _CHECKING = ("torch.nn.modules.", "torch.nn.utils.", "torch.distributions.")
 _ROWS = "headrace.training.embeddings."
 """Layers that look up the rows of each example."""
+_SEEING = (__name__, Operations.__module__)
+"""Where this is noted."""
 _SCRIPTED = "torch.nn.modules.module"
 """Calls code that is not Python's."""
 
@@ -38,16 +39,14 @@ _SCRIPTED = "torch.nn.modules.module"
 def reads_of(batch: Any) -> Iterator[list[str]]:
     """Yields the lines of code that have read numbers of a batch so far, "model.py:12", while its body runs."""
     reads = _Reads(batch)
-    with reads, _Functions(reads):
+    with Operations(reads.operation), _Functions(reads):
         yield reads.lines
 
 
-@internals.without_compiler
-class _Reads(TorchDispatchMode):
+class _Reads:
     """Follows what is made of a batch, and notes where a number of it becomes one of Python."""
 
     def __init__(self, batch: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.lines: list[str] = []
         self.read, self.told = False, False
         self._older: int | None = None
@@ -56,12 +55,12 @@ class _Reads(TorchDispatchMode):
         self._sized: set[int] = set()
         map_tensors(self._note, batch)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and self.has(each)]
+    def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Notes an operation."""
+        given = [each for each in tensors_of((args, kwargs)) if self.has(each)]
         if not given:
-            return result
-        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+            return
+        made = tensors_of(result)
         for each in made:
             self._note(each)
         if torch.Tag.dynamic_output_shape in func.tags and _by_values(func, args):
@@ -72,7 +71,6 @@ class _Reads(TorchDispatchMode):
             self.told |= any(self._made[memory_of(each)][0] < (self._older or 0) for each in given)
             if self._older is None:
                 self.note_line()
-        return result
 
     def has(self, tensor: Tensor) -> bool:
         """Tells whether a tensor is made of the batch."""
@@ -93,7 +91,7 @@ class _Reads(TorchDispatchMode):
     def note_line(self) -> None:
         """Notes the line that called torch, but not those of libraries, which check arguments and choose kernels."""
         frame: FrameType | None = inspect.currentframe()
-        while frame is not None and (frame.f_globals is globals() or _library(frame) == "torch"):
+        while frame is not None and (frame.f_globals["__name__"] in _SEEING or _library(frame) == "torch"):
             name = frame.f_globals["__name__"]
             if name.startswith(_CHECKING) and name != _SCRIPTED:
                 return
