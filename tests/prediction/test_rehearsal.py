@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import headrace as hr
-from headrace.prediction.rehearsal.events import VirtualEvents
 from headrace.prediction.rehearsal.simulated import OrderRecorder
+from headrace.prediction.virtual_events import VirtualEvents
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import LAUNCHER, decode
 from headrace.spec.model import ModelSpec, ParameterSpec
-from headrace.worker.run_spec import RunSpec, events_path
+from headrace.worker.run_spec import events_path
 
 
 def test_events_are_written_in_the_order_of_their_times(tmp_path: Path) -> None:
     model = ModelSpec((ParameterSpec("weight", (8,)),))
     plan = hr.OneDevice().plan(model, Cluster((Host("a", 2, 1 << 30),)))
-    run = cast("RunSpec", SimpleNamespace(job=SimpleNamespace(global_batch_size=8), model=model, plan=plan))
-    events = VirtualEvents(run, plan, 64, 10.0, 0.0)
+    events = VirtualEvents(plan, model, 8, 64, 0.0)
     for time_s in (3.0, 1.0, 2.0):
         events.note(LAUNCHER, time_s, f"at {time_s}")
     events.save(tmp_path)

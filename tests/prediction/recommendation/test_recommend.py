@@ -16,7 +16,7 @@ from headrace.cli.commands.recommend import _needed, seconds_of
 from headrace.cli.jobfile import load_job
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.prediction.recommendation.candidates import call_text, candidates, counts
-from headrace.prediction.recommendation.offers import Goal, Offer, Pruned, search
+from headrace.prediction.recommendation.offers import Goal, Offer, Pruned, Question, search
 from headrace.prediction.recommendation.page import write_page
 from headrace.prediction.recommendation.recommend import Recommendation, knee, recommend
 from headrace.prediction.simulation.scene import Assumptions
@@ -99,10 +99,10 @@ def best_of(found: list[object]) -> dict[tuple[str, int, bool, bool], tuple[floa
 )
 @pytest.mark.parametrize("assumed", [Assumptions(), VARIED])
 def test_what_is_only_bounded_is_not_the_best_of_anything(cluster: Cluster, assumed: Assumptions) -> None:
-    known, goal = model(20, layers=True), Goal(1_000_000, 64)
-    tried = list(candidates(known, cluster, goal.global_batch_size))
-    bounded = search(tried, known, cluster, goal, assumed)
-    simulated = search(tried, known, cluster, goal, assumed, bounds=False)
+    question = Question(model(20, layers=True), cluster, Goal(1_000_000, 64), assumed)
+    tried = list(candidates(question.model, cluster, question.goal.global_batch_size))
+    bounded = search(tried, question)
+    simulated = search(tried, question, bounds=False)
     skipped = [each for each in bounded if isinstance(each, Pruned)]
     assert len(skipped) > len(tried) / 10
     taken = {each.candidate.text: each.seconds for each in simulated if isinstance(each, Offer)}

@@ -10,7 +10,7 @@ import pytest
 from headrace.errors import UsageError
 from headrace.pipeline.schedules import SCHEDULES
 from headrace.pipeline.schedules.schedule import Action, timed
-from headrace.prediction.simulation.failures import interval, reliability, sampled_share, useful_share
+from headrace.prediction.simulation.failures import interval, reliability, useful_share
 from headrace.prediction.simulation.network import Network
 from headrace.prediction.simulation.served import Line, VirtualClock
 from headrace.prediction.simulation.sweep import StageTimes, bubble_rate, program, sweep
@@ -108,6 +108,21 @@ def test_no_other_interval_leaves_more_of_the_time() -> None:
     share = useful_share(mean_s, best, checkpoint_s, restart_s)
     for factor in (0.5, 0.8, 1.25, 2.0):
         assert useful_share(mean_s, factor * best, checkpoint_s, restart_s) < share
+
+
+def sampled_share(mean_s: float, every_s: float, checkpoint_s: float, restart_s: float, intervals: int) -> float:
+    """Returns the useful share of the time, from failures that are drawn at random."""
+    random = np.random.default_rng(0)
+    spent = 0.0
+    for _ in range(intervals):
+        while (until := float(random.exponential(mean_s))) < every_s + checkpoint_s:
+            spent += until
+            # It may fail again while it starts.
+            while (again := float(random.exponential(mean_s))) < restart_s:
+                spent += again
+            spent += restart_s
+        spent += every_s + checkpoint_s
+    return intervals * every_s / spent
 
 
 def test_failures_drawn_at_random_cost_what_the_formula_says() -> None:

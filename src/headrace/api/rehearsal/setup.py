@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,16 +19,16 @@ from headrace.machine.resources import cores, spare_memory_bytes
 from headrace.policies.behaviour import ServerTerms
 from headrace.prediction.cloud import cluster_of
 from headrace.prediction.profiling.origin import require_origin, require_usable
-from headrace.prediction.rehearsal.events import VirtualEvents
-from headrace.prediction.rehearsal.lockstep import Times, retime, times_of, times_recorded, train_in_turns
+from headrace.prediction.rehearsal.lockstep import Times, rehearse_in_turns, times_of, times_recorded
 from headrace.prediction.rehearsal.one_mirror import OneMirror, with_one_mirror
 from headrace.prediction.rehearsal.recorded import Record, RecordedOrder
-from headrace.prediction.rehearsal.served import OrderSource, Rehearsed, ServedRehearsal
+from headrace.prediction.rehearsal.served import OrderSource, ServedRehearsal
 from headrace.prediction.rehearsal.simulated import SimulatedOrder
 from headrace.prediction.simulation.behaviour import behave, device_steps
 from headrace.prediction.simulation.event_files import plan_of
 from headrace.prediction.simulation.scene import Assumptions, Scene
 from headrace.prediction.simulation.simulate import counted, scene_of
+from headrace.prediction.virtual_events import VirtualEvents
 from headrace.report.format import byte_count, plural
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import LAUNCHER
@@ -89,18 +90,17 @@ class RehearsalSetup:
         rounds = run.rounds_of(self._info.examples)
         one = scene.step(scene.hosts[0], scene.examples)
         self.alone_s = rounds * (one.forward_s + one.backward_s + one.optimizer_s + one.fixed_s)
-        terms = scene.behaviour.exchange
+        terms, evaluation_s = scene.behaviour.exchange, self._evaluation_s(scene)
         if not isinstance(terms, ServerTerms):
             timeline = behave(replace(scene, assumptions=replace(self._assumptions, steps=rounds)))
             self.notes = (*notes, *timeline.notes)
-            evaluation_s = self._evaluation_s(scene)
-            return self._train_in_turns(run, times_of(timeline), evaluation_s, timeline.moved_bytes)
+            return self._in_turns(run, times_of(timeline), timeline.moved_bytes, evaluation_s)
         self.notes = (*notes, *scene.behaviour.notes)
         steps = device_steps(scene)
         source = SimulatedOrder(scene, steps, terms, len(run.plan.shares))
         moved = run.model.trainable_bytes * (terms.pushed + terms.pulled) / terms.span
         round_s = max(step.forward_s + step.backward_s + step.fixed_s for step in steps)
-        return self._train(run, terms, scene, source, round_s, moved)
+        return self._served(run, terms, source, round_s, moved, evaluation_s)
 
     def recorded(self, record: Record) -> float:
         """Rehearses in the order of a real run; returns how long that took."""
@@ -109,55 +109,48 @@ class RehearsalSetup:
         self.plan = record.plan
         self.notes = (f"rehearsed in the order of a real run of {run.plan.workers} workers, with its times",)
         terms = self._strategy.behave(run.plan.replicas).exchange
-        if not isinstance(terms, ServerTerms):
-            with _threads(record.started.threads):
-                return self._train_in_turns(run, times_recorded(record.steps), 0.0, 0.0)
-        source = RecordedOrder(record, run.plan)
-        last_s = max((step.time_s for own in record.steps for step in own), default=0.0)
         with _threads(record.started.threads):
-            return self._train(run, terms, None, source, last_s / max(1, run.rounds_of(self._info.examples)), 0.0)
+            if not isinstance(terms, ServerTerms):
+                return self._in_turns(run, times_recorded(record.steps), 0.0, 0.0)
+            last_s = max((step.time_s for own in record.steps for step in own), default=0.0)
+            round_s = last_s / max(1, run.rounds_of(self._info.examples))
+            return self._served(run, terms, RecordedOrder(record, run.plan), round_s, 0.0, 0.0)
 
-    def _train(
-        self,
-        run: RunSpec,
-        terms: ServerTerms,
-        scene: Scene | None,
-        source: OrderSource,
-        round_s: float,
-        moved: float,
+    def _served(
+        self, run: RunSpec, terms: ServerTerms, source: OrderSource, round_s: float, moved: float, evaluation_s: float
     ) -> float:
-        # A worker keeps no parameters: only the gradients that it has not pushed yet.
-        pending = 2 if terms.local else 1
-        self._require_memory(run, run.model.copies + 1 + pending * run.plan.replicas)
+        """Trains workers that speak to servers."""
         alone = replace(run, strategy=OneDevice(), plan=OneDevice().plan(run.model, _one_host()))
-        evaluation_s = self._evaluation_s(scene) if scene is not None else 0.0
-        rate = self._assumptions.apply_bytes_per_s
-        rehearsed = Rehearsed(run, alone, terms.policies, terms.local, evaluation_s, rate)
-        rounds = run.rounds_of(self._info.examples)
-        events = VirtualEvents(run, self.plan, self._info.examples, round_s * rounds, moved)
-        self._say(f"rehearsing {plural(run.plan.workers, 'worker')}, {plural(rounds, 'round')}")
-        for note in self.notes:
-            events.note(LAUNCHER, 0.0, note)
-        ended_s = ServedRehearsal(rehearsed, events).train(source)
-        events.save(self._run_dir)
-        return ended_s
+        interval_s, rate = round_s * run.rounds_of(self._info.examples), self._assumptions.apply_bytes_per_s
 
-    def _train_in_turns(self, run: RunSpec, times: Times, evaluation_s: float, moved: float) -> float:
+        def train(events: VirtualEvents) -> float:
+            return ServedRehearsal(run, alone, terms, events, interval_s, evaluation_s, rate).train(source)
+
+        # A worker keeps no parameters: only the gradients that it has not pushed yet.
+        copies = run.model.copies + 1 + (2 if terms.local else 1) * run.plan.replicas
+        return self._train(run, copies, moved, train)
+
+    def _in_turns(self, run: RunSpec, times: Times, moved: float, evaluation_s: float) -> float:
+        """Trains workers that exchange among themselves."""
         run = with_one_mirror(run)
         if isinstance(run.strategy, OneMirror):
             # Beside it the sum, and the gradients of two workers: one may wait for its turn to add them.
-            self._require_memory(run, run.model.copies + 3)
+            copies = run.model.copies + 3
         else:
             # Each worker has parameters, gradients and optimizer state, and there is the sum or the mean of all.
-            self._require_memory(run, (run.model.copies + 1) * run.plan.workers + 1)
+            copies = (run.model.copies + 1) * run.plan.workers + 1
+        return self._train(run, copies, moved, lambda events: rehearse_in_turns(run, events, times, evaluation_s))
+
+    def _train(self, run: RunSpec, copies: int, moved: float, train: Callable[[VirtualEvents], float]) -> float:
+        """Trains, which needs so many times the memory of the parameters, and writes the events."""
+        self._require_memory(run, copies)
         rounds = run.rounds_of(self._info.examples)
         self._say(f"rehearsing {plural(run.plan.workers, 'worker')}, {plural(rounds, 'round')}")
-        train_in_turns(run)
-        events = VirtualEvents(run, self.plan, self._info.examples, 1.0, moved)
+        batch = run.job.global_batch_size
+        events = VirtualEvents(self.plan, run.model, batch, self._info.examples, moved, os.getpid())
         for note in self.notes:
             events.note(LAUNCHER, 0.0, note)
-        ended_s = retime(run, events, times, evaluation_s)
-        events.end(ended_s, ())
+        ended_s = train(events)
         events.save(self._run_dir)
         return ended_s
 

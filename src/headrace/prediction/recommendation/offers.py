@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.errors import HeadraceError, InfeasiblePlan, UsageError
@@ -34,6 +34,17 @@ class Goal:
 
     examples: int
     global_batch_size: int
+
+
+@dataclass(frozen=True)
+class Question:
+    """How is a model to be trained to a goal on a cluster? `memo` is what was computed before for the first two."""
+
+    model: ModelSpec
+    cluster: Cluster
+    goal: Goal
+    assumptions: Assumptions
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -98,26 +109,17 @@ class _Prepared:
     least_money: float
 
 
-def search(
-    tried: Iterable[Candidate],
-    model: ModelSpec,
-    cluster: Cluster,
-    goal: Goal,
-    assumptions: Assumptions,
-    *,
-    bounds: bool = True,
-) -> list[Offer | Misfit | Pruned]:
+def search(tried: Iterable[Candidate], question: Question, *, bounds: bool = True) -> list[Offer | Misfit | Pruned]:
     """Evaluates candidates, and returns what they bring, in their order.
 
     Of one family on as many devices the one with the least bound is simulated first. One whose bound is no better than
     what another one takes is not simulated: it is neither the winner nor the best of its family on so many devices.
     Without `bounds` all are simulated.
     """
-    memo: dict[Any, Any] = {}
     found: dict[int, Offer | Misfit | Pruned] = {}
     groups: dict[tuple[str, int], list[tuple[int, _Prepared]]] = {}
     for place, candidate in enumerate(tried):
-        prepared = _prepare(candidate, model, cluster, goal, assumptions, memo)
+        prepared = _prepare(candidate, question)
         if isinstance(prepared, Misfit):
             found[place] = prepared
         else:
@@ -125,11 +127,11 @@ def search(
     for group in groups.values():
         known: list[Offer] = []
         for place, prepared in sorted(group, key=lambda each: each[1].least_s):
-            better = _better(prepared, known, model) if bounds else None
+            better = _better(prepared, known, question.model) if bounds else None
             if better is not None:
                 found[place] = Pruned(prepared.candidate, prepared.least_s, better.text)
                 continue
-            offer = found[place] = _simulate(prepared, model, goal)
+            offer = found[place] = _simulate(prepared, question)
             if isinstance(offer, Offer):
                 known.append(offer)
     return [found[place] for place in sorted(found)]
@@ -152,30 +154,16 @@ def _better(prepared: _Prepared, known: Sequence[Offer], model: ModelSpec) -> Of
     return None
 
 
-def evaluate(
-    candidate: Candidate, model: ModelSpec, cluster: Cluster, goal: Goal, assumptions: Assumptions
-) -> Offer | Misfit:
-    """Simulates a candidate."""
-    prepared = _prepare(candidate, model, cluster, goal, assumptions, {})
-    return prepared if isinstance(prepared, Misfit) else _simulate(prepared, model, goal)
-
-
-def fits(candidate: Candidate, model: ModelSpec, cluster: Cluster, goal: Goal, assumptions: Assumptions) -> bool:
+def fits(candidate: Candidate, question: Question) -> bool:
     """Whether a candidate fits and headrace can run it there; it is not simulated."""
-    prepared = _prepare(candidate, model, cluster, goal, assumptions, {})
-    return not isinstance(prepared, Misfit) and not _refused(candidate, model, prepared.scene)
+    prepared = _prepare(candidate, question)
+    return not isinstance(prepared, Misfit) and not _refused(candidate, question.model, prepared.scene)
 
 
-def _prepare(
-    candidate: Candidate,
-    model: ModelSpec,
-    cluster: Cluster,
-    goal: Goal,
-    assumptions: Assumptions,
-    memo: dict[Any, Any],
-) -> _Prepared | Misfit:
+def _prepare(candidate: Candidate, question: Question) -> _Prepared | Misfit:
+    examples, assumptions = question.goal.global_batch_size, question.assumptions
     try:
-        scene = scene_of(model, cluster, candidate.strategy, goal.global_batch_size, assumptions, memo)
+        scene = scene_of(question.model, question.cluster, candidate.strategy, examples, assumptions, question.memo)
         division = scene.behaviour.division
         if isinstance(division, Stages) or (division and scene.replicas > 1):
             steps = _DIVIDED_STEPS
@@ -189,20 +177,20 @@ def _prepare(
         failing = reliability(hosts, assumptions.checkpoint_s, assumptions.restart_s)
     except UsageError as error:
         return Misfit(candidate, str(error), isinstance(error, InfeasiblePlan))
-    seconds = goal.examples / scene.examples * step_s / (failing.useful if failing else 1.0)
+    seconds = question.goal.examples / scene.examples * step_s / (failing.useful if failing else 1.0)
     return _Prepared(candidate, scene, needed, seconds, _money(hosts, seconds))
 
 
-def _simulate(prepared: _Prepared, model: ModelSpec, goal: Goal) -> Offer | Misfit:
+def _simulate(prepared: _Prepared, question: Question) -> Offer | Misfit:
     candidate, scene = prepared.candidate, prepared.scene
     try:
         timeline = behave(scene)
     except UsageError as error:
         return Misfit(candidate, str(error))
     prediction = predicted(candidate.strategy, scene, timeline, prepared.needed)
-    seconds = goal.examples / prediction.useful_examples_per_s
+    seconds = question.goal.examples / prediction.useful_examples_per_s
     hosts = _used(scene)
-    refused = _refused(candidate, model, scene)
+    refused = _refused(candidate, question.model, scene)
     money = _money(hosts, seconds)
     names = tuple(host.name for host in hosts)
     return Offer(candidate, scene.accumulate, prediction, seconds, money, names, refused, seconds)
@@ -216,11 +204,12 @@ def _money(hosts: Sequence[Host], seconds: float) -> float:
     return seconds / 3600 * sum(host.price_per_hour for host in hosts)
 
 
-def with_band(offer: Offer, model: ModelSpec, cluster: Cluster, goal: Goal, assumptions: Assumptions) -> Offer:
+def with_band(offer: Offer, question: Question) -> Offer:
     """Returns an offer with its time on a slower network."""
-    share = assumptions.share_of_link(cluster.device)
-    slower = replace(assumptions, network_share=share * SLOWER_NETWORK)
-    again = evaluate(offer.candidate, model, cluster, goal, slower)
+    share = question.assumptions.share_of_link(question.cluster.device)
+    slower = replace(question, assumptions=replace(question.assumptions, network_share=share * SLOWER_NETWORK))
+    prepared = _prepare(offer.candidate, slower)
+    again = prepared if isinstance(prepared, Misfit) else _simulate(prepared, slower)
     return replace(offer, slow_s=again.seconds) if isinstance(again, Offer) else offer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,9 +11,18 @@ from headrace.errors import InfeasiblePlan, UsageError
 from headrace.prediction.cloud import cluster_of
 from headrace.prediction.plausibility import doubtful_units
 from headrace.prediction.profiling.origin import require_usable
-from headrace.prediction.recommendation.candidates import candidates
-from headrace.prediction.recommendation.offers import Goal, Misfit, Offer, Pruned, main_reasons, search, with_band
-from headrace.prediction.recommendation.smallest import what_would_do
+from headrace.prediction.recommendation.candidates import Candidate, candidates
+from headrace.prediction.recommendation.offers import (
+    Goal,
+    Misfit,
+    Offer,
+    Pruned,
+    Question,
+    fits,
+    main_reasons,
+    search,
+    with_band,
+)
 from headrace.prediction.simulation.scene import Assumptions
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -21,6 +30,8 @@ from headrace.spec.model import ModelSpec
 _WORTH = 1.1
 """Distribution pays from this speed-up on: predictions are off by as much."""
 _NO_LAYERS = "pipeline, tensor_parallel and hybrid were not tried: the model's layers are not known"
+_MOST_HOSTS = 256
+"""The largest cluster that is asked about where a model does not fit on the given one."""
 _HALF = 0.5
 """The knee is where further devices bring less than this part of what they would at best."""
 
@@ -133,18 +144,18 @@ def recommend(
     model = model if isinstance(model, ModelSpec) else ModelSpec.load(model)
     cluster = cluster_of(cluster)
     differ = require_usable(model, cluster, force)
-    goal, assumed = _goal(model, global_batch_size, examples), assumptions or Assumptions()
+    question = Question(model, cluster, _goal(model, global_batch_size, examples), assumptions or Assumptions())
     by_money = _priced(cluster, by_money, deadline_s) and (by_money or deadline_s is not None)
-    results = search(candidates(model, cluster, goal.global_batch_size), model, cluster, goal, assumed)
-    misfits = _misfits(results, model, cluster, goal, assumed)
+    results = search(candidates(model, cluster, question.goal.global_batch_size), question)
+    misfits = _misfits(results, question)
     ranked = _ranked([each for each in results if isinstance(each, Offer)], by_money, deadline_s)
     winner = _winner(ranked, any_updates)
     best = _firsts(ranked)
     named = {id(offer): offer for offer in (winner, *best)}
-    banded = {name: with_band(offer, model, cluster, goal, assumed) for name, offer in named.items()}
+    banded = {name: with_band(offer, question) for name, offer in named.items()}
     return Recommendation(
         winner=banded[id(winner)],
-        goal=goal,
+        goal=question.goal,
         offers=tuple(banded.get(id(offer), offer) for offer in ranked),
         best=tuple(banded[id(offer)] for offer in best),
         misfits=tuple(main_reasons(misfits)),
@@ -208,19 +219,52 @@ def _firsts(ranked: Sequence[Offer]) -> list[Offer]:
     return [offer for offer in ranked if firsts[offer.candidate.family] is offer]
 
 
-def _misfits(
-    results: Sequence[Offer | Pruned | Misfit], model: ModelSpec, cluster: Cluster, goal: Goal, assumed: Assumptions
-) -> list[Misfit]:
+def _misfits(results: Sequence[Offer | Pruned | Misfit], question: Question) -> list[Misfit]:
     """Returns what does not fit; raises InfeasiblePlan, with what would do, if nothing does."""
     misfits = [each for each in results if isinstance(each, Misfit)]
     if len(misfits) < len(results):
         return misfits
-    remedy = what_would_do(misfits, model, cluster, goal, assumed)
+    remedy = _what_would_do(misfits, question)
     closest = misfits[-1]
     raise InfeasiblePlan(
         f"none of {len(misfits)} candidates fits on this cluster; the largest, {closest.candidate.text}: "
         f"{closest.why}" + (f"; {remedy}" if remedy else "")
     )
+
+
+def _what_would_do(misfits: Sequence[Misfit], question: Question) -> str:
+    """Returns a sentence that names the fewest hosts like the cluster's that would do; "" if memory is not what lacks.
+
+    It assumes that what fits on some hosts fits on more.
+    """
+    if not any(each.short for each in misfits):
+        return ""
+    like = question.cluster.hosts[0].name
+    too_few = enough = len(question.cluster.hosts)
+    found: Candidate | None = None
+    while found is None:
+        if enough >= _MOST_HOSTS:
+            return f"not even {enough} hosts like {like} would do"
+        too_few, enough = enough, min(2 * enough, _MOST_HOSTS)
+        found = _fitting(question, enough)
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        fitting = _fitting(question, middle)
+        if fitting is None:
+            too_few = middle
+        else:
+            enough, found = middle, fitting
+    return f"the smallest cluster that would do has {enough} hosts like {like}, with {found.text}"
+
+
+def _fitting(question: Question, count: int) -> Candidate | None:
+    """Returns what fits on so many hosts like the cluster's, in turn; links do not matter for memory."""
+    known = question.cluster.hosts
+    hosts = tuple(replace(known[index % len(known)], name=f"host-{index}", ranks=()) for index in range(count))
+    cluster = replace(question.cluster, hosts=hosts, ranks=None, links=())
+    larger = replace(question, cluster=cluster, memo={})
+    tried = candidates(question.model, cluster, question.goal.global_batch_size)
+    return next((candidate for candidate in tried if fits(candidate, larger)), None)
 
 
 def _winner(ranked: Sequence[Offer], any_updates: bool) -> Offer:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from headrace.collectives.threads import ThreadCollective, ThreadGroup, Turns
 from headrace.errors import HeadraceError, PeerLost, WorkerFailed
-from headrace.prediction.rehearsal.events import VirtualEvents
+from headrace.machine.resources import peak_resident_bytes
 from headrace.prediction.simulation.timeline import Timeline
+from headrace.prediction.virtual_events import VirtualEvents
 from headrace.report.model.events import read_log
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.ends import FinishedRanks
@@ -50,10 +51,7 @@ Times = Mapping[tuple[int, int], VirtualStep]
 
 def times_of(timeline: Timeline) -> Times:
     """Returns the times of a simulated run."""
-    columns = (timeline.ended_s, timeline.compute_s, timeline.exchange_s, timeline.update_s)
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    keys = zip(timeline.worker.tolist(), timeline.step.tolist(), strict=True)
-    return {key: VirtualStep(*row) for key, row in zip(keys, rows, strict=True)}
+    return {(worker, step): VirtualStep(*times) for worker, step, *times in timeline.rows()}
 
 
 def times_recorded(steps: Sequence[Sequence[Stepped]]) -> Times:
@@ -117,11 +115,12 @@ def train_in_turns(run: RunSpec) -> None:
         raise WorkerFailed(rank, run.plan.roles[rank].host, f"{type(error).__name__}: {error}") from error
 
 
-def retime(run: RunSpec, events: VirtualEvents, times: Times, evaluation_s: float) -> float:
-    """Adds the workers' events with virtual times; returns when the run ends.
+def rehearse_in_turns(run: RunSpec, events: VirtualEvents, times: Times, evaluation_s: float) -> float:
+    """Trains, and adds the workers' events with virtual times; returns when the run ends.
 
     An evaluation takes `evaluation_s`, and all that follows is so much later.
     """
+    train_in_turns(run)
     every = [event for event in read_log(run.run_dir).events if event.rank >= 0]
     evaluated = sorted(event.step for event in every if isinstance(event, Evaluated))
     last = 0.0
@@ -130,6 +129,7 @@ def retime(run: RunSpec, events: VirtualEvents, times: Times, evaluation_s: floa
         for event in _retimed(own, times, evaluated, evaluation_s):
             events.write(event)
             last = max(last, event.time_s)
+    events.end(last, peak_resident_bytes())
     return last
 
 

@@ -23,12 +23,12 @@ from headrace import internals
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import JobError
 from headrace.modules import is_dense
+from headrace.policies.behaviour import GradientSum
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.plan import Plan
 from headrace.strategies.broadcast import broadcast_tensors
 from headrace.strategies.context import WorkerContext
-from headrace.strategies.mirrored import Mirrored
 from headrace.strategies.strategy import Strategy
 from headrace.training.clipping import GradientClipper, StepDecision
 from headrace.training.exchange import Replica
@@ -45,7 +45,7 @@ from headrace.worker.session import make_module
 class OneMirror(Strategy):
     """The strategy of a rehearsal of `mirrored`."""
 
-    mirrored: Mirrored
+    mirrored: Strategy
 
     name = "mirrored"
     equals_one_device = True
@@ -163,7 +163,8 @@ class OneMirrorExchange(ReducingExchange):
 
 def with_one_mirror(run: RunSpec) -> RunSpec:
     """Returns a run of `Mirrored` whose workers share one mirror; another run, and one whose model cannot, as it is."""
-    if not isinstance(run.strategy, Mirrored) or run.plan.min_workers:
+    exchange = run.strategy.behave(run.plan.workers).exchange
+    if not isinstance(exchange, GradientSum) or exchange.central or run.plan.min_workers:
         return run
     module = make_module(run.job)
     if not all(type(each) is nn.Parameter and is_dense(each) for each in module.parameters()):

@@ -6,6 +6,7 @@ queue of a server ──► fetch: compute the worker's steps up to its next fet
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,12 +19,14 @@ from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data.given import as_pipeline
 from headrace.data.loading.loader import Loader
 from headrace.errors import DataError
+from headrace.machine.resources import peak_resident_bytes
 from headrace.parameter_server.server.optimizer import RoundClock
-from headrace.prediction.rehearsal.events import VirtualEvents
+from headrace.policies.behaviour import ServerTerms
 from headrace.prediction.rehearsal.order import PlannedStep, ServerAction, SyncInterval
-from headrace.prediction.rehearsal.server import InProcessServer, Policies, head_of, served_layouts
-from headrace.prediction.rehearsal.workers import ComputedStep, PushedGradient, VirtualWorkers
-from headrace.spec.events import NonFinite
+from headrace.prediction.rehearsal.server import InProcessServer
+from headrace.prediction.rehearsal.workers import ComputedStep, VirtualWorkers
+from headrace.prediction.virtual_events import VirtualEvents
+from headrace.spec.events import Evaluated, NonFinite, ServerStarted, Stepped
 from headrace.spec.parameter_sets import one_optimizer
 from headrace.strategies.context import BatchInfo, WorkerContext
 from headrace.training.exchange import Replica
@@ -33,6 +36,9 @@ from headrace.worker.loops.leased import next_sync_point
 from headrace.worker.main import leave_model
 from headrace.worker.run_spec import RunSpec
 from headrace.worker.session import build_evaluation, build_module, objective_of
+
+_TOLD = 50
+"""Counts of the servers, in an interval that is as long as the first."""
 
 _Versions = Mapping[tuple[int, int], int]
 """Of the parameters that a gradient was computed with, by server and shard."""
@@ -56,39 +62,35 @@ class OrderSource(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Rehearsed:
-    """A run to rehearse.
+class ServedRehearsal:
+    """One rehearsal: call `train` once.
 
-    Attributes:
+    Args:
         run: with the plan that a real run would have on one host.
         alone: the same job on one device, for evaluation and the trained model.
-        policies: who may proceed, and which pushes make a step.
-        local: whether workers take local steps.
-        evaluation_s: how long an evaluation takes, on the clock of the run.
+        interval_s: about how long it is from one sync point to the next, on the clock of the run.
+        evaluation_s: how long an evaluation takes.
         apply_bytes_per_s: of a server.
     """
 
-    run: RunSpec
-    alone: RunSpec
-    policies: Policies
-    local: bool
-    evaluation_s: float = 0.0
-    apply_bytes_per_s: float = 5e9
-
-
-class ServedRehearsal:
-    """One rehearsal: call `train` once."""
-
-    def __init__(self, rehearsed: Rehearsed, events: VirtualEvents) -> None:
-        run = rehearsed.run
-        self._rehearsed, self._run, self._events = rehearsed, run, events
+    def __init__(
+        self,
+        run: RunSpec,
+        alone: RunSpec,
+        terms: ServerTerms,
+        events: VirtualEvents,
+        interval_s: float,
+        evaluation_s: float,
+        apply_bytes_per_s: float,
+    ) -> None:
+        self._run, self._alone, self._local, self._events = run, alone, terms.local, events
+        self._evaluation_s, self._apply_bytes_per_s = evaluation_s, apply_bytes_per_s
         job, plan = run.job, run.plan
         self._module = build_module(job)
         self._loader = Loader(as_pipeline(job.data)[0], job.seed, job.global_batch_size, (1,), 0)
         every = self._loader.rounds_per_epoch
         clock = RoundClock(job.options, every, 0)
-        self._servers = [InProcessServer(run, rank, self._module, clock, rehearsed.policies) for rank in plan.servers]
+        self._servers = [InProcessServer(run, rank, self._module, clock, terms) for rank in plan.servers]
         context = WorkerContext(
             module=self._module,
             model=run.model,
@@ -100,14 +102,18 @@ class ServedRehearsal:
             batches=BatchInfo(self._loader.full_batch, job.seed),
         )
         weighted = plan.options.get("scale") == "share"
-        layouts = served_layouts(self._servers)
-        self._workers = VirtualWorkers(run, self._module, context, layouts, self._loader, rehearsed.local, weighted)
+        layouts = [server.layout for server in self._servers]
+        self._workers = VirtualWorkers(run, self._module, context, layouts, self._loader, terms.local, weighted)
         self._stopper = EarlyStopper(job.options.early_stopping)
-        self._replica = rehearsed.alone.strategy.replica(rehearsed.alone.plan, 0, context)
+        self._replica = alone.strategy.replica(alone.plan, 0, context)
         self._computed: list[deque[tuple[ComputedStep, _Versions]]] = [deque() for _ in range(plan.replicas)]
         self._fetches: list[dict[int, _Fetch]] = [{} for _ in range(plan.replicas)]
         self._shards = sum(len(server.layout) for server in self._servers)
         self._waited_s = [0.0] * plan.replicas
+        self._next_s = self._every_s = interval_s / _TOLD
+        for role, server in zip(plan.roles[plan.workers :], self._servers, strict=True):
+            size = server.memory()[0]
+            events.write(ServerStarted(role.rank, 0.0, role.host, os.getpid(), len(server.layout), size))
 
     def train(self, source: OrderSource) -> float:
         """Trains to the end; returns when that is, on the clock of the run.
@@ -157,8 +163,7 @@ class ServedRehearsal:
         if last is None or computed[last][0].planned.lease != action.number:
             return False
         ready, versions = computed[last]
-        assert ready.pushed is not None
-        late = self._push(action, ready.pushed, ready.planned.lease, versions)
+        late = self._push(action, ready, versions)
         if action.server in (-1, len(self._servers) - 1) and self._is_whole(action):
             for _ in range(last + 1):
                 self._tell(worker, computed.popleft()[0], late)
@@ -169,14 +174,15 @@ class ServedRehearsal:
         layout = self._servers[action.server].layout
         return not action.shards or action.shards[-1] == len(layout) - 1
 
-    def _push(self, action: ServerAction, pushed: PushedGradient, lease: int, versions: _Versions) -> bool:
-        head = head_of(lease, pushed.finite, pushed.weight, pushed.share, pushed.steps)
+    def _push(self, action: ServerAction, computed: ComputedStep, versions: _Versions) -> bool:
+        """Applies a push; returns whether it came too late to count."""
+        assert computed.push is not None
         late = False
         for index, server in self._named(action):
             late |= server.push(
                 action.worker,
-                pushed.gradients[index],
-                head,
+                computed.gradients[index],
+                computed.push,
                 [versions[index, shard] for shard in range(len(server.layout))],
                 action.shards,
             )
@@ -195,8 +201,9 @@ class ServedRehearsal:
         for index, server in self._named(action):
             shards = action.shards or range(len(server.layout))
             server.fetched(action.worker, shards)
-            for shard, version in zip(shards, server.versions_of(shards), strict=True):
-                fetch.versions[index, shard] = version
+            versions = server.versions
+            for shard in shards:
+                fetch.versions[index, shard] = versions[shard]
                 if not whole:
                     fetch.pieces[index, shard] = server.decoded(action.worker, shard)
         if len(fetch.versions) < self._shards:
@@ -206,7 +213,7 @@ class ServedRehearsal:
             return
         plain = all(server.sends_plain for server in self._servers)
         # A single step until the next fetch leaves the parameters as they are.
-        in_place = whole and plain and (not self._rehearsed.local or len(planned) == 1)
+        in_place = whole and plain and (not self._local or len(planned) == 1)
         module = self._module if in_place else self._copied(action.worker, fetch.pieces)
         computed = self._workers.steps(action.worker, module, planned)
         self._computed[action.worker].extend((each, fetch.versions) for each in computed)
@@ -228,19 +235,23 @@ class ServedRehearsal:
     def _tell(self, number: int, computed: ComputedStep, late: bool) -> None:
         planned, share = computed.planned, computed.share
         self._waited_s[number] += planned.exchange_s
-        self._events.stepped(number, planned, share, None if late else computed.loss, computed.weight, late)
+        # What comes too late counts when its data is leased again.
+        counted = (0, None, 0.0) if late else (share.examples, computed.loss, computed.weight)
+        times = planned.compute_s, planned.exchange_s, planned.update_s
+        lease = planned.lease if counted[0] else -1
+        self._events.write(Stepped(number, planned.ended_s, planned.round, share.epoch, *counted, 0.0, *times, lease))
         if computed.skipped:
             ranks = (number,) if computed.loss is None else ()
             action = self._run.job.options.on_nonfinite
             self._events.write(NonFinite(number, planned.ended_s, planned.round, ranks, action))
-        if self._events.due(planned.ended_s):
+        if planned.ended_s >= self._next_s:
+            self._next_s = planned.ended_s + self._every_s
             self._tell_servers(planned.ended_s)
 
     def _tell_servers(self, time_s: float) -> None:
         first = self._run.plan.workers
         for index, server in enumerate(self._servers):
-            rate = self._rehearsed.apply_bytes_per_s
-            self._events.write(server.stats(first + index, time_s, self._waited_s, rate))
+            self._events.write(server.stats(first + index, time_s, self._waited_s, self._apply_bytes_per_s))
 
     def _meet(self, done: int, now_s: float) -> float:
         """Settles an interval and evaluates where that is due; returns when training goes on."""
@@ -253,9 +264,8 @@ class ServedRehearsal:
         due = done % (options.eval_every or every) == 0 or done >= rounds
         if self._run.job.eval_data is not None and due:
             metrics, examples = self._evaluate()
-            seconds = self._rehearsed.evaluation_s
-            now_s += seconds
-            self._events.evaluated(now_s, done, done // every, examples, metrics, seconds)
+            now_s += self._evaluation_s
+            self._events.write(Evaluated(0, now_s, done, done // every, examples, metrics, self._evaluation_s))
             ending = self._stopper.see(metrics, done)
             if ending:
                 self._events.note(0, now_s, ending)
@@ -265,11 +275,10 @@ class ServedRehearsal:
 
     def _evaluate(self) -> tuple[dict[str, float], int]:
         """Evaluates with the mean of the workers' running statistics, and with averaged weights if there are any."""
-        alone = self._rehearsed.alone
-        options = replace(alone.job.options, ema_decay=None)
-        spec = replace(alone, job=replace(alone.job, options=options))
+        options = replace(self._alone.job.options, ema_decay=None)
+        spec = replace(self._alone, job=replace(self._alone.job, options=options))
         replica = Replica(self._workers.compute, self._replica.exchange)
-        evaluation = build_evaluation(spec, alone.plan.role(0), replica, ThreadCollective(ThreadGroup(1), 0))
+        evaluation = build_evaluation(spec, spec.plan.role(0), replica, ThreadCollective(ThreadGroup(1), 0))
         assert evaluation is not None
         averages = self._run.job.options.ema_decay is not None
         self._average_buffers()
@@ -302,10 +311,9 @@ class ServedRehearsal:
         self._average_buffers()
         for server in self._servers if self._run.job.options.ema_decay is not None else ():
             server.swap_weights(True)
-        alone = self._rehearsed.alone
-        leave_model(alone, 0, ThreadCollective(ThreadGroup(1), 0), self._workers.compute)
+        leave_model(self._alone, 0, ThreadCollective(ThreadGroup(1), 0), self._workers.compute)
         self._tell_servers(ended_s)
-        self._events.end(ended_s, [server.memory() for server in self._servers])
+        self._events.end(ended_s, peak_resident_bytes(), [server.memory() for server in self._servers])
 
 
 def _by_fetch(steps: Sequence[PlannedStep]) -> dict[int, list[PlannedStep]]:

@@ -9,7 +9,6 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from headrace.errors import UsageError
 from headrace.parameter_server.core import events
 from headrace.parameter_server.core.events import Reason
 from headrace.parameter_server.core.shard import Shard
@@ -18,15 +17,12 @@ from headrace.parameter_server.server.coordinator import Member
 from headrace.parameter_server.server.counters import ServerCounters
 from headrace.parameter_server.server.optimizer import Remedies, RoundClock, ShardOptimizer
 from headrace.parameter_server.server.requests import Requests
-from headrace.parameter_server.wire import Kind, Message, ShardLayout, decode
-from headrace.policies.staleness import Admission, Combination
+from headrace.parameter_server.wire import Message, decode
+from headrace.policies.behaviour import ServerTerms
 from headrace.spec.events import ServerStats
 from headrace.spec.parameter_sets import one_optimizer
 from headrace.transport.base import Blob, ReceivedMessage, ServerTransport
 from headrace.worker.run_spec import RunSpec
-
-Policies = tuple[Admission, Combination]
-"""Who may proceed, and which pushes make a step."""
 
 
 class _InPlace(ServerTransport):
@@ -82,7 +78,7 @@ class InProcessServer:
         places: of its shards in the module, flat.
     """
 
-    def __init__(self, run: RunSpec, rank: int, module: nn.Module, clock: RoundClock, policies: Policies) -> None:
+    def __init__(self, run: RunSpec, rank: int, module: nn.Module, clock: RoundClock, terms: ServerTerms) -> None:
         plan = run.plan
         self._rank = rank
         self.layout = layout_of(plan, run.model, rank)
@@ -103,7 +99,7 @@ class InProcessServer:
         )
         self.counters = ServerCounters(self.layout)
         self._transport = _InPlace(self.places)
-        self._machines = [Shard(range(plan.replicas), *policies) for _ in range(len(self.layout))]
+        self._machines = [Shard(range(plan.replicas), *terms.policies) for _ in range(len(self.layout))]
         self._requests = Requests(self._transport, self.layout, self._optimizer, self._machines, self.counters)
         self._members = [Member(worker, 0, worker, False, worker) for worker in range(plan.replicas)]
         self.busy_s = 0.0
@@ -114,10 +110,6 @@ class InProcessServer:
     def versions(self) -> list[int]:
         """The versions of all shards."""
         return [machine.version for machine in self._machines]
-
-    def versions_of(self, shards: Sequence[int]) -> list[int]:
-        """Returns the versions of some shards."""
-        return [self._machines[shard].version for shard in shards]
 
     def push(
         self,
@@ -198,19 +190,3 @@ class InProcessServer:
         shards = tuple(replace(each, apply_s=each.steps * each.bytes / apply_bytes_per_s) for each in counted.shards)
         waited = {str(worker): seconds for worker, seconds in enumerate(waited_s)}
         return replace(counted, busy_s=self.busy_s, waited_s=waited, shards=shards)
-
-
-def served_layouts(servers: Sequence[InProcessServer]) -> list[ShardLayout]:
-    """Returns the shards of all servers."""
-    return [server.layout for server in servers]
-
-
-def head_of(lease: int, finite: bool, weight: float, share: float, steps: int) -> Message:
-    """Returns what all messages of a push say, as `Client.push` does.
-
-    Raises:
-        UsageError: more steps than a message can say.
-    """
-    if steps > 65_535:
-        raise UsageError(f"a push is the sum of at most 65,535 steps, not of {steps:,}")
-    return Message(Kind.PUSH, 0, finite, lease, weight, share, steps=max(1, steps))

@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from headrace.policies.behaviour import ServerTerms
 from headrace.prediction.rehearsal.order import PlannedStep, ServerAction, SyncInterval
 from headrace.prediction.simulation.scene import DeviceStep, Scene
@@ -106,7 +104,7 @@ class SimulatedOrder:
         return SyncInterval(until, ended, planned, [actions], busy, timeline.notes)
 
     def _planned(
-        self, leases: Sequence[_Lease], rows: Sequence[tuple[float, ...]], first: int, until: int
+        self, leases: Sequence[_Lease], rows: Sequence[Sequence[float]], first: int, until: int
     ) -> Iterator[PlannedStep]:
         span = self.terms.span
         for index, lease in enumerate(leases):
@@ -122,10 +120,9 @@ class SimulatedOrder:
                 )  # fmt: skip
 
 
-def _rows(timeline: Timeline, workers: int) -> list[list[tuple[float, ...]]]:
+def _rows(timeline: Timeline, workers: int) -> list[list[list[float]]]:
     """Returns when each step ended and what its parts took, by worker, in the worker's order."""
-    columns = np.stack([timeline.ended_s, timeline.compute_s, timeline.exchange_s, timeline.update_s], axis=1)
-    order = np.argsort(timeline.worker, kind="stable")
-    counts = np.bincount(timeline.worker, minlength=workers)
-    pieces = np.split(columns[order], np.cumsum(counts)[:-1])
-    return [[tuple(row) for row in piece.tolist()] for piece in pieces]
+    rows: list[list[list[float]]] = [[] for _ in range(workers)]
+    for worker, _, *times in timeline.rows():
+        rows[worker].append(times)
+    return rows

@@ -19,7 +19,7 @@ from headrace.errors import NonFiniteGradient, NonFiniteLoss
 from headrace.modules import copy_module
 from headrace.parameter_server.client.downpour import LocalSteps
 from headrace.parameter_server.client.exchange import GradientAccumulator, GradientBuffer, ReplicaGroup
-from headrace.parameter_server.wire import ShardLayout
+from headrace.parameter_server.wire import Kind, Message, ShardLayout
 from headrace.prediction.rehearsal.order import PlannedStep
 from headrace.spec.job import Share
 from headrace.strategies.context import WorkerContext
@@ -31,20 +31,6 @@ from headrace.worker.run_spec import RunSpec
 from headrace.worker.state import random_states, restore_random_states, seed_worker
 
 _CPU = torch.device("cpu")
-
-
-@dataclass
-class PushedGradient:
-    """What a worker pushes at the end of a lease; gradients by server and shard.
-
-    `finite` says whether all of them are.
-    """
-
-    gradients: list[list[Tensor | None]]
-    finite: bool
-    weight: float
-    share: float
-    steps: int
 
 
 @dataclass
@@ -69,14 +55,20 @@ class VirtualWorker:
 
 @dataclass(frozen=True)
 class ComputedStep:
-    """What a step has come to: the share, its loss (None without examples), its weight, and what it pushes."""
+    """What a step has come to.
+
+    Attributes:
+        loss: None without examples.
+        push: what its messages say, where the step ends a lease, and `gradients` by server and shard.
+    """
 
     planned: PlannedStep
     share: Share
     loss: float | None
     weight: float
-    pushed: PushedGradient | None
-    skipped: bool = False
+    push: Message | None
+    gradients: Sequence[Sequence[Tensor | None]]
+    skipped: bool
 
 
 class VirtualWorkers:
@@ -153,10 +145,11 @@ class VirtualWorkers:
         weight = max(computed.weight, sys.float_info.min) if share.examples else computed.weight
         part = share.asked / share.of if share.of else 0.0
         worker.examples += share.examples
-        pushed = None
+        push: Message | None = None
+        gradients: list[list[Tensor | None]] = []
         if worker.accumulated is None:
-            known = decision.apply if self._group.checks or not decision.apply else True
-            pushed = PushedGradient(self._fresh(self.buffer.by_shard()), known, weight, part, 1)
+            gradients = self._fresh(self.buffer.by_shard())
+            push = Message(Kind.PUSH, 0, decision.apply, planned.lease, weight, part, steps=1)
         else:
             if decision.apply:
                 if not final:
@@ -169,9 +162,12 @@ class VirtualWorkers:
                 gradients, mean, count = worker.accumulated.take()
                 present = [each for own in gradients for each in own if each is not None]
                 finite_sum = all_finite(present) if count else not worker.nonfinite
-                pushed = PushedGradient(gradients, finite_sum, float(count > 0), mean, count)
+                push = Message(
+                    Kind.PUSH, 0, finite_sum, planned.lease, float(count > 0), mean, steps=max(1, count)
+                )  # fmt: skip
                 worker.nonfinite = False
-        return ComputedStep(planned, share, loss if finite else None, computed.weight, pushed, not decision.apply)
+        loss = loss if finite else None
+        return ComputedStep(planned, share, loss, computed.weight, push, gradients, not decision.apply)
 
     def _bad(self, number: int, worker: VirtualWorker, round_: int, loss: float | None, finite: bool) -> None:
         action = self._run.job.options.on_nonfinite

@@ -14,8 +14,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from headrace.errors import UsageError
 from headrace.spec.cluster import Host
 
@@ -74,23 +72,3 @@ def useful_share(mean_s: float, every_s: float, checkpoint_s: float, restart_s: 
     length = (every_s + checkpoint_s) / mean_s
     grown = length + math.log(-math.expm1(-length))
     return math.exp(math.log(every_s / mean_s) - restart_s / mean_s - grown)
-
-
-def sampled_share(
-    mean_s: float, every_s: float, checkpoint_s: float, restart_s: float, intervals: int, seed: int = 0
-) -> float:
-    """Returns the same, from failures that are drawn at random: the check of the formula."""
-    random = np.random.default_rng(seed)
-    spent = 0.0
-    for _ in range(intervals):
-        while True:
-            until = float(random.exponential(mean_s))
-            if until >= every_s + checkpoint_s:
-                spent += every_s + checkpoint_s
-                break
-            spent += until
-            # It may fail again while it starts.
-            while (again := float(random.exponential(mean_s))) < restart_s:
-                spent += again
-            spent += restart_s
-    return intervals * every_s / spent

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Integral, Real
@@ -295,8 +294,3 @@ def place(cluster: Cluster, workers: int, servers: int) -> tuple[tuple[Host, ...
     used = {host.name for host in taken}
     free = [host for host in hosts if host.name not in used] or list(reversed(hosts))
     return tuple(taken), tuple(free[index % len(free)] for index in range(servers))
-
-
-def per_host(hosts: Sequence[Host]) -> dict[str, int]:
-    """Returns how many of the processes are on each host, in their order."""
-    return dict(Counter(host.name for host in hosts))

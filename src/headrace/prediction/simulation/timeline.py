@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -64,6 +64,11 @@ class Timeline:
     def seconds(self) -> float:
         """From the start to the end of the last step."""
         return float(self.ended_s.max())
+
+    def rows(self) -> Iterator[tuple[int, int, float, float, float, float]]:
+        """Yields of each step the worker, its number, when it ends, and what computing, exchange and update take."""
+        columns = (self.worker, self.step, self.ended_s, self.compute_s, self.exchange_s, self.update_s)
+        return zip(*(column.tolist() for column in columns), strict=True)
 
 
 def on_devices(timeline: Timeline, devices: int) -> Timeline:
