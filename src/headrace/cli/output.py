@@ -22,14 +22,14 @@ from headrace.machine import disk
 from headrace.machine.identity import require_working_directory
 from headrace.machine.limits import explained
 from headrace.report.format import clean
-from headrace.report.model.summary import Summary, summarize
-from headrace.report.model.verdict import References, verdict
-from headrace.report.views.table import comparison_plain, comparison_table, run_plain, run_table
 from headrace.spec.plain import finite
 from headrace.worker.run_spec import model_path
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from headrace.report.model.summary import Summary
+    from headrace.report.model.verdict import References
 
 
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG)
@@ -250,9 +250,11 @@ def wrapped(text: str, first: str = "", later: str = "") -> list[str]:
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 
-def show_run(answer: Answer, run_dir: Path, page: Path | None = None) -> None:
+def show_run(answer: Answer, summary: Summary, run_dir: Path, page: Path | None = None) -> None:
     """Prints the summary of a run and where its files are."""
-    summary = summarize(run_dir)
+    # Lazily, as below: `--help` need not wait for reports.
+    from headrace.report.views.table import run_plain, run_table
+
     model = model_path(run_dir)
     places = {"run_dir": run_dir, "model": model if disk.is_file(model) else None, "page": page}
     if answer.as_json:
@@ -266,6 +268,9 @@ def show_comparison(
     answer: Answer, summaries: Sequence[Summary], references: References, run_dir: Path, page: Path
 ) -> None:
     """Prints one row a run, whether distribution paid, and where the page is."""
+    from headrace.report.model.verdict import verdict
+    from headrace.report.views.table import comparison_plain, comparison_table
+
     places = {"run_dir": run_dir, "page": page}
     if answer.as_json:
         answer.document({**comparison_plain(summaries, references), **_paths(places)})

@@ -23,8 +23,6 @@ from headrace.cli.options import (
 from headrace.cli.output import Answer, say, wrapped
 from headrace.devices import AUTO
 from headrace.report.format import MISSING, clean, percent, short, to_cells, to_json
-from headrace.report.model.training import STEP_PARTS
-from headrace.report.views.subjects import BOTTLENECK, INPUT, INPUT_STAGE, readers_text
 
 if TYPE_CHECKING:
     from headrace.api.profiling import Profile
@@ -107,6 +105,9 @@ def _check(answer: Answer, job: Any) -> None:
 
 
 def _plain(name: str, found: Profile) -> dict[str, Any]:
+    # Lazily, as below: `--help` need not wait for reports.
+    from headrace.report.views.subjects import BOTTLENECK, INPUT
+
     together, ceiling = found.together, found.ceiling
     return {
         "job": name,
@@ -130,6 +131,8 @@ def _plain(name: str, found: Profile) -> dict[str, Any]:
 
 
 def _lines(name: str, found: Profile) -> Iterator[str]:
+    from headrace.report.views.subjects import INPUT_STAGE, readers_text
+
     together = found.together
     workers = f"{together.workers} worker{'s' * (together.workers != 1)}"
     yield from wrapped(f"{name}: {together.strategy}, {workers}, batches of {together.started.global_batch_size}")
@@ -174,6 +177,8 @@ def _of_ceiling(found: Profile) -> float | None:
 
 def _second(found: Profile) -> list[tuple[str, float]]:
     """Returns the parts of a mean step, as parts of 1."""
+    from headrace.report.model.training import STEP_PARTS
+
     times = found.together.times
     if times is None or times.total_s <= 0:
         return []

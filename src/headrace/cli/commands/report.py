@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from headrace.cli.command import argument, command, option
 from headrace.cli.output import Answer, show_comparison, show_run, writing
 from headrace.errors import DataError
 from headrace.machine import disk
-from headrace.report.model.summary import Summary, summarize
-from headrace.report.model.verdict import References, compared
-from headrace.report.views.page import write_page
+
+if TYPE_CHECKING:
+    from headrace.report.model.summary import Summary
+    from headrace.report.model.verdict import References
 
 _COMPARISON = "comparison.json"
 
@@ -33,6 +34,10 @@ def report(
 
     It is made from the event files, and the summary is printed; it works on a run that failed, and on one that goes on.
     """
+    # Lazily: `--help` need not wait for reports.
+    from headrace.report.model.summary import summarize
+    from headrace.report.views.page import write_page
+
     page = out or run_dir / "report.html"
     if disk.is_file(run_dir / _COMPARISON):
         summaries, references = _read_comparison(run_dir)
@@ -43,11 +48,13 @@ def report(
         summary = summarize(run_dir)
         with writing("the page", page, "--out"):
             write_page(page, (summary,))
-        show_run(answer, run_dir, page)
+        show_run(answer, summary, run_dir, page)
 
 
 def _read_comparison(directory: Path) -> tuple[tuple[Summary, ...], References]:
     """Reads the measured references; everything else comes from the event files."""
+    from headrace.report.model.verdict import References, compared
+
     file = directory / _COMPARISON
     try:
         document = json.loads(file.read_text(encoding="utf-8"))

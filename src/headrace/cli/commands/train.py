@@ -143,7 +143,10 @@ def train(
 def _finish(answer: Answer, run_dir: Path, interrupted: bool) -> None:
     """Prints a run where one process speaks for all, and exits if it was interrupted."""
     if launched_rank() in (None, 0):
-        show_run(answer, run_dir)
+        # Lazily: `--help` need not wait for reports.
+        from headrace.report.model.summary import summarize
+
+        show_run(answer, summarize(run_dir), run_dir)
     if interrupted:
         raise typer.Exit(ExitCode.INTERRUPTED)
 
