@@ -136,7 +136,6 @@ SnapshotsEveryOption = Annotated[
         "Snapshots of servers that have no backup: every so many seconds (5s); 0 for none. Default: 30s.",
     ),
 ]
-KeepOption = Annotated[int | None, option("--keep N", "How many of the last checkpoints stay. Default: 3.", min=1)]
 ResumeOption = Annotated[bool, option("--resume", "Go on from the last checkpoint of --run-dir, under any strategy.")]
 ResumeIfSavedOption = Annotated[
     bool, option("--resume-if-saved", "Go on as --resume does, or begin where nothing is saved.")
@@ -172,7 +171,6 @@ ServersOption = Annotated[
     int | None, option("--servers", "How many parameter servers, under a strategy that has some.", min=1)
 ]
 SshOption = Annotated[str, option("--ssh COMMAND", "How other hosts are reached.")]
-PythonOption = Annotated[str | None, option("--python PATH", "On all hosts. Default: this one.")]
 DistributionOption = Annotated[
     Distribution | None,
     option(

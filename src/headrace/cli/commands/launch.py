@@ -19,15 +19,7 @@ from headrace.cli.combinations import refuse_idle
 from headrace.cli.command import argument, command, option
 from headrace.cli.engines import refuse_launcher
 from headrace.cli.jobfile import check_file
-from headrace.cli.options import (
-    ClusterOption,
-    Distribution,
-    DistributionOption,
-    PythonOption,
-    SshOption,
-    default_run_dir,
-    job_name,
-)
+from headrace.cli.options import ClusterOption, Distribution, DistributionOption, SshOption, default_run_dir, job_name
 from headrace.cli.output import Answer
 from headrace.errors import UnknownName, UsageError
 from headrace.spec.cluster import Cluster
@@ -61,7 +53,7 @@ def launch(
     port: Annotated[int, option("--port", "Of the first host, where all meet. 0: a free one.", min=0, max=65535)] = 0,
     distribution: DistributionOption = None,
     ssh: SshOption = "ssh",
-    python: PythonOption = None,
+    python: Annotated[str | None, option("--python PATH", "On all hosts. Default: this one.")] = None,
     keep_going: Annotated[bool, option("--keep-going", "With --hosts: the others go on when a host is lost.")] = False,
 ) -> None:
     """Run a plain script in several processes.
