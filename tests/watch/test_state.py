@@ -275,9 +275,9 @@ def test_what_was_lost_or_failed_is_told_with_its_words_made_harmless(tmp_path: 
 
 def test_of_too_many_lines_the_most_frequent_kind_goes() -> None:
     journal = Journal()
-    journal.add(Failed(0, 0.5, 1, "first"), 1)
+    journal.add(Failed(0, 0.5, 1, "first"))
     for index in range(1000):
-        journal.add(NonFinite(0, 1.0 + index, index, (), "skip"), 2)
+        journal.add(NonFinite(0, 1.0 + index, index, (), "skip"))
     message = journal.message()
     assert len(message["lines"]) == 300
     assert message["lines"][-1]["text"] == "first (at step 1)"
@@ -289,7 +289,7 @@ def test_too_many_meetings_are_thinned_and_the_largest_drift_stays() -> None:
     curve = DriftCurve()
     for index in range(3001):
         drift = 9.0 if index == 1500 else 0.1
-        curve.add(ParametersAveraged(0, float(index), index, 1, 1, "", drift, 0.1), index)
+        curve.add(ParametersAveraged(0, float(index), index, 1, 1, "", drift, 0.1))
     message = curve.message()
     assert len(message["drift"]) <= 400
     assert max(message["drift"]) == 9.0

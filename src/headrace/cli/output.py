@@ -250,6 +250,11 @@ def wrapped(text: str, first: str = "", later: str = "") -> list[str]:
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 
+def cut(name: str, width: int) -> str:
+    """Returns a name for a column of a width, which ends with a space."""
+    return name if len(name) < width else f"{name[: width - 2]}…"
+
+
 def show_run(answer: Answer, summary: Summary, run_dir: Path, page: Path | None = None) -> None:
     """Prints the summary of a run and where its files are."""
     # Lazily, as below: `--help` need not wait for reports.

@@ -56,12 +56,11 @@ class Journal:
     """What happened: notices, failures, losses. Of too many lines the oldest of the most frequent kind go."""
 
     def __init__(self) -> None:
-        self.revision = -1
         self.counts: Counter[str] = Counter()
         self._lines: list[_Line] = []
 
-    def add(self, event: Event, revision: int) -> None:
-        """Takes an event, if it is one for the user."""
+    def add(self, event: Event) -> bool:
+        """Takes an event; returns whether it is one for the user."""
         detail = ""
         match event:
             case Notice():
@@ -87,14 +86,14 @@ class Journal:
             case RunEnded():
                 kind, text = "ended", event.status
             case _:
-                return
-        self.revision = revision
+                return False
         self.counts[kind] += 1
         line = _Line(event.time_s, kind, event.rank, clean(text)[:_MOST_TEXT], clean(detail)[:_MOST_TRACEBACK])
         insort(self._lines, line, key=lambda each: each.time_s)
         if len(self._lines) > _LINES:
             most = Counter(each.kind for each in self._lines).most_common(1)[0][0]
             del self._lines[next(index for index, each in enumerate(self._lines) if each.kind == most)]
+        return True
 
     def message(self) -> dict[str, Any]:
         """Returns the lines, the newest first."""
@@ -105,21 +104,20 @@ class SaveLog:
     """Checkpoints of the run and snapshots of its servers."""
 
     def __init__(self) -> None:
-        self.revision = -1
         self.count = 0
         self._saved: list[Saved] = []
         self._snapshots: dict[int, tuple[int, SnapshotTaken]] = {}
 
-    def add(self, event: Saved | SnapshotTaken, revision: int) -> None:
-        """Takes a checkpoint or a snapshot."""
-        self.revision = revision
+    def add(self, event: Event) -> bool:
+        """Takes an event; returns whether it is of a checkpoint or a snapshot."""
         if isinstance(event, SnapshotTaken):
             count, last = self._snapshots.get(event.rank, (0, event))
             self._snapshots[event.rank] = count + 1, max(last, event, key=lambda each: each.time_s)
-            return
-        self.count += 1
-        insort(self._saved, event, key=lambda each: each.time_s)
-        del self._saved[:-_SAVED]
+        elif isinstance(event, Saved):
+            self.count += 1
+            insort(self._saved, event, key=lambda each: each.time_s)
+            del self._saved[:-_SAVED]
+        return isinstance(event, SnapshotTaken | Saved)
 
     def message(self) -> dict[str, Any]:
         """Returns the last checkpoints, the newest first, and the last snapshot of each server."""
@@ -171,22 +169,26 @@ class DriftCurve:
     """When workers averaged their parameters, and how far apart they were; one point a meeting."""
 
     def __init__(self) -> None:
-        self.revision = -1
         self._seen: list[ParametersAveraged] = []
 
-    def add(self, event: ParametersAveraged, revision: int) -> None:
-        """Takes an averaging; of those that several workers tell of one meeting, that with the largest drift stays."""
-        self.revision = revision
+    def add(self, event: Event) -> bool:
+        """Takes an event; returns whether it is an averaging.
+
+        Of those that several workers tell of one meeting, that with the largest drift stays.
+        """
+        if not isinstance(event, ParametersAveraged):
+            return False
         for index in range(len(self._seen) - 1, max(-1, len(self._seen) - 1 - 64), -1):
             if event.meeting and self._seen[index].meeting == event.meeting:
                 if event.drift > self._seen[index].drift:
                     self._seen[index] = event
-                return
+                return True
         insort(self._seen, event, key=lambda each: each.time_s)
         if len(self._seen) > _MEETINGS:
             pairs = zip(self._seen[::2], self._seen[1::2], strict=False)
             tail = self._seen[-1:] if len(self._seen) % 2 else []
             self._seen = [max(pair, key=lambda each: each.drift) for pair in pairs] + tail
+        return True
 
     def message(self) -> dict[str, Any]:
         """Returns drift and period over time, and the last reason for the period."""
@@ -219,11 +221,10 @@ class ProcessTable:
     """The workers and servers of a run."""
 
     def __init__(self) -> None:
-        self.revision = -1
         self._by_rank: dict[int, _Process] = {}
 
-    def add(self, event: Event, revision: int) -> None:
-        """Takes an event about a process; others are left out."""
+    def add(self, event: Event) -> bool:
+        """Takes an event; returns whether it is about a process."""
         match event:
             case WorkerStarted():
                 self._began(event.rank, event.time_s, "worker", event.host, event.device)
@@ -241,12 +242,11 @@ class ProcessTable:
             case Failed():
                 self._process(event.rank).state = "failed"
             case _:
-                return
-        self.revision = revision
+                return False
+        return True
 
-    def stepped(self, steps: Steps, revision: int) -> None:
+    def stepped(self, steps: Steps) -> None:
         """Takes the last step of each worker."""
-        self.revision = revision
         spent = steps.spent_s.sum(axis=1)
         order = steps.time_s.argsort(kind="stable")
         last = dict(zip(steps.rank[order].tolist(), order.tolist(), strict=True))
@@ -258,12 +258,9 @@ class ProcessTable:
                 if process.state == "starting":
                     process.state = "running"
 
-    def message(self, shares: dict[int, list[float]]) -> list[dict[str, Any]]:
-        """Returns each process, by rank; `shares` are percent of a worker's time."""
-        return [
-            {"rank": rank, "shares": shares.get(rank), **vars(process)}
-            for rank, process in sorted(self._by_rank.items())
-        ]
+    def message(self) -> list[dict[str, Any]]:
+        """Returns each process, by rank."""
+        return [{"rank": rank, **vars(process)} for rank, process in sorted(self._by_rank.items())]
 
     @property
     def peak(self) -> str:

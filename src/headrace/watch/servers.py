@@ -11,7 +11,7 @@ from typing import Any
 
 from headrace.report.format import clean
 from headrace.report.model.servers import Staleness, moved_bytes
-from headrace.spec.events import RowsHeld, ServerStarted, ServerStats
+from headrace.spec.events import Event, RowsHeld, ServerStarted, ServerStats
 
 _POINTS = 256
 
@@ -67,24 +67,22 @@ class _Server:
 
 
 class ServersSeen:
-    """All servers of a run; `revision` is that of the last change, -1 without a server."""
+    """All servers of a run."""
 
     def __init__(self) -> None:
-        self.revision = -1
         self._servers: dict[int, _Server] = {}
         self._starts: defaultdict[int, list[float]] = defaultdict(list)
 
-    def add(self, event: ServerStarted | ServerStats | RowsHeld, revision: int) -> None:
-        """Takes what a server says."""
-        if isinstance(event, ServerStarted):
-            # It has nothing to show yet.
-            insort(self._starts[event.rank], event.time_s)
-            return
-        self.revision = revision
-        if isinstance(event, RowsHeld):
-            self._server(event.server).tables = event
-        else:
-            self._server(event.rank).add(event)
+    def add(self, event: Event) -> bool:
+        """Takes an event; returns whether a server has something to show by it."""
+        match event:
+            case ServerStarted():
+                insort(self._starts[event.rank], event.time_s)
+            case RowsHeld():
+                self._server(event.server).tables = event
+            case ServerStats():
+                self._server(event.rank).add(event)
+        return isinstance(event, RowsHeld | ServerStats)
 
     def message(self) -> dict[str, Any]:
         """Returns what the page shows of the servers."""

@@ -16,14 +16,8 @@ from headrace.report.model.training import without
 from headrace.spec.events import (
     Evaluated,
     Event,
-    ParametersAveraged,
-    RowsHeld,
     RunEnded,
     RunStarted,
-    Saved,
-    ServerStarted,
-    ServerStats,
-    SnapshotTaken,
 )
 from headrace.watch.bins import RECENT_WIDTH_S, LossBins, RecentLanes, RunLanes
 from headrace.watch.records import DriftCurve, Evaluations, Journal, ProcessTable, SaveLog
@@ -55,8 +49,16 @@ class WatchedRun:
     def _clear(self) -> None:
         self._born = self.revision
         self._loss, self._lanes, self._recent = LossBins(), RunLanes(), RecentLanes()
-        self._journal, self._saves, self._evaluations = Journal(), SaveLog(), Evaluations()
-        self._meetings, self._processes, self._servers = DriftCurve(), ProcessTable(), ServersSeen()
+        self._saves, self._processes, self._evaluations = SaveLog(), ProcessTable(), Evaluations()
+        self._parts: dict[str, Journal | SaveLog | DriftCurve | ServersSeen | ProcessTable] = {
+            "journal": Journal(),
+            "saves": self._saves,
+            "averaging": DriftCurve(),
+            "servers": ServersSeen(),
+            "processes": self._processes,
+        }
+        # The revision at which each part changed last.
+        self._changed = dict.fromkeys(self._parts, -1)
         self._starts: list[RunStarted] = []
         self._ended: RunEnded | None = None
         self._windows: dict[int, tuple[float, float]] = {}
@@ -89,8 +91,9 @@ class WatchedRun:
 
     def _take(self, event: Event) -> None:
         self._until_s = max(self._until_s, event.time_s)
-        self._journal.add(event, self.revision)
-        self._processes.add(event, self.revision)
+        for name, part in self._parts.items():
+            if part.add(event):
+                self._changed[name] = self.revision
         match event:
             case RunStarted():
                 insort(self._starts, event, key=lambda each: each.time_s)
@@ -105,16 +108,11 @@ class WatchedRun:
                 later = [each.resumed_step for each in self._starts if each.time_s > event.time_s]
                 if event.step <= min(later, default=event.step):
                     self._evaluations.add(event, self.revision)
-            case Saved() | SnapshotTaken():
-                self._saves.add(event, self.revision)
-            case ParametersAveraged():
-                self._meetings.add(event, self.revision)
-            case ServerStarted() | ServerStats() | RowsHeld():
-                self._servers.add(event, self.revision)
 
     def _take_steps(self, steps: Steps) -> None:
         self._until_s = max(self._until_s, float(steps.time_s.max()))
-        self._processes.stepped(steps, self.revision)
+        self._processes.stepped(steps)
+        self._changed["processes"] = self.revision
         self._lanes.add(steps, self.revision)
         self._recent.add(steps, self.revision)
         attempt = self._attempts(steps.time_s)
@@ -206,16 +204,12 @@ class WatchedRun:
         }
         if self._complained > since:
             found["complaints"] = self._complaints
-        for name, part in (
-            ("journal", self._journal),
-            ("saves", self._saves),
-            ("averaging", self._meetings),
-            ("servers", self._servers),
-        ):
-            if part.revision > since:
+        for name, part in self._parts.items():
+            if self._changed[name] > since:
                 found[name] = part.message()
-        if self._processes.revision > since:
-            found["processes"] = self._processes.message(self._recent.shares())
+        if "processes" in found:
+            shares = self._recent.shares()
+            found["processes"] = [each | {"shares": shares.get(each["rank"])} for each in found["processes"]]
         return found
 
     def _facts(self) -> dict[str, Any]:

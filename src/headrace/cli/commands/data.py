@@ -20,7 +20,7 @@ from headrace.cli.options import (
     check_strategies,
     job_name,
 )
-from headrace.cli.output import Answer, say, wrapped
+from headrace.cli.output import Answer, cut, say, wrapped
 from headrace.devices import AUTO
 from headrace.report.format import MISSING, clean, percent, short, to_cells, to_json
 
@@ -154,7 +154,7 @@ def _lines(name: str, found: Profile) -> Iterator[str]:
     inputs = together.inputs or found.stages
     for stage in inputs.stages:
         cost, part, waits = to_cells(INPUT_STAGE, (inputs, stage))
-        yield f"{_cut(clean(stage.name)):{_NAME_WIDTH}}{cost:>14}{part:>14}{waits:>15}"
+        yield f"{cut(clean(stage.name), _NAME_WIDTH):{_NAME_WIDTH}}{cost:>14}{part:>14}{waits:>15}"
     if inputs.skipped:
         yield f"{inputs.skipped} examples could not be had and were left out"
     yield ""
@@ -164,10 +164,6 @@ def _lines(name: str, found: Profile) -> Iterator[str]:
         return
     yield from wrapped(bottleneck.line)
     yield from wrapped(f"Try next: {bottleneck.remedy}")
-
-
-def _cut(name: str) -> str:
-    return name if len(name) < _NAME_WIDTH else f"{name[: _NAME_WIDTH - 2]}…"
 
 
 def _of_ceiling(found: Profile) -> float | None:

@@ -105,19 +105,13 @@ def _refuse_job(script: Path, arguments: Sequence[str]) -> None:
 
 def _only_defines(script: Path) -> bool:
     """Whether a script has definitions alone, and its own lines call nothing that trains."""
-    body = ast.parse(script.read_text(encoding="utf-8")).body
-    called = {name.attr if isinstance(name, ast.Attribute) else name.id for name in _called(body)}
-    return all(map(_defines, body)) and not called & _TRAINING
-
-
-def _defines(node: ast.stmt) -> bool:
-    return isinstance(node, _DEFINITIONS) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
-
-
-def _called(body: Sequence[ast.stmt]) -> Iterator[ast.Attribute | ast.Name]:
-    for node in itertools.chain.from_iterable(map(ast.walk, body)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
-            yield node.func
+    module = ast.parse(script.read_text(encoding="utf-8"))
+    called = [node.func for node in ast.walk(module) if isinstance(node, ast.Call)]
+    names = {getattr(each, "attr", getattr(each, "id", "")) for each in called}
+    # A docstring is a constant that stands alone.
+    texts = [node for node in module.body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    defines = all(isinstance(node, _DEFINITIONS) or node in texts for node in module.body)
+    return defines and not names & _TRAINING
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from headrace.cli.command import argument, command, option
 from headrace.cli.engines import job_on_engine, refuse_launcher
 from headrace.cli.jobfile import find_job
 from headrace.cli.options import MOST_SECONDS, DeviceOption, JobFile, SettingsOption, job_name
-from headrace.cli.output import Answer, say, wrapped, writing
+from headrace.cli.output import Answer, cut, say, wrapped, writing
 from headrace.devices import AUTO
 from headrace.errors import UsageError
 from headrace.report.format import byte_count, clean, deviation, duration, fixed, percent, short
@@ -140,7 +140,8 @@ def _layer_lines(batch: BatchProfile) -> Iterator[str]:
     for layer in slowest:
         part = percent(_seconds(layer) / total) if total else ""
         yield (
-            f"{_cut(clean(layer.name)):{_NAME_WIDTH}}{duration(layer.forward_s):>10}{duration(layer.backward_s):>10}"
+            f"{cut(clean(layer.name), _NAME_WIDTH):{_NAME_WIDTH}}"
+            f"{duration(layer.forward_s):>10}{duration(layer.backward_s):>10}"
             f"{part:>8}{byte_count(layer.parameter_bytes):>18}"
         )
     forward_s, backward_s = (sum(getattr(layer, name) for layer in layers) for name in ("forward_s", "backward_s"))
@@ -150,10 +151,6 @@ def _layer_lines(batch: BatchProfile) -> Iterator[str]:
 
 def _seconds(layer: LayerSpec) -> float:
     return layer.forward_s + layer.backward_s
-
-
-def _cut(name: str, width: int = _NAME_WIDTH) -> str:
-    return name if len(name) < width else f"{name[: width - 2]}…"
 
 
 _CALIBRATE_EXAMPLES = """
@@ -211,7 +208,7 @@ def _calibration_lines(found: Calibration, out: Path | None) -> Iterator[str]:
     for each in found.runs:
         calibrated = short(each.calibrated)
         yield (
-            f"{_cut(clean(each.run), 29):<30}{short(each.measured):>10}{short(each.predicted):>11}"
+            f"{cut(clean(each.run), 29):<30}{short(each.measured):>10}{short(each.predicted):>11}"
             f"{_error(each.predicted, each.measured):>9}{calibrated:>12}{_error(each.calibrated, each.measured):>8}"
         ).rstrip()
     yield ""

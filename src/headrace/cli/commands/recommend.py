@@ -118,7 +118,7 @@ def recommend(
         with writing("the page", out, "--out"):
             write_page(out, found, [*_sentences(found), *needed], shell_lines)
         lines.append(f"page: {out}")
-    answer.give(_plain(found, _joined(command), needed), "\n".join(lines))
+    answer.give(_plain(found, " ".join(map(_quoted, command)), needed), "\n".join(lines))
 
 
 def seconds_of(text: str) -> float:
@@ -216,11 +216,6 @@ def _command(found: Recommendation, job: Path, machines: Cluster, file: Path, se
         known += ["--hosts", ",".join(winner.hosts)]
     processes = winner.candidate.devices + winner.prediction.servers
     return ["headrace", "launch", *known, "--workers", str(processes), *trained]
-
-
-def _joined(words: Sequence[str]) -> str:
-    """Returns a line that a shell splits into these words."""
-    return " ".join(map(_quoted, words))
 
 
 def _quoted(word: str) -> str:
