@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -100,11 +100,11 @@ class WatchServer:
         self._streams += 1
         try:
             async with self._watcher.looking_at(names) as runs:
-                sent = _Sent(self._watcher, runs)
+                changes = _changes(self._watcher, runs)
                 while True:
                     # What changes from here on ends the wait below.
                     changed = self._watcher.changed
-                    message = sent.next()
+                    message = next(changes)
                     # Twice a line end ends a message; JSON has none.
                     yield b"data: " + orjson.dumps(message, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n\n"
                     if self._watcher.closing:
@@ -116,36 +116,26 @@ class WatchServer:
             self._streams -= 1
 
 
-class _Sent:
-    """What a stream has told already."""
-
-    def __init__(self, watcher: RunWatcher, runs: dict[str, WatchedRun]) -> None:
-        self._watcher = watcher
-        self._runs = runs
-        self._detailed = next(iter(runs), None)
-        self._revisions = dict.fromkeys(runs, -1)
-        self._rows: dict[str, dict[str, Any]] = {}
-        self._order: list[str] = []
-
-    def next(self) -> dict[str, Any]:
-        """Returns what has changed since the last message."""
-        message: dict[str, Any] = {}
-        order = list(self._watcher.found)
-        if order != self._order:
-            message["order"] = self._order = order
-        rows = {name: row for name, row in self._watcher.rows.items() if self._rows.get(name) != row}
-        self._rows |= rows
-        if rows:
+def _changes(watcher: RunWatcher, runs: dict[str, WatchedRun]) -> Iterator[dict[str, Any]]:
+    """Yields what has changed since the last time, the first run in detail."""
+    revisions = dict.fromkeys(runs, -1)
+    told: dict[str, dict[str, Any]] = {}
+    order: list[str] = []
+    while True:
+        message: dict[str, Any] = {"shown": {}}
+        if (now := list(watcher.found)) != order:
+            message["order"] = order = now
+        if rows := {name: row for name, row in watcher.rows.items() if told.get(name) != row}:
             message["rows"] = rows
-        shown = {}
-        for name, run in self._runs.items():
-            since = self._revisions[name]
+            told |= rows
+        for name, run in runs.items():
+            since = revisions[name]
             if run.revision > since:
-                shown[name] = run.curves(since)
-                if name == self._detailed:
+                message["shown"][name] = run.curves(since)
+                if name == next(iter(runs)):
                     message["detail"] = {"name": name, **run.details(since)}
-                self._revisions[name] = run.revision
-        return message | {"shown": shown}
+                revisions[name] = run.revision
+        yield message
 
 
 def _path(request: Request) -> str:
