@@ -15,7 +15,7 @@ from torch import nn
 
 import headrace as hr
 from engine.victims import Faulty, fail, long_job, make_job
-from headrace.api import comparison, measuring
+from headrace.api import comparison, profiling
 from headrace.engine.base import Engine
 from headrace.errors import UsageError, WorkerFailed
 from headrace.policies.measurement import Measurement
@@ -29,7 +29,7 @@ THREADS = hr.ThreadEngine()
 def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """References that are measured for a moment; and no progress of theirs is kept."""
     monkeypatch.setattr(comparison, "_MEASURE_S", 0.1)
-    monkeypatch.setattr(measuring, "_LOOK_S", 0.01)
+    monkeypatch.setattr(profiling, "_LOOK_S", 0.01)
 
 
 def compare(

@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import headrace as hr
 from checkpoint.services import Breakable, files_at, local_files, spoil
 from engine.lasting import lasting_job
-from headrace.api import supervision
+from headrace.api import launched, supervision
 from headrace.checkpoint.remote import RemoteFolder
 from headrace.errors import CheckpointMismatch, CorruptCheckpoint, UnfitMachine, UsageError
 from headrace.spec.events import Notice
@@ -191,7 +191,7 @@ class _Stalled:
 def test_an_interrupted_wait_for_the_last_copy_ends_the_run_in_order() -> None:
     copier: Any = _Stalled()
     said: list[str] = []
-    with supervision._copying(copier, said.append, lambda _: None) as follow:
+    with supervision.copying(copier, said.append, lambda _: None) as follow:
         follow(None)
     assert copier.done == ["start", "finish", "wait", "wait"]
     assert [line.partition(";")[0] for line in said] == [
@@ -202,17 +202,17 @@ def test_an_interrupted_wait_for_the_last_copy_ends_the_run_in_order() -> None:
 
 def test_the_rank_that_takes_the_place_of_rank_0_copies_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    follow = supervision._follow
+    follow = supervision.follow_run
 
     def keeping(spec: Any, info: Any, *rest: Any) -> str:
         seen.append((spec, info))
         return follow(spec, info, *rest)
 
-    monkeypatch.setattr(supervision, "_follow", keeping)
+    monkeypatch.setattr(supervision, "follow_run", keeping)
     fit(tmp_path / "a")
     MemoryFileSystem.store.clear()
     group = types.SimpleNamespace(leads=False, rank=1)
-    with supervision._Successor(*seen[0], group) as successor:
+    with launched._Successor(*seen[0], group) as successor:
         successor.follow(None)
         assert RemoteFolder(URL).steps() == ()
         group.leads = True

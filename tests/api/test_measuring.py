@@ -7,8 +7,8 @@ from typing import cast
 
 import pytest
 
-from headrace.api import measuring
-from headrace.api.measuring import settle
+from headrace.api import profiling
+from headrace.api.profiling import settle
 from headrace.api.run import Run
 from headrace.policies.measurement import Measurement
 
@@ -69,11 +69,11 @@ def test_an_interrupt_ends_the_measuring() -> None:
 
 def test_a_program_that_begins_meanwhile_is_among_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = iter([0.25, 1.5, 0.5, 0.0])
-    monkeypatch.setattr(measuring, "_busy_others", lambda: next(busy))
+    monkeypatch.setattr(profiling, "_busy_others", lambda: next(busy))
     training = SimpleNamespace(spread=0.1)
     started = SimpleNamespace(device="cpu", threads=1)
     summary = SimpleNamespace(started=started, workers=1, examples_per_s=100.0, training=training)
     for others in (1.5, 0.5):
-        machine = measuring.measured(lambda: cast("Run", SimpleNamespace(summary=summary)))[1].machine
+        machine = profiling.measured(lambda: cast("Run", SimpleNamespace(summary=summary)))[1].machine
         assert machine is not None
         assert machine.others == others

@@ -11,7 +11,8 @@ from torch import nn
 
 import headrace as hr
 from engine.victims import EXAMPLES, INPUTS, TARGETS, make_job
-from headrace.api.run import Run, TemporaryRunDir
+from headrace.api.run import Run
+from headrace.api.run_directory import TemporaryRunDir
 from headrace.errors import RunFailed
 
 CLASSES = (INPUTS.sum(1) > 0).long()

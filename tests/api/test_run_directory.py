@@ -26,7 +26,7 @@ import headrace as hr
 from engine import lasting
 from engine.conftest import below, ended, state, until
 from engine.lasting import OFTEN, files_of, lasting_job
-from headrace.api.run import RunDirLock, refuse_living
+from headrace.api.run_directory import RunDirLock, refuse_living
 from headrace.errors import UnfitMachine, UsageError, WorkerFailed
 from headrace.spec.events import LAUNCHER, Event, Notice, Saved, decode, encode
 from headrace.worker.events import EventWriter

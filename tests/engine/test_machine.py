@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from headrace.cli import run
-from headrace.engine.torchrun.store import launched_ranks
+from headrace.engine.torchrun.address import launched_ranks
 from headrace.errors import UnfitMachine, UsageError
 from headrace.machine import limits, resources
 from headrace.machine.identity import can_paint, detect, require_linux

@@ -13,8 +13,8 @@ import torch
 import headrace as hr
 from engine.ranks import TESTS, Ended, launcher, run_ranks
 from engine.victims import INPUTS, TARGETS, make_job
-from headrace.api.agreement import facts_of
 from headrace.api.checks import inspect_job
+from headrace.api.launched import facts_of
 from headrace.data.pipeline.source import ArraySource
 from headrace.engine.local.fork_server import ForkServer
 from headrace.engine.torchrun import refusal

@@ -25,7 +25,7 @@ from engine.elastic_loops import ROUND, job, plant
 from engine.networks import cut_link, go_there
 from engine.ranks import errors_said, say, total
 from engine.test_elastic import EXAMPLES, counting_job
-from headrace.api import supervision
+from headrace.api import launched
 from headrace.engine.local.scaling import ask_for_states, ask_for_workers
 
 STRATEGIES: dict[str, Callable[..., hr.Strategy]] = {
@@ -93,13 +93,13 @@ def end_second_leader() -> None:
 
 def end_late() -> None:
     """Lets the one that leads instead of rank 0 write the run's end when the others could have read it long ago."""
-    write = supervision._Successor.__exit__
+    write = launched._Successor.__exit__
 
     def write_late(*given: Any) -> None:
         time.sleep(0.5)
         write(*given)
 
-    supervision._Successor.__exit__ = write_late  # type: ignore[method-assign]
+    launched._Successor.__exit__ = write_late  # type: ignore[method-assign]
 
 
 def train(worker: hr.Worker) -> None:

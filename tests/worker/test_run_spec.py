@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.api.run import RunDirLock
+from headrace.api.run_directory import RunDirLock
 from headrace.spec.events import LAUNCHER
 from headrace.worker.run_spec import events_path, last_line, lines_of_kind
 

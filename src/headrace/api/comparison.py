@@ -12,8 +12,9 @@ from pathlib import Path
 
 from headrace.api.arguments import FitArguments
 from headrace.api.fit import run_job
-from headrace.api.measuring import measured, settle
-from headrace.api.run import Run, TemporaryRunDir
+from headrace.api.profiling import measured, settle
+from headrace.api.run import Run
+from headrace.api.run_directory import TemporaryRunDir
 from headrace.devices import one_each
 from headrace.engine.base import Engine
 from headrace.engine.local.engine import kept_engine

@@ -6,39 +6,33 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from headrace.api.agreement import require_alike
 from headrace.api.arguments import FitArguments, check_arguments, checkpoints_of, resume_request
 from headrace.api.checks import JobInfo, check_options, check_split, inspect_job
 from headrace.api.probes.layers import refuse_share_of_one
-from headrace.api.probes.memory_format import settle_memory_format
 from headrace.api.probes.probing import require_outputs_alone, run_probes
 from headrace.api.probes.sets import plan_of, require_turns
 from headrace.api.resume import describe_run
-from headrace.api.run import Run, TemporaryRunDir
+from headrace.api.run import Run
+from headrace.api.run_directory import TemporaryRunDir
 from headrace.api.supervision import supervise
 from headrace.data.given import as_pipeline
 from headrace.devices import AUTO, notice_of_auto
-from headrace.engine.base import LEFT, TERMINATED, Engine, Terminated, require_no_global_hooks
+from headrace.engine.base import LEFT, NOT_ENCRYPTED, TERMINATED, Engine, Terminated, require_no_global_hooks
 from headrace.engine.local.engine import kept_engine
-from headrace.engine.torchrun.elastic_workers.leader_file import find_leader
-from headrace.engine.torchrun.engine import LaunchedEngine
-from headrace.engine.torchrun.group import LaunchedGroup
-from headrace.engine.torchrun.refusal import tell_uncaught
-from headrace.engine.torchrun.secret import NOT_ENCRYPTED
-from headrace.engine.torchrun.store import join, launched_ranks, of_first, total_of_hosts
+from headrace.engine.torchrun.address import launched_ranks
 from headrace.errors import HeadraceError, UsageError
 from headrace.machine.dynamo import postpone_compiler
 from headrace.machine.identity import detect, host_name, require_working_directory
 from headrace.machine.limits import explained
 from headrace.modules import refuse_overlapping
-from headrace.pipeline.profile import MeasuredLayers, measure
 from headrace.report.trackers.listeners import Listeners, OnEvent
 from headrace.spec.cluster import Cluster
 from headrace.spec.compute import LayerSpec
@@ -59,8 +53,11 @@ from headrace.worker.run_spec import RunSpec
 from headrace.worker.session import objectives_of, sample_of
 from headrace.worker.worker import Worker
 
-_SUCCESSION_S = 3.0
-"""How long it may take beyond the run's `timeout_s` until another rank has taken the place of rank 0."""
+if TYPE_CHECKING:
+    from headrace.api.launched import Launched
+
+_Once = Callable[[Callable[[], str]], str]
+"""Calls a function that measures in one process of the run; returns in all of them what it returned there."""
 
 
 def fit(
@@ -197,20 +194,20 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
     chosen, caller = resolve(strategy), read_caller()
     postpone_compiler()
     ranks = launched_ranks() if arguments.engine is None else None
-    if ranks:
-        tell_uncaught()
-        if wanted:
-            find_leader(wanted, arguments.timeout_s + _SUCCESSION_S)
+    launched = _launched(ranks)
+    if launched:
+        launched.begin(wanted, arguments.timeout_s)
     known = Cluster.load(arguments.cluster) if isinstance(arguments.cluster, str | Path) else arguments.cluster
     with _machines(chosen, arguments, ranks) as cluster:
         # A data set may count or draw what is read of it; the run begins with it as it was.
         with untouched(_objects(getattr(job, "data", None)), _objects(getattr(job, "eval_data", None))):
-            info, plan = _planned(job, chosen, arguments, cluster, known, ranks)
+            info, plan = _planned(job, chosen, arguments, cluster, known, launched)
         job = info.job
         checkpoints = checkpoints_of(job, chosen, arguments)
         keeper = TemporaryRunDir() if wanted is None else None
         directory = wanted or Path(keeper.path if keeper else ".")
-        with _engine(arguments, ranks) as engine:
+        engine: Engine
+        with nullcontext(arguments.engine) if arguments.engine else _own_engine(arguments, launched) as engine:
             spec = RunSpec(
                 job=job,
                 train=train,
@@ -225,9 +222,10 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
                 checkpoints=checkpoints,
                 description=describe_run(job, info, plan) if checkpoints or arguments.resume else {},
                 callbacks=tuple(arguments.callbacks),
-                caller=replace(caller, witness=_witness(info, arguments, ranks)),
+                caller=replace(caller, witness=_witness(info, arguments, bool(launched))),
             )
-            status = supervise(spec, info, engine, request, listeners)
+            follow = launched.supervise if launched else supervise
+            status = follow(spec, info, engine, request, listeners)
     _leave(status, keeper)
     return Run(job, plan, directory, status, info.module, keeper)
 
@@ -273,7 +271,7 @@ def _planned(
     arguments: FitArguments,
     cluster: Cluster,
     known: Cluster | None,
-    ranks: int | None,
+    launched: Launched | None,
 ) -> tuple[JobInfo, Plan]:
     """Inspects the job, and returns what it is and who does what; all the launcher's processes call it together."""
     if known:
@@ -284,38 +282,41 @@ def _planned(
     info = replace(inspect_job(job, chosen.closures, chosen.whole_model), told=arguments.told)
     job = info.job
     chosen.check(job.options)
-    if (ranks or 1) > 1:
-        require_alike(info, chosen, arguments.encrypt)
-        cluster = join(cluster)
+    if launched:
+        cluster = launched.joined(info, chosen, cluster, arguments.encrypt)
     for kind in cluster.kinds:
         check_options(job.options, kind)
     if known and len(cluster.hosts) > 1:
         known.require(cluster.hosts)
     if len(cluster.hosts) > 1 and as_pipeline(job.data)[0].hosts is not None:
-        if not ranks:
+        if not launched:
             raise UsageError(
                 "hr.data.local is what each host has, and this engine's hosts are others than this one; read the data "
                 "from a place that all hosts reach"
             )
-        info = replace(info, examples=total_of_hosts(info.examples, cluster))
+        info = replace(info, examples=launched.total_of_hosts(info.examples, cluster))
     _check_tables(info.model, chosen)
     refuse_overlapping(info.module, "" if chosen.keeps_memory else f"{chosen.name} gives each memory of its own")
-    info = _inspected(job, info, chosen, cluster, arguments.encrypt, shares_measure=(ranks or 1) > 1)
+    once: _Once = launched.measured_once if launched else _here
+    info = _inspected(job, info, chosen, cluster, arguments.encrypt, once)
     plan = plan_of(chosen, info.model, cluster, info.sets)
     check_device(chosen, plan, cluster)
     if arguments.device == AUTO and cluster.hosts[0].name == host_name() and (said := notice_of_auto(cluster.device)):
         info = replace(info, notices=(*info.notices, said))
     check_split(job, info, plan)
     refuse_share_of_one(job, info.module, plan, info.examples, chosen)
-    info, plan = settle_memory_format(info, chosen, plan, cluster, shares_measure=(ranks or 1) > 1)
+    if job.options.memory_format != "preserve":
+        from headrace.api.probes.memory_format import settle_memory_format
+
+        info, plan = settle_memory_format(info, chosen, plan, cluster, once)
     threads = arguments.engine is not None and arguments.engine.in_caller
     told = run_probes(info, plan, chosen.equals_one_device, threads) if arguments.check else ()
     return replace(info, notices=(*info.notices, *told)), plan
 
 
-def _witness(info: JobInfo, arguments: FitArguments, ranks: int | None) -> Witness | None:
+def _witness(info: JobInfo, arguments: FitArguments, launched: bool) -> Witness | None:
     """Returns what workers in processes of their own are to compute, too; None where there are none, or it fails."""
-    in_caller = ranks or (arguments.engine is not None and arguments.engine.in_caller)
+    in_caller = launched or (arguments.engine is not None and arguments.engine.in_caller)
     if in_caller or not arguments.check or info.model.tables:
         return None
     with untouched(_objects(info.job.data)):
@@ -328,17 +329,24 @@ def _witness(info: JobInfo, arguments: FitArguments, ranks: int | None) -> Witne
     return Witness(batch, loss, updates_of(info.job, info.module))
 
 
-def _engine(arguments: FitArguments, ranks: int | None) -> AbstractContextManager[Engine]:
-    if arguments.engine is not None:
-        return nullcontext(arguments.engine)
-    if not ranks:
-        return kept_engine()
-    return closing(LaunchedEngine(LaunchedGroup.join(arguments.timeout_s, arguments.encrypt)))
+def _launched(ranks: int | None) -> Launched | None:
+    """Returns what each of a launcher's processes does besides; None where there is no launcher."""
+    if ranks is None:
+        return None
+    from headrace.api.launched import Launched
+
+    return Launched(ranks)
 
 
-def _inspected(
-    job: Job, info: JobInfo, strategy: Strategy, cluster: Cluster, encrypt: bool, shares_measure: bool
-) -> JobInfo:
+def _own_engine(arguments: FitArguments, launched: Launched | None) -> AbstractContextManager[Engine]:
+    return launched.engine(arguments.timeout_s, arguments.encrypt) if launched else kept_engine()
+
+
+def _here(measured: Callable[[], str]) -> str:
+    return measured()
+
+
+def _inspected(job: Job, info: JobInfo, strategy: Strategy, cluster: Cluster, encrypt: bool, once: _Once) -> JobInfo:
     """Lets the strategy inspect the model."""
     objective = objectives_of(job, info.module, info.weighed)[0]
     notices = [] if encrypt or len(cluster.hosts) == 1 else [NOT_ENCRYPTED]
@@ -346,13 +354,14 @@ def _inspected(
     def layers(request: ProfileRequest) -> tuple[LayerSpec, ...]:
         # What does so may hold a graph, or what the trace of forward has left.
         require_outputs_alone(job, info.module, objective)
+        from headrace.pipeline.profile import MeasuredLayers, measure
 
         def measured() -> str:
             with untouched(objective.loss):
                 return json.dumps(to_plain(measure(job, info.module, objective, request, cluster.device)))
 
         # One process measures for all, so that all make the same plan.
-        found = from_plain(MeasuredLayers, json.loads(of_first(measured) if shares_measure else measured()))
+        found = from_plain(MeasuredLayers, json.loads(once(measured)))
         notices.extend(found.notices)
         return found.layers
 

@@ -14,8 +14,7 @@ import torch
 
 from headrace.api.checks import JobInfo, check_options, inspect_job
 from headrace.api.fit import fit
-from headrace.api.measuring import measured
-from headrace.api.profiling import with_ready_data, without_end
+from headrace.api.profiling import measured, with_ready_data, without_end
 from headrace.api.run import Run
 from headrace.batches import examples_of
 from headrace.bench.advice import JobFacts

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from headrace.api.checks import JobInfo
-from headrace.api.run import RunDirLock, refuse_living
+from headrace.api.run_directory import RunDirLock, refuse_living
 from headrace.checkpoint import Checkpoint, CheckpointFolder
 from headrace.checkpoint.folder import step_of
 from headrace.checkpoint.remote import RemoteFolder
@@ -21,7 +21,6 @@ from headrace.errors import CheckpointMismatch, CorruptCheckpoint, HeadraceError
 from headrace.machine import disk
 from headrace.machine.identity import versions
 from headrace.modules import parameters_and_buffers, parts_of
-from headrace.parameter_server.server.snapshots import SnapshotSet, forget, newest_of
 from headrace.spec.job import Job
 from headrace.spec.options import is_url
 from headrace.spec.parameter_sets import one_optimizer
@@ -34,6 +33,9 @@ from headrace.worker.attributes import SameBuild
 from headrace.worker.run_spec import SNAPSHOTS, AttemptInfo, ResumePoint, RunSpec
 from headrace.worker.session import alone
 from headrace.worker.state import making_sense
+
+if TYPE_CHECKING:
+    from headrace.parameter_server.server.snapshots import SnapshotSet
 
 IF_SAVED = "if_saved"
 """Resumes where the run's directory holds a checkpoint, and begins where it does not."""
@@ -52,6 +54,7 @@ def describe_run(job: Job, info: JobInfo, plan: Plan) -> dict[str, Any]:
     """
     if unsaved := info.model.optimizer.unsaved:
         raise UsageError(unsaved)
+    tables = [f"{table.name}: {table.rows} x {table.width} of {table.dtype}" for table in info.model.tables]
     return {
         "strategy": plan.strategy,
         "workers": plan.workers,
@@ -62,7 +65,7 @@ def describe_run(job: Job, info: JobInfo, plan: Plan) -> dict[str, Any]:
             "seed": job.seed,
             "global_batch_size": job.global_batch_size,
             "examples": info.examples,
-            **({"sparse_embeddings": _tables(info)} if info.model.tables else {}),
+            **({"sparse_embeddings": tables} if tables else {}),
             **_updates(job, info),
         },
         "training": {
@@ -204,6 +207,8 @@ def begin_attempt(spec: RunSpec, info: JobInfo, request: ResumeRequest) -> Itera
         if continues:
             # A run that is already at its end saves no checkpoint, which would do it.
             own.clear()
+            from headrace.parameter_server.server.snapshots import forget
+
             forget(spec.run_dir / SNAPSHOTS, resume.snapshots.names if resume and resume.snapshots else ())
         began = spec.started - locked.attempt_s
         attempt = AttemptInfo(locked.attempt_s, locked.lock)
@@ -297,6 +302,8 @@ def _snapshots(
     one = not isinstance(request.resume, bool) and resume.folder.parent.resolve() != Path(request.resume).resolve()
     if one or spec.snapshots_every_s is None or not resume.same or resume.reset_optimizer:
         return None, ()
+    from headrace.parameter_server.server.snapshots import newest_of
+
     found, damaged = newest_of(spec.plan, resume.snapshots_folder)
     if found is None or (found.done, bool(found.committed)) <= (resume.step, False) or found.until > rounds:
         return None, damaged
@@ -304,10 +311,6 @@ def _snapshots(
         # The results of the evaluations between the two are not known.
         return None, damaged
     return found, damaged
-
-
-def _tables(info: JobInfo) -> list[str]:
-    return [f"{table.name}: {table.rows} x {table.width} of {table.dtype}" for table in info.model.tables]
 
 
 def _class(thing: object) -> str:

@@ -39,6 +39,11 @@ TERMINATED = "terminated"
 LEFT = "left"
 """The status of a worker that has left a run as it was asked to; the others go on, and its process ends next."""
 
+NOT_ENCRYPTED = (
+    "encrypt=False: gradients and activations between hosts can be read and changed on the network between them; "
+    "what servers carry stays encrypted, and processes without the run's secret cannot join"
+)
+
 TERMINATED_CODE = 143
 """The exit code of a process that SIGTERM has ended."""
 

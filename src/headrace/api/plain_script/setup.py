@@ -26,11 +26,11 @@ from headrace.api.plain_script.processes import ScriptProcesses
 from headrace.api.plain_script.shares import ShareLoader, let_others_draw
 from headrace.api.plain_script.steps import CentralParameters, SynchronizedSteps
 from headrace.api.verification.script_steps import record_steps
+from headrace.engine.base import NOT_ENCRYPTED
+from headrace.engine.torchrun.address import launched_rank, launched_ranks
 from headrace.engine.torchrun.agreement import require_same
 from headrace.engine.torchrun.group import LaunchedGroup
 from headrace.engine.torchrun.refusal import tell_uncaught
-from headrace.engine.torchrun.secret import NOT_ENCRYPTED
-from headrace.engine.torchrun.store import launched_rank, launched_ranks
 from headrace.errors import UnknownName, UsageError
 from headrace.machine.identity import versions
 from headrace.machine.resources import cores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
@@ -12,7 +13,6 @@ import torch
 from headrace.api.checks import JobInfo
 from headrace.api.probes.sets import plan_of
 from headrace.batches import examples_of
-from headrace.engine.torchrun.store import of_first
 from headrace.errors import HeadraceError, JobError, UsageError
 from headrace.machine.allocator import give_back
 from headrace.modules import copy_module
@@ -44,11 +44,11 @@ class FormatChoice:
 
 
 def settle_memory_format(
-    info: JobInfo, strategy: Strategy, plan: Plan, cluster: Cluster, shares_measure: bool
+    info: JobInfo, strategy: Strategy, plan: Plan, cluster: Cluster, measured_once: Callable[[Callable[[], str]], str]
 ) -> tuple[JobInfo, Plan]:
     """Returns the job with the order of memory that it runs in, never "auto", and its plan.
 
-    With `shares_measure`, of several processes with the same job, the first measures for all.
+    Of several processes with the same job, which all call `measured_once`, the first measures for all.
 
     Raises:
         UsageError: the job asks for an order that the strategy does not keep, or for one that no weight can have.
@@ -71,7 +71,7 @@ def settle_memory_format(
             found = _choose(info, plan, cluster.device)
             return json.dumps([found.channels_last, found.line])
 
-        choice = FormatChoice(*json.loads(of_first(measured) if shares_measure else measured()))
+        choice = FormatChoice(*json.loads(measured_once(measured)))
     settled = "channels_last" if choice.channels_last else "preserve"
     job = replace(info.job, options=replace(info.job.options, memory_format=settled))
     info = replace(info, job=job, notices=(*info.notices, *filter(None, [choice.line])))

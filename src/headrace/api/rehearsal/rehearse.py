@@ -13,7 +13,8 @@ import torch
 from headrace.api.checks import check_options, inspect_job
 from headrace.api.fit import fit
 from headrace.api.rehearsal.setup import RehearsalSetup
-from headrace.api.run import Run, TemporaryRunDir
+from headrace.api.run import Run
+from headrace.api.run_directory import TemporaryRunDir
 from headrace.engine.threads import ThreadEngine
 from headrace.errors import HeadraceError, UsageError
 from headrace.machine import disk

@@ -18,7 +18,8 @@ from headrace.api.fit import run_job
 from headrace.api.probes.finding import names_of
 from headrace.api.probes.losses import join_loss
 from headrace.api.rehearsal.rehearse import rehearse
-from headrace.api.run import Run, TemporaryRunDir
+from headrace.api.run import Run
+from headrace.api.run_directory import TemporaryRunDir
 from headrace.api.verification.differences import (
     BY_DEFINITION,
     DIFFERS,

@@ -1,4 +1,4 @@
-"""Where rank 0 of a launcher's processes is, where this one is, and how long they wait for each other."""
+"""How many processes a launcher has started, where rank 0 and this one are, and how long they wait for each other."""
 
 from __future__ import annotations
 
@@ -8,13 +8,35 @@ import socket
 import threading
 from time import monotonic
 
+from headrace.engine.schedulers.environment import adopt
 from headrace.errors import UsageError
 from headrace.machine.identity import host_name
 
 START_TIMEOUT = "HEADRACE_START_TIMEOUT_S"
 _START_TIMEOUT_S = 120.0
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PROBE_S = 3.0
 _LOOK_UP_EVERY_S = 0.5
+
+
+def launched_ranks() -> int | None:
+    """Returns how many processes the launcher has started, None if there is no launcher.
+
+    Raises UsageError where it has set only some of its variables, or a scheduler contradicts them.
+    """
+    adopt()
+    given = [name for name in _VARIABLES if name in os.environ]
+    if "RANK" not in given or "WORLD_SIZE" not in given:
+        return None
+    if len(given) < len(_VARIABLES):
+        missing = sorted(set(_VARIABLES) - set(given))
+        raise UsageError(f"the launcher set {', '.join(given)} but not {', '.join(missing)}")
+    return int(os.environ["WORLD_SIZE"])
+
+
+def launched_rank() -> int:
+    """Returns this process's number among those of the launcher; 0 if there is no launcher."""
+    return int(os.environ["RANK"]) if launched_ranks() else 0
 
 
 def start_timeout_s() -> float:

@@ -9,8 +9,9 @@ import threading
 from time import monotonic
 from types import TracebackType
 
+from headrace.engine.torchrun.address import launched_ranks
 from headrace.engine.torchrun.key_value import Failure, StoreClient
-from headrace.engine.torchrun.store import first_failed, launched_ranks, reached
+from headrace.engine.torchrun.store import first_failed, reached
 from headrace.errors import HeadraceError, PeerLost, PeersApart, UsageError, WorkerFailed
 from headrace.machine.identity import host_name
 

@@ -23,11 +23,6 @@ HOW_TO_MAKE = (
     f"give it by {SECRET_FILE} or --secret-file"
 )
 
-NOT_ENCRYPTED = (
-    "encrypt=False: gradients and activations between hosts can be read and changed on the network between them; "
-    "what servers carry stays encrypted, and processes without the run's secret cannot join"
-)
-
 _LEAST_CHARACTERS = 32
 _MOST_BYTES = 4096
 _AGAIN_S = 0.02

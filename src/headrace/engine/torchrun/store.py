@@ -18,7 +18,7 @@ from functools import partial
 from time import monotonic
 
 from headrace.devices import HOST, NAMED
-from headrace.engine.schedulers.environment import adopt, secret_remedy
+from headrace.engine.schedulers.environment import secret_remedy
 from headrace.engine.torchrun.address import START_TIMEOUT, is_here, master, start_timeout_s, state_of
 from headrace.engine.torchrun.elastic_workers.leader_file import STORE
 from headrace.engine.torchrun.key_value import NotOfThisRun, StoreClient
@@ -41,28 +41,7 @@ _NAMED = 16
 _tried: list[bool] = []
 """Has an item if this process has tried to join the store."""
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _gathered = itertools.count()
-
-
-def launched_ranks() -> int | None:
-    """Returns how many processes the launcher has started, None if there is no launcher.
-
-    Raises UsageError where it has set only some of its variables, or a scheduler contradicts them.
-    """
-    adopt()
-    given = [name for name in _VARIABLES if name in os.environ]
-    if "RANK" not in given or "WORLD_SIZE" not in given:
-        return None
-    if len(given) < len(_VARIABLES):
-        missing = sorted(set(_VARIABLES) - set(given))
-        raise UsageError(f"the launcher set {', '.join(given)} but not {', '.join(missing)}")
-    return int(os.environ["WORLD_SIZE"])
-
-
-def launched_rank() -> int:
-    """Returns this process's number among those of the launcher; 0 if there is no launcher."""
-    return int(os.environ["RANK"]) if launched_ranks() else 0
 
 
 def launched_store() -> StoreClient:
