@@ -1,4 +1,4 @@
-"""Two rules on their own: who may ask what a plan holds, and how large the package is."""
+"""Rules on their own: who may ask what a plan holds and which strategy it is, and how large the package is."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ ROOMS = {"api", "engine", "worker"}
 OF_A_PLAN = {"backups", "partition", "servers", "stages"}
 OF_ANYTHING = {"meetings", "portions"}
 OF_A_ROLE = {"kind", "stage"}
+BASES = {"Strategy", "ServedStrategy"}
 LOOPS = "headrace.worker.loops."
 """Each is there for the strategies that train so."""
 EXCEPTIONS = {"headrace.worker.server"}
@@ -37,6 +38,25 @@ def plan_questions(modules: Modules) -> list[str]:
     ]
 
 
+def strategy_questions(modules: Modules) -> list[str]:
+    """Which strategy it is, is asked in strategies/ alone: other rooms read what a strategy says of itself."""
+    kinds = {
+        node.name
+        for module in modules.values()
+        if room(module.name) == "strategies"
+        for node in module.nodes
+        if isinstance(node, ast.ClassDef) and any(BASES.intersection(words(base)) for base in node.bases)
+    }
+    return [
+        complaint(module, node.lineno, f"asks whether it is {name}")
+        for module in modules.values()
+        if room(module.name) != "strategies"
+        for node in module.nodes
+        for name in sorted((kinds - BASES).intersection(_compared_classes(node)))
+        if isinstance(node, ast.Call | ast.MatchClass)
+    ]
+
+
 def size(modules: Modules) -> list[str]:
     """The package has at most 240 files and 40,000 lines; at most nine files are longer than 330 lines."""
     lines = sum(module.lines for module in modules.values())
@@ -45,6 +65,15 @@ def size(modules: Modules) -> list[str]:
     found += [f"{lines:,} lines, at most {LINES:,}"] if lines > LINES else []
     found += [f"{len(long)} files over {LONG_LINES} lines, at most {LONG_FILES}"] if len(long) > LONG_FILES else []
     return found
+
+
+def _compared_classes(node: ast.AST) -> list[str]:
+    """Returns the names of the classes that an object is compared with."""
+    if isinstance(node, ast.MatchClass):
+        return words(node.cls)[-1:]
+    if isinstance(node, ast.Call) and words(node.func) == ["isinstance"]:
+        return [word for part in ast.walk(node.args[1]) for word in words(part)[-1:]]
+    return []
 
 
 def _asked(module: Module) -> list[ast.Attribute]:

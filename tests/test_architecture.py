@@ -22,6 +22,7 @@ RULES: tuple[Rule, ...] = (
     house_internals.private_names,
     house_paths.path_questions,
     house_plan.plan_questions,
+    house_plan.strategy_questions,
 )
 TO_COME: tuple[Rule, ...] = (house_plan.size,)
 """Rules that the package does not keep yet."""
@@ -190,6 +191,16 @@ PLANTED: list[tuple[Rule, Mapping[str, str], str]] = [
     (house_plan.plan_questions, {"worker/a.py": "print(plan.role(0).stage)"}, "asks for plan.role(0).stage"),
     (house_plan.plan_questions, {"engine/a.py": "print(role.kind)"}, "asks for role.kind"),
     (house_plan.plan_questions, {"worker/server.py": "print('a'.partition('b'))"}, "remove it from EXCEPTIONS"),
+    (
+        house_plan.strategy_questions,
+        {"strategies/a.py": "class Even(Strategy): ...", "engine/a.py": "if isinstance(it, Odd | a.Even): ..."},
+        "a:1: asks whether it is Even",
+    ),
+    (
+        house_plan.strategy_questions,
+        {"strategies/a.py": "class Even(ServedStrategy): ...", "api/a.py": "match it:\n    case Even(): ..."},
+        "a:2: asks whether it is Even",
+    ),
     (house_plan.size, {f"a{i}.py": "" for i in range(241)}, "files, at most 240"),
     (house_plan.size, {f"a{i}.py": "x = 1\n" * 401 for i in range(100)}, "lines, at most 40,000"),
     (house_plan.size, {f"a{i}.py": "x = 1\n" * 331 for i in range(10)}, "10 files over 330 lines"),

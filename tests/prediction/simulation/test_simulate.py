@@ -18,6 +18,7 @@ from headrace.report.model.summary import summarize
 from headrace.spec.cluster import Cluster, Host, Link
 from headrace.spec.model import ModelSpec
 from headrace.strategies import STRATEGIES
+from headrace.transport.codec import CODECS, BFloat16
 from prediction.simulation.scenes import QUICK, gpus, model, run
 
 
@@ -123,6 +124,12 @@ def test_a_server_carries_the_bytes_of_all_workers() -> None:
     assert half.step_s == pytest.approx(0.2, rel=0.1)
 
 
+def test_a_new_codec_is_known_to_a_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CODECS, "new", BFloat16())  # type: ignore[arg-type]
+    new, half = (run(hr.ParameterServer(workers=4, push_codec=name), gpus(5)) for name in ("new", "bf16"))
+    assert (new.step_s, new.moved_bytes) == (half.step_s, half.moved_bytes)
+
+
 def test_staleness_is_what_the_policies_allow() -> None:
     varied = {"model": model(1, spread=0.5), "assumptions": replace(QUICK, steps=40)}
     assert run(hr.ParameterServer(workers=4, staleness_bound=0), gpus(5), **varied).staleness == 0
@@ -138,25 +145,15 @@ def test_staleness_is_what_the_policies_allow() -> None:
     assert bounded.step_s >= asynchronous.step_s
 
 
-def test_backup_workers_drop_the_slowest_gradient() -> None:
+def test_a_late_gradient_of_backup_workers_is_computed_again() -> None:
     slow = {"model": model(1), "assumptions": replace(QUICK, steps=40, slow_share=0.1, slow_factor=10)}
     waits = run(hr.ParameterServer(workers=8, staleness_bound=0), gpus(9), examples=64, **slow)
     spare = run(hr.ParameterServer(workers=8, backup_workers=2), gpus(9), examples=64, **slow)
     assert spare.step_s < 0.8 * waits.step_s
     # Gradients that come too late count for nothing.
-    assert sum(spare.timeline.staleness.values()) == 40
+    assert (sum(spare.timeline.staleness.values()), spare.timeline.rounds) == (40, 40)
+    assert len(spare.timeline.step) > 40 * 6
     assert spare.examples_per_s == pytest.approx(64 * 40 / spare.timeline.seconds, rel=0.02)
-
-
-def test_a_late_gradient_is_computed_again() -> None:
-    assumed = replace(QUICK, steps=40, slow_share=0.1, slow_factor=10)
-    found = run(
-        hr.ParameterServer(workers=8, backup_workers=2), gpus(9), examples=64, model=model(1), assumptions=assumed
-    )
-    timeline = found.timeline
-    applied = sum(timeline.staleness.values())
-    assert len(timeline.step) > 40 * 6
-    assert (applied, timeline.rounds) == (40, 40)
 
 
 def test_copies_that_are_fetched_meanwhile_are_held_beside_those_that_are_trained() -> None:
