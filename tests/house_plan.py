@@ -1,4 +1,4 @@
-"""Rules on their own: who may ask what a plan holds and which strategy it is, and how large the package is."""
+"""Rules on their own: who may ask what a plan holds, and which strategy it is."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ LOOPS = "headrace.worker.loops."
 """Each is there for the strategies that train so."""
 EXCEPTIONS = {"headrace.worker.server"}
 """Modules that still ask; the list only shrinks."""
-
-FILES, LINES, LONG_LINES, LONG_FILES = 240, 40_000, 330, 9
 
 
 def plan_questions(modules: Modules) -> list[str]:
@@ -55,16 +53,6 @@ def strategy_questions(modules: Modules) -> list[str]:
         for name in sorted((kinds - BASES).intersection(_compared_classes(node)))
         if isinstance(node, ast.Call | ast.MatchClass)
     ]
-
-
-def size(modules: Modules) -> list[str]:
-    """The package has at most 240 files and 40,000 lines; at most nine files are longer than 330 lines."""
-    lines = sum(module.lines for module in modules.values())
-    long = [module.name for module in modules.values() if module.lines > LONG_LINES]
-    found = [f"{len(modules)} files, at most {FILES}"] if len(modules) > FILES else []
-    found += [f"{lines:,} lines, at most {LINES:,}"] if lines > LINES else []
-    found += [f"{len(long)} files over {LONG_LINES} lines, at most {LONG_FILES}"] if len(long) > LONG_FILES else []
-    return found
 
 
 def _compared_classes(node: ast.AST) -> list[str]:

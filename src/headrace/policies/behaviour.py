@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from headrace.policies.period import AutoPeriod
-from headrace.policies.staleness import Admission, Combination
+if TYPE_CHECKING:
+    from headrace.policies.period import AutoPeriod
+    from headrace.policies.staleness import Admission, Combination
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,52 @@
+"""How large the package is, and how much of it each public entry loads."""
+
+from __future__ import annotations
+
+from house import PACKAGE, Modules
+
+LINES = 104_500
+"""Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
+
+CLOSURES = {
+    "strategies.one_device": 9_500,
+    "strategies.mirrored": 10_500,
+    "strategies.central_storage": 12_200,
+    "worker.main": 22_500,
+    "parameter_server.core.shard": 1_250,
+    "serving.application": 3_850,
+    "api.fit": 32_200,
+}
+"""Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
+
+
+def size(modules: Modules) -> list[str]:
+    """The package has no more lines than its budget."""
+    lines = sum(module.lines for module in modules.values())
+    return [f"{lines:,} lines, at most {LINES:,}"] if lines > LINES else []
+
+
+def closures(modules: Modules) -> list[str]:
+    """Importing an entry loads no more lines than its budget."""
+    found = []
+    for name, most in CLOSURES.items():
+        if f"{PACKAGE}.{name}" in modules:
+            lines = sum(modules[each].lines for each in closure(modules, f"{PACKAGE}.{name}"))
+            found += [f"{name} loads {lines:,} lines, at most {most:,}"] if lines > most else []
+    return found
+
+
+def closure(modules: Modules, entry: str) -> set[str]:
+    """Returns the modules that importing one loads, with the packages that they are in."""
+    loaded: set[str] = set()
+    waiting = [entry]
+    while waiting:
+        name = waiting.pop()
+        if name in loaded or name not in modules:
+            continue
+        loaded.add(name)
+        parts = name.split(".")
+        waiting += [".".join(parts[:count]) for count in range(1, len(parts))]
+        waiting += [item.target for item in modules[name].imports if item.when == "top"]
+        # `from package import module` loads the package, too.
+        waiting += [item.target.rpartition(".")[0] for item in modules[name].imports if item.when == "top"]
+    return loaded
