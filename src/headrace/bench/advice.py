@@ -50,12 +50,19 @@ def answer(here: MachineFigures, beside: MachineFigures | None = None, job: JobF
             "compare with. Give published figures, or those of a machine with a GPU, with --beside."
         )
     least, most = min(gains.values()), max(gains.values())
-    whose = f"The GPU of {other.name} ({_best(gains)})" if other else "This machine's GPU"
-    said = [
-        f"{whose} trains the networks above {_range(least, most)} times as fast as this machine's processors, at "
-        "batches of 16 images of 224 x 224."
-    ]
-    return " ".join([*said, *(_of_job(job, most, here) if job else [_of_any_job()])])
+    columns = ", ".join(dict.fromkeys(column for _, column in gains))
+    whose = f"The GPU of {other.name} ({columns})" if other else "This machine's GPU"
+    times = _times(most) if _times(least) == _times(most) else f"{_times(least)} to {_times(most)}"
+    said = (
+        f"{whose} trains the networks above {times} times as fast as this machine's processors, at batches of 16 "
+        "images of 224 x 224."
+    )
+    if job:
+        return " ".join([said, *_of_job(job, most, here)])
+    return (
+        f"{said} A job gains less where its steps are short, since every operation takes a GPU about 10 us to start, "
+        "and never more than its input allows; give a job file to have both looked at."
+    )
 
 
 def gpu_gains(here: MachineFigures, there: MachineFigures) -> dict[tuple[str, str], float]:
@@ -79,17 +86,6 @@ def _quickest(machine: MachineFigures, row: str, processors: bool) -> Figure | N
         if (each.part, each.row) == ("training", row) and each.column.startswith("CPU") == processors
     ]
     return min(found, key=lambda each: each.value, default=None)
-
-
-def _best(gains: dict[tuple[str, str], float]) -> str:
-    return ", ".join(dict.fromkeys(column for _, column in gains))
-
-
-def _of_any_job() -> str:
-    return (
-        "A job gains less where its steps are short, since every operation takes a GPU about 10 us to start, and never "
-        "more than its input allows; give a job file to have both looked at."
-    )
 
 
 def _measured(job: JobFacts, gpu_step_s: float) -> str:
@@ -128,10 +124,6 @@ def _of_job(job: JobFacts, most: float, here: MachineFigures) -> list[str]:
         return [*said, f"So a GPU would help: up to {_times(bound)} times as fast, if it gains what the networks gain."]
     why = "its input" if bound == by_input else "starting its operations"
     return [*said, f"So a GPU would help: up to {_times(bound)} times as fast, and {why} is what limits it then."]
-
-
-def _range(least: float, most: float) -> str:
-    return _times(most) if _times(least) == _times(most) else f"{_times(least)} to {_times(most)}"
 
 
 def _times(value: float) -> str:

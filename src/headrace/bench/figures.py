@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from headrace.errors import UsageError
+from headrace.report.format import percent
 from headrace.spec.plain import from_plain, to_plain
 
 PARTS: Mapping[str, str] = {
@@ -73,6 +74,11 @@ class OtherWork:
             self.others_s + later.others_s,
             self.stolen_s + later.stolen_s,
         )
+
+    def __str__(self) -> str:
+        stolen = self.stolen_s / self.total_s
+        others = f"other programs {percent(self.others_s / self.total_s)}"
+        return others + (f", the hypervisor for other machines {percent(stolen)}" if stolen > 0.005 else "")
 
     @property
     def share(self) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from headrace.bench.arithmetic import matrix, memory, transfer
 from headrace.bench.figures import Figure, Gap, MachineFigures
 from headrace.bench.networks import networks
-from headrace.bench.saving import OtherWorkGauge, SavedFigures, merged
+from headrace.bench.saving import OtherWorkGauge, begun, keep, merged
 from headrace.bench.settings import Effort, machine_facts
 from headrace.bench.storage import storage
 from headrace.errors import UnknownName
@@ -43,31 +44,12 @@ def measure(
     ends = time.monotonic() + effort.until_s
     facts = machine_facts()
     options = {"effort": effort.name, **({"folder": str(folder.resolve())} if "storage" in only else {})}
-    saved = SavedFigures(save, MachineFigures(facts["host"], (), facts=facts, options=options))
-    kept = saved.before
+    kept = begun(save, MachineFigures(facts["host"], (), facts=facts, options=options))
     if kept.figures:
         say(f"{save} has {plural(len(kept.figures), 'number')} already; the others follow")
     figures: list[Figure] = []
     gaps: list[Gap] = []
     gauge = OtherWorkGauge()
-    for found in _all(effort, folder, only, ends, kept):
-        if isinstance(found, Gap):
-            gaps.append(found)
-        else:
-            figures.append(found)
-            if found != kept.at(found.part, found.row, found.column):
-                gauge.measured(found.part)
-                saved.keep(merged(kept, figures, gaps, gauge.found()))
-                say(f"{found.part}: {found.row}, {found.column}: {found.value:.4g} {found.unit}")
-        gauge.skipped()
-    result = merged(kept, figures, gaps, gauge.found())
-    saved.keep(result)
-    return result
-
-
-def _all(
-    effort: Effort, folder: Path, only: Iterable[str], ends: float, kept: MachineFigures
-) -> Iterator[Figure | Gap]:
     measured: dict[str, Callable[[], Iterator[Figure | Gap]]] = {
         "matrix": lambda: matrix(effort, kept),
         "memory": lambda: memory(effort, kept),
@@ -75,6 +57,16 @@ def _all(
         "storage": lambda: storage(effort, folder, kept),
         "networks": lambda: networks(effort, ends, kept),
     }
-    for name in GROUPS:
-        if name in only:
-            yield from measured[name]()
+    for found in chain.from_iterable(measured[name]() for name in GROUPS if name in only):
+        if isinstance(found, Gap):
+            gaps.append(found)
+        else:
+            figures.append(found)
+            if found != kept.at(found.part, found.row, found.column):
+                gauge.measured(found.part)
+                keep(save, merged(kept, figures, gaps, gauge.found()))
+                say(f"{found.part}: {found.row}, {found.column}: {found.value:.4g} {found.unit}")
+        gauge.skipped()
+    result = merged(kept, figures, gaps, gauge.found())
+    keep(save, result)
+    return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -90,18 +90,23 @@ def _settings(effort: Effort) -> list[Setting]:
     return found
 
 
-@dataclass(frozen=True)
 class _Batch:
     """A network on a device, and what it is given."""
 
-    network: nn.Module
-    images: Tensor
-    targets: Tensor
+    def __init__(self, network: nn.Module, device: torch.device) -> None:
+        self.network = network.to(device)
+        self.images = torch.randn(BATCH, 3, _SIDE, _SIDE, device=device)
+        self._targets = torch.randint(1000, (BATCH,), device=device)
 
+    def infer(self, run: Callable[..., Any]) -> None:
+        """Computes the network's output by `run`, the network as it is or compiled."""
+        with torch.inference_mode():
+            run(self.images)
 
-def _batch(network: nn.Module, device: torch.device) -> _Batch:
-    images = torch.randn(BATCH, 3, _SIDE, _SIDE, device=device)
-    return _Batch(network.to(device), images, torch.randint(1000, (BATCH,), device=device))
+    def train(self, run: Callable[..., Any]) -> None:
+        """Computes loss and gradients."""
+        self.network.zero_grad()
+        nn.functional.cross_entropy(run(self.images), self._targets).backward()
 
 
 def _network(
@@ -116,7 +121,7 @@ def _network(
         if time.monotonic() > ends:
             yield Gap(part, name, setting.name, f"left out by --quick, after {effort.until_s:.0f} s")
             continue
-        batch = batch or _batch(make(), setting.device)
+        batch = batch or _Batch(make(), setting.device)
         yield _measured(part, name, batch, setting, effort)
     del batch
     give_back()
@@ -129,7 +134,7 @@ def _measured(part: str, name: str, batch: _Batch, setting: Setting, effort: Eff
         return Gap(part, name, setting.name, short)
     graph = CompiledModule(network, BATCH) if setting.compiled else None
     run = graph.forward(BATCH) if graph else network
-    act = partial(_infer, run, batch.images) if part == "inference" else partial(_train, run, batch)
+    act = partial(batch.infer if part == "inference" else batch.train, run)
     try:
         with setting.applied(), graph.errors() if graph else nullcontext():
             times = repeat(act, setting, effort.cell_s)
@@ -142,16 +147,6 @@ def _measured(part: str, name: str, batch: _Batch, setting: Setting, effort: Eff
             # Otherwise the compiler gives up after some networks that share code, and runs the others as they are.
             torch.compiler.reset()
     return figure(part, name, setting.name, "ms", [1e3 * each for each in times])
-
-
-def _infer(run: Callable[..., Any], images: Tensor) -> None:
-    with torch.inference_mode():
-        run(images)
-
-
-def _train(run: Callable[..., Any], batch: _Batch) -> None:
-    batch.network.zero_grad()
-    nn.functional.cross_entropy(run(batch.images), batch.targets).backward()
 
 
 def _lacking_memory(network: nn.Module, images: Tensor) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,39 +50,47 @@ class OtherWorkGauge:
         return tuple(self._found.values())
 
 
-class SavedFigures:
-    """The figures that a file keeps of this machine, to which each new one is added at once.
+def begun(file: Path | None, now: MachineFigures) -> MachineFigures:
+    """Returns the figures that a file has of this machine, to which new ones are added; `now` where it has none.
 
     Args:
-        file: None keeps nothing.
         now: the machine and the options, without figures.
 
     Raises:
         UsageError: the file is no such file, or of another machine, other versions or other options.
     """
+    if file is None or not disk.exists(file):
+        return now
+    saved = MachineFigures.load(file)
+    for what, there, here in (("facts", saved.facts, now.facts), ("options", saved.options, now.options)):
+        # Of the options those of other parts may be missing.
+        names = dict.fromkeys([*here, *there]) if what == "facts" else [name for name in here if name in there]
+        name = next((name for name in names if there.get(name) != here.get(name)), "")
+        if name:
+            raise UsageError(
+                f"{file} was measured with {name} {there.get(name, 'unknown')!r}, and here it is "
+                f"{here.get(name, 'unknown')!r}: figures of two machines or ways to measure are not put into one file; "
+                "name another file with --save, or go on with the options and on the machine that began it"
+            )
+    return replace(saved, options={**saved.options, **now.options})
 
-    def __init__(self, file: Path | None, now: MachineFigures) -> None:
-        self._file = file
-        self.before = now
-        if file is not None and disk.exists(file):
-            self.before = _same(file, MachineFigures.load(file), now)
 
-    def keep(self, found: MachineFigures) -> None:
-        """Writes the file, which is the old one or the new one whenever this is cut off."""
-        if self._file is None:
-            return
-        new = self._file.with_name(f".{self._file.name}.new")
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with new.open("w", encoding="utf-8") as stream:
-                json.dump(found.plain(), stream, indent=1)
-                stream.flush()
-                os.fsync(stream.fileno())
-            new.replace(self._file)
-        except OSError as error:
-            raise UnfitMachine(
-                f"the figures cannot be kept in {self._file}: {error.strerror}; name another file with --save"
-            ) from error
+def keep(file: Path | None, figures: MachineFigures) -> None:
+    """Writes the file, if there is one: it is the old one or the new one whenever this is cut off."""
+    if file is None:
+        return
+    new = file.with_name(f".{file.name}.new")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with new.open("w", encoding="utf-8") as stream:
+            json.dump(figures.plain(), stream, indent=1)
+            stream.flush()
+            os.fsync(stream.fileno())
+        new.replace(file)
+    except OSError as error:
+        raise UnfitMachine(
+            f"the figures cannot be kept in {file}: {error.strerror}; name another file with --save"
+        ) from error
 
 
 def merged(
@@ -104,30 +112,12 @@ def merged(
     )
 
 
-def _same(file: Path, saved: MachineFigures, now: MachineFigures) -> MachineFigures:
-    for what, there, here in (("facts", saved.facts, now.facts), ("options", saved.options, now.options)):
-        name = _different(there, here, whole=what == "facts")
-        if name:
-            raise UsageError(
-                f"{file} was measured with {name} {there.get(name, 'unknown')!r}, and here it is "
-                f"{here.get(name, 'unknown')!r}: figures of two machines or ways to measure are not put into one file; "
-                "name another file with --save, or go on with the options and on the machine that began it"
-            )
-    return replace(saved, options={**saved.options, **now.options})
-
-
-def _different(there: Mapping[str, str], here: Mapping[str, str], whole: bool) -> str:
-    """Returns the first name whose values differ; "" if there is none. `whole`: names must not be missing either."""
-    names = dict.fromkeys([*here, *there]) if whole else [name for name in here if name in there]
-    return next((name for name in names if there.get(name) != here.get(name)), "")
-
-
 def disturbance(found: MachineFigures) -> str:
     """Returns what disturbed the measurement; "" if the machine was idle."""
-    parts = [each for each in found.others if each.share > IDLE_SHARE]
+    parts = [work for work in found.others if work.share > IDLE_SHARE]
     if not parts:
         return ""
-    said = "; ".join(f"{PARTS[each.part]}: {_shares(each)}" for each in parts)
+    said = "; ".join(f"{PARTS[work.part]}: {work}" for work in parts)
     return (
         f"Not idle: others had more than {percent(IDLE_SHARE)} of the processors' time. {said}. The figures of these "
         "parts are lower than what the machine gives."
@@ -141,10 +131,3 @@ def shown_facts(found: MachineFigures) -> list[tuple[str, str]]:
         return list(found.facts.items())
     others = f"at most {percent(worst.share)} of the processors' time ({PARTS[worst.part]})"
     return [*found.facts.items(), ("other programs", others)]
-
-
-def _shares(work: OtherWork) -> str:
-    others, stolen = work.others_s / work.total_s, work.stolen_s / work.total_s
-    return f"other programs {percent(others)}" + (
-        f", the hypervisor for other machines {percent(stolen)}" if stolen > 0.005 else ""
-    )
