@@ -12,9 +12,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.parameter_server.core.row_moves import Move, Placed, RowMap, RowMoves, RowRange
+from headrace.parameter_server.core.row_moves import Move, MovesState, Placed, RowMap, RowMoves, RowRange
 from headrace.parameter_server.sparse.moves import from_json, to_json
-from headrace.parameter_server.sparse.moves_state import MovesState, load_machine, machine_state
 
 ROWS, SERVERS = 12, 3
 Ask = tuple[int, str, Any]
@@ -110,11 +109,10 @@ class Moving:
         self,
         seed: int,
         machine: Callable[[int], RowMoves] = RowMoves,
-        load: Callable[[RowMoves, MovesState], None] = load_machine,
         leases: int = 30,
     ) -> None:
         self.chance = random.Random(seed)
-        self._machine, self._load = machine, load
+        self._machine = machine
         self.nodes = [Node(number, machine(number)) for number in range(SERVERS)]
         self.touched = [sorted(self.chance.sample(range(ROWS), self.chance.randint(1, 6))) for _ in range(leases)]
         self.free = list(range(leases))
@@ -156,9 +154,9 @@ class Moving:
 
     def fail_over(self, node: Node) -> None:
         """Lets a server's backup, which has handled the same messages, take its place: all workers connect anew."""
-        state: MovesState = from_json(MovesState, to_json(machine_state(node.moves)))
+        state: MovesState = from_json(MovesState, to_json(node.moves.state()))
         node.moves = self._machine(node.number)
-        self._load(node.moves, state)
+        node.moves.load(state)
         node.moves.mover = -1
         self.failed_over += 1
 

@@ -14,7 +14,7 @@ from headrace.errors import PeerLost
 from headrace.parameter_server.client import client
 from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.client.session import ServerConnection
-from headrace.parameter_server.replication import transport
+from headrace.parameter_server.replication import feed
 from headrace.parameter_server.replication.machine import View
 from headrace.parameter_server.replication.transport import ReplicatedTransport
 from headrace.parameter_server.server.server import Server
@@ -250,7 +250,7 @@ def test_a_client_that_comes_while_a_backup_is_filled_waits_too(way: str, group:
 def test_clients_do_not_wait_for_ever_for_a_backup(
     way: str, group: Group, hold: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "_SILENT_S", 2 * PATIENCE_S)
+    monkeypatch.setattr(feed, "_SILENT_S", 2 * PATIENCE_S)
     trainer = Trainer(way, Recipe(), group, 0)
     begin_to_fill(group, hold)
     with pytest.raises(PeerLost, match=rf"no other could be opened for {PATIENCE_S:g} s"):

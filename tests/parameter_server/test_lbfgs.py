@@ -23,8 +23,9 @@ from headrace.parameter_server.lbfgs.solver import (
     _Tape,
     steer,
 )
-from headrace.parameter_server.lbfgs.store import VectorStore, carry_out
+from headrace.parameter_server.lbfgs.store import VectorStore
 from headrace.parameter_server.lbfgs.vectors import PortionSums
+from headrace.parameter_server.server.updater import PushedStep
 from headrace.parameter_server.wire import ShardLayout, ShardSpec
 
 PORTIONS = 5
@@ -61,7 +62,7 @@ class Servers(VectorServers):
                 self.deaths += 1
                 raise Died
             self.carried += 1
-            numbers.append(carry_out(self.stores[server], stage, index, json.dumps(commands).encode()))
+            numbers.append(self.stores[server].carry_out(stage, index, json.dumps(commands).encode()))
             self.most = max(self.most, len(self.stores[server].vectors.named))
         return numbers
 
@@ -69,7 +70,7 @@ class Servers(VectorServers):
         for store in self.stores:
             for shard, spec in enumerate(store._layout.pieces):
                 own = gradient[spec.start : spec.start + spec.elements]
-                store.apply([(shard, own)], [shard], 0, 0.1, 0, 1, serial * (PORTIONS + 1) + part, weight)
+                store.apply([(shard, own)], [shard], PushedStep(0, 0.1, 0, 1, serial * (PORTIONS + 1) + part, weight))
 
 
 Loss = Callable[[Tensor, int], Tensor]
@@ -211,7 +212,7 @@ def test_a_line_search_keeps_few_gradients() -> None:
 def test_what_is_no_command_changes_nothing(commands: object, reason: str) -> None:
     servers = Servers(START, ())
     with pytest.raises(ValueError, match=re.escape(reason)):
-        carry_out(servers.stores[0], (0, 0), 0, json.dumps(commands).encode())
+        servers.stores[0].carry_out((0, 0), 0, json.dumps(commands).encode())
     assert servers.logs() == [CommandLog()]
     assert torch.equal(servers.x, START)
 
@@ -219,12 +220,12 @@ def test_what_is_no_command_changes_nothing(commands: object, reason: str) -> No
 def test_commands_come_in_their_order_and_a_stage_that_is_over_stays_so() -> None:
     (store,) = Servers(START, ()).stores
     double = json.dumps([["scale", "g", "x", 2.0], ["max", "g"]]).encode()
-    assert carry_out(store, (4, 0), 0, double) == [2.0]
-    assert carry_out(store, (4, 0), 0, b"[]") == [2.0], "it is not carried out again"
+    assert store.carry_out((4, 0), 0, double) == [2.0]
+    assert store.carry_out((4, 0), 0, b"[]") == [2.0], "it is not carried out again"
     for stage, index in (((4, 0), 2), ((4, 1), 1), ((3, 9), 0)):
         with pytest.raises(ValueError, match="of stage \\(4, 0\\) are next"):
-            carry_out(store, stage, index, double)
-    assert carry_out(store, (4, 1), 0, double) == [2.0]
+            store.carry_out(stage, index, double)
+    assert store.carry_out((4, 1), 0, double) == [2.0]
 
 
 @pytest.mark.parametrize("parts", [1, 5, 8, 11])
@@ -246,8 +247,8 @@ def test_portions_are_summed_in_one_order_however_they_come(parts: int) -> None:
 def test_a_gradient_of_another_evaluation_is_no_part_of_the_sum() -> None:
     (store,) = Servers(START, ()).stores
     for lease, number in ((0, 1.0), (PORTIONS + 1, 2.0), (1, 4.0)):
-        store.apply([(0, torch.full_like(START, number))], [0], 0, 0.1, 0, 1, lease, 3.0)
-    assert carry_out(store, (0, 0), 0, b'[["gather", "g", 1, 3.0], ["max", "g"]]') == [2.0]
+        store.apply([(0, torch.full_like(START, number))], [0], PushedStep(0, 0.1, 0, 1, lease, 3.0))
+    assert store.carry_out((0, 0), 0, b'[["gather", "g", 1, 3.0], ["max", "g"]]') == [2.0]
 
 
 @pytest.mark.parametrize("place", range(len(START)))

@@ -229,9 +229,9 @@ def test_a_primary_does_not_wait_for_a_backup_whose_connection_has_ended(way: st
     early, link = (opened(way, group, 0) for _ in range(2))
     early.send(encode(Message(Kind.FOLLOW, numbers=(2, 1))))
     replicated = group.runners[0].replicated
-    until(lambda: replicated._callers, "the call has arrived")
+    until(lambda: replicated._feed.callers, "the call has arrived")
     early.close()
-    until(lambda: not replicated._callers, "its end is noticed")
+    until(lambda: not replicated._feed.callers, "its end is noticed")
     push(link, SMALL, 0)
     answered(link)
     group.view = View(2, 0, 1)

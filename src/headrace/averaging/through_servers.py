@@ -32,6 +32,7 @@ from headrace.errors import InfeasiblePlan, UsageError
 from headrace.parameter_server.client.center import CenterVariable
 from headrace.parameter_server.client.data_leases import ServerDataLeases
 from headrace.parameter_server.client.exchange import ReplicaGroup, ServedExchange
+from headrace.parameter_server.client.own_steps import LocalOptimizer
 from headrace.parameter_server.core.events import Reason
 from headrace.parameter_server.planning import check_server_options, plan_with_servers
 from headrace.parameter_server.wire import ShardLayout
@@ -204,9 +205,8 @@ class ServedAveragingExchange(ServedExchange):
         self._patience_s = config.wait if isinstance(config.wait, float) else math.inf
         self._averages_state = config.average_state
         self._inner = local
+        self._local = LocalOptimizer(local, len(worker.model.trainable), worker.first)
         self._names = {parameter.name for parameter in worker.model.parameters}
-        self._pieces = range(len(worker.model.trainable))
-        self._advanced = worker.first
         self._weight = 0.0
         self._shares: list[float] = []
         self._began_s, self._lease_s, self._fastest_s = 0.0, 0.0, math.inf
@@ -225,8 +225,7 @@ class ServedAveragingExchange(ServedExchange):
             return HEALTHY
         decision = self._inner.synchronize(finite)
         if decision.apply:
-            self._advance(self._round)
-            self._inner.updater.apply(self._pieces, self._round)
+            self._local.step(self._round)
             self._weight += leases.weight
         self._shares.append(leases.share)
         self._fastest_s = min(self._fastest_s, perf_counter() - self._began_s)
@@ -246,9 +245,7 @@ class ServedAveragingExchange(ServedExchange):
         return (*outer, *(self._inner.state() if self._group.rank == 0 else ()))
 
     def settings(self) -> dict[str, Any]:
-        # Other workers have done rounds that this one has not.
-        self._advance(self.leases.synced_round)
-        return {**self._inner.settings(), "averaging": self._period.settings()}
+        return {**self._local.settings(self.leases.synced_round), "averaging": self._period.settings()}
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
         every = list(pieces)
@@ -263,11 +260,6 @@ class ServedAveragingExchange(ServedExchange):
     def memory(self) -> tuple[int, int]:
         parameter_bytes, state_bytes = self._inner.memory()
         return 2 * parameter_bytes, state_bytes
-
-    def _advance(self, round_: int) -> None:
-        while self._advanced < round_:
-            self._inner.updater.skip(self._advanced)
-            self._advanced += 1
 
     def _average(self) -> None:
         """Pushes how far this worker has moved, and goes on from the center."""

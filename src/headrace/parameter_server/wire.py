@@ -273,7 +273,7 @@ class Message(NamedTuple):
             MOVED answers it instead of ANSWER where the server has a later map. A PULL_ROWS has the map's version in
             `lease`, for its changes since. ROWS and LOAD_ROWS are about the table
             `first`, ROWS from the row `lease` on. Of a COMMIT or ASK, and behind the others of a GRANT, a report, as
-            `numbers_of` returns it. Of VECTORS, see `VectorRequests`.
+            `numbers_of` returns it. Of VECTORS, see `VectorStore`.
         steps: how many gradients a push is the sum of; each has that share.
         number: counted by the client, from 1; an answer repeats it. 0 if the message is not remembered.
     """

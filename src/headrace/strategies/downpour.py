@@ -29,9 +29,15 @@ from torch import Tensor
 from headrace.errors import UsageError
 from headrace.machine.background import BackgroundThread
 from headrace.parameter_server.client.data_leases import ServerDataLeases, fixed_span, leases_between
-from headrace.parameter_server.client.downpour import Background, DownpourExchange, LocalSteps, ServerLinks
+from headrace.parameter_server.client.downpour import (
+    Background,
+    DownpourExchange,
+    LocalSteps,
+    OwnStepsExchange,
+    ServerLinks,
+)
 from headrace.parameter_server.client.exchange import ReplicaGroup
-from headrace.parameter_server.client.own_steps import OwnSteps, OwnStepsExchange
+from headrace.parameter_server.client.own_steps import LocalOptimizer, OwnSteps
 from headrace.parameter_server.connecting import brings_parameters, build_server, connect
 from headrace.parameter_server.core.leases import LeaseTable
 from headrace.parameter_server.planning import (
@@ -194,7 +200,7 @@ class Downpour(ServedStrategy):
             # The servers keep the moving average.
             without = replace(context, options=replace(context.options, ema_decay=None))
             local = LocalExchange(everywhere(model.parameters), without)
-            moving = OwnStepsExchange(*every, local, context.first)
+            moving = OwnStepsExchange(*every, LocalOptimizer(local, len(model.trainable), context.first))
             moving.load_values(places)
             return Replica(context.whole_model(local_shares=len(plan.shares)), moving, leases)
         steps = LocalSteps(

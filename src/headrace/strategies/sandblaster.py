@@ -26,7 +26,7 @@ from headrace.modules import frozen_until
 from headrace.parameter_server.client.data_leases import ServerDataLeases
 from headrace.parameter_server.connecting import brings_parameters, build_server, connect
 from headrace.parameter_server.core.portions import PortionTable
-from headrace.parameter_server.lbfgs.client import PortionExchange, PortionLeases
+from headrace.parameter_server.lbfgs.client import PortionExchange, Steering
 from headrace.parameter_server.lbfgs.solver import SolverOptions
 from headrace.parameter_server.lbfgs.store import VectorStore
 from headrace.parameter_server.planning import (
@@ -177,8 +177,8 @@ class Sandblaster(ServedStrategy):
             reach=servers.reach,
         )
         portions, leads = self._portions(plan), brings_parameters(client, servers.worker)
-        base = ServerDataLeases(client, replica_group.group, leads, portions)
-        leases = PortionLeases(base, self._options(context), portions)
+        steering = Steering(client, self._options(context), portions)
+        leases = ServerDataLeases(client, replica_group.group, leads, portions, steer=steering.take)
         exchange = PortionExchange(leases, layouts, model, context.group, replica_group)
         exchange.load_values(places)
         return Replica(context.whole_model(exchange.buffer, local_shares=portions), exchange, leases)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import monotonic
 
 import torch
@@ -57,7 +59,12 @@ class Client:
         self.servers: list[_Server] = []
         try:
             for connection in connections:
-                _require_room(connection, together)
+                count, most = len(connection.layout), MOST_TOGETHER if together else MOST_SHARDS
+                if count > most:
+                    raise InfeasiblePlan(
+                        f"the server of rank {connection.rank} has {count:,} shards, and a message has room for "
+                        f"{most:,}; use more servers, or a coarser sharding, as 'max_size:4MB' or 'whole'"
+                    )
                 session = Session(connection, worker, incarnation, check, observes)
                 self.servers.append(_Server(connection, session, together))
         except BaseException:
@@ -107,8 +114,6 @@ class Client:
         head = Message(Kind.PUSH_PULL if pull else Kind.PUSH, 0, finite, lease, weight, share, steps=steps)
         if self._in_turn:
             return self._push_in_turn(gradients, head, pull, patience_s)
-        for server in self.servers:
-            server.first_pending, server.first_reason = True, None
         for index in range(max((len(server.buckets) for server in self.servers), default=0)):
             for number, server in enumerate(self.servers):
                 if index < len(server.buckets):
@@ -118,7 +123,7 @@ class Client:
                     server.push(server.buckets[index], gradients[number], head, own)
         for server, (numbers, blob) in zip(self.servers, rows, strict=bool(rows)):
             server.push_rows(head, numbers, blob)
-        reason = self._finish(self.servers, pull, patience_s)
+        reason = self._conclude([server.finish(pull, monotonic() + patience_s) for server in self.servers])
         if pull:
             self.pulled()
         return reason
@@ -127,11 +132,10 @@ class Client:
         """Pushes to the first server, and if the push counts there, to all others."""
         first, *others = self.servers
         first.push(first.buckets[0], gradients[0], head)
-        reason = first.finish(pull, monotonic() + patience_s)
+        decided = first.finish(pull, monotonic() + patience_s)
         last = decode(bytes(first.ask(Message(Kind.ROUND_MEMBERS)))).numbers
         # A push of an earlier round is repeated: the other servers know only the last round.
-        counts = bool(last) and self._worker in RoundMembers.of(last).workers and reason != Reason.LATE
-        reason = reason if counts else Reason.LATE
+        counts = bool(last) and self._worker in RoundMembers.of(last).workers and decided.reason != Reason.LATE
         for server, own in zip(others, gradients[1:], strict=True):
             if last:
                 server.ask(Message(Kind.ROUND_MEMBERS, numbers=last))
@@ -139,15 +143,14 @@ class Client:
                 server.push(server.buckets[0], own, head)
             elif pull:
                 server.request(server.buckets[0])
-        return _graver(reason, self._finish(others, pull, math.inf))
+        reason = self._conclude([decided, *(server.finish(pull) for server in others)])
+        return reason if counts else Reason.LATE
 
-    def _finish(self, servers: Sequence[_Server], pull: bool, patience_s: float) -> Reason | None:
-        reason: Reason | None = None
-        for server in servers:
-            reason = _graver(reason, server.finish(pull, monotonic() + patience_s))
-        self.apart = math.sqrt(sum(server.apart for server in self.servers))
-        self.first_reason = next((server.first_reason for server in self.servers if server.buckets), None)
-        return reason
+    def _conclude(self, answers: Sequence[_Answers]) -> Reason | None:
+        """Returns why a push does not count, from the answers of all servers."""
+        self.apart = math.sqrt(sum(each.apart for each in answers))
+        self.first_reason = next((each.first_reason for each in answers if each.count), None)
+        return functools.reduce(_graver, (each.reason for each in answers), None)
 
     @property
     def versions(self) -> list[list[int]]:
@@ -197,10 +200,31 @@ class Client:
             server.session.close()
 
 
+@dataclass
+class _Answers:
+    """The answers to the requests of one push or pull that have come so far, `count` of them; `missing` ones have not.
+
+    `reason` is that of all together, `first_reason` that of the first one, `apart` the squared distance of the push.
+    """
+
+    missing: int = 0
+    count: int = 0
+    reason: Reason | None = None
+    first_reason: Reason | None = None
+    apart: float = 0.0
+
+    def take(self, answer: Message) -> None:
+        """Takes one answer."""
+        reason = Reason(answer.flag) if answer.flag else None
+        self.first_reason = self.first_reason if self.count else reason
+        self.reason = _graver(self.reason, reason)
+        self.missing, self.count, self.apart = self.missing - 1, self.count + 1, self.apart + answer.weight
+
+
 class _Server:
     """One server, as a client sees it; `versions` are of this worker's copy, -1 for an unknown one.
 
-    `first_pending` says that the next answer is that to the first bucket of a push, and `first_reason` what it was.
+    `moved` says that it has told of a later map of rows; who reads it sets it back.
     """
 
     def __init__(self, connection: ServerConnection, session: Session, together: bool) -> None:
@@ -209,11 +233,10 @@ class _Server:
         self._places = [place.view(-1).view(torch.uint8) for place in connection.places]
         self.versions = [-1] * len(self.layout)
         self._connection = connection
-        self.apart, self._told, self._pending = 0.0, 0, 0
         self.moved = False
-        self.first_reason: Reason | None = None
-        self._reason: Reason | None = None
-        self.first_pending = False
+        self._answers = _Answers()
+        # Of the last message that was told.
+        self._told = 0
         self._leases: deque[Message] = deque()
         self._early: dict[int, memoryview | None] = {}
 
@@ -230,32 +253,31 @@ class _Server:
                 self.layout.encode(shard, gradient, self.session.push_views[shard])
                 present.append(shard)
         self.session.ask(head._replace(first=shards.start, numbers=tuple(numbers)), present)
-        self._pending += 1
+        self._answers.missing += 1
 
     def push_rows(self, head: Message, numbers: tuple[int, ...], blob: bytes) -> None:
         """Sends gradients of tables, with the numbers of PUSH_ROWS; `finish` waits for the answer, too."""
         self.session.ask(head._replace(kind=Kind.PUSH_ROWS, numbers=numbers), (), blob)
-        self._pending += 1
+        self._answers.missing += 1
 
     def request(self, shards: range) -> None:
         """Asks for the parameters of some shards."""
         self.session.ask(Message(Kind.PULL, shards.start, 1, numbers=tuple(self.versions[shard] for shard in shards)))
-        self._pending += 1
+        self._answers.missing += 1
 
-    def finish(self, pulls: bool = True, until: float = math.inf) -> Reason | None:
-        """Waits for all answers, and fetches parameters if asked for; returns the reason of a refusal.
+    def finish(self, pulls: bool = True, until: float = math.inf) -> _Answers:
+        """Waits for all answers, and fetches parameters if asked for; returns what the answers come to.
 
         After `until`, the server is asked to end the round without the workers that are still missing.
         """
-        self.apart = 0.0
-        while self._pending:
+        while self._answers.missing:
             self._await_answer(pulls, until)
-        reason, self._reason = self._reason, None
-        return reason
+        answers, self._answers = self._answers, _Answers()
+        return answers
 
     def make_room(self, pulls: bool) -> None:
         """Waits until another push may be sent."""
-        while self._pending >= (self.session.transport.window or math.inf):
+        while self._answers.missing >= (self.session.transport.window or math.inf):
             self._await_answer(pulls)
 
     def _await_answer(self, pulls: bool, until: float = math.inf) -> None:
@@ -263,14 +285,8 @@ class _Server:
         message, _ = self._next(until=until)
         if message.kind not in (Kind.ANSWER, Kind.MOVED):
             raise ServerRefused(f"the server answered {message.kind.name} to a push or pull")
-        self._pending -= 1
-        self.apart += message.weight
+        self._answers.take(message)
         self.moved |= message.kind == Kind.MOVED
-        if self.first_pending:
-            self.first_pending = False
-            self.first_reason = Reason(message.flag) if message.flag else None
-        if message.flag:
-            self._reason = _graver(self._reason, Reason(message.flag))
         if pulls:
             self._fetch(message)
 
@@ -362,16 +378,6 @@ class _Server:
                 self.session.reconnect(error)
                 self.versions[shard] = -1
                 self.request(range(shard, shard + 1))
-
-
-def _require_room(connection: ServerConnection, together: bool) -> None:
-    """Refuses more shards than messages have room for, with an InfeasiblePlan."""
-    count, most = len(connection.layout), MOST_TOGETHER if together else MOST_SHARDS
-    if count > most:
-        raise InfeasiblePlan(
-            f"the server of rank {connection.rank} has {count:,} shards, and a message has room for {most:,}; use more "
-            "servers, or a coarser sharding, as 'max_size:4MB' or 'whole'"
-        )
 
 
 def _graver(one: Reason | None, other: Reason | None) -> Reason | None:

@@ -18,6 +18,9 @@ _POLL_S = 0.005
 _SHARED_NUMBERS = 6
 """Numbers of a grant or sync point that all ranks of a replica need: all but the members, as none is lost alone."""
 
+Steer = Callable[[Lease, tuple[float, ...]], tuple[float, ...] | None]
+"""Does what a lease without data asks for, given its report, and returns the report of it; None for a lease of data."""
+
 NextSyncPoint = Callable[[int, int], tuple[int, int]]
 """From the rounds done and the planned next sync point to the actual one, and the rounds of a lease until then."""
 
@@ -50,10 +53,12 @@ class ServerDataLeases(DataLeases):
         background: brings the parameters up to date at a sync point; None to pull them.
         alone: rounds from the run's start that only worker 0 computes, to the end of a lease.
         rests: whether other workers, if their lead is bounded, need not wait for this one while it waits for data.
+        steer: where some leases are no data, see `PortionTable`.
 
     Attributes:
         lease: the one that is held, or has just been pushed; -1 for none, or if the background work commits it.
-        late: whether its push was refused because it came too late, so that it is given out again.
+        late: whether its push was refused because it came too late, so that it is given out again; a portion is late
+            because another worker was faster, so that it is done.
         left: rounds of the lease that are still to be computed.
         span: rounds of a lease, except the last before a sync point.
         report: numbers that came with the lease, or go back with it; see `PortionTable`.
@@ -69,6 +74,7 @@ class ServerDataLeases(DataLeases):
         background: BackgroundWork | None = None,
         alone: int = 0,
         rests: bool = False,
+        steer: Steer | None = None,
     ) -> None:
         self.lease = -1
         self.late = False
@@ -83,7 +89,7 @@ class ServerDataLeases(DataLeases):
         self._next_sync_point = next_sync_point or fixed_span(1)
         self._background = background
         self._alone = alone
-        self._rests = rests
+        self._rests, self._steer = rests, steer
         # Leases are numbered on over sync points, so that no two have the same number.
         self._sync_point = 0
         # With `prepare`: whether a request is open while a lease is held, and what it was answered.
@@ -100,14 +106,14 @@ class ServerDataLeases(DataLeases):
         if not leaves:
             # An open request is answered when there is data, or all have committed.
             kind = Kind.COMMIT if self._open else Kind.ASK
-            self._tell(Message(kind, flag=self.late, lease=self.lease, numbers=numbers_of(self.report)))
+            self._tell(self._done(kind))
             self._open = self.prepare is not None
             self.lease, self.late, self.report = -1, False, ()
             return
         if self._background:
             self._background.renew()
         if self.lease >= 0:
-            self._tell(Message(Kind.COMMIT, flag=self.late, lease=self.lease, numbers=numbers_of(self.report)))
+            self._tell(self._done(Kind.COMMIT))
         for server in self._servers:
             self.client.ask(server, Message(Kind.LEAVE))
 
@@ -129,6 +135,14 @@ class ServerDataLeases(DataLeases):
             self._background.resume()
         lease = self._lease_of(answer)
         self.lease, self.left, self.report = lease.lease, lease.rounds, floats_in(members)
+        if self._steer is not None:
+            told = self._steer(lease, self.report)
+            if told is not None:
+                self.report = told
+                self.ask()
+                return self.next()
+            # A line search evaluates the same examples at points that the model may never be at.
+            self.records = not self.report[0]
         if self.prepare is not None:
             self._look_ahead()
         return lease
@@ -136,6 +150,8 @@ class ServerDataLeases(DataLeases):
     def weigh(self, weight: float, share: float, loss: Tensor | None = None) -> None:
         self.weight, self.share = weight, share
         self.left -= 1
+        if self._steer is not None:
+            self.report = (0.0 if loss is None else loss.item(), weight)
 
     def halt(self) -> None:
         self._tell(Message(Kind.HALT))
@@ -174,6 +190,11 @@ class ServerDataLeases(DataLeases):
         self._early = self.client.servers[0].granted()
         self._open = self._early is None
         self.following = None if self._early is None else self._lease_of(self._early)
+
+    def _done(self, kind: Kind) -> Message:
+        """Returns the message that says what became of the lease that is held."""
+        returned = self.late and self._steer is None
+        return Message(kind, flag=returned, lease=self.lease, numbers=numbers_of(self.report))
 
     def _parse(self, answer: Message) -> tuple[int, int, int, list[int]]:
         """Returns round, number, part or meeting, and the rest of a grant or sync point."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,13 @@ from headrace.machine.background import BackgroundThread
 from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.client.data_leases import BackgroundWork, ServerDataLeases
 from headrace.parameter_server.client.exchange import GradientAccumulator, ReplicaGroup, ServedExchange, alike
+from headrace.parameter_server.client.own_steps import LocalOptimizer, OwnSteps
 from headrace.parameter_server.wire import Kind, Message, ShardLayout
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.training.clipping import HEALTHY, StepDecision
 from headrace.training.optimizer import StatePiece, build
-from headrace.training.update import Schedule
+from headrace.training.update import AVERAGE, Schedule
 
 Push = tuple[list[list[Tensor | None]], float, int]
 """What is pushed, by server and shard; the mean share of a round of its steps; their number."""
@@ -39,29 +41,6 @@ class Background:
         """Waits for the task, and closes the connections; a task's error is dropped, as it follows from the end."""
         self.thread.close()
         self.client.close()
-
-
-def _nothing() -> None:
-    """There is nothing to wait for."""
-
-
-class KeptSteps(Protocol):
-    """A worker's own steps, which outlast a fetch."""
-
-    def push(self) -> list[list[Tensor | None]]:
-        """Returns minus the movement since the last push by server and shard, to be applied like gradients."""
-
-    def begin_fetch(self) -> None:
-        """Notes that the next fetch has the steps that were pushed until now."""
-
-    def pull(self, pull: Callable[[], None]) -> None:
-        """Calls `pull`, which changes the parameters, and adds the steps that were not pushed yet."""
-
-    def take_over(self, fetched: list[Tensor]) -> None:
-        """Puts fetched parameters, and the own steps that they lack, in the parameters' place."""
-
-    def restart(self) -> None:
-        """Begins with the parameters as they are."""
 
 
 class ServerLinks(BackgroundWork):
@@ -85,7 +64,7 @@ class ServerLinks(BackgroundWork):
         pushing: Background | None = None,
         fetching: Background | None = None,
         fetched: Sequence[Sequence[Tensor]] = (),
-        kept: KeptSteps | None = None,
+        kept: OwnSteps | None = None,
     ) -> None:
         self.main = main
         self.kept = kept
@@ -134,7 +113,9 @@ class ServerLinks(BackgroundWork):
 
     def fetched(self) -> Callable[[], None]:
         """Returns a function for the thread that pushes, which waits until the fetch that runs now has what it has."""
-        return _nothing if self.kept is None or self._fetching is None else self._fetching.thread.waiter()
+        if self.kept is None or self._fetching is None:
+            return lambda: None
+        return self._fetching.thread.waiter()
 
     def _fetch_of(self, client: Client) -> Callable[[], None]:
         """Returns the task that fetches."""
@@ -334,3 +315,69 @@ class DownpourExchange(LeasedExchange):
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
         self._local.load(settings)
         super().load(pieces, settings)
+
+
+class OwnStepsExchange(LeasedExchange):
+    """Steps with the job's optimizer, and pushes how far a lease's steps have moved the parameters when it ends.
+
+    A checkpoint holds the optimizer state of the leader, and all go on with it; that of a lost worker is lost with it,
+    and its replacement begins with none.
+    """
+
+    keeps_writes = True
+
+    def __init__(
+        self,
+        leases: ServerDataLeases,
+        layouts: Sequence[ShardLayout],
+        model: ModelSpec,
+        group: ProcessGroup,
+        replica_group: ReplicaGroup,
+        links: ServerLinks,
+        local: LocalOptimizer,
+    ) -> None:
+        super().__init__(leases, layouts, model, group, replica_group, links)
+        assert links.kept is not None, "links that keep this worker's steps"
+        self._local, self._own = local, links.kept
+        self._shares: list[float] = []
+
+    def begin(self, round_: int) -> None:
+        super().begin(round_)
+        self._local.exchange.begin(round_)
+
+    def synchronize(self, finite: bool = True) -> StepDecision:
+        leases = self.leases
+        if leases.lease < 0:
+            # This worker had no data before the sync point.
+            return HEALTHY
+        decision = self._local.exchange.synchronize(finite)
+        if not decision.apply:
+            self.nonfinite = True
+        elif leases.weight:
+            self._local.step(self._round)
+            self._shares.append(leases.share)
+        self.end_step()
+        return replace(decision, bad_losses=(self._group.rank,)) if decision.bad_losses else decision
+
+    def take(self) -> Push:
+        shares, self._shares = self._shares, []
+        return self._own.push(), sum(shares) / len(shares) if shares else 0.0, len(shares)
+
+    def swap_weights(self, averaged: bool) -> None:
+        super().swap_weights(averaged)
+        self._own.restart()
+
+    def state(self) -> Iterable[StatePiece]:
+        return chain(super().state(), self._local.exchange.state() if self._group.rank == 0 else ())
+
+    def settings(self) -> dict[str, Any]:
+        return self._local.settings(self.leases.synced_round)
+
+    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
+        every = list(pieces)
+        super().load(piece for piece in every if piece.key == AVERAGE)
+        self._local.exchange.load([piece for piece in every if piece.key != AVERAGE], settings)
+
+    def memory(self) -> tuple[int, int]:
+        # The parameters at the last push, and what is on its way.
+        return super().memory()[0] + 2 * self._local.exchange.parameter_bytes, self._local.exchange.memory()[1]

@@ -1,25 +1,15 @@
-"""What a worker runs whose own steps are those of the job's optimizer: it pushes how far they have moved it."""
+"""A worker's own steps with the job's optimizer, which outlast a fetch, and how far they have moved its parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
-from headrace.collectives.base import ProcessGroup
 from headrace.internals import foreach_add, foreach_copy_, foreach_sub, foreach_sub_
-from headrace.parameter_server.client.data_leases import ServerDataLeases
-from headrace.parameter_server.client.downpour import LeasedExchange, Push, ServerLinks
-from headrace.parameter_server.client.exchange import ReplicaGroup
-from headrace.parameter_server.wire import ShardLayout
-from headrace.spec.model import ModelSpec
-from headrace.training.clipping import HEALTHY, StepDecision
 from headrace.training.exchange import UpdatingExchange
-from headrace.training.optimizer import StatePiece
-from headrace.training.update import AVERAGE
 
 
 class OwnSteps:
@@ -82,78 +72,28 @@ class OwnSteps:
             foreach_copy_(to, values)
 
 
-class OwnStepsExchange(LeasedExchange):
-    """Steps with the job's optimizer, and pushes how far a lease's steps have moved the parameters when it ends.
+class LocalOptimizer:
+    """The job's optimizer on a worker's own parameters, in a run where other workers do rounds that this one does not.
 
-    A checkpoint holds the optimizer state of the leader, and all go on with it; that of a lost worker is lost with it,
-    and its replacement begins with none. `first` is the run's first round.
+    `exchange` is a worker's that trains alone; `first` is the run's first round.
     """
 
-    keeps_writes = True
-
-    def __init__(
-        self,
-        leases: ServerDataLeases,
-        layouts: Sequence[ShardLayout],
-        model: ModelSpec,
-        group: ProcessGroup,
-        replica_group: ReplicaGroup,
-        links: ServerLinks,
-        local: UpdatingExchange,
-        first: int,
-    ) -> None:
-        super().__init__(leases, layouts, model, group, replica_group, links)
-        assert links.kept is not None, "links that keep this worker's steps"
-        self._inner, self._own = local, links.kept
-        self._pieces = range(len(model.trainable))
+    def __init__(self, exchange: UpdatingExchange, pieces: int, first: int) -> None:
+        self.exchange = exchange
+        self._pieces = range(pieces)
         self._advanced = first
-        self._shares: list[float] = []
 
-    def begin(self, round_: int) -> None:
-        super().begin(round_)
-        self._inner.begin(round_)
+    def step(self, round_: int) -> None:
+        """Applies the gradients of a round."""
+        self._advance(round_)
+        self.exchange.updater.apply(self._pieces, round_)
 
-    def synchronize(self, finite: bool = True) -> StepDecision:
-        leases = self.leases
-        if leases.lease < 0:
-            # It had no data before the sync point.
-            return HEALTHY
-        decision = self._inner.synchronize(finite)
-        if not decision.apply:
-            self.nonfinite = True
-        elif leases.weight:
-            self._advance(self._round)
-            self._inner.updater.apply(self._pieces, self._round)
-            self._shares.append(leases.share)
-        self.end_step()
-        return replace(decision, bad_losses=(self._group.rank,)) if decision.bad_losses else decision
-
-    def take(self) -> Push:
-        shares, self._shares = self._shares, []
-        return self._own.push(), sum(shares) / len(shares) if shares else 0.0, len(shares)
-
-    def swap_weights(self, averaged: bool) -> None:
-        super().swap_weights(averaged)
-        self._own.restart()
-
-    def state(self) -> Iterable[StatePiece]:
-        return chain(super().state(), self._inner.state() if self._group.rank == 0 else ())
-
-    def settings(self) -> dict[str, Any]:
-        # Other workers have done rounds that this one has not.
-        self._advance(self.leases.synced_round)
-        return self._inner.settings()
-
-    def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
-        every = list(pieces)
-        super().load(piece for piece in every if piece.key == AVERAGE)
-        self._inner.load([piece for piece in every if piece.key != AVERAGE], settings)
-
-    def memory(self) -> tuple[int, int]:
-        # The parameters at the last push, and what is on its way.
-        return super().memory()[0] + 2 * self._inner.parameter_bytes, self._inner.memory()[1]
+    def settings(self, done: int) -> dict[str, Any]:
+        """Returns the settings after so many rounds of all workers."""
+        self._advance(done)
+        return self.exchange.settings()
 
     def _advance(self, round_: int) -> None:
         while self._advanced < round_:
-            self._inner.updater.skip(self._advanced)
+            self.exchange.updater.skip(self._advanced)
             self._advanced += 1

@@ -166,6 +166,18 @@ class Moving:
     taken_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class MovesState:
+    """The state of `RowMoves` as JSON values; everywhere, the number of the move comes first."""
+
+    map: RowMap
+    seen: int
+    mover: int
+    here: tuple[tuple[int, MovingRows], ...]
+    aside: tuple[tuple[int, Moving], ...]
+    kept: tuple[tuple[int, Moving], ...]
+
+
 class RowMoves:
     """The moves of one server's rows; `server` is its number.
 
@@ -182,6 +194,20 @@ class RowMoves:
         self.here: list[MovedRows] = []
         self.aside: dict[int, Moving] = {}
         self.kept: dict[int, Moving] = {}
+
+    def state(self) -> MovesState:
+        """Returns the state."""
+        here = tuple(
+            (each.since, MovingRows(each.rows, tuple(sorted(each.besides)), tuple(sorted(each.lack))))
+            for each in self.here
+        )
+        return MovesState(self.map, self.seen, self.mover, here, tuple(self.aside.items()), tuple(self.kept.items()))
+
+    def load(self, state: MovesState) -> None:
+        """Takes over the state of another server, as its backup does."""
+        self.map, self.seen, self.mover = state.map, state.seen, state.mover
+        self.here = [MovedRows(each.rows, since, set(each.besides), set(each.lack)) for since, each in state.here]
+        self.aside, self.kept = dict(state.aside), dict(state.kept)
 
     # ----- the move
 

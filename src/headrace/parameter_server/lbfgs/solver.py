@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -93,6 +93,13 @@ class CommandLog:
     before: dict[str, Any] | None = None
     settings: dict[str, Any] | None = None
     results: tuple[tuple[float, ...], ...] = ()
+
+    @classmethod
+    def parse(cls, described: Mapping[str, Any]) -> CommandLog:
+        """Returns the log of JSON values."""
+        round_, iteration = described["stage"]
+        results = tuple(tuple(numbers) for numbers in described["results"])
+        return cls((round_, iteration), described["before"], described["settings"], results)
 
 
 class VectorServers(ABC):

@@ -55,11 +55,26 @@ class LogEntry:
 class LogConnections:
     """The connections that the log knows, by numbers of its own, of which `next` is the next; none is used twice.
 
-    `ends` tells of each open one how often its end was reported: at once, and when its worker's grace is over.
+    `ends` tells of each open one how often its end was reported: at once, and when its worker's grace is over. `inside`
+    and `outside` are the open ones of this process's own transport: their numbers there by those of the log, and back.
     """
 
     next: int = 0
     ends: dict[int, int] = field(default_factory=dict)
+    inside: dict[int, int] = field(default_factory=dict)
+    outside: dict[int, int] = field(default_factory=dict)
+
+    def enter(self, peer: int) -> int | None:
+        """Returns the log's number of a connection of the transport; None if it was dropped."""
+        number = self.outside.setdefault(peer, self.next)
+        if number == self.next:
+            self.inside[number] = peer
+        return number if number in self.inside else None
+
+    def leave(self, peer: int) -> int | None:
+        """Forgets a connection of the transport that has ended; returns its number, None if the log has none."""
+        number = self.outside.pop(peer, None)
+        return None if number is None or self.inside.pop(number, None) is None else number
 
     def note(self, mail: ReceivedMessage) -> None:
         """Records the connection of a message."""

@@ -12,28 +12,18 @@ itself, because a backup's own transport begins to count only when it is promote
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from time import monotonic, sleep
 
+import torch
 from torch import Tensor
 
-from headrace.machine.background import BackgroundThread
 from headrace.parameter_server.replication import machine
-from headrace.parameter_server.replication.log import (
-    LONGEST,
-    OWN,
-    BackupLink,
-    LogConnections,
-    LogEntry,
-    LogPayload,
-    encode_entry,
-    pack,
-    pushed_by,
-)
-from headrace.parameter_server.replication.log_transport import LogTransport
+from headrace.parameter_server.replication.feed import BackupFeed
+from headrace.parameter_server.replication.log import LONGEST, OWN, BackupLink, LogConnections, LogEntry, pushed_by
 from headrace.parameter_server.replication.machine import Replication, View
-from headrace.parameter_server.wire import Kind, Message, decode, encode
+from headrace.parameter_server.wire import Kind, Message, encode
 from headrace.shared_memory.segment import SharedSegment
 from headrace.transport.base import Blob, ClientTransport, ReceivedMessage, ServerTransport, Slots
 
@@ -42,9 +32,6 @@ _POLL_S = 0.005
 
 _ASKS = (bytes([Kind.ALIVE]), bytes([Kind.JOIN]))
 """What a client sends again and again while it hears nothing."""
-
-_SILENT_S = 120.0
-"""For so long after the last word of a backup clients are told to wait for it: 15 GB fill it at 1 Gbit/s."""
 
 
 class ReplicatedTransport:
@@ -64,36 +51,29 @@ class ReplicatedTransport:
         connect: Callable[[str], ClientTransport],
         grace_s: float = 2.0,
     ) -> None:
-        self.transport: ServerTransport = LogTransport(transport, self, replies)
+        self._links = LogConnections()
+        self.transport: ServerTransport = _LogTransport(transport, self, self._links, replies)
         self.ready = 0
         self.severed = False
         self.heard = 0
         self._own = transport
-        self._lengths = pushes.lengths
         self._process = process
         self._machine = Replication(process)
-        self._links = LogConnections()
+        self._feed = BackupFeed(transport, pushes.lengths)
         self._backup_link = BackupLink(pushes, self._links, connect)
         self._address = ""
         self._grace_s = grace_s
-        self._snapshot: Callable[[], SharedSegment] | None = None
-        self._copying = BackgroundThread("fill")
-        self._copied: SharedSegment | None = None
-        self._outside: dict[int, int] = {}
-        self._inside: dict[int, int] = {}
+        # Ended connections, and when their grace is over.
         self._ends: deque[tuple[float, int]] = deque()
+        # An entry comes into the inbox, is in the log, and is due when it may be handled.
         self._inbox: deque[LogEntry] = deque()
         self._entries: dict[int, LogEntry] = {}
         self._due: deque[LogEntry] = deque()
-        self._callers: dict[int, tuple[int, ...]] = {}
-        self._backup = -1
-        self._shared: set[int] = set()
         self._fill_at: int | None = None
-        self._heard_at = 0.0
 
     def attach(self, snapshot: Callable[[], SharedSegment], restore: Callable[[memoryview], object]) -> None:
         """Sets how to copy the server's state, and how to load a copy."""
-        self._snapshot = snapshot
+        self._feed.snapshot = snapshot
         self._backup_link.restore = restore
 
     @property
@@ -106,7 +86,7 @@ class ReplicatedTransport:
         if view.epoch > self._machine.epoch:
             self.severed, self._address = False, address
             self._fill_at = None
-            self._drop_copy()
+            self._feed.drop_copy()
             self._act(self._machine.handle(view))
 
     def receive(self, timeout_s: float) -> LogEntry | None:
@@ -115,18 +95,11 @@ class ReplicatedTransport:
             self._gather(min(timeout_s, _POLL_S) if self.severed else timeout_s)
         return self._due.popleft() if self._due else None
 
-    def outside(self, peer: int) -> int | None:
-        """Returns this process's number of a connection of the log; None if it has ended here."""
-        return self._inside.get(peer)
-
     def drop(self, peer: int) -> None:
         """Ends a connection."""
         self._links.ends.pop(peer, None)
-        if peer in self._shared:
-            # Its end will not be in the log.
-            self._shared.remove(peer)
-            self._send(encode(Message(Kind.MEMORY, numbers=(peer,))), b"")
-        outside = self._inside.pop(peer, None)
+        self._feed.forget(peer, unlogged=True)
+        outside = self._links.inside.pop(peer, None)
         if outside is not None:
             self._own.drop(outside)
 
@@ -138,17 +111,16 @@ class ReplicatedTransport:
     def close(self) -> None:
         """Ends the connection to the primary, if there is one."""
         self._backup_link.close()
-        self._copying.close()
-        self._drop_copy()
+        self._feed.close()
 
     def _gather(self, timeout_s: float) -> None:
         if self._machine.leads:
             if self._fill_at is not None:
-                self._fill(self._fill_at)
-            if self._fill_at is not None:
-                # Messages after the request for a snapshot are not in it.
-                self._receive_while_filling()
-                return
+                # The log up to here is handled; messages after the request for a snapshot are not in it.
+                if not self._feed.fill(self._machine.view, self._fill_at, self._links):
+                    self._receive_while_filling()
+                    return
+                self._fill_at = None
             self._report_ends()
             if not self._inbox:
                 self._inbox.extend(map(self._capture, self._own.receive(0.0 if self._due else timeout_s)))
@@ -180,26 +152,22 @@ class ReplicatedTransport:
         peer, message = mail.peer, mail.message[:LONGEST]
         if peer == OWN:
             self._append(entry)
-        elif peer in self._callers or message[1:2] == bytes([Kind.FOLLOW]):
+        elif self._feed.takes(mail):
             self._take_from_backup(mail)
         elif message:
-            inside = self._outside.setdefault(peer, self._links.next)
-            if inside == self._links.next:
-                self._inside[inside] = peer
-            if inside in self._inside:
+            inside = self._links.enter(peer)
+            if inside is not None:
                 self._append(LogEntry(ReceivedMessage(inside, message, mail.blob, mail.memory), entry.pushed))
                 if message[1:2] in _ASKS and self._machine.last > self._machine.dealt:
                     self._ask_for_patience(peer)
-        elif peer in self._outside:
-            inside = self._outside.pop(peer)
-            if self._inside.pop(inside, None) is not None:
-                self._ends.append((monotonic() + self._grace_s, inside))
-                self._append(LogEntry(ReceivedMessage(inside, b"")))
-                self._shared.discard(inside)
+        elif (inside := self._links.leave(peer)) is not None:
+            self._ends.append((monotonic() + self._grace_s, inside))
+            self._append(LogEntry(ReceivedMessage(inside, b"")))
+            self._feed.forget(inside)
 
     def _ask_for_patience(self, peer: int) -> None:
         """Answers a client whose requests wait for the backup, which would count the server as lost."""
-        if monotonic() - self._heard_at < _SILENT_S:
+        if not self._feed.silent:
             self._own.send(peer, encode(Message(Kind.OPEN)))
 
     def _capture(self, mail: ReceivedMessage) -> LogEntry:
@@ -227,26 +195,17 @@ class ReplicatedTransport:
     def _take_from_backup(self, mail: ReceivedMessage) -> None:
         """Takes a message of a backup."""
         peer = mail.peer
-        self.heard, self._heard_at = self.heard + 1, monotonic()
+        self.heard += 1
         try:
-            if not mail.message:
-                raise ValueError("the link has ended")
-            head = decode(mail.message)
-            epoch, number = head.numbers
-            calls = head.kind == Kind.FOLLOW
-            if calls and peer in self._callers:
-                raise ValueError("a backup calls once")
-            if calls:
-                self._callers[peer] = (epoch, number)
-            event = machine.Called(epoch, number) if calls else machine.Held(epoch, number)
-            actions = [] if not calls and peer != self._backup else self._machine.handle(event)
+            event = self._feed.parse(mail)
+            actions = [] if event is None else self._machine.handle(event)
         except ValueError:
             # A wrong message ends its sender's connection, and nothing else.
             actions = [machine.RefuseOldEpoch(self._machine.epoch)]
         if any(isinstance(action, machine.RefuseOldEpoch) for action in actions):
-            view, called = self._machine.view, self._callers.pop(peer, None)
+            view, called = self._machine.view, self._feed.callers.pop(peer, None)
             self.severed = self.severed or called == (view.epoch, view.backup)
-            if called and called not in self._callers.values():
+            if called and called not in self._feed.callers.values():
                 self._machine.handle(machine.Gone(*called))
             self._own.drop(peer)
         else:
@@ -257,7 +216,7 @@ class ReplicatedTransport:
             if isinstance(action, machine.Deal):
                 self._due.append(self._entries.pop(action.number))
             elif isinstance(action, machine.Forward):
-                self._forward(action.number)
+                self._feed.forward(self._machine.epoch, action.number, self._entries[action.number])
             elif isinstance(action, machine.Fill):
                 self._fill_at = action.number
             elif isinstance(action, machine.Ready):
@@ -273,57 +232,8 @@ class ReplicatedTransport:
                 self._backup_link.close()
                 for pending in (self._inbox, self._entries, self._due):
                     pending.clear()
-                for peer in list(self._inside):
+                for peer in list(self._links.inside):
                     self.drop(peer)
-
-    def _fill(self, number: int) -> None:
-        """Sends the backup the server's state, when a thread has copied it; the log up to here is handled."""
-        if not self._copying.done():
-            if not self._copying.busy:
-                self._copying.start(self._copy)
-            return
-        assert self._copied is not None
-        snapshot, self._copied = self._copied, None
-        view = self._machine.view
-        wanted = (view.epoch, view.backup)
-        self._fill_at = None
-        self._backup = next((peer for peer, caller in self._callers.items() if caller == wanted), -1)
-        self._shared.clear()
-        head = Message(Kind.FILL, lease=number, numbers=(view.epoch, *self._links.numbers()))
-        self._send(encode(head), snapshot)
-        snapshot.close()
-
-    def _copy(self) -> None:
-        assert self._snapshot is not None, "attach() comes first"
-        self._copied = self._snapshot()
-
-    def _drop_copy(self) -> None:
-        """Waits for the end of a copy that is not needed any more: what it copies must not change."""
-        self._copying.wait()
-        if self._copied is not None:
-            self._copied.close()
-            self._copied = None
-
-    def _forward(self, number: int) -> None:
-        """Sends a log entry to the backup, which reads gradients in the client's memory if that can be shared."""
-        entry, epoch = self._entries[number], self._machine.epoch
-        peer, memory = entry.mail.peer, entry.mail.memory
-        payload = LogPayload.NONE
-        blob: Blob = b""
-        # What a client has shared is closed when its connection ends, and then what it has pushed is carried.
-        if entry.pushed and memory is not None and memory.descriptor >= 0:
-            payload = LogPayload.SHARED
-            if peer not in self._shared:
-                self._shared.add(peer)
-                self._send(encode(Message(Kind.MEMORY, numbers=(peer,))), memory)
-        elif entry.pushed:
-            payload, blob = LogPayload.CARRIED, pack(self._lengths, entry.pushed)
-        elif entry.mail.blob:
-            payload, blob = LogPayload.BLOB, entry.mail.blob
-        self._send(encode_entry(epoch, number, entry, payload), blob)
-
-    def _send(self, message: bytes, blob: Blob) -> None:
-        self._own.send(self._backup, message, blob=blob, limited=False)
 
     def _lead(self) -> None:
         """Becomes the primary: clients of the old one have to reconnect."""
@@ -331,3 +241,65 @@ class ReplicatedTransport:
         now, known = monotonic(), self._links.ends.items()
         self._ends.extend((now, peer) for peer, told in known if not told)
         self._ends.extend((now + self._grace_s, peer) for peer, _ in known)
+
+
+class _LogTransport(ServerTransport):
+    """The transport that the server uses: it receives log entries, and sends through the process's own transport."""
+
+    def __init__(
+        self, transport: ServerTransport, log: ReplicatedTransport, links: LogConnections, replies: Slots | None
+    ) -> None:
+        self.trusts_clients = transport.trusts_clients
+        self.address = transport.address
+        self.moved_bytes = 0
+        self._transport = transport
+        self._log, self._links = log, links
+        self._replies = replies
+        self._pushed: Mapping[int, Tensor] = {}
+
+    def parameters(self, slot: int) -> Tensor:
+        return self._transport.parameters(slot)
+
+    def writing(self, slots: Sequence[int]) -> AbstractContextManager[None]:
+        return self._transport.writing(slots)
+
+    def set_version(self, slot: int, version: int) -> None:
+        self._transport.set_version(slot, version)
+
+    def receive(self, timeout_s: float) -> list[ReceivedMessage]:
+        # One at a time, so that two pushes into one slot are handled in order.
+        entry = self._log.receive(timeout_s)
+        self._pushed = entry.pushed if entry else {}
+        self.moved_bytes = self._transport.moved_bytes
+        return [entry.mail] if entry else []
+
+    def pushed(self, peer: int, slot: int) -> Tensor:
+        try:
+            return self._pushed[slot]
+        except KeyError:
+            raise ValueError(f"a push is announced for slot {slot} and has not been sent") from None
+
+    def release(self, peer: int, slots: Sequence[int]) -> None:
+        """Released when it was received."""
+
+    def reply_slot(self, peer: int, slot: int) -> Tensor:
+        outside = self._links.inside.get(peer)
+        if outside is not None:
+            return self._transport.reply_slot(outside, slot)
+        # It is not sent, but its encoding error must be the same on both servers.
+        assert self._replies is not None
+        return torch.empty(self._replies.lengths[slot], dtype=torch.uint8)
+
+    def send(
+        self, peer: int, message: bytes, slots: Sequence[int] = (), blob: Blob = b"", limited: bool = True
+    ) -> None:
+        outside = self._links.inside.get(peer)
+        if outside is not None:
+            self._transport.send(outside, message, slots, blob, limited)
+
+    def drop(self, peer: int) -> None:
+        self._log.drop(peer)
+
+    def close(self) -> None:
+        self._log.close()
+        self._transport.close()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.checkpoint.forms import pack, unpack
 from headrace.machine.allocator import give_back
-from headrace.parameter_server.server.updater import ShardOptimizerState, ShardUpdater
+from headrace.parameter_server.server.updater import PushedStep, ShardOptimizerState, ShardUpdater
 from headrace.parameter_server.sparse.tables import ServedTables
 from headrace.parameter_server.wire import ShardLayout, like
 from headrace.spec.model import OptimizerNeeds, ParameterSpec
@@ -79,10 +77,10 @@ class ShardOptimizer(ShardUpdater):
         tables: ServedTables | None = None,
         needs: OptimizerNeeds | None = None,
     ) -> None:
+        super().__init__(layout)
         self.tables = tables
         self._needs = needs or OptimizerNeeds()
         self.at_once = self._needs.at_once
-        self._layout = layout
         self._full = full
         self._remedies = remedies or Remedies()
         self._factory = factory
@@ -104,28 +102,18 @@ class ShardOptimizer(ShardUpdater):
         own = [(segment, each) for (segment, _), each in zip(owned, self._parameters, strict=True)]
         self._updater = Updater(optimizer, own, self._clock.options, self._clock.rounds_per_epoch)
 
-    def apply(
-        self,
-        gradients: Sequence[tuple[int, Tensor]],
-        shards: Sequence[int],
-        worker: int,
-        share: float,
-        staleness: int,
-        steps: int = 1,
-        lease: int = -1,
-        weight: float = 0.0,
-    ) -> None:
+    def apply(self, gradients: Sequence[tuple[int, Tensor]], shards: Sequence[int], step: PushedStep) -> None:
         if self._sent:
-            gradients = [(shard, self._compensated(shard, gradient, worker)) for shard, gradient in gradients]
-        factor = 1.0 if self._full else share
-        if self._remedies.divide and staleness > 1:
-            factor /= staleness
+            gradients = [(shard, self._compensated(shard, gradient, step.worker)) for shard, gradient in gradients]
+        factor, rounds = 1.0 if self._full else step.share, step.share * step.steps
+        if self._remedies.divide and step.staleness > 1:
+            factor /= step.staleness
         if not self._updater.descend(gradients, self._round, factor):
             for shard, gradient in gradients:
                 self._parameters[shard].grad = gradient
             with self._lowered():
                 # All of them, because averages continue without a gradient.
-                self._updater.apply(shards, self._round, share * steps, factor)
+                self._updater.apply(shards, self._round, rounds, factor)
             for shard, _ in gradients:
                 self._parameters[shard].grad = None
             if not self._begun.issuperset(shards):
@@ -134,7 +122,7 @@ class ShardOptimizer(ShardUpdater):
                 # leave holes in memory, one for each shard, that the next state does not fit into.
                 give_back()
         for shard in shards:
-            self._done[shard] += share * steps
+            self._done[shard] += rounds
         self._advance(int(min(self._done) + _EXACTLY))
 
     def settle(self, done: int) -> None:
@@ -150,32 +138,25 @@ class ShardOptimizer(ShardUpdater):
             for shard in shards:
                 self._sent[worker, shard] = self._parameters[shard].detach().clone()
 
-    def state(self, shard: int | None = None) -> bytes:
-        if shard is None:
-            own = {} if self.tables is None else {"tables": self.tables.settings()}
-            return json.dumps({**self._updater.settings(), **own}).encode()
-        self._require(shard)
-        return pack({piece.name: piece.value for piece in self._updater.state(shard, copies=False)})
+    def settings(self) -> dict[str, Any]:
+        tables = {} if self.tables is None else {"tables": self.tables.settings()}
+        return {**self._updater.settings(), **tables}
 
-    def load(self, state: bytes, shard: int | None = None) -> None:
-        try:
-            if shard is None:
-                settings = json.loads(state) if state else None
-                self._updater.load([], settings)
-                if self.tables is not None and settings is not None and "tables" in settings:
-                    self.tables.load_settings(settings["tables"])
-                return
-            self._require(shard)
-            pieces = [StatePiece.parse(name, value) for name, value in unpack(state).items()]
-            self._updater.load(pieces, index=shard)
-        except Exception as error:
-            raise ValueError(f"no state of a shard: {error}") from error
+    def load_settings(self, settings: dict[str, Any] | None) -> None:
+        self._updater.load([], settings)
+        if self.tables is not None and settings is not None and "tables" in settings:
+            self.tables.load_settings(settings["tables"])
+
+    def pieces(self, shard: int) -> Iterable[StatePiece]:
+        return self._updater.state(shard, copies=False)
+
+    def load_pieces(self, pieces: Sequence[StatePiece], shard: int) -> None:
+        self._updater.load(pieces, index=shard)
 
     def all_state(self) -> tuple[ShardOptimizerState, dict[str, Tensor]]:
         tensors = {f"sent/{worker}/{shard}": tensor for (worker, shard), tensor in self._sent.items()}
         for shard in range(len(self._layout)):
-            pieces = self._updater.state(shard, copies=False)
-            tensors |= {f"state/{shard}/{piece.name}": piece.value for piece in pieces}
+            tensors |= {f"state/{shard}/{piece.name}": piece.value for piece in self.pieces(shard)}
         # For optimizers that draw random numbers.
         tensors["random"] = torch.get_rng_state()
         tables, rows = self.tables.state() if self.tables is not None else (None, {})
@@ -198,7 +179,7 @@ class ShardOptimizer(ShardUpdater):
                 worker, _, shard = rest.partition("/")
                 self._sent[int(worker), int(shard)] = like(tensors, name, self._parameters[int(shard)]).clone()
         for index, own in pieces.items():
-            self._updater.load(own, index=index)
+            self.load_pieces(own, index)
         torch.set_rng_state(like(tensors, "random", torch.get_rng_state()).clone())
         self._round, self._done = state.round, list(state.done)
         if self.tables is not None:
@@ -214,10 +195,6 @@ class ShardOptimizer(ShardUpdater):
     def memory(self) -> tuple[int, int]:
         values, state = self.tables.memory() if self.tables is not None else (0, 0)
         return sum(self._layout.slots.lengths) + values, self._updater.state_bytes() + state
-
-    def _require(self, shard: int) -> None:
-        if not 0 <= shard < len(self._layout):
-            raise ValueError(f"there is no shard {shard}, only {len(self._layout)}")
 
     def _compensated(self, shard: int, gradient: Tensor, worker: int) -> Tensor:
         then = self._sent.get((worker, shard))

@@ -20,8 +20,7 @@ from headrace.parameter_server.core.events import Reason
 from headrace.parameter_server.core.shard import Shard, ShardState
 from headrace.parameter_server.server.coordinator import Member
 from headrace.parameter_server.server.counters import ServerCounters
-from headrace.parameter_server.server.failure import StepFailed
-from headrace.parameter_server.server.updater import ShardUpdater
+from headrace.parameter_server.server.updater import PushedStep, ShardUpdater, StepFailed
 from headrace.parameter_server.sparse.requests import RowRequests
 from headrace.parameter_server.wire import MOST_WEIGHT, Kind, Message, ShardLayout, decode, encode, like
 from headrace.training.clipping import all_finite
@@ -259,7 +258,9 @@ class Requests:
         for (worker, share, staleness), shards in alone.items():
             request = self._open[worker, shards[0]]
             present = [(shard, request.gradients[shard]) for shard in shards if shard in request.gradients]
-            self._step(shards, present, worker, share, staleness, request.message)
+            push = request.message
+            pushed = PushedStep(worker, share, staleness, push.steps, push.lease, push.weight)
+            self._step(shards, present, pushed)
         for step, shards in of_rounds.items():
             self._step_mean(shards, step)
         for shard, result in results:
@@ -270,7 +271,7 @@ class Requests:
         means = ((shard, self._mean(shard, step)) for shard in shards)
         present = [(shard, mean) for shard, mean in means if mean is not None]
         steps = max(self._open[worker, shard].message.steps for worker in step.workers for shard in shards)
-        self._step(shards, present, -1, step.share, step.staleness, Message(Kind.PUSH, steps=steps))
+        self._step(shards, present, PushedStep(-1, step.share, step.staleness, steps))
 
     def _mean(self, shard: int, step: events.ApplyStep) -> Tensor | None:
         """Returns the mean of a round, summed in the order of the workers, so that every run gives the same bits."""
@@ -290,24 +291,17 @@ class Requests:
                 request.apart += float(torch.linalg.vector_norm(apart)) ** 2
         return mean
 
-    def _step(
-        self,
-        shards: Sequence[int],
-        gradients: Sequence[tuple[int, Tensor]],
-        worker: int,
-        share: float,
-        staleness: int,
-        push: Message,
-    ) -> None:
+    def _step(self, shards: Sequence[int], gradients: Sequence[tuple[int, Tensor]], step: PushedStep) -> None:
         began = perf_counter()
         with self._transport.writing(shards):
             try:
-                self._optimizer.apply(gradients, shards, worker, share, staleness, push.steps, push.lease, push.weight)
+                self._optimizer.apply(gradients, shards, step)
             except Exception as error:
                 raise StepFailed(error) from error
             for shard in shards:
                 self._transport.set_version(shard, self._machines[shard].version)
-        self._counters.stepped(shards, worker, 0 if self._optimizer.sums else staleness, perf_counter() - began)
+        staleness = 0 if self._optimizer.sums else step.staleness
+        self._counters.stepped(shards, step.worker, staleness, perf_counter() - began)
 
     def _tell(self, shard: int, action: events.Ack | events.Refuse | events.Reply) -> None:
         """Records a shard's answer, and sends the request's answer when it is complete."""

@@ -15,19 +15,18 @@ import torch
 from torch import Tensor
 
 from headrace.errors import Replaced
-from headrace.parameter_server.core.events import Close, Join, Leave, RoundMembers, Settle
+from headrace.parameter_server.core.events import Close, Join, Leave, Renew, RoundMembers, Settle
 from headrace.parameter_server.core.leases import LeaseTable
 from headrace.parameter_server.core.portions import PortionTable
 from headrace.parameter_server.core.shard import Shard
-from headrace.parameter_server.lbfgs.store import VectorRequests, VectorStore
+from headrace.parameter_server.lbfgs.store import VectorStore
 from headrace.parameter_server.replication.log import OWN
 from headrace.parameter_server.replication.transport import ReplicatedTransport
 from headrace.parameter_server.server.coordinator import Coordinator, Grace, Member, Membership
 from headrace.parameter_server.server.counters import ServerCounters
-from headrace.parameter_server.server.failure import StepFailed
 from headrace.parameter_server.server.requests import Requests
 from headrace.parameter_server.server.snapshots import ServerState, pack, unpack
-from headrace.parameter_server.server.updater import ShardUpdater
+from headrace.parameter_server.server.updater import ShardUpdater, StepFailed
 from headrace.parameter_server.sparse.requests import RowRequests
 from headrace.parameter_server.wire import Kind, Message, ShardLayout, decode, encode, layout_difference
 from headrace.shared_memory.segment import SharedSegment
@@ -72,9 +71,6 @@ class Server:
         dense, tables = machines[: len(layout)], optimizer.tables
         rows = RowRequests(transport, tables, machines[len(layout)], self.counters) if tables else None
         self._requests = Requests(transport, layout, optimizer, dense, self.counters, measures, rows)
-        self._vectors = None
-        if isinstance(optimizer, VectorStore):
-            self._vectors = VectorRequests(transport, optimizer, self._requests.broadcast, len(layout))
         self._coordinator = Coordinator(*coordinates, transport.send) if coordinates else None
         self._members = Membership()
         # With a backup, the second report of an end must be part of the log.
@@ -313,9 +309,12 @@ class Server:
                 raise ValueError(f"{message.kind.name} on a server without tables")
             blob = rows.answer(member, message, received.blob)
         elif message.kind == Kind.VECTORS:
-            if self._vectors is None:
+            if not isinstance(self._optimizer, VectorStore):
                 raise ValueError("this server computes with no vectors")
-            blob = self._vectors.answer(message, received.blob)
+            writing = self._transport.writing(range(len(self._layout)))
+            blob, moved = self._optimizer.answer(message, received.blob, writing)
+            if moved:
+                self._requests.broadcast(Renew())
         elif message.kind == Kind.STATE:
             blob = self._optimizer.state(message.first if message.flag else None)
         elif message.number != member.done:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.checkpoint.forms import pack, unpack
-from headrace.parameter_server.core.row_moves import Move, Moving, Placed, RowMap, RowMoves, RowRange
+from headrace.parameter_server.core.row_moves import Move, MovesState, Moving, Placed, RowMap, RowMoves, RowRange
 from headrace.parameter_server.core.shard import Shard
 from headrace.parameter_server.server.counters import ServerCounters
 from headrace.parameter_server.sparse.messages import Rows
@@ -31,6 +31,7 @@ from headrace.training.embeddings.table import RowBlock
 from headrace.training.optimizer import StatePiece
 
 _ROWS = "moving"
+_STATE, _BLOCK = "moves/state", "moves/rows/"
 _HOTTEST = 8
 TAKEN = b"rows"
 """Before the rows of a move."""
@@ -212,14 +213,21 @@ class ServedMoves:
 
     # ----- the state, for a backup
 
-    def blocks(self) -> dict[int, bytes]:
-        """Returns the rows that may come here, and copies of those that have left, by move."""
+    def state(self) -> dict[str, Tensor]:
+        """Returns the state, with rows that may come here and copies of those that have left, as tensors."""
         every = self.machine.aside | self.machine.kept
-        return {number: self._packed(every[number], *rows) for number, rows in self._blocks.items()}
+        blobs = {f"{_BLOCK}{number}": self._packed(every[number], *rows) for number, rows in self._blocks.items()}
+        blobs[_STATE] = to_json(self.machine.state())
+        return {name: torch.frombuffer(bytearray(blob), dtype=torch.uint8) for name, blob in blobs.items()}
 
-    def load(self, blocks: Mapping[int, bytes]) -> None:
-        """Takes over what `blocks` returned, when the machine's state is there."""
-        self._blocks = {number: self._unpacked(blob)[1:] for number, blob in blocks.items()}
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes over what `state` returned; raises ValueError or KeyError if it is none."""
+        state: MovesState = from_json(MovesState, tensors[_STATE].numpy().tobytes())
+        self.machine.load(state)
+        numbers = [number for number, _ in (*state.aside, *state.kept)]
+        self._blocks = {
+            number: self._unpacked(tensors[f"{_BLOCK}{number}"].numpy().tobytes())[1:] for number in numbers
+        }
         self._places.adopt(self.machine.map)
 
     # ----- requests for rows

@@ -18,10 +18,9 @@ from headrace.parameter_server.core import events
 from headrace.parameter_server.core.shard import Shard
 from headrace.parameter_server.server.coordinator import Member
 from headrace.parameter_server.server.counters import ServerCounters
-from headrace.parameter_server.server.failure import StepFailed
+from headrace.parameter_server.server.updater import StepFailed
 from headrace.parameter_server.sparse.messages import Rows, decode_pull, decode_push, encode_moved, encode_rows
 from headrace.parameter_server.sparse.moves import ServedMoves, to_json
-from headrace.parameter_server.sparse.moves_state import load_moves, moves_state
 from headrace.parameter_server.sparse.tables import ServedTables
 from headrace.parameter_server.wire import Kind, Message, encode
 from headrace.spec.events import ShardStats
@@ -97,13 +96,13 @@ class RowRequests:
     def state(self) -> dict[str, Tensor]:
         """Returns what open pushes have sent, and the state of moves."""
         pushed = {f"rows/{worker}": as_tensor(push.blob) for worker, push in self.open.items()}
-        return pushed | (moves_state(self.moves) if self.moves is not None else {})
+        return pushed | (self.moves.state() if self.moves is not None else {})
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes over the state of another server, without its open pushes, which `add` brings."""
         self.open.clear()
         if self.moves is not None:
-            load_moves(self.moves, tensors)
+            self.moves.load(tensors)
 
     def add(self, worker: int, peer: int, message: Message, blob: memoryview) -> None:
         """Keeps a push that the machine knows, or is about to."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -13,6 +13,7 @@ from headrace.parameter_server.sparse.client import RowClient, RowPushes
 from headrace.parameter_server.sparse.messages import Rows
 from headrace.parameter_server.sparse.near import NearRows, RowCopies, RowsAhead
 from headrace.parameter_server.sparse.planning import RowOptions
+from headrace.parameter_server.sparse.rebalancing import RowMover
 from headrace.spec.events import TableReads
 from headrace.training.clipping import all_finite
 from headrace.training.embeddings.foresight import Foresight
@@ -158,13 +159,6 @@ class ServedRows(RowSource):
         yield from (block for _, block in self._client.blocks(self._number) if len(block.ids))
 
 
-class RowTurns(Protocol):
-    """Moves rows to other servers now and then."""
-
-    def turn(self, lease: int) -> None:
-        """Called before the rows of a lease are pulled."""
-
-
 class WorkerRows:
     """The sparse embeddings of a worker's model: where their rows and gradients go."""
 
@@ -172,7 +166,7 @@ class WorkerRows:
         self,
         client: RowClient,
         layers: Sequence[SparseEmbedding],
-        mover: RowTurns | None = None,
+        mover: RowMover | None = None,
         options: RowOptions | None = None,
         ahead: RowsAhead | None = None,
     ) -> None:
