@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
@@ -12,6 +13,7 @@ from headrace.parameter_server.client.client import Client
 from headrace.parameter_server.client.session import ServerConnection
 from headrace.parameter_server.connecting import _open_client_transport, connect, open_server_transport
 from headrace.parameter_server.planning import layout_of
+from headrace.parameter_server.replication.directory import ServerDirectory
 from headrace.parameter_server.replication.log import LogEntry, LogPayload, encode_entry
 from headrace.parameter_server.sparse.messages import encode_push
 from headrace.parameter_server.wire import Kind, Message, ShardLayout, ShardSpec, encode
@@ -28,10 +30,11 @@ from transport.ways import join, mail_of
 NOWHERE = "local:headrace-no-port-is-here"
 
 
-def connected(stand: Stand, closing: ExitStack, **others: object) -> Client:
-    role = Role(1, "server", "here", "cpu", 1, -1)
-    places = [[torch.zeros(WIDTH)]]
-    return connect([NOWHERE], [stand.layout], places, (0, 0), lambda: None, [role], closing, **others)  # type: ignore[arg-type]
+def connected(
+    stand: Stand, closing: ExitStack, find: Callable[[int], str] | None = None, check: Callable[[], None] = lambda: None
+) -> Client:
+    servers = ServerDirectory((Role(1, "server", "here", "cpu", 1, -1),), addresses=lambda: (NOWHERE,), find=find)
+    return connect(servers, [stand.layout], [[torch.zeros(WIDTH)]], check, closing)
 
 
 def test_a_server_that_has_died_before_a_worker_began_is_found_in_its_place() -> None:
@@ -61,9 +64,8 @@ def test_the_run_may_be_over_meanwhile() -> None:
     def check() -> None:
         raise InterruptedError("the run is over")
 
-    role = Role(1, "server", "here", "cpu", 1, -1)
     with standing("local") as stand, ExitStack() as closing, pytest.raises(InterruptedError, match="the run is over"):
-        connect([NOWHERE], [stand.layout], [[torch.zeros(WIDTH)]], (0, 0), check, [role], closing, find=find)
+        connected(stand, closing, find, check)
 
 
 @pytest.mark.parametrize(("together", "most"), [(True, 7_487), (False, 65_536)])

@@ -97,9 +97,9 @@ def test_the_backup_lets_go_of_the_memory_of_clients_that_are_gone() -> None:
         push(links[2], SMALL, 6)
         answered(links[2])
         until(lambda: book_of(group, 0) == book_of(group, 1), "the backup deals with all that it holds")
-        assert len(primary._shared) == 1
+        assert len(primary._feed._shared) == 1
         links[2].close()
-        until(lambda: not places and not primary._shared, "the memory of the last is let go")
+        until(lambda: not places and not primary._feed._shared, "the memory of the last is let go")
 
 
 def test_a_backup_is_filled_while_pushes_go_on(way: str, group: Group) -> None:

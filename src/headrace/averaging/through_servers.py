@@ -34,12 +34,11 @@ from headrace.parameter_server.client.data_leases import ServerDataLeases
 from headrace.parameter_server.client.exchange import ReplicaGroup, ServedExchange
 from headrace.parameter_server.client.own_steps import LocalOptimizer
 from headrace.parameter_server.core.events import Reason
-from headrace.parameter_server.planning import check_server_options, plan_with_servers
+from headrace.parameter_server.planning import check_server_options
 from headrace.parameter_server.wire import ShardLayout
 from headrace.policies.period import AutoPeriod, Measured
 from headrace.policies.staleness import AllMembers, Combination, DecidedElsewhere, EveryPush, FirstPushes
-from headrace.spec.cluster import Cluster
-from headrace.spec.model import ModelSpec, OptimizerNeeds
+from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
 from headrace.training.clipping import HEALTHY, StepDecision
 from headrace.training.exchange import UpdatingExchange
@@ -97,23 +96,13 @@ class ServedAveragingConfig:
                 "wait='all'"
             )
 
-    def plan(
-        self, strategy: str, options: Mapping[str, object], workers: int | None, model: ModelSpec, cluster: Cluster
-    ) -> Plan:
-        """Decides who works and who serves; raises InfeasiblePlan if the average would wait for too many workers."""
-        # The outer step treats every element alone, whatever the job's optimizer does.
-        cut = replace(model, sliceable=True, optimizer=OptimizerNeeds())
-        # Beside its parameters and gradients, a worker has a copy of the average, and what lies on its way.
-        plan = plan_with_servers(
-            strategy, options, cut, cluster, workers=workers, servers=self.servers, backups=self.backups,
-            transport=self.transport, copies=4, elastic=True,
-        )  # fmt: skip
-        if isinstance(self.wait, int) and self.wait > plan.workers:
+    def require_workers(self, count: int) -> None:
+        """Raises InfeasiblePlan if the average would wait for more workers than there are."""
+        if isinstance(self.wait, int) and self.wait > count:
             raise InfeasiblePlan(
-                f"wait={self.wait} waits for {self.wait} workers and there are {plan.workers}; use wait='all', or at "
-                f"most wait={plan.workers}"
+                f"wait={self.wait} waits for {self.wait} workers and there are {count}; use wait='all', or at "
+                f"most wait={count}"
             )
-        return plan
 
     @property
     def drops(self) -> bool:

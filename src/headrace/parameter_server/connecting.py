@@ -16,13 +16,13 @@ from headrace.parameter_server.core.leases import LeaseTable
 from headrace.parameter_server.core.portions import PortionTable
 from headrace.parameter_server.core.shard import Shard
 from headrace.parameter_server.planning import ServerProcess
-from headrace.parameter_server.replication.directory import ServerReach
+from headrace.parameter_server.replication.directory import ServerDirectory
 from headrace.parameter_server.replication.transport import ReplicatedTransport
 from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.server.updater import ShardUpdater
 from headrace.parameter_server.wire import Kind, Message, ShardLayout
 from headrace.policies.staleness import Admission, Combination
-from headrace.spec.plan import Plan, Role
+from headrace.spec.plan import Plan
 from headrace.transport.base import ClientTransport, ServerTransport, Slots
 from headrace.transport.local_client import LocalClientTransport
 from headrace.transport.local_server import LocalServerTransport
@@ -88,37 +88,27 @@ def brings_parameters(client: Client, rank: int) -> bool:
 
 
 def connect(
-    addresses: Sequence[str],
+    servers: ServerDirectory,
     layouts: Sequence[ShardLayout],
     places: Sequence[Sequence[Tensor]],
-    worker: tuple[int, int],
     check: Callable[[], None],
-    servers: Sequence[Role],
     closing: ExitStack,
     *,
     together: bool = False,
     observes: bool = False,
     in_turn: bool = False,
-    find: Callable[[int], str] | None = None,
-    suspect: Callable[[int], object] = int,
-    reach: ServerReach | None = None,
 ) -> Client:
-    """Returns a client of the servers at some addresses; `closing` closes its connections.
-
-    `find` returns the present address of a server, by its index in `addresses`, and raises ConnectionError if there is
-    none; without it the address stays. `suspect` is called when the connection to a server has ended; `reach` finds out
-    whether a silent one can be reached. The other options are those of `Client`.
-    """
+    """Returns a client of some servers; `closing` closes its connections. The other arguments are those of `Client`."""
     connections = []
-    used = list(addresses)
-    for index, (address, layout, own, server) in enumerate(zip(addresses, layouts, places, servers, strict=True)):
+    used, find = list(servers.addresses()), servers.find
+    for index, (address, layout, own, role) in enumerate(zip(tuple(used), layouts, places, servers.roles, strict=True)):
         pushes = Slots(()) if observes else layout.push_slots
         open_one = functools.partial(_open_client_transport, layout=layout, pushes=pushes)
 
         def reopen(
             index: int = index, address: str = address, open_one: Callable[..., ClientTransport] = open_one
         ) -> ClientTransport:
-            suspect(index)
+            servers.suspect(index)
             used[index] = find(index) if find else address
             return open_one(used[index], hello_s=_RECONNECT_HELLO_S)
 
@@ -130,13 +120,15 @@ def connect(
         first = functools.partial(open_one, address, hello_s=_HELLO_S)
         transport = _connect_once(first, reopen if find else None, check)
         closing.callback(transport.close)
-        require = functools.partial(reach.require, index) if reach else bool
+        require = functools.partial(servers.reach.require, index) if servers.reach else bool
         connections.append(
             ServerConnection(
-                transport, layout, own, server.rank, server.host, reopen, has_moved=has_moved, require_link=require
+                transport, layout, own, role.rank, role.host, reopen, has_moved=has_moved, require_link=require
             )
         )
-    client = Client(connections, *worker, check, together=together, observes=observes, in_turn=in_turn)
+    client = Client(
+        connections, servers.worker, servers.incarnation, check, together=together, observes=observes, in_turn=in_turn
+    )
     closing.callback(client.close)
     return client
 

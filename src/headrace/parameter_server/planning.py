@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.parameter_server.sparse.messages import longest_push
 from headrace.parameter_server.wire import ShardLayout, ShardSpec
-from headrace.policies.roles import require_memory, worker_and_server_roles
 from headrace.policies.sharding import PLACEMENTS, parse_sharding, place
-from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan, Segment
@@ -93,45 +91,6 @@ def check_server_options(
     for codec in codecs:
         if codec not in CODECS:
             raise UnknownName("codec", codec, CODECS)
-
-
-def plan_with_servers(
-    strategy: str,
-    options: Mapping[str, object],
-    model: ModelSpec,
-    cluster: Cluster,
-    *,
-    workers: int | None,
-    servers: int,
-    backups: int,
-    transport: str,
-    sharding: str | None = None,
-    placement: str = "greedy",
-    copies: int = 3,
-    server_copies: int = 1,
-    spare_workers: int = 0,
-    elastic: bool = False,
-) -> Plan:
-    """Assigns workers, servers and backups to processes, and shards to servers.
-
-    A worker needs the model's size `copies` times: its parameters, what autograd makes, what is being sent; all servers
-    together `server_copies` times. A backup needs what its server does, and is filled from a copy. The gradients of
-    `spare_workers` are not needed in a round.
-    Raises InfeasiblePlan with the numbers.
-    """
-    roles = worker_and_server_roles(strategy, workers, servers, cluster, backups)
-    count = sum(role.kind == "worker" for role in roles)
-    require_memory(
-        strategy, (copies * count + server_copies * (1 + backups) + backups) * model.trainable_bytes, cluster
-    )
-    ranks = [role.rank for role in roles if role.kind == "server"]
-    segments = assign_shards(model, ranks, sharding, placement, "tcp" if len(cluster.hosts) > 1 else transport)
-    if spare_workers >= count:
-        raise InfeasiblePlan(
-            f"{spare_workers} of {count} workers cannot be backups; a round needs at least one gradient"
-        )
-    shares = (1,) * (count - spare_workers)
-    return Plan(strategy, dict(options), roles, shares, model.trainable_bytes, segments, elastic=elastic)
 
 
 def assign_shards(

@@ -41,12 +41,10 @@ from headrace.parameter_server.client.own_steps import LocalOptimizer, OwnSteps
 from headrace.parameter_server.connecting import brings_parameters, build_server, connect
 from headrace.parameter_server.core.leases import LeaseTable
 from headrace.parameter_server.planning import (
-    check_served,
     check_server_options,
     check_whole,
     layout_of,
     places_of,
-    plan_with_servers,
 )
 from headrace.parameter_server.replication.directory import ServerDirectory
 from headrace.parameter_server.replication.failover import server_of
@@ -55,16 +53,14 @@ from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.wire import ShardLayout
 from headrace.policies.behaviour import Behaviour, ServerTerms
 from headrace.policies.sharding import everywhere
-from headrace.policies.staleness import Admission, Combination, EveryPush, Unbounded
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec, OptimizerNeeds
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
-from headrace.strategies.checks import check_count, refuse_backups, refuse_modes, refuse_synced_buffers
+from headrace.strategies.checks import check_count, refuse_backups, refuse_modes
 from headrace.strategies.context import WorkerContext
 from headrace.strategies.one_device import LocalExchange
 from headrace.strategies.served import ServedStrategy, ServerContext, agreement
-from headrace.strategies.strategy import describe_options
 from headrace.training.exchange import Replica
 from headrace.transport.codec import sent_share
 
@@ -142,10 +138,6 @@ class Downpour(ServedStrategy):
         """Whether workers push how far they have moved."""
         return self.local == "optimizer"
 
-    def check(self, options: Options) -> None:
-        check_served(options)
-        refuse_synced_buffers(self.name, options)
-
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         # Also the accumulated sum; with overlap the sum that is being pushed, and the parameters being fetched.
         copies = 6 if self.overlap else 4
@@ -153,20 +145,7 @@ class Downpour(ServedStrategy):
             # The servers treat every element alone, whatever the job's optimizer does.
             refuse_modes(self.name, model)
             model = replace(model, sliceable=True, optimizer=OptimizerNeeds())
-        return plan_with_servers(
-            self.name,
-            describe_options(self),
-            model,
-            cluster,
-            workers=self.workers,
-            servers=self.servers,
-            backups=self.backups,
-            transport=self.transport,
-            sharding=self.sharding,
-            placement=self.placement,
-            copies=copies,
-            elastic=True,
-        )
+        return self.plan_with_servers(model, cluster, copies)
 
     def behave(self, workers: int) -> Behaviour:
         terms = ServerTerms(
@@ -187,7 +166,7 @@ class Downpour(ServedStrategy):
         places = [places_of(layout, context.module) for layout in layouts]
         shapes = [[piece.shape for piece in layout.pieces] for layout in layouts]
         own = OwnSteps(places, shapes) if self.moves else None
-        links = self._links(plan, context, servers, layouts, places, replica_group, own)
+        links = self._links(context, servers, layouts, places, replica_group, own)
         if context.inside:
             links.main.pulled = context.inside.spread
         leads = brings_parameters(links.main, servers.worker)
@@ -212,7 +191,6 @@ class Downpour(ServedStrategy):
 
     def _links(
         self,
-        plan: Plan,
         context: WorkerContext,
         servers: ServerDirectory,
         layouts: Sequence[ShardLayout],
@@ -221,20 +199,15 @@ class Downpour(ServedStrategy):
         own: OwnSteps | None,
     ) -> ServerLinks:
         check = context.group.check
-        roles, who = [plan.roles[server] for server in servers.ranks], (servers.worker, servers.incarnation)
-        opens = functools.partial(
-            connect, servers.addresses(), layouts, find=servers.find, suspect=servers.suspect, reach=servers.reach,
-            together=context.model.optimizer.at_once and not self.moves,
-        )  # fmt: skip
+        together = context.model.optimizer.at_once and not self.moves
+        opens = functools.partial(connect, servers, layouts, closing=context.closing, together=together)
         if not self.overlap:
-            main = opens(places, who, check, roles, context.closing)
+            main = opens(places, check)
             return ServerLinks(main, places, self.fetch_every, replica_group, kept=own)
         # A connection belongs to one thread, so each thread has its own.
         fetched = [[torch.empty_like(place, device="cpu") for place in own] for own in places]
-        pushing = Background(BackgroundThread("push"), opens(fetched, who, check, roles, context.closing))
-        fetching = Background(
-            BackgroundThread("fetch"), opens(fetched, who, check, roles, context.closing, observes=True)
-        )
+        pushing = Background(BackgroundThread("push"), opens(fetched, check))
+        fetching = Background(BackgroundThread("fetch"), opens(fetched, check, observes=True))
 
         def check_all() -> None:
             check()
@@ -242,7 +215,7 @@ class Downpour(ServedStrategy):
             pushing.thread.check()
             fetching.thread.check()
 
-        main = opens(places, who, check_all, roles, context.closing, observes=True)
+        main = opens(places, check_all, observes=True)
         return ServerLinks(main, places, self.fetch_every, replica_group, pushing, fetching, fetched, own)
 
     def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
@@ -263,10 +236,6 @@ class Downpour(ServedStrategy):
         leases = (table, first, context.until, self.push_every)
         policies = self.policies(plan.replicas)
         return build_server(plan, rank, layout, optimizer, policies, leases, self.transport, context.process)
-
-    def policies(self, workers: int) -> tuple[Admission, Combination]:
-        """Returns which workers may proceed, and which pushes make a step."""
-        return Unbounded(), EveryPush()
 
 
 def _check_steps(name: str, count: int | None) -> None:

@@ -52,7 +52,7 @@ from headrace.policies.roles import data_parallel_plan, elastic_plan
 from headrace.policies.sharding import everywhere
 from headrace.policies.staleness import Admission, Combination, Unbounded
 from headrace.spec.cluster import Cluster
-from headrace.spec.model import ModelSpec
+from headrace.spec.model import ModelSpec, OptimizerNeeds
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan, ProcessCounts
 from headrace.strategies.broadcast import broadcast
@@ -189,7 +189,12 @@ class ParameterAveraging(ServedStrategy):
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         refuse_modes(self.name, model)
         if self.via == "server":
-            return self._service.plan(self.name, describe_options(self), self.workers, model, cluster)
+            # The outer step treats every element alone, whatever the job's optimizer does.
+            cut = replace(model, sliceable=True, optimizer=OptimizerNeeds())
+            # Beside its parameters and gradients, a worker has a copy of the average, and what lies on its way.
+            plan = self.plan_with_servers(cut, cluster, copies=4)
+            self._service.require_workers(plan.workers)
+            return plan
         # Each worker: its copy, what autograd makes, a copy during evaluations, and where copies are averaged; all
         # together: what is kept.
         copies = (3 + self._apart, outer_step(self.outer).copies_kept)
@@ -300,10 +305,8 @@ class ParameterAveraging(ServedStrategy):
         copy = [[torch.empty_like(place, device="cpu") for place in places] for places in own]
         servers = context.servers()
         client = connect(
-            servers.addresses(), layouts, copy, (rank, servers.incarnation), context.group.check,
-            [plan.roles[server] for server in plan.servers], context.closing, together=True, in_turn=config.in_turn,
-            find=servers.find, suspect=servers.suspect, reach=servers.reach,
-        )  # fmt: skip
+            servers, layouts, copy, context.group.check, context.closing, together=True, in_turn=config.in_turn
+        )
         center = CenterVariable(client, layouts, own, copy, beside, keeps=not config.outer.agrees)
         exchange = ServedAveragingExchange(
             config, plan, center, layouts, context, agreement(context), local, brings_parameters(client, rank)

@@ -25,12 +25,10 @@ from headrace.parameter_server.client.exchange import ParameterServerExchange
 from headrace.parameter_server.connecting import brings_parameters, build_server, connect
 from headrace.parameter_server.core.leases import LeaseTable
 from headrace.parameter_server.planning import (
-    check_served,
     check_server_options,
     check_whole,
     layout_of,
     places_of,
-    plan_with_servers,
 )
 from headrace.parameter_server.replication.failover import server_of
 from headrace.parameter_server.server.optimizer import Remedies, RoundClock, ShardOptimizer
@@ -46,12 +44,10 @@ from headrace.policies.behaviour import Behaviour, ServerTerms
 from headrace.policies.staleness import Admission, Bounded, Combination, EveryPush, FirstPushes, Unbounded
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
-from headrace.spec.options import Options
 from headrace.spec.plan import Plan
-from headrace.strategies.checks import check_count, refuse_backups, refuse_synced_buffers
+from headrace.strategies.checks import check_count, refuse_backups
 from headrace.strategies.context import WorkerContext
 from headrace.strategies.served import ServedStrategy, ServerContext, agreement
-from headrace.strategies.strategy import describe_options
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.exchange import Replica
 from headrace.transport.codec import sent_share
@@ -146,26 +142,10 @@ class ParameterServer(ServedStrategy):
     def sparse_names(self) -> tuple[str, ...]:
         return tuple(self.sparse)
 
-    def check(self, options: Options) -> None:
-        check_served(options)
-        refuse_synced_buffers(self.name, options)
-
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
-        plan = plan_with_servers(
-            self.name,
-            describe_options(self),
-            model,
-            cluster,
-            workers=self.workers,
-            servers=self.servers,
-            backups=self.backups,
-            transport=self.transport,
-            sharding=self.sharding,
-            placement=self.placement,
-            spare_workers=self.backup_workers,
-            # The number of workers is fixed where they wait for each other.
-            elastic=self.staleness_bound is None and not self.backup_workers,
-        )
+        # The number of workers is fixed where they wait for each other.
+        elastic = self.staleness_bound is None and not self.backup_workers
+        plan = self.plan_with_servers(model, cluster, spare_workers=self.backup_workers, elastic=elastic)
         check_near(self.rows, model.tables, len(plan.shares), self.staleness_bound)
         if model.tables:
             self._check_tables(model, plan, cluster)
@@ -192,20 +172,9 @@ class ParameterServer(ServedStrategy):
         servers, model, replica_group = context.servers(), context.model, agreement(context)
         layouts = [layout_of(plan, model, server) for server in servers.ranks]
         places = [places_of(layout, context.module) for layout in layouts]
-        client = connect(
-            servers.addresses(),
-            layouts,
-            places,
-            (servers.worker, servers.incarnation),
-            context.group.check,
-            [plan.roles[server] for server in servers.ranks],
-            context.closing,
-            # A late gradient must be dropped in all shards, and one step() may have to have all of them.
-            together=self.backup_workers > 0 or model.optimizer.at_once,
-            find=servers.find,
-            suspect=servers.suspect,
-            reach=servers.reach,
-        )
+        # A late gradient must be dropped in all shards, and one step() may have to have all of them.
+        together = self.backup_workers > 0 or model.optimizer.at_once
+        client = connect(servers, layouts, places, context.group.check, context.closing, together=together)
         if context.inside:
             client.pulled = context.inside.spread
         leads = brings_parameters(client, servers.worker)
@@ -281,7 +250,6 @@ class ParameterServer(ServedStrategy):
         require_rows(self.name, model.tables, self.rows.expected, plan, cluster)
 
     def policies(self, workers: int) -> tuple[Admission, Combination]:
-        """Returns which of so many workers may proceed, and which pushes make a step."""
         if self.staleness_bound == 0 or self.backup_workers:
             return Unbounded(), FirstPushes(workers - self.backup_workers)
         return (Unbounded() if self.staleness_bound is None else Bounded(self.staleness_bound)), EveryPush()

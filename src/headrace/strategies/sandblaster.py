@@ -30,23 +30,19 @@ from headrace.parameter_server.lbfgs.client import PortionExchange, Steering
 from headrace.parameter_server.lbfgs.solver import SolverOptions
 from headrace.parameter_server.lbfgs.store import VectorStore
 from headrace.parameter_server.planning import (
-    check_served,
     check_server_options,
     layout_of,
     places_of,
-    plan_with_servers,
 )
 from headrace.parameter_server.replication.failover import server_of
 from headrace.parameter_server.server.server import Server
-from headrace.policies.staleness import Admission, Combination, EveryPush, Unbounded
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
-from headrace.strategies.checks import check_count, refuse_synced_buffers
+from headrace.strategies.checks import check_count
 from headrace.strategies.context import ModelProbe, WorkerContext
 from headrace.strategies.served import ServedStrategy, ServerContext, agreement
-from headrace.strategies.strategy import describe_options
 from headrace.training.exchange import Replica
 from headrace.training.optimizer import build
 
@@ -112,8 +108,7 @@ class Sandblaster(ServedStrategy):
         check_server_options(self.servers, self.backups, self.transport, self.sharding, self.placement)
 
     def check(self, options: Options) -> None:
-        check_served(options)
-        refuse_synced_buffers(self.name, options)
+        super().check(options)
         known = Options()
         for name in ("clip_norm", "clip_value", "schedule", "warmup", "ema_decay"):
             if getattr(options, name) != getattr(known, name):
@@ -145,40 +140,16 @@ class Sandblaster(ServedStrategy):
         return model
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
-        return plan_with_servers(
-            self.name,
-            describe_options(self),
-            model,
-            cluster,
-            workers=self.workers,
-            servers=self.servers,
-            backups=self.backups,
-            transport=self.transport,
-            sharding=self.sharding,
-            placement=self.placement,
-            server_copies=_WORKING_COPIES + 2 * self.history,
-            elastic=True,
-        )
+        return self.plan_with_servers(model, cluster, server_copies=_WORKING_COPIES + 2 * self.history)
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         servers, model, replica_group = context.servers(), context.model, agreement(context)
         layouts = [layout_of(plan, model, server) for server in servers.ranks]
         places = [places_of(layout, context.module) for layout in layouts]
-        client = connect(
-            servers.addresses(),
-            layouts,
-            places,
-            (servers.worker, servers.incarnation),
-            context.group.check,
-            [plan.roles[server] for server in servers.ranks],
-            context.closing,
-            find=servers.find,
-            suspect=servers.suspect,
-            reach=servers.reach,
-        )
+        client = connect(servers, layouts, places, context.group.check, context.closing)
         portions, leads = self._portions(plan), brings_parameters(client, servers.worker)
-        steering = Steering(client, self._options(context), portions)
-        leases = ServerDataLeases(client, replica_group.group, leads, portions, steer=steering.take)
+        leases = ServerDataLeases(client, replica_group.group, leads, portions)
+        leases.steer = Steering(client, self._options(context), portions).take
         exchange = PortionExchange(leases, layouts, model, context.group, replica_group)
         exchange.load_values(places)
         return Replica(context.whole_model(exchange.buffer, local_shares=portions), exchange, leases)
@@ -189,10 +160,6 @@ class Sandblaster(ServedStrategy):
         table = PortionTable(portions, context.until, context.first, workers=range(workers))
         leases, store = (table, context.first, context.until, 1), VectorStore(layout, portions)
         return build_server(plan, rank, layout, store, self.policies(workers), leases, self.transport, context.process)
-
-    def policies(self, workers: int) -> tuple[Admission, Combination]:
-        """Returns which workers may proceed, and which pushes make a step: each is summed as it comes."""
-        return Unbounded(), EveryPush()
 
     def _portions(self, plan: Plan) -> int:
         return self.portions or _PORTIONS * plan.workers

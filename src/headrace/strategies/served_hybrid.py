@@ -134,7 +134,7 @@ def of_outer(plan: Plan, outer: Strategy) -> Plan:
 def served_replica(outer: Strategy, plan: Plan, role: Role, own: WorkerContext) -> Replica:
     """Returns one rank's part of a replica, as a worker of the outer strategy; in `own` its `inside` is set."""
     every = own.servers()
-    places = [place for place, server in enumerate(every.ranks) if plan.roles[server].stage == role.stage]
+    places = [place for place, server in enumerate(every.roles) if server.stage == role.stage]
     find = every.find
 
     def addresses() -> tuple[str, ...]:
@@ -142,7 +142,7 @@ def served_replica(outer: Strategy, plan: Plan, role: Role, own: WorkerContext) 
         return tuple(known[place] for place in places)
 
     servers = ServerDirectory(
-        ranks=tuple(every.ranks[place] for place in places),
+        roles=tuple(every.roles[place] for place in places),
         worker=role.data_rank,
         addresses=addresses,
         find=(lambda index: find(places[index])) if find else None,

@@ -53,9 +53,9 @@ class ServerDataLeases(DataLeases):
         background: brings the parameters up to date at a sync point; None to pull them.
         alone: rounds from the run's start that only worker 0 computes, to the end of a lease.
         rests: whether other workers, if their lead is bounded, need not wait for this one while it waits for data.
-        steer: where some leases are no data, see `PortionTable`.
 
     Attributes:
+        steer: where some leases are no data, see `PortionTable`; None where all are.
         lease: the one that is held, or has just been pushed; -1 for none, or if the background work commits it.
         late: whether its push was refused because it came too late, so that it is given out again; a portion is late
             because another worker was faster, so that it is done.
@@ -74,7 +74,6 @@ class ServerDataLeases(DataLeases):
         background: BackgroundWork | None = None,
         alone: int = 0,
         rests: bool = False,
-        steer: Steer | None = None,
     ) -> None:
         self.lease = -1
         self.late = False
@@ -89,7 +88,8 @@ class ServerDataLeases(DataLeases):
         self._next_sync_point = next_sync_point or fixed_span(1)
         self._background = background
         self._alone = alone
-        self._rests, self._steer = rests, steer
+        self._rests = rests
+        self.steer: Steer | None = None
         # Leases are numbered on over sync points, so that no two have the same number.
         self._sync_point = 0
         # With `prepare`: whether a request is open while a lease is held, and what it was answered.
@@ -135,8 +135,8 @@ class ServerDataLeases(DataLeases):
             self._background.resume()
         lease = self._lease_of(answer)
         self.lease, self.left, self.report = lease.lease, lease.rounds, floats_in(members)
-        if self._steer is not None:
-            told = self._steer(lease, self.report)
+        if self.steer is not None:
+            told = self.steer(lease, self.report)
             if told is not None:
                 self.report = told
                 self.ask()
@@ -150,7 +150,7 @@ class ServerDataLeases(DataLeases):
     def weigh(self, weight: float, share: float, loss: Tensor | None = None) -> None:
         self.weight, self.share = weight, share
         self.left -= 1
-        if self._steer is not None:
+        if self.steer is not None:
             self.report = (0.0 if loss is None else loss.item(), weight)
 
     def halt(self) -> None:
@@ -193,7 +193,7 @@ class ServerDataLeases(DataLeases):
 
     def _done(self, kind: Kind) -> Message:
         """Returns the message that says what became of the lease that is held."""
-        returned = self.late and self._steer is None
+        returned = self.late and self.steer is None
         return Message(kind, flag=returned, lease=self.lease, numbers=numbers_of(self.report))
 
     def _parse(self, answer: Message) -> tuple[int, int, int, list[int]]:

@@ -38,18 +38,18 @@ class VectorStore(ShardUpdater):
         for shard, gradient in gradients:
             self.vectors.add(shard, serial, part, gradient, step.weight)
 
-    def settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         return self.log.settings or {}
 
-    def load_settings(self, settings: dict[str, Any] | None) -> None:
+    def _load_settings(self, settings: dict[str, Any] | None) -> None:
         self.log = CommandLog(settings=settings)
         self.vectors.bind(self.vectors.named[X])
 
-    def pieces(self, shard: int) -> Iterable[StatePiece]:
+    def _pieces(self, shard: int) -> Iterable[StatePiece]:
         spec = self._layout.pieces[shard]
         return [StatePiece(spec.parameter, name, spec.start, own) for name, own in self.vectors.pieces(shard).items()]
 
-    def load_pieces(self, pieces: Sequence[StatePiece], shard: int) -> None:
+    def _load_pieces(self, pieces: Sequence[StatePiece], shard: int) -> None:
         for piece in pieces:
             name = X if piece.key == PARAMETER else piece.key
             piece.copy_to(self._piece(name, shard), self._layout.pieces[shard].start)

@@ -11,7 +11,7 @@ from headrace.errors import PeersApart
 from headrace.parameter_server.replication.failover import primary_address, primary_rank
 from headrace.parameter_server.replication.links import LinkProbe
 from headrace.shared_memory.control_page import ControlPage
-from headrace.spec.plan import Plan
+from headrace.spec.plan import Plan, Role
 
 _LOOK_EVERY_S = 0.001
 
@@ -48,20 +48,26 @@ class ServerDirectory:
     """What a worker knows of the servers before it connects to them.
 
     Attributes:
-        addresses: blocks until every server can be reached; returns their addresses, in the order of `ranks`.
-        find: returns where a server can be reached now, by its place in `ranks`; raises ConnectionError if it cannot.
-        suspect: reports to the process that decides on failover that a server may be lost, by its place in `ranks`.
+        addresses: blocks until every server can be reached; returns their addresses, in the order of `roles`.
+        find: returns where a server can be reached now, by its place in `roles`; raises ConnectionError if it cannot.
+            None if the addresses stay.
+        suspect: reports to the process that decides on failover that a server may be lost, by its place in `roles`.
         incarnation: of this worker: how many processes there were in its place before.
         reach: whether the servers can be reached; None where that is not watched.
     """
 
-    ranks: tuple[int, ...] = ()
+    roles: tuple[Role, ...] = ()
     worker: int = 0
     addresses: Callable[[], tuple[str, ...]] = tuple
     find: Callable[[int], str] | None = None
     suspect: Callable[[int], object] = int
     incarnation: int = 0
     reach: ServerReach | None = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The servers' ranks in the plan."""
+        return tuple(role.rank for role in self.roles)
 
 
 def find_servers(plan: Plan, rank: int, page: ControlPage, group: ProcessGroup, timeout_s: float) -> ServerDirectory:
@@ -84,7 +90,7 @@ def find_servers(plan: Plan, rank: int, page: ControlPage, group: ProcessGroup, 
         page.ranks[rank].suspicion.raise_against(primary_rank(page, plan, servers[index]))
 
     return ServerDirectory(
-        servers,
+        tuple(plan.roles[server] for server in servers),
         rank,
         lambda: tuple(map(wait_for, servers)),
         find,

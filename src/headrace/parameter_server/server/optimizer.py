@@ -138,25 +138,25 @@ class ShardOptimizer(ShardUpdater):
             for shard in shards:
                 self._sent[worker, shard] = self._parameters[shard].detach().clone()
 
-    def settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         tables = {} if self.tables is None else {"tables": self.tables.settings()}
         return {**self._updater.settings(), **tables}
 
-    def load_settings(self, settings: dict[str, Any] | None) -> None:
+    def _load_settings(self, settings: dict[str, Any] | None) -> None:
         self._updater.load([], settings)
         if self.tables is not None and settings is not None and "tables" in settings:
             self.tables.load_settings(settings["tables"])
 
-    def pieces(self, shard: int) -> Iterable[StatePiece]:
+    def _pieces(self, shard: int) -> Iterable[StatePiece]:
         return self._updater.state(shard, copies=False)
 
-    def load_pieces(self, pieces: Sequence[StatePiece], shard: int) -> None:
+    def _load_pieces(self, pieces: Sequence[StatePiece], shard: int) -> None:
         self._updater.load(pieces, index=shard)
 
     def all_state(self) -> tuple[ShardOptimizerState, dict[str, Tensor]]:
         tensors = {f"sent/{worker}/{shard}": tensor for (worker, shard), tensor in self._sent.items()}
         for shard in range(len(self._layout)):
-            tensors |= {f"state/{shard}/{piece.name}": piece.value for piece in self.pieces(shard)}
+            tensors |= {f"state/{shard}/{piece.name}": piece.value for piece in self._pieces(shard)}
         # For optimizers that draw random numbers.
         tensors["random"] = torch.get_rng_state()
         tables, rows = self.tables.state() if self.tables is not None else (None, {})
@@ -179,7 +179,7 @@ class ShardOptimizer(ShardUpdater):
                 worker, _, shard = rest.partition("/")
                 self._sent[int(worker), int(shard)] = like(tensors, name, self._parameters[int(shard)]).clone()
         for index, own in pieces.items():
-            self.load_pieces(own, index)
+            self._load_pieces(own, index)
         torch.set_rng_state(like(tensors, "random", torch.get_rng_state()).clone())
         self._round, self._done = state.round, list(state.done)
         if self.tables is not None:

@@ -84,9 +84,9 @@ class ShardUpdater(ABC):
     def state(self, shard: int | None = None) -> bytes:
         """Returns a shard's state as safetensors, or the rest as JSON; raises ValueError if there is no such shard."""
         if shard is None:
-            return json.dumps(self.settings()).encode()
+            return json.dumps(self._settings()).encode()
         self._require(shard)
-        return pack({piece.name: piece.value for piece in self.pieces(shard)})
+        return pack({piece.name: piece.value for piece in self._pieces(shard)})
 
     def load(self, state: bytes, shard: int | None = None) -> None:
         """Loads a shard's state, with its parameters if it has them.
@@ -95,27 +95,27 @@ class ShardUpdater(ABC):
         """
         try:
             if shard is None:
-                self.load_settings(json.loads(state) if state else None)
+                self._load_settings(json.loads(state) if state else None)
                 return
             self._require(shard)
-            self.load_pieces([StatePiece.parse(name, value) for name, value in unpack(state).items()], shard)
+            self._load_pieces([StatePiece.parse(name, value) for name, value in unpack(state).items()], shard)
         except Exception as error:
             raise ValueError(f"no state of a shard: {error}") from error
 
     @abstractmethod
-    def settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         """Returns the state that is of no shard, as JSON values."""
 
     @abstractmethod
-    def load_settings(self, settings: dict[str, Any] | None) -> None:
-        """Drops all state, and loads what `settings` returned if it is given."""
+    def _load_settings(self, settings: dict[str, Any] | None) -> None:
+        """Drops all state, and loads what `_settings` returned if it is given."""
 
     @abstractmethod
-    def pieces(self, shard: int) -> Iterable[StatePiece]:
+    def _pieces(self, shard: int) -> Iterable[StatePiece]:
         """Returns a shard's state, which is not copied."""
 
     @abstractmethod
-    def load_pieces(self, pieces: Sequence[StatePiece], shard: int) -> None:
+    def _load_pieces(self, pieces: Sequence[StatePiece], shard: int) -> None:
         """Loads a shard's state, with its parameters if they are among the pieces."""
 
     @abstractmethod
