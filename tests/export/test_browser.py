@@ -21,8 +21,7 @@ from export.test_writing import FACTS, job_of
 from headrace.errors import UnfitMachine, UsageError
 from headrace.export import signature
 from headrace.export.browser import runtime
-from headrace.export.browser.folder import PAGE
-from headrace.export.browser.runtime import FILES, find_runtime
+from headrace.export.browser.runtime import FILES, PAGE, find_runtime
 from headrace.export.choice import choose, read_labels
 from headrace.export.writing import write_model
 

@@ -48,19 +48,18 @@ def check_kind(kind: str) -> None:
 
 def triton_config(facts: Signature) -> str:
     """Returns `config.pbtxt`: the batch is no part of the shapes where Triton makes it."""
-    batched = _batched(facts)
     lines = [f"name: {json.dumps(facts.name)}", 'backend: "onnxruntime"', f'default_model_filename: "{_ONNX}"']
-    lines.append(f"max_batch_size: {_MAX_BATCH if batched else 0}")
+    lines.append(f"max_batch_size: {_MAX_BATCH if facts.batched else 0}")
     for kind, forms in (("input", facts.inputs), ("output", facts.outputs)):
         for form in forms:
             # Triton wants one dimension at least: an input of one number an example is made from (batch, 1).
-            dims = list(form.shape[1:] if batched else form.shape)
+            dims = list(form.shape[1:] if facts.batched else form.shape)
             reshape = "" if dims else "  reshape: { shape: [ ] }\n"
             lines.append(
                 f"{kind} {{\n  name: {json.dumps(form.name)}\n  data_type: {_TRITON_TYPES[form.dtype]}\n"
                 f"  dims: {dims or [1]}\n{reshape}}}"
             )
-    if batched:
+    if facts.batched:
         lines.append(f"dynamic_batching {{ max_queue_delay_microseconds: {_MAX_WAIT_US} }}")
     return "\n".join(lines) + "\n"
 
@@ -120,10 +119,6 @@ def _docker(folder: Path, facts: Signature) -> tuple[Path, str]:
         encoding="utf-8",
     )
     return path, f"docker build -t {facts.name.lower()} {folder} && docker run -p 8000:8000 {facts.name.lower()}"
-
-
-def _batched(facts: Signature) -> bool:
-    return all(form.shape[:1] == (-1,) for form in (*facts.inputs, *facts.outputs))
 
 
 def _memory(facts: Signature) -> str:

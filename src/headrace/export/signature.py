@@ -15,7 +15,6 @@ from headrace.spec.plain import finite, from_plain, to_plain
 
 if TYPE_CHECKING:
     # A server reads signatures, and does without torch, which takes seconds to import.
-    import torch
     from torch import Tensor
 
 NAME = "signature.json"
@@ -118,6 +117,11 @@ class Signature:
     notes: tuple[str, ...] = ()
     quantized: Quantization | None = None
 
+    @property
+    def batched(self) -> bool:
+        """Whether all inputs and outputs have an entry for each example, of any number."""
+        return all(form.shape[:1] == (-1,) for form in (*self.inputs, *self.outputs))
+
 
 def write(folder: Path, signature: Signature) -> Path:
     """Writes `signature.json`; returns its path."""
@@ -219,13 +223,3 @@ def values_of(forms: Sequence[TensorForm], batches: Sequence[Mapping[str, Tensor
         low, high = (torch.stack([pick(row.double(), dim=1) for row in rows]) for pick in (torch.amin, torch.amax))
         found.append(replace(form, low=tuple(low.amin(0).tolist()), high=tuple(high.amax(0).tolist())))
     return tuple(found)
-
-
-def dtype_of(form: TensorForm) -> torch.dtype:
-    """Returns the type of a form's tensors; raises DataError where torch has none of that name."""
-    import torch
-
-    found = getattr(torch, form.dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise DataError(f"{form.name} has the type {form.dtype!r}, which torch does not have")
-    return found

@@ -17,8 +17,7 @@ from headrace.data.given import as_pipeline
 from headrace.data.loading.loader import Loader
 from headrace.errors import DataError, JobError, UnfitMachine, UsageError
 from headrace.export import programs, signature
-from headrace.export.browser.folder import write_page
-from headrace.export.browser.runtime import find_runtime
+from headrace.export.browser.runtime import find_runtime, write_page
 from headrace.export.choice import DEFAULT, FORMATS, PRECISIONS, ExportChoice
 from headrace.export.mobile.executorch import MOST_EXAMPLES, require_executorch, save_pte, trace_for_phone
 from headrace.export.mobile.litert import require_litert, save_tflite

@@ -100,27 +100,25 @@ def connect(
 ) -> Client:
     """Returns a client of some servers; `closing` closes its connections. The other arguments are those of `Client`."""
     connections = []
-    used, find = list(servers.addresses()), servers.find
+    used = list(servers.addresses())
     for index, (address, layout, own, role) in enumerate(zip(tuple(used), layouts, places, servers.roles, strict=True)):
         pushes = Slots(()) if observes else layout.push_slots
         open_one = functools.partial(_open_client_transport, layout=layout, pushes=pushes)
 
-        def reopen(
-            index: int = index, address: str = address, open_one: Callable[..., ClientTransport] = open_one
-        ) -> ClientTransport:
+        def reopen(index: int = index, open_one: Callable[..., ClientTransport] = open_one) -> ClientTransport:
             servers.suspect(index)
-            used[index] = find(index) if find else address
+            used[index] = servers.find(index)
             return open_one(used[index], hello_s=_RECONNECT_HELLO_S)
 
         def has_moved(index: int = index) -> bool:
             with suppress(ConnectionError):
-                return find is not None and find(index) != used[index]
+                return servers.find(index) != used[index]
             return False
 
         first = functools.partial(open_one, address, hello_s=_HELLO_S)
-        transport = _connect_once(first, reopen if find else None, check)
+        transport = _connect_once(first, reopen, check)
         closing.callback(transport.close)
-        require = functools.partial(servers.reach.require, index) if servers.reach else bool
+        require = functools.partial(servers.require, index)
         connections.append(
             ServerConnection(
                 transport, layout, own, role.rank, role.host, reopen, has_moved=has_moved, require_link=require
@@ -134,7 +132,7 @@ def connect(
 
 
 def _connect_once(
-    first: Callable[[], ClientTransport], again: Callable[[], ClientTransport] | None, check: Callable[[], None]
+    first: Callable[[], ClientTransport], again: Callable[[], ClientTransport], check: Callable[[], None]
 ) -> ClientTransport:
     """Opens a connection by `first`; if that fails because a server has been replaced, by `again`."""
     deadline = monotonic() + _CONNECT_S
@@ -142,7 +140,7 @@ def _connect_once(
         try:
             return first()
         except (ConnectionError, TimeoutError):
-            if again is None or monotonic() > deadline:
+            if monotonic() > deadline:
                 raise
             first = again
         check()

@@ -13,9 +13,9 @@ from headrace.errors import DataError, HeadraceError, UsageError
 from headrace.export.signature import NAME, Signature, read
 from headrace.export.tensors import Array, check_lengths, not_finite
 from headrace.machine import disk
-from headrace.serving.batcher import Batcher
+from headrace.serving.batcher import Batcher, Compute
 from headrace.serving.metrics import ServerMetrics
-from headrace.serving.programs import ServedProgram, open_program
+from headrace.serving.programs import open_program
 from headrace.serving.settings import RequestError, ServeSettings
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -36,21 +36,21 @@ class LoadedVersion:
         name: str,
         number: int,
         facts: Signature,
-        program: ServedProgram,
+        compute: Compute,
         settings: ServeSettings,
         metrics: ServerMetrics,
     ) -> None:
         self.name, self.number, self.facts = name, number, facts
-        self.batched = all(form.shape[:1] == (-1,) for form in (*facts.inputs, *facts.outputs))
+        self.batched = facts.batched
         labels = (name, str(number))
-        batch, compute = metrics.batch.labels(*labels), metrics.compute.labels(*labels)
+        batch, compute_s = metrics.batch.labels(*labels), metrics.compute.labels(*labels)
 
         def computed(rows: int, seconds: float) -> None:
             batch.observe(rows)
-            compute.observe(seconds)
+            compute_s.observe(seconds)
 
         self._not_finite = metrics.not_finite.labels(*labels)
-        self._batcher = Batcher(program.run, settings, self.batched, computed)
+        self._batcher = Batcher(compute, settings, self.batched, computed)
         self._metrics = metrics
         metrics.watch_queue(*labels, self._batcher.__len__)
         metrics.loaded.labels(*labels).set(1)
@@ -238,9 +238,9 @@ class Catalog:
     async def _load(self, model: ServedModel, number: int) -> None:
         settings = self._settings
         path = model.path(number)
-        facts, program = await asyncio.to_thread(open_program, path, settings.threads, settings.trust_pt2)
+        facts, compute = await asyncio.to_thread(open_program, path, settings.threads, settings.trust_pt2)
         _log.info("version %d of %s is loaded", number, model.name)
-        model.versions[number] = LoadedVersion(model.name, number, facts, program, settings, self._metrics)
+        model.versions[number] = LoadedVersion(model.name, number, facts, compute, settings, self._metrics)
 
     def _retire(self, version: LoadedVersion) -> None:
         task = asyncio.create_task(version.close())

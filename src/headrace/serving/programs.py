@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from headrace.errors import DataError, HeadraceError
 from headrace.export.signature import Signature, TensorForm, check_inside, open_file, read
 from headrace.export.tensors import Array, form_text, numpy_type, shaped
+from headrace.serving.batcher import Compute
 
 ONNX, TORCH, SAMPLE = "model.onnx", "model.pt2", "sample.safetensors"
 _ORT_TYPES = {"float": "float32", "double": "float64"}
@@ -21,63 +22,45 @@ _MOST_DIFFERENT = 1e-3
 """Of an output for the sample, relative to its largest value: another machine rounds differently."""
 
 
-class ServedProgram(ABC):
-    """Computes a model's outputs, in the order of the signature; one call at a time."""
+def _onnx(path: Path, facts: Signature, threads: int | None) -> Compute:
+    """Returns what computes by `model.onnx`."""
+    import onnxruntime
 
-    @abstractmethod
-    def run(self, inputs: Mapping[str, Array]) -> list[Array]:
-        """Returns the outputs for whole arrays of inputs."""
-
-
-class OnnxProgram(ServedProgram):
-    """Runs `model.onnx`."""
-
-    def __init__(self, path: Path, facts: Signature, threads: int | None) -> None:
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 4
-        if threads:
-            options.intra_op_num_threads = threads
-        # Threads that wait for the next operator would take the cores of those that read requests.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        try:
-            self._session: Any = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # onnxruntime has one class for each status, all unnamed in its interface
-            raise DataError(f"{path} cannot be run: {error!s:.300}") from error
-        for found, wanted in (
-            (self._session.get_inputs(), facts.inputs),
-            (self._session.get_outputs(), facts.outputs),
-        ):
-            _check_forms(path, found, wanted)
-        self._outputs = [form.name for form in facts.outputs]
-
-    def run(self, inputs: Mapping[str, Array]) -> list[Array]:
-        found: list[Array] = self._session.run(self._outputs, inputs)
-        return found
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    if threads:
+        options.intra_op_num_threads = threads
+    # Threads that wait for the next operator would take the cores of those that read requests.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    try:
+        session: Any = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime has one class for each status, all unnamed in its interface
+        raise DataError(f"{path} cannot be run: {error!s:.300}") from error
+    _check_forms(path, session.get_inputs(), facts.inputs)
+    _check_forms(path, session.get_outputs(), facts.outputs)
+    compute: Compute = partial(session.run, [form.name for form in facts.outputs])
+    return compute
 
 
-class TorchProgram(ServedProgram):
-    """Runs `model.pt2`; it imports torch."""
+def _torch(path: Path, facts: Signature, threads: int | None) -> Compute:
+    """Returns what computes by `model.pt2`; it imports torch."""
+    import torch
 
-    def __init__(self, path: Path, facts: Signature, threads: int | None) -> None:
-        import torch
+    from headrace.export.programs import TorchRunner
 
-        from headrace.export.programs import TorchRunner
+    if threads:
+        torch.set_num_threads(threads)
+    runner = TorchRunner(path, facts.inputs, facts.outputs)
 
-        if threads:
-            torch.set_num_threads(threads)
-        self._from_numpy = torch.from_numpy
-        self._runner = TorchRunner(path, facts.inputs, facts.outputs)
-        self._outputs = [form.name for form in facts.outputs]
+    def compute(inputs: Mapping[str, Array]) -> list[Array]:
+        found = runner.run({name: torch.from_numpy(array) for name, array in inputs.items()})
+        return [found[form.name].numpy() for form in facts.outputs]
 
-    def run(self, inputs: Mapping[str, Array]) -> list[Array]:
-        found = self._runner.run({name: self._from_numpy(array) for name, array in inputs.items()})
-        return [found[name].numpy() for name in self._outputs]
+    return compute
 
 
-def open_program(folder: Path, threads: int | None = None, trust_pt2: bool = False) -> tuple[Signature, ServedProgram]:
-    """Returns the signature and the program of an exported model, after it has computed the folder's sample.
+def open_program(folder: Path, threads: int | None = None, trust_pt2: bool = False) -> tuple[Signature, Compute]:
+    """Returns the signature of an exported model and what computes its outputs, in order, tried on the sample.
 
     Args:
         threads: that compute; None for all cores.
@@ -94,33 +77,29 @@ def open_program(folder: Path, threads: int | None = None, trust_pt2: bool = Fal
     if not facts.inputs or not facts.outputs:
         raise DataError(f"the model in {folder} has no {'inputs' if facts.outputs else 'outputs'}; export it again")
     if ONNX in facts.files:
-        _open_others(folder, facts)
-        program: ServedProgram = OnnxProgram(open_file(folder, facts, ONNX), facts, threads)
+        for name in facts.files:
+            # Of more than 2 GB, the model has other files for its weights.
+            if name.startswith(ONNX) and name != ONNX:
+                open_file(folder, facts, name)
+        compute = _onnx(open_file(folder, facts, ONNX), facts, threads)
     elif TORCH in facts.files:
         if not trust_pt2:
             raise DataError(
                 f"{folder} has {TORCH} and no {ONNX}; torch runs code that a {TORCH} may hold: export with --formats "
                 "onnx, or say --trust-pt2 where all folders are your own"
             )
-        program = TorchProgram(open_file(folder, facts, TORCH), facts, threads)
+        compute = _torch(open_file(folder, facts, TORCH), facts, threads)
     else:
         raise DataError(
             f"{folder} has neither {ONNX} nor {TORCH}; it lists {', '.join(sorted(facts.files)) or 'no file'}"
         )
     try:
-        _compute_sample(folder, facts, program)
+        _compute_sample(folder, facts, compute)
     except HeadraceError:
         raise
     except Exception as error:  # of the runtime, which has a class for each status
         raise DataError(f"the model in {folder} does not compute its own sample: {error!s:.300}") from error
-    return facts, program
-
-
-def _open_others(folder: Path, facts: Signature) -> None:
-    """Checks the files that an ONNX model of more than 2 GB has for its weights."""
-    for name in facts.files:
-        if name.startswith(ONNX) and name != ONNX:
-            open_file(folder, facts, name)
+    return facts, compute
 
 
 def _check_forms(path: Path, found: Sequence[Any], wanted: Sequence[TensorForm]) -> None:
@@ -135,7 +114,7 @@ def _check_forms(path: Path, found: Sequence[Any], wanted: Sequence[TensorForm])
         )
 
 
-def _compute_sample(folder: Path, facts: Signature, program: ServedProgram) -> None:
+def _compute_sample(folder: Path, facts: Signature, compute: Compute) -> None:
     if SAMPLE not in facts.files:
         raise DataError(f"{folder} has no {SAMPLE}, which shows that a model works here; export it again")
     sample = _read_sample(open_file(folder, facts, SAMPLE))
@@ -147,7 +126,7 @@ def _compute_sample(folder: Path, facts: Signature, program: ServedProgram) -> N
         inputs[form.name] = shaped(form, array)
     recorded = max((file.difference or 0.0 for file in facts.files.values()), default=0.0)
     allowed = max(_MOST_DIFFERENT, 10 * recorded)
-    for form, found in zip(facts.outputs, program.run(inputs), strict=True):
+    for form, found in zip(facts.outputs, compute(inputs), strict=True):
         wanted = sample.get(f"output/{form.name}")
         if wanted is None or wanted.shape != found.shape:
             raise DataError(f"{folder / SAMPLE} has no output/{form.name} of the shape {found.shape}; export it again")

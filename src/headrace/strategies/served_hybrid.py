@@ -24,7 +24,6 @@ from dataclasses import replace
 
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.parameter_server.planning import assign_shards
-from headrace.parameter_server.replication.directory import ServerDirectory
 from headrace.policies.roles import require_cpu, require_memory, worker_and_server_roles
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -134,20 +133,5 @@ def of_outer(plan: Plan, outer: Strategy) -> Plan:
 def served_replica(outer: Strategy, plan: Plan, role: Role, own: WorkerContext) -> Replica:
     """Returns one rank's part of a replica, as a worker of the outer strategy; in `own` its `inside` is set."""
     every = own.servers()
-    places = [place for place, server in enumerate(every.roles) if server.stage == role.stage]
-    find = every.find
-
-    def addresses() -> tuple[str, ...]:
-        known = every.addresses()
-        return tuple(known[place] for place in places)
-
-    servers = ServerDirectory(
-        roles=tuple(every.roles[place] for place in places),
-        worker=role.data_rank,
-        addresses=addresses,
-        find=(lambda index: find(places[index])) if find else None,
-        suspect=lambda index: every.suspect(places[index]),
-        incarnation=every.incarnation,
-        reach=every.reach and every.reach.among(places),
-    )
+    servers = every.among([server.rank for server in every.roles if server.stage == role.stage], role.data_rank)
     return outer.replica(of_outer(plan, outer), role.rank, replace(own, servers=lambda: servers))

@@ -84,9 +84,9 @@ def test_a_file_gets_smaller_and_its_metrics_are_recorded(kind: str, most: float
     assert 0 < (made.files["model.onnx"].difference or 0) < 0.1
     assert signature.read(tmp_path / "m") == made
     # The server takes it as it is.
-    facts, program = open_program(tmp_path / "m")
+    facts, compute = open_program(tmp_path / "m")
     assert facts.quantized == made.quantized
-    assert program.run({"images": job.eval_data[0].numpy()})[0].shape == (60, 4)
+    assert compute({"images": job.eval_data[0].numpy()})[0].shape == (60, 4)
     kinds = {each.op_type for each in onnx.load(tmp_path / "m" / "model.onnx").graph.node}
     assert ("QuantizeLinear" in kinds) == (kind == "int8")
 

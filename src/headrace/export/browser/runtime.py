@@ -15,6 +15,7 @@ import subprocess
 import tarfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 
 from headrace.errors import UnfitMachine, UsageError
@@ -26,6 +27,8 @@ INTEGRITY = "q0y+JrrtukXSzsBWEMccVfqX25LRmosXHF+CaRJmg8pZClzcV7svNc4rKY3jL02Vb7Q
 """SHA-512 of that version's archive, as npm's package-lock.json writes it."""
 FILES = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
 """Of the package's folder dist/, what computes on the processor; the others are for graphics cards."""
+
+PAGE = ("index.html", "page.css", "page.js", "tensors.js")
 
 _ARCHIVE = f"{NAME}-{VERSION}.tgz"
 _MOST_BYTES = 64 << 20
@@ -115,10 +118,19 @@ def _read_folder(path: Path) -> WebRuntime:
 def _runtime(path: Path, read: Callable[[str], bytes]) -> WebRuntime:
     try:
         about = json.loads(read("package.json"))
-        files = {name: read(f"dist/{name}") for name in FILES}
+        contents = {name: read(f"dist/{name}") for name in FILES}
     except (KeyError, FileNotFoundError, ValueError) as error:
         raise UsageError(f"{path} is not a whole {NAME}: {error!s:.200}; {_REMEDY}") from error
     name, version = (about.get("name"), about.get("version")) if isinstance(about, dict) else (None, None)
     if name != NAME:
         raise UsageError(f"{path} is {name!s:.60}, not {NAME}; {_REMEDY}")
-    return WebRuntime(str(version), files)
+    return WebRuntime(str(version), contents)
+
+
+def write_page(place: Path, runtime: WebRuntime) -> None:
+    """Writes what a page needs beside the model into its folder: the page itself and onnxruntime-web."""
+    page = files("headrace.export.browser") / "page"
+    for name in PAGE:
+        (place / name).write_bytes((page / name).read_bytes())
+    for name, content in runtime.files.items():
+        (place / name).write_bytes(content)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from headrace.errors import JobError
+from headrace.export.programs import quiet
 
 _ONE_FILE_BYTES = 2 << 30
 _RECURRENT = ("LSTM", "GRU", "RNN")
@@ -36,7 +34,7 @@ def quantize_onnx(path: Path, kind: str, calibration: Sequence[Mapping[str, Tens
         raise JobError(
             f"{path.name} has more than {_ONE_FILE_BYTES:,} bytes, which is not quantized; leave --quantize out"
         )
-    with _quiet():
+    with quiet():
         try:
             if kind == "fp16":
                 return _half(path)
@@ -113,16 +111,3 @@ def _prepared(path: Path) -> Path:
     # Symbolic shapes want sympy, and break at operations that onnxruntime's own optimizer makes.
     quant_pre_process(path, prepared, skip_symbolic_shape=True)
     return prepared
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Leaves out the advice of onnxruntime's quantizer, which is for who calls it."""
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(level)

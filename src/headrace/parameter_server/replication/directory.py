@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from headrace.collectives.base import ProcessGroup
@@ -17,24 +17,56 @@ _LOOK_EVERY_S = 0.001
 
 
 @dataclass(frozen=True)
-class ServerReach:
-    """Whether a worker reaches each of the servers from which nothing comes."""
+class ServerDirectory:
+    """Where a worker's servers are, which other processes may replace; an index is that in `ranks`.
+
+    Attributes:
+        rank, worker: of this process, and its number for the servers.
+        ranks: of the servers in the plan.
+    """
 
     page: ControlPage
     plan: Plan
     rank: int
-    servers: tuple[int, ...]
+    group: ProcessGroup
     timeout_s: float
+    worker: int
+    ranks: tuple[int, ...]
     _probes: dict[int, LinkProbe] = field(init=False, default_factory=dict)
 
-    def among(self, places: Sequence[int]) -> ServerReach:
-        """Returns the same for some of the servers, in order."""
-        return replace(self, servers=tuple(self.servers[place] for place in places))
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The servers' roles in the plan."""
+        return tuple(self.plan.roles[rank] for rank in self.ranks)
+
+    @property
+    def incarnation(self) -> int:
+        """How many processes there were in this worker's place before."""
+        return self.page.ranks[self.rank].restarts
+
+    def among(self, ranks: Sequence[int], worker: int) -> ServerDirectory:
+        """Returns the same for some of the servers, to which this process is another worker."""
+        return replace(self, ranks=tuple(ranks), worker=worker)
+
+    def addresses(self) -> tuple[str, ...]:
+        """Blocks until every server can be reached; returns their addresses."""
+        return tuple(map(self._wait_for, self.ranks))
+
+    def find(self, index: int) -> str:
+        """Returns where a server can be reached now; raises ConnectionError if it cannot."""
+        address = primary_address(self.page, self.plan, self.ranks[index], self.rank)
+        if not address:
+            raise ConnectionError("no server has its address yet")
+        return address
+
+    def suspect(self, index: int) -> None:
+        """Reports to the process that decides on failover that a server may be lost."""
+        self.page.ranks[self.rank].suspicion.raise_against(primary_rank(self.page, self.plan, self.ranks[index]))
 
     def require(self, index: int, silent_s: float) -> None:
         """Looks where nothing has come from a server for so long; raises PeersApart if both live and are cut."""
-        primary = primary_rank(self.page, self.plan, self.servers[index])
-        address = primary_address(self.page, self.plan, self.servers[index], self.rank)
+        primary = primary_rank(self.page, self.plan, self.ranks[index])
+        address = primary_address(self.page, self.plan, self.ranks[index], self.rank)
         if not address:
             return
         probe = self._probes.setdefault(index, LinkProbe(self.page, self.timeout_s))
@@ -42,59 +74,8 @@ class ServerReach:
             here, there = ((each, self.plan.role(each).host) for each in (self.rank, primary))
             raise PeersApart(here, there, f"no progress for {silent_s:.1f} s: no packet comes from there")
 
-
-@dataclass(frozen=True)
-class ServerDirectory:
-    """What a worker knows of the servers before it connects to them.
-
-    Attributes:
-        addresses: blocks until every server can be reached; returns their addresses, in the order of `roles`.
-        find: returns where a server can be reached now, by its place in `roles`; raises ConnectionError if it cannot.
-            None if the addresses stay.
-        suspect: reports to the process that decides on failover that a server may be lost, by its place in `roles`.
-        incarnation: of this worker: how many processes there were in its place before.
-        reach: whether the servers can be reached; None where that is not watched.
-    """
-
-    roles: tuple[Role, ...] = ()
-    worker: int = 0
-    addresses: Callable[[], tuple[str, ...]] = tuple
-    find: Callable[[int], str] | None = None
-    suspect: Callable[[int], object] = int
-    incarnation: int = 0
-    reach: ServerReach | None = None
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The servers' ranks in the plan."""
-        return tuple(role.rank for role in self.roles)
-
-
-def find_servers(plan: Plan, rank: int, page: ControlPage, group: ProcessGroup, timeout_s: float) -> ServerDirectory:
-    """Returns the directory of a run's servers for one worker; an empty one where the run has none."""
-    servers = plan.servers
-
-    def wait_for(server: int) -> str:
-        while not (address := primary_address(page, plan, server, rank)):
-            group.check()
+    def _wait_for(self, server: int) -> str:
+        while not (address := primary_address(self.page, self.plan, server, self.rank)):
+            self.group.check()
             time.sleep(_LOOK_EVERY_S)
         return address
-
-    def find(index: int) -> str:
-        address = primary_address(page, plan, servers[index], rank)
-        if not address:
-            raise ConnectionError("no server has its address yet")
-        return address
-
-    def suspect(index: int) -> None:
-        page.ranks[rank].suspicion.raise_against(primary_rank(page, plan, servers[index]))
-
-    return ServerDirectory(
-        tuple(plan.roles[server] for server in servers),
-        rank,
-        lambda: tuple(map(wait_for, servers)),
-        find,
-        suspect,
-        page.ranks[rank].restarts,
-        ServerReach(page, plan, rank, servers, timeout_s),
-    )
