@@ -94,7 +94,7 @@ def work(board: Board, seat: int, client: Client, world: dict[str, Any], faults:
     """Counts every portion that it gets, until there are no more."""
     lease = -1
     while True:
-        client.tell(Message(Kind.ASK, lease=lease))
+        client.servers[0].tell(Message(Kind.ASK, lease=lease))
         answer = client.lease()
         if answer.kind == Kind.SYNC_POINT:
             lease, fence = -1, answer.numbers[4]

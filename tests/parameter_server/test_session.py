@@ -70,11 +70,11 @@ def test_what_waits_for_others_is_asked_again_and_counts_once(way: str, codec: s
 def test_what_is_said_about_data_is_done_once_and_answered_again(way: str) -> None:
     with standing(way) as stand:
         client, _ = stand.client()
-        client.tell(Message(Kind.ASK))
+        client.servers[0].tell(Message(Kind.ASK))
         granted = [client.lease().lease]
         for _ in range(5):
             stand.cut()
-            client.tell(Message(Kind.ASK, lease=granted[-1]))
+            client.servers[0].tell(Message(Kind.ASK, lease=granted[-1]))
             stand.cut()
             granted.append(client.lease().lease)
         assert granted == list(range(6))
@@ -104,14 +104,14 @@ def test_who_was_declared_lost_is_told_so_and_holds_nothing(way: str) -> None:
     with standing(way, workers=2) as stand:
         lost, _ = stand.client()
         other, _ = stand.client(1)
-        lost.tell(Message(Kind.ASK, lease=-1))
+        lost.servers[0].tell(Message(Kind.ASK, lease=-1))
         held = lost.lease().lease
         stand.between(lambda: stand.server.lose(0, 1))
         with pytest.raises(Replaced, match="the run goes on without this process"):
             lost.push(one_hot(0), held)
         with pytest.raises(Replaced):
             stand.client()
-        other.tell(Message(Kind.ASK, lease=-1))
+        other.servers[0].tell(Message(Kind.ASK, lease=-1))
         assert other.lease().lease == held
         stand.client(incarnation=1)[0].pull()
 
@@ -133,7 +133,7 @@ def test_who_wakes_up_late_is_told_that_it_was_replaced(way: str) -> None:
 
 
 def lease_of(client: Client) -> int:
-    client.tell(Message(Kind.ASK))
+    client.servers[0].tell(Message(Kind.ASK))
     return client.lease().lease
 
 
@@ -142,10 +142,10 @@ def test_a_worker_that_comes_again_in_time_keeps_its_portion(way: str) -> None:
         (first, _), (second, _) = (stand.client(worker) for worker in range(2))
         assert [lease_of(first), lease_of(second)] == [0, 1]
         stand.cut(0)
-        second.tell(Message(Kind.ASK, lease=1))
+        second.servers[0].tell(Message(Kind.ASK, lease=1))
         assert second.lease().lease == 2, "portion 0 is not free"
         assert first.push(one_hot(0), 0) is None
-        first.tell(Message(Kind.ASK, lease=0))
+        first.servers[0].tell(Message(Kind.ASK, lease=0))
         assert first.lease().lease == 3
 
 
@@ -169,7 +169,7 @@ def test_whatever_happens_on_the_way_everything_counts_once(way: str, kind: str)
         client, copy = stand.client()
         client.pull()
         for lease in range(WIDTH // 2):
-            client.tell(Message(Kind.ASK, lease=lease - 1))
+            client.servers[0].tell(Message(Kind.ASK, lease=lease - 1))
             granted = client.lease()
             assert (granted.kind, granted.lease) == (Kind.GRANT, lease)
             assert client.push(one_hot(lease), lease, pull=lease % 2 == 1) is None
@@ -225,7 +225,7 @@ def test_a_client_that_closes_leaves_alone(way: str) -> None:
 def test_whose_data_is_on_its_way_does_not_rest(way: str) -> None:
     with standing(way, workers=2) as stand:
         client, _ = stand.client()
-        client.tell(Message(Kind.ASK, lease=-1))
+        client.servers[0].tell(Message(Kind.ASK, lease=-1))
         # The server deals with one after the other: it has given out the data when it answers this.
         client.ask(0, Message(Kind.BEGIN))
         client._rest()

@@ -117,7 +117,7 @@ class Life:
         closing.callback(client.close)
         lease, late = -1, False
         while True:
-            client.tell(Message(Kind.ASK, flag=late, lease=lease))
+            client.servers[0].tell(Message(Kind.ASK, flag=late, lease=lease))
             answer = client.lease()
             if answer.kind == Kind.SYNC_POINT:
                 lease = -1
@@ -141,7 +141,7 @@ class Life:
         if worker == 0 and following:
             for server in range(SERVERS):
                 client.ask(server, Message(Kind.SETTLE, lease=done))
-            client.tell(Message(Kind.ADVANCE, lease=done, numbers=(following[0], 0, done, following[0], 1)))
+            client.servers[0].tell(Message(Kind.ADVANCE, lease=done, numbers=(following[0], 0, done, following[0], 1)))
         if not following:
             self.fence.wait(DEADLINE_S)
             self.ended.set()

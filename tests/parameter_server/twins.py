@@ -122,7 +122,7 @@ class Worker:
         lease, late = -1, False
         # A worker that waits for others ends with them: each does as many rounds, or says that it goes.
         while not self._stop.is_set():
-            client.tell(Message(Kind.ASK, flag=late, lease=lease))
+            client.servers[0].tell(Message(Kind.ASK, flag=late, lease=lease))
             lease = client.lease().lease
             client.pull()
             gradients: list[Any] = [

@@ -172,17 +172,20 @@ class Client:
         """Sends one server a message other than push or pull, and returns the blob of its answer."""
         return bytes(self.servers[server].ask(message, blob))
 
-    def tell(self, message: Message) -> None:
-        """Sends the first server, which leases the data, a message without waiting for the answer."""
-        self.servers[0].tell(message)
+    def ask_all(self, message: Message, blob: bytes = b"", servers: Sequence[int] | None = None) -> list[bytes]:
+        """Sends all servers, or some, one message, and returns the blobs of their answers."""
+        asked = self.servers if servers is None else [self.servers[server] for server in servers]
+        for server in asked:
+            server.tell(message, blob)
+        return [bytes(server.answer()) for server in asked]
 
     def lease(self, rests: bool = False) -> Message:
         """Waits for the first server's next grant or sync point; if `rests`, no other worker waits for this one."""
         self.rested = False
         message = self.servers[0].lease(self._rest if rests else None)
-        for server in self.servers if self.rested else ():
+        if self.rested:
             # Other workers wait for this one again from now on.
-            server.ask(Message(Kind.REST))
+            self.ask_all(Message(Kind.REST))
         return message
 
     def _rest(self) -> None:

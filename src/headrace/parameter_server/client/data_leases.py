@@ -83,7 +83,6 @@ class ServerDataLeases(DataLeases):
         self.synced_round = 0
         self.client, self.leads = client, leads
         self._group = group
-        self._servers = range(len(client.versions))
         self._parts = parts
         self._next_sync_point = next_sync_point or fixed_span(1)
         self._background = background
@@ -98,7 +97,7 @@ class ServerDataLeases(DataLeases):
 
     def begin(self) -> None:
         # A rank of a replica may have no trainable parameter, and so no server.
-        while self._servers and not self.client.ask(0, Message(Kind.BEGIN, flag=self.leads)):
+        while self.client.servers and not self.client.ask(0, Message(Kind.BEGIN, flag=self.leads)):
             time.sleep(_POLL_S)
         self.renew()
 
@@ -114,8 +113,7 @@ class ServerDataLeases(DataLeases):
             self._background.renew()
         if self.lease >= 0:
             self._tell(self._done(Kind.COMMIT))
-        for server in self._servers:
-            self.client.ask(server, Message(Kind.LEAVE))
+        self.client.ask_all(Message(Kind.LEAVE))
 
     def next(self) -> Lease | SyncPoint:
         answer, self._early, self.following = self._early, None, None
@@ -158,8 +156,7 @@ class ServerDataLeases(DataLeases):
 
     def advance(self, done: int, until: int) -> None:
         until, span = self._next_sync_point(done, until)
-        for server in self._servers:
-            self.client.ask(server, Message(Kind.SETTLE, lease=done))
+        self.client.ask_all(Message(Kind.SETTLE, lease=done))
         alone = leases_between(done, max(done, self._alone), span)
         ahead = self._sync_point + leases_between(done, until, span)
         self._tell(Message(Kind.ADVANCE, lease=self._sync_point, numbers=(ahead, alone, done, until, span)))
@@ -175,8 +172,7 @@ class ServerDataLeases(DataLeases):
             self.client.pull()
 
     def end(self) -> None:
-        for server in self._servers:
-            self.client.ask(server, Message(Kind.END))
+        self.client.ask_all(Message(Kind.END))
 
     def close(self) -> None:
         if self._background:
@@ -207,7 +203,7 @@ class ServerDataLeases(DataLeases):
 
     def _tell(self, message: Message) -> None:
         if self._group.rank == 0:
-            self.client.tell(message)
+            self.client.servers[0].tell(message)
 
     def _receive(self) -> Message:
         """Waits for the next grant or sync point, and returns it on every rank of the replica."""

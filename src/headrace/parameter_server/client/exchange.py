@@ -273,8 +273,7 @@ class ServedExchange(Exchange):
     def swap_weights(self, averaged: bool) -> None:
         self._group.barrier()
         if self._group.rank == 0:
-            for server in range(len(self._layouts)):
-                self.client.ask(server, Message(Kind.AVERAGE, flag=averaged))
+            self.client.ask_all(Message(Kind.AVERAGE, flag=averaged))
         self._group.barrier()
         self.client.pull()
 

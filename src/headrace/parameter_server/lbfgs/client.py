@@ -21,15 +21,11 @@ class RemoteVectors(VectorServers):
         self._client = client
 
     def logs(self) -> list[CommandLog]:
-        for server in self._client.servers:
-            server.tell(Message(Kind.VECTORS, flag=1))
-        return [CommandLog.parse(json.loads(bytes(server.answer()))) for server in self._client.servers]
+        return [CommandLog.parse(json.loads(log)) for log in self._client.ask_all(Message(Kind.VECTORS, flag=1))]
 
     def run(self, stage: Stage, index: int, commands: Sequence[Command], servers: Sequence[int]) -> list[list[float]]:
-        blob, asked = json.dumps(commands).encode(), [self._client.servers[server] for server in servers]
-        for server in asked:
-            server.tell(Message(Kind.VECTORS, numbers=(*stage, index)), blob)
-        return [json.loads(bytes(server.answer())) for server in asked]
+        asks, described = Message(Kind.VECTORS, numbers=(*stage, index)), json.dumps(commands).encode()
+        return [json.loads(numbers) for numbers in self._client.ask_all(asks, described, servers)]
 
 
 class Steering:

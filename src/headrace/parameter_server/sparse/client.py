@@ -124,10 +124,7 @@ class RowClient:
         numbers: tuple[int, ...] = (),
     ) -> list[bytes]:
         """Sends all servers, or some, a MOVE_ROWS message, and returns their answers."""
-        asked = self._client.servers if servers is None else [self._client.servers[server] for server in servers]
-        for server in asked:
-            server.tell(Message(Kind.MOVE_ROWS, flag=kind, lease=number, numbers=numbers), blob)
-        return [bytes(server.answer()) for server in asked]
+        return self._client.ask_all(Message(Kind.MOVE_ROWS, flag=kind, lease=number, numbers=numbers), blob, servers)
 
     def adopt(self, changes: RowMap) -> None:
         """Takes over changes of the map; if there are some, tells all servers before anything else.
@@ -195,8 +192,7 @@ class RowClient:
 
     def clear(self) -> None:
         """Drops all rows of all servers."""
-        for server in range(self._servers):
-            self._client.ask(server, Message(Kind.LOAD_ROWS, 0, flag=1))
+        self._client.ask_all(Message(Kind.LOAD_ROWS, 0, flag=1))
 
     def _pull(self, number: int, wanted: dict[int, Tensor]) -> dict[int, tuple[int, Tensor]]:
         """Asks several servers at once; of a server that has not all of the rows any more, there is no answer."""
