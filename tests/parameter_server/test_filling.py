@@ -179,7 +179,7 @@ class Trainer:
         self.client = Client([connection], number)
 
     def push(self) -> None:
-        self.client.tell(Message(Kind.ASK, lease=-1))
+        self.client.servers[0].tell(Message(Kind.ASK, lease=-1))
         self.client.push([[torch.ones_like(place) for place in self.places]], self.client.lease().lease, pull=True)
 
 
