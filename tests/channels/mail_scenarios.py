@@ -17,8 +17,6 @@ from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.errors import PeerLost, UsageError
 from headrace.shared_memory.control_page import ControlPage
 
-__all__ = ["exchange_everything", "get_ahead", "wait_for_mail"]
-
 HOSTS = ("one", "one", "other")
 ROUND = [Route(0, 1, 2), Route(1, 2, 2), Route(2, 0, 3), Route(1, 1, 1)]
 """Where what a rank sends goes, and a way that needs no mailbox."""

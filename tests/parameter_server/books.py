@@ -25,8 +25,6 @@ from headrace.parameter_server.core.events import (
 )
 from headrace.policies.staleness import Bounded, EveryPush, Unbounded
 
-__all__ = ["LeaseBook", "ShardBook"]
-
 
 class ShardBook:
     """One shard and what is known about it.

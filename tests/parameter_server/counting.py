@@ -30,8 +30,6 @@ from headrace.parameter_server.wire import Kind, Message, ShardLayout, ShardSpec
 from transport.faulty import Odds
 from transport.ways import open_link
 
-__all__ = ["FAULTS", "Board", "Count", "World", "address_file", "count", "layout_of"]
-
 FAULTS = [f"{way} {field.name}" for way in ("request", "reply") for field in fields(Odds)]
 SCRIPT = Path(__file__).with_name("counting_script.py")
 DEADLINE_S = 120.0

@@ -24,8 +24,6 @@ from headrace.transport.base import ClientTransport
 from parameter_server.fleet_form import fleet_form
 from transport.ways import DEADLINE_S, open_link
 
-__all__ = ["Fleet", "Pusher"]
-
 TESTS = Path(__file__).resolve().parent.parent
 SCRIPT = TESTS / "parameter_server" / "fleet_script.py"
 

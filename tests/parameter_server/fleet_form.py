@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from headrace.parameter_server.wire import ShardLayout, ShardSpec
 
-__all__ = ["fleet_form"]
-
 
 def fleet_form(leases: int) -> ShardLayout:
     """Returns four shards with a number for each lease."""

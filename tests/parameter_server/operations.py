@@ -15,8 +15,6 @@ from typing import Any
 
 from headrace.parameter_server.core.events import Event, Join, Leave, Reason, Renew, Settle
 
-__all__ = ["BareBook", "Operation", "violations"]
-
 
 @dataclass
 class Operation:

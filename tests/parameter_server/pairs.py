@@ -18,8 +18,6 @@ from headrace.shared_memory.segment import SharedSegment
 from headrace.transport.base import ReceivedMessage, ServerTransport, Slots
 from transport.ways import DEADLINE_S, open_link, open_port
 
-__all__ = ["Group", "Runner", "Scribe", "digest", "until"]
-
 
 def until(true: Callable[[], object], what: str) -> None:
     """Waits until something is true."""

@@ -38,8 +38,6 @@ from headrace.parameter_server.replication.machine import (
     View,
 )
 
-__all__ = ["Group", "Step"]
-
 Step = tuple[str, ...]
 
 

@@ -8,8 +8,6 @@ from headrace.policies.staleness import Bounded, Unbounded
 from parameter_server.operations import violations
 from parameter_server.virtual import Machines, Stuck, World, run
 
-__all__ = ["MODERATE", "SEEDED", "found", "world"]
-
 MODERATE = 300
 """Operations of a history, about. More and longer ones: benchmarks/version-histories."""
 

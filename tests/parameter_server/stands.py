@@ -28,8 +28,6 @@ from headrace.transport.remote_server import RemoteServerTransport
 from transport.faulty import Faults, FaultyLink
 from transport.ways import SECRET
 
-__all__ = ["PATIENCE_S", "WIDTH", "Stand", "counted", "one_hot", "standing"]
-
 WIDTH = 64
 PATIENCE_S = 20.0
 PROBE_S = 0.03

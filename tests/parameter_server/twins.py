@@ -24,8 +24,6 @@ from headrace.spec.options import Options
 from parameter_server.pairs import Group
 from transport.ways import open_link
 
-__all__ = ["OPTIMIZERS", "REGIMES", "WORKERS", "Recipe", "Worker"]
-
 WORKERS = 2
 SHAPES = {"weight": (300, 7), "bias": (5,), "count": (2,)}
 REGIMES: dict[str, tuple[Admission, Combination]] = {

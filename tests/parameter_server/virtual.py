@@ -26,8 +26,6 @@ from parameter_server.books import LeaseBook, ShardBook
 from parameter_server.operations import Operation
 from parameter_server.world import World
 
-__all__ = ["History", "Machines", "Stuck", "World", "run"]
-
 MOST_EVENTS = 20_000
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from headrace.policies.staleness import Admission, Combination, EveryPush, Unbounded
 
-__all__ = ["World"]
-
 
 @dataclass(frozen=True)
 class World:

@@ -10,8 +10,6 @@ from typing import Any
 from headrace.policies.staleness import AllMembers, Bounded, FirstPushes
 from parameter_server.virtual import Machines, World, run
 
-__all__ = ["DEATHS", "PEACE", "is_found", "mutated", "world"]
-
 Regime = Callable[[random.Random, dict[str, Any]], World]
 
 
