@@ -30,7 +30,7 @@ from headrace.averaging.period import PeriodController
 from headrace.collectives.base import ProcessGroup
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.parameter_server.client.center import CenterVariable
-from headrace.parameter_server.client.data_leases import ServerDataLeases
+from headrace.parameter_server.client.data_leases import LeasedStep, ServerDataLeases
 from headrace.parameter_server.client.exchange import ReplicaGroup, ServedExchange
 from headrace.parameter_server.client.own_steps import LocalOptimizer
 from headrace.parameter_server.core.events import Reason
@@ -40,7 +40,7 @@ from headrace.policies.period import AutoPeriod, Measured
 from headrace.policies.staleness import AllMembers, Combination, DecidedElsewhere, EveryPush, FirstPushes
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
-from headrace.training.clipping import HEALTHY, StepDecision
+from headrace.training.clipping import StepDecision
 from headrace.training.exchange import UpdatingExchange
 from headrace.training.optimizer import StatePiece, build
 from headrace.training.synchronization import MeanState, mean_state
@@ -207,22 +207,19 @@ class ServedAveragingExchange(ServedExchange):
             self._lease_s = self._began_s
         self._inner.begin(round_)
 
-    def synchronize(self, finite: bool = True) -> StepDecision:
-        leases = self.leases
-        if leases.lease < 0:
-            # It had no data before the sync point.
-            return HEALTHY
+    def _exchange(self, step: LeasedStep, finite: bool) -> tuple[StepDecision, bool]:
         decision = self._inner.synchronize(finite)
         if decision.apply:
             self._local.step(self._round)
-            self._weight += leases.weight
-        self._shares.append(leases.share)
+            self._weight += step.weight
+        self._shares.append(step.share)
         self._fastest_s = min(self._fastest_s, perf_counter() - self._began_s)
-        if not leases.left:
-            self._average()
+        late = False
+        if step.last:
+            late = self._average(step.lease)
         elif self._drops and self.client.is_behind:
-            self._give_up()
-        return replace(decision, bad_losses=(self._group.rank,)) if decision.bad_losses else decision
+            late = self._give_up(step.lease)
+        return replace(decision, bad_losses=(self._group.rank,)) if decision.bad_losses else decision, late
 
     def swap_weights(self, averaged: bool) -> None:
         super().swap_weights(averaged)
@@ -250,8 +247,8 @@ class ServedAveragingExchange(ServedExchange):
         parameter_bytes, state_bytes = self._inner.memory()
         return 2 * parameter_bytes, state_bytes
 
-    def _average(self) -> None:
-        """Pushes how far this worker has moved, and goes on from the center."""
+    def _average(self, lease: int) -> bool:
+        """Pushes how far this worker has moved, and goes on from the center; returns whether it came too late."""
         if self._fastest_s > self._patience_s:
             raise UsageError(
                 f"wait={self._patience_s:g} s is shorter than one step, which takes {self._fastest_s:.3g} s: a worker "
@@ -267,7 +264,7 @@ class ServedAveragingExchange(ServedExchange):
             center.approach(self._alpha)
         weight = weight if self._outer.weighted else float(weight > 0)
         reason = self.client.push(
-            distances, leases.lease, weight, sum(shares) / len(shares),
+            distances, lease, weight, sum(shares) / len(shares),
             pull=self._waits, steps=len(shares), patience_s=self._patience_s,
         )  # fmt: skip
         broken = reason == Reason.NOT_FINITE
@@ -275,19 +272,22 @@ class ServedAveragingExchange(ServedExchange):
             # A state that has led to such parameters is dropped with them.
             self._inner.load(())
         center.take(all_of_it=broken or not self._alpha)
-        leases.late = reason == Reason.LATE
-        if not leases.late and self._waits:
+        if reason != Reason.LATE and self._waits:
             ended_s, norm = perf_counter(), center.norm
             drift = self.client.apart / norm if norm else 0.0
             seen = Measured(len(shares), began_s - self._lease_s, ended_s - began_s, drift)
             left_out = (self._group.members[self._group.rank],) if broken else ()
             leases.sync_result = self._period.note(seen, leases.span, self.client.versions[0][0], left_out)
+        return reason == Reason.LATE
 
-    def _give_up(self) -> None:
-        """Returns the rest of a lease: the average has moved on, and a push against an old one would be dropped."""
+    def _give_up(self, lease: int) -> bool:
+        """Returns the rest of a lease: the average has moved on, and a push against an old one would be dropped.
+
+        Returns whether the servers say so, too.
+        """
         nothing = [[None] * len(places) for places in self._center.own]
         share, self._weight, self._shares = self._shares[0], 0.0, []
         # Servers stop waiting for a worker that was late; this push makes them wait for it again.
-        reason = self.client.push(nothing, self.leases.lease, 0.0, share, pull=True, patience_s=self._patience_s)
+        reason = self.client.push(nothing, lease, 0.0, share, pull=True, patience_s=self._patience_s)
         self._center.take(all_of_it=not self._alpha)
-        self.leases.late = reason == Reason.LATE
+        return reason == Reason.LATE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -44,6 +45,16 @@ class BackgroundWork(ABC):
         """Ends the work, and closes its connections."""
 
 
+@dataclass(frozen=True)
+class LeasedStep:
+    """One step of a lease, with its gradient's weight and share, see `DataLeases.weigh`; `last` if the lease ends."""
+
+    lease: int
+    weight: float
+    share: float
+    last: bool
+
+
 class ServerDataLeases(DataLeases):
     """Leases data for one replica, whose ranks each have one of these: the first rank asks, and tells the others.
 
@@ -59,7 +70,7 @@ class ServerDataLeases(DataLeases):
         lease: the one that is held, or has just been pushed; -1 for none, or if the background work commits it.
         late: whether its push was refused because it came too late, so that it is given out again; a portion is late
             because another worker was faster, so that it is done.
-        left: rounds of the lease that are still to be computed.
+        step: what is computed now; None in a step without data.
         span: rounds of a lease, except the last before a sync point.
         report: numbers that came with the lease, or go back with it; see `PortionTable`.
     """
@@ -77,9 +88,9 @@ class ServerDataLeases(DataLeases):
     ) -> None:
         self.lease = -1
         self.late = False
-        self.weight, self.share = 0.0, 0.0
+        self.step: LeasedStep | None = None
         self.report: tuple[float, ...] = ()
-        self.left, self.span = 0, 1
+        self._left, self.span = 0, 1
         self.synced_round = 0
         self.client, self.leads = client, leads
         self._group = group
@@ -132,7 +143,7 @@ class ServerDataLeases(DataLeases):
         if self._background:
             self._background.resume()
         lease = self._lease_of(answer)
-        self.lease, self.left, self.report = lease.lease, lease.rounds, floats_in(members)
+        self.lease, self._left, self.report = lease.lease, lease.rounds, floats_in(members)
         if self.steer is not None:
             told = self.steer(lease, self.report)
             if told is not None:
@@ -146,10 +157,14 @@ class ServerDataLeases(DataLeases):
         return lease
 
     def weigh(self, weight: float, share: float, loss: Tensor | None = None) -> None:
-        self.weight, self.share = weight, share
-        self.left -= 1
+        self._left -= 1
+        self.step = None if self.lease < 0 else LeasedStep(self.lease, weight, share, last=not self._left)
         if self.steer is not None:
             self.report = (0.0 if loss is None else loss.item(), weight)
+
+    def hand_over(self) -> None:
+        """Leaves it to the background work to say that the lease is done."""
+        self.lease = -1
 
     def halt(self) -> None:
         self._tell(Message(Kind.HALT))

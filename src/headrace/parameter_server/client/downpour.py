@@ -16,13 +16,13 @@ from headrace.collectives.base import ProcessGroup
 from headrace.internals import foreach_add_, foreach_copy_
 from headrace.machine.background import BackgroundThread
 from headrace.parameter_server.client.client import Client
-from headrace.parameter_server.client.data_leases import BackgroundWork, ServerDataLeases
+from headrace.parameter_server.client.data_leases import BackgroundWork, LeasedStep, ServerDataLeases
 from headrace.parameter_server.client.exchange import GradientAccumulator, ReplicaGroup, ServedExchange, alike
 from headrace.parameter_server.client.own_steps import LocalOptimizer, OwnSteps
 from headrace.parameter_server.wire import Kind, Message, ShardLayout
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
-from headrace.training.clipping import HEALTHY, StepDecision
+from headrace.training.clipping import StepDecision
 from headrace.training.optimizer import StatePiece, build
 from headrace.training.update import AVERAGE, Schedule
 
@@ -234,24 +234,32 @@ class LeasedExchange(ServedExchange):
             self.pulled = alike(self._links.versions) if self._links.renewed else ()
             self._links.renewed = False
 
-    def end_step(self) -> None:
-        """Pushes at the end of a lease, and fetches when it is time."""
-        if not self.leases.left:
-            self._push()
+    def _exchange(self, step: LeasedStep, finite: bool) -> tuple[StepDecision, bool]:
+        decision = self._step(step, finite)
+        if not decision.apply:
+            self.nonfinite = True
+        if step.last:
+            self._push(step.lease)
+        # Fetches when it is time.
         self._links.step()
+        return decision, False
+
+    @abstractmethod
+    def _step(self, step: LeasedStep, finite: bool) -> StepDecision:
+        """Makes one step of this worker's own."""
 
     def swap_weights(self, averaged: bool) -> None:
         self.client.forget()
         super().swap_weights(averaged)
 
-    def _push(self) -> None:
+    def _push(self, lease: int) -> None:
         """Pushes what a lease comes to; in the background if there is one, which then commits the lease."""
-        leases, pushing = self.leases, self._links.pushing
+        pushing = self._links.pushing
         gradients, share, steps = self.take()
         # The sum has not been checked. If every gradient of a lease was left out, the server is told whether one was
         # not finite.
         finite, self.nonfinite = None if steps else not self.nonfinite, False
-        client, lease = pushing.client if pushing else self.client, leases.lease
+        client = pushing.client if pushing else self.client
         push = functools.partial(
             client.push, gradients, lease, float(steps > 0), share, finite,
             steps=max(1, steps), versions=self._links.versions,
@@ -273,7 +281,7 @@ class LeasedExchange(ServedExchange):
                 client.ask(0, Message(Kind.COMMIT, lease=lease))
 
         pushing.thread.start(push_and_commit)
-        leases.lease = -1
+        self.leases.hand_over()
 
 
 class DownpourExchange(LeasedExchange):
@@ -295,18 +303,11 @@ class DownpourExchange(LeasedExchange):
         self._local = local
         self._accumulated = GradientAccumulator(layouts, model, weighted)
 
-    def synchronize(self, finite: bool = True) -> StepDecision:
-        leases = self.leases
-        if leases.lease < 0:
-            # This worker had no data before the sync point.
-            return HEALTHY
+    def _step(self, step: LeasedStep, finite: bool) -> StepDecision:
         decision = self.judge(finite)
         if decision.apply:
-            self._local.step(self._round, self.buffer.gradients, leases.share if self._weighted else 1.0)
-            self._accumulated.add(self.buffer, leases.share)
-        else:
-            self.nonfinite = True
-        self.end_step()
+            self._local.step(self._round, self.buffer.gradients, step.share if self._weighted else 1.0)
+            self._accumulated.add(self.buffer, step.share)
         return decision
 
     def take(self) -> Push:
@@ -345,18 +346,11 @@ class OwnStepsExchange(LeasedExchange):
         super().begin(round_)
         self._local.exchange.begin(round_)
 
-    def synchronize(self, finite: bool = True) -> StepDecision:
-        leases = self.leases
-        if leases.lease < 0:
-            # This worker had no data before the sync point.
-            return HEALTHY
+    def _step(self, step: LeasedStep, finite: bool) -> StepDecision:
         decision = self._local.exchange.synchronize(finite)
-        if not decision.apply:
-            self.nonfinite = True
-        elif leases.weight:
+        if decision.apply and step.weight:
             self._local.step(self._round)
-            self._shares.append(leases.share)
-        self.end_step()
+            self._shares.append(step.share)
         return replace(decision, bad_losses=(self._group.rank,)) if decision.bad_losses else decision
 
     def take(self) -> Push:

@@ -9,6 +9,7 @@ The ranks of one replica check its gradients together. A worker that holds the w
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from headrace.checkpoint.forms import pack, unpack
 from headrace.collectives.base import ProcessGroup
 from headrace.internals import foreach_clamp_max, foreach_clamp_min, foreach_mul
-from headrace.parameter_server.client.data_leases import ServerDataLeases
+from headrace.parameter_server.client.data_leases import LeasedStep, ServerDataLeases
 from headrace.parameter_server.client.session import Session
 from headrace.parameter_server.core.events import Reason
 from headrace.parameter_server.sparse.worker import WorkerRows
@@ -260,6 +261,18 @@ class ServedExchange(Exchange):
         self._layouts = layouts
         self._group = group
 
+    def synchronize(self, finite: bool = True) -> StepDecision:
+        step = self.leases.step
+        if step is None:
+            # This worker had no data before the sync point, and no other worker waits for it.
+            return HEALTHY
+        decision, self.leases.late = self._exchange(step, finite)
+        return decision
+
+    @abstractmethod
+    def _exchange(self, step: LeasedStep, finite: bool) -> tuple[StepDecision, bool]:
+        """Gives the servers what is due after a step; returns also whether that came too late to count."""
+
     def judge(self, finite: bool) -> StepDecision:
         """Checks this worker's gradient, and clips it."""
         return self.replica_group.judge(self.buffer, finite, self._group.rank)
@@ -339,11 +352,7 @@ class ParameterServerExchange(ServedExchange):
             self.rows.begin(self.leases.lease)
         self.pulled = alike(self.client.versions)
 
-    def synchronize(self, finite: bool = True) -> StepDecision:
-        leases = self.leases
-        if leases.lease < 0:
-            # This worker had no data before the sync point, and no other worker waits for it.
-            return HEALTHY
+    def _exchange(self, step: LeasedStep, finite: bool) -> tuple[StepDecision, bool]:
         of_rows, sound = self.rows.take() if self.rows is not None else ([], True)
         decision = self.judge(finite and sound)
         known = decision.apply if self.replica_group.checks or not decision.apply else None
@@ -351,11 +360,10 @@ class ParameterServerExchange(ServedExchange):
         if known is None:
             known = sound and all_finite([each for own in gradients for each in own if each is not None])
         pushes = self.rows.pushes(of_rows) if self.rows is not None else ()
-        weight, share = leases.weight, leases.share
-        reason = self.client.push(gradients, leases.lease, weight, share, known, pull=True, rows=pushes)
+        lease, weight, share = step.lease, step.weight, step.share
+        reason = self.client.push(gradients, lease, weight, share, known, pull=True, rows=pushes)
         if self.rows is not None and known and weight and reason in (None, Reason.DUPLICATE):
-            self.rows.finish(leases.lease, weight, share, reason is None)
+            self.rows.finish(lease, weight, share, reason is None)
         self._pulled = True
         # The lease is done when all ranks of the replica have pushed.
-        leases.late = self.replica_group.any(reason == Reason.LATE)
-        return decision
+        return decision, self.replica_group.any(reason == Reason.LATE)

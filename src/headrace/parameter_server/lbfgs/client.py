@@ -6,11 +6,12 @@ import json
 from collections.abc import Sequence
 
 from headrace.parameter_server.client.client import Client
+from headrace.parameter_server.client.data_leases import LeasedStep
 from headrace.parameter_server.client.exchange import ServedExchange
 from headrace.parameter_server.core.events import Reason
 from headrace.parameter_server.lbfgs.solver import Command, CommandLog, SolverOptions, Stage, VectorServers, steer
 from headrace.parameter_server.wire import Kind, Message
-from headrace.training.clipping import HEALTHY, StepDecision
+from headrace.training.clipping import StepDecision
 from headrace.training.synchronization import Lease
 
 
@@ -58,13 +59,9 @@ class PortionExchange(ServedExchange):
     def begin(self, round_: int) -> None:
         """The parameters came with the lease."""
 
-    def synchronize(self, finite: bool = True) -> StepDecision:
-        leases = self.leases
-        if leases.lease < 0:
-            return HEALTHY
+    def _exchange(self, step: LeasedStep, finite: bool) -> tuple[StepDecision, bool]:
         decision = self.judge(finite)
         known = decision.apply if self.replica_group.checks or not decision.apply else None
-        self.client.push(self.buffer.by_shard(), leases.lease, leases.weight, leases.share, known)
+        self.client.push(self.buffer.by_shard(), step.lease, step.weight, step.share, known)
         # Where a faster worker has pushed it, all servers have it, too.
-        leases.late = self.client.first_reason == Reason.DUPLICATE
-        return decision
+        return decision, self.client.first_reason == Reason.DUPLICATE
