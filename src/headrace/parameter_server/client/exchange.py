@@ -87,7 +87,7 @@ class GradientBuffer:
             if other is None:
                 continue
             if own is None:
-                self._gradients[index] = _times(other, factor)
+                self._gradients[index] = other if factor == 1 else other * factor
             elif index in self._own:
                 own.add_(other, alpha=factor)
             else:
@@ -185,10 +185,6 @@ class GradientAccumulator:
         if self._weighted:
             buffer.multiply(shares[0] / mean)
         return buffer.by_shard(), mean, len(shares)
-
-
-def _times(gradient: Tensor, factor: float) -> Tensor:
-    return gradient if factor == 1 else gradient * factor
 
 
 def alike(versions: Sequence[Sequence[int]]) -> tuple[int, ...]:

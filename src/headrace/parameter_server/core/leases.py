@@ -273,7 +273,9 @@ class LeaseTable:
             self._lost.add(event.worker)
             self._loose = True
         elif isinstance(event, Halt):
-            self.until = min(self.until, -(-self._begun() // self._portions))
+            # Rounds end as they have begun: up to the last lease that was given out.
+            begun = max(self._next) - self._stride + 1
+            self.until = min(self.until, -(-begun // self._portions))
         elif event.done == self.until:
             # Every worker that has met says so; the first one counts.
             self._first = self.until * self._portions
@@ -315,10 +317,6 @@ class LeaseTable:
         self._present = self._present if state.present is None else dict.fromkeys(state.present)
         self._meetings = state.meetings
         self._loose = state.loose
-
-    def _begun(self) -> int:
-        """Returns one more than the last lease that was given out."""
-        return max(self._next) - self._stride + 1
 
     def _release(self, leases: list[int]) -> None:
         for lease in leases:

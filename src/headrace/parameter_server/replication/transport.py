@@ -227,20 +227,17 @@ class ReplicatedTransport:
                 except ConnectionError:
                     self.severed = True
             elif isinstance(action, machine.Lead):
-                self._lead()
+                # Clients of the old primary have to reconnect.
+                self._backup_link.close()
+                now, known = monotonic(), self._links.ends.items()
+                self._ends.extend((now, peer) for peer, told in known if not told)
+                self._ends.extend((now + self._grace_s, peer) for peer, _ in known)
             elif isinstance(action, machine.Stop):
                 self._backup_link.close()
                 for pending in (self._inbox, self._entries, self._due):
                     pending.clear()
                 for peer in list(self._links.inside):
                     self.drop(peer)
-
-    def _lead(self) -> None:
-        """Becomes the primary: clients of the old one have to reconnect."""
-        self._backup_link.close()
-        now, known = monotonic(), self._links.ends.items()
-        self._ends.extend((now, peer) for peer, told in known if not told)
-        self._ends.extend((now + self._grace_s, peer) for peer, _ in known)
 
 
 class _LogTransport(ServerTransport):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headrace.machine.allocator import give_back
 from headrace.parameter_server.server.updater import PushedStep, ShardOptimizerState, ShardUpdater
@@ -96,7 +96,10 @@ class ShardOptimizer(ShardUpdater):
             (Segment(piece.parameter, piece.start, piece.start + piece.elements, 0), tensor)
             for piece, tensor in zip(self._layout.pieces, tensors, strict=True)
         ]
-        named = ((each.name, _stand_in(each)) for each in self._whole)
+        host = torch.device("cpu")
+        named = (
+            (each.name, stand_in(each.shape, getattr(torch, each.dtype), host, each.trainable)) for each in self._whole
+        )
         optimizer, self._parameters = build_over(self._factory, named, owned, filled=self._needs.gradients)
         prefer_fused(optimizer)
         own = [(segment, each) for (segment, _), each in zip(owned, self._parameters, strict=True)]
@@ -229,7 +232,3 @@ class ShardOptimizer(ShardUpdater):
         while self._round < done:
             self._updater.skip(self._round)
             self._round += 1
-
-
-def _stand_in(parameter: ParameterSpec) -> nn.Parameter:
-    return stand_in(parameter.shape, getattr(torch, parameter.dtype), torch.device("cpu"), parameter.trainable)

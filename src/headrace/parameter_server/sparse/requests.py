@@ -66,11 +66,8 @@ class RowRequests:
             raise ValueError(f"worker {member.worker} may not push rows now")
         self.add(member.worker, member.peer, message, blob)
         self._counters.moved_rows(pushes=1, pushed_bytes=len(blob))
-        self._handle(member.worker, member.incarnation)
-
-    def _handle(self, worker: int, incarnation: int) -> None:
+        worker, incarnation = member.worker, member.incarnation
         request = self.open[worker]
-        message = request.message
         gradients = [gradient for _, gradient in request.rows.values()]
         finite = bool(message.flag) and (self._transport.trusts_clients or all_finite(gradients))
         knows = self.machine.knows(worker, incarnation)
@@ -185,27 +182,15 @@ class RowRequests:
 
     def _step(self, step: events.ApplyStep) -> None:
         began = perf_counter()
+        requests = [self.open[worker] for worker in step.workers]
+        steps = max(request.message.steps for request in requests)
         try:
-            self._apply(step)
+            rows = requests[0].rows if len(requests) == 1 else _mean(requests)
+            self._tables.apply(rows, step.share, step.staleness, steps)
         except Exception as error:
             raise StepFailed(error) from error
         worker = step.workers[0] if len(step.workers) == 1 else -1
         self._counters.stepped_rows(worker, step.staleness, perf_counter() - began)
-
-    def _apply(self, step: events.ApplyStep) -> None:
-        requests = [self.open[worker] for worker in step.workers]
-        steps = max(request.message.steps for request in requests)
-        if len(requests) == 1:
-            self._tables.apply(requests[0].rows, step.share, step.staleness, steps)
-            return
-        # The mean of a round, summed in the order of the workers.
-        weight = sum(request.message.weight for request in requests)
-        mean: dict[int, Rows] = {}
-        for number in sorted({number for request in requests for number in request.rows}):
-            those = [request for request in requests if number in request.rows]
-            own = [request.rows[number][1] * (request.message.weight / weight) for request in those]
-            mean[number] = combine([request.rows[number][0] for request in those], own)
-        self._tables.apply(mean, step.share, step.staleness, steps)
 
     def _answer(self, request: OpenPush, reason: int) -> None:
         asked = request.message
@@ -213,6 +198,17 @@ class RowRequests:
         kind = Kind.MOVED if later else Kind.ANSWER
         message = Message(kind, 0, reason, asked.lease, number=asked.number)
         self._transport.send(request.peer, encode(message))
+
+
+def _mean(requests: Sequence[OpenPush]) -> dict[int, Rows]:
+    """Returns the mean of a round by table, summed in the order of the workers."""
+    weight = sum(request.message.weight for request in requests)
+    mean: dict[int, Rows] = {}
+    for number in sorted({number for request in requests for number in request.rows}):
+        those = [request for request in requests if number in request.rows]
+        own = [request.rows[number][1] * (request.message.weight / weight) for request in those]
+        mean[number] = combine([request.rows[number][0] for request in those], own)
+    return mean
 
 
 def as_tensor(blob: memoryview) -> Tensor:
