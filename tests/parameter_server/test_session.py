@@ -239,7 +239,7 @@ def test_of_two_that_push_for_one_lease_the_first_server_says_which_counts(way: 
         slow, fast = (Client([one.connection(), two.connection()], worker, 0) for worker in range(2))
         # Each is the first at one of the servers.
         fast.servers[1].push(range(1), one_hot(0)[0], Message(Kind.PUSH, 0, True, 0, 1.0, 1.0))
-        assert fast.servers[1].finish(pulls=False) is None
+        assert fast.servers[1].finish(pulls=False).reason is None
         assert slow.push(one_hot(0) * 2, 0) == Reason.DUPLICATE
         assert slow.first_reason is None
         assert fast.push(one_hot(0) * 2, 0) == fast.first_reason == Reason.DUPLICATE

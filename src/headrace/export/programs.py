@@ -168,16 +168,14 @@ class TorchRunner(ProgramRunner):
 
 
 class OnnxRunner(ProgramRunner):
-    """Runs `model.onnx`; `threads` of one call, None for all cores."""
+    """Runs `model.onnx`."""
 
-    def __init__(self, path: Path, threads: int | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         require("onnxruntime")
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
-        if threads:
-            options.intra_op_num_threads = threads
         try:
             self._session: Any = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime has one class for each status, all unnamed in its interface

@@ -227,9 +227,9 @@ def build_context(
 
 def _servers(run: RunSpec, role: Role, page: ControlPage, group: ProcessGroup) -> ServerDirectory:
     # Only strategies with servers load that room.
-    from headrace.parameter_server.replication.directory import ServerDirectory
+    from headrace.parameter_server.replication.directory import find_servers
 
-    return ServerDirectory(page, run.plan, role.rank, group, run.timeout_s, role.rank, run.plan.servers)
+    return find_servers(run.plan, role.rank, page, group, run.timeout_s)
 
 
 def build_replica(

@@ -79,3 +79,8 @@ class ServerDirectory:
             self.group.check()
             time.sleep(_LOOK_EVERY_S)
         return address
+
+
+def find_servers(plan: Plan, rank: int, page: ControlPage, group: ProcessGroup, timeout_s: float) -> ServerDirectory:
+    """Returns the directory of all servers of a run for the worker at a rank."""
+    return ServerDirectory(page, plan, rank, group, timeout_s, rank, plan.servers)

@@ -166,13 +166,13 @@ class WorkerRows:
         self,
         client: RowClient,
         layers: Sequence[SparseEmbedding],
-        mover: RowMover | None = None,
-        options: RowOptions | None = None,
-        ahead: RowsAhead | None = None,
+        mover: RowMover | None,
+        options: RowOptions,
+        ahead: RowsAhead | None,
     ) -> None:
         self._client, self._mover = client, mover
-        self._options = options or RowOptions()
-        self._reader = RowReader(client, self._options, ahead)
+        self._options = options
+        self._reader = RowReader(client, options, ahead)
         self._foresight = None if ahead is None else Foresight(layers)
         self._lease = -1
         self._batches: dict[int, Any] = {}

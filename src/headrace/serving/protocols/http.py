@@ -70,9 +70,9 @@ class HttpAnswer:
         await send({"type": "http.response.body", "body": self.body[whole:] if whole else self.body})
 
 
-def json_reply(document: Any, status: int = 200) -> HttpAnswer:
+def json_reply(document: Any) -> HttpAnswer:
     """Returns a document as JSON; arrays of numpy may be in it."""
-    return HttpAnswer(orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY), status)
+    return HttpAnswer(orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 def error_reply(error: RequestError) -> HttpAnswer:
