@@ -60,7 +60,6 @@ FILES = (
     "tests/engine/test_torchrun_hosts.py",
     "tests/engine/test_user_code.py",
     "tests/parameter_server/test_backup.py",
-    "tests/parameter_server/test_failover.py",
     "tests/parameter_server/test_links.py",
     "tests/parameter_server/test_pairing.py",
     "tests/parameter_server/test_rebalance.py",
