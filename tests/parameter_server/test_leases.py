@@ -227,7 +227,7 @@ PLANTED = {
     "returns get lost": ("self._release([event.lease])", "self._held.pop(event.lease, None)"),
     "losses free nothing": ("if worker == event.worker])", "if worker == event.worker][:0])"),
     "the lost still ask": ("[worker for worker in self._asking if worker != event.worker]", "self._asking"),
-    "a halt cuts rounds": ("-(-self._begun() // self._portions)", "self._begun() // self._portions"),
+    "a halt cuts rounds": ("-(-begun // self._portions)", "begun // self._portions"),
     "one portion behind the fence": ("for lease in streams if lease < stop)]", "for lease in streams)]"),
     "given out twice": ("self._free.remove(lease)", "pass"),
     "commits do not count": ("self._held.pop(event.lease, None)\n", "pass\n"),

@@ -162,10 +162,6 @@ class ServerDataLeases(DataLeases):
         if self.steer is not None:
             self.report = (0.0 if loss is None else loss.item(), weight)
 
-    def hand_over(self) -> None:
-        """Leaves it to the background work to say that the lease is done."""
-        self.lease = -1
-
     def halt(self) -> None:
         self._tell(Message(Kind.HALT))
 

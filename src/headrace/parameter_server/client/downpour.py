@@ -281,7 +281,8 @@ class LeasedExchange(ServedExchange):
                 client.ask(0, Message(Kind.COMMIT, lease=lease))
 
         pushing.thread.start(push_and_commit)
-        self.leases.hand_over()
+        # The background says that it is done.
+        self.leases.lease = -1
 
 
 class DownpourExchange(LeasedExchange):
@@ -304,7 +305,7 @@ class DownpourExchange(LeasedExchange):
         self._accumulated = GradientAccumulator(layouts, model, weighted)
 
     def _step(self, step: LeasedStep, finite: bool) -> StepDecision:
-        decision = self.judge(finite)
+        decision = self._judge(finite)
         if decision.apply:
             self._local.step(self._round, self.buffer.gradients, step.share if self._weighted else 1.0)
             self._accumulated.add(self.buffer, step.share)

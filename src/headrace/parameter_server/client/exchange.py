@@ -269,7 +269,7 @@ class ServedExchange(Exchange):
     def _exchange(self, step: LeasedStep, finite: bool) -> tuple[StepDecision, bool]:
         """Gives the servers what is due after a step; returns also whether that came too late to count."""
 
-    def judge(self, finite: bool) -> StepDecision:
+    def _judge(self, finite: bool) -> StepDecision:
         """Checks this worker's gradient, and clips it."""
         return self.replica_group.judge(self.buffer, finite, self._group.rank)
 
@@ -350,7 +350,7 @@ class ParameterServerExchange(ServedExchange):
 
     def _exchange(self, step: LeasedStep, finite: bool) -> tuple[StepDecision, bool]:
         of_rows, sound = self.rows.take() if self.rows is not None else ([], True)
-        decision = self.judge(finite and sound)
+        decision = self._judge(finite and sound)
         known = decision.apply if self.replica_group.checks or not decision.apply else None
         gradients = self.buffer.by_shard()
         if known is None:

@@ -60,7 +60,7 @@ class PortionExchange(ServedExchange):
         """The parameters came with the lease."""
 
     def _exchange(self, step: LeasedStep, finite: bool) -> tuple[StepDecision, bool]:
-        decision = self.judge(finite)
+        decision = self._judge(finite)
         known = decision.apply if self.replica_group.checks or not decision.apply else None
         self.client.push(self.buffer.by_shard(), step.lease, step.weight, step.share, known)
         # Where a faster worker has pushed it, all servers have it, too.
