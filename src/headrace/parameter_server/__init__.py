@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
-
-from headrace.registry import lazy_names
 
 if TYPE_CHECKING:
     from headrace.parameter_server.client.client import Client
@@ -35,23 +34,26 @@ __all__ = [
     "View",
 ]
 
-# The machines need no torch.
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "Authority": "headrace.parameter_server.replication.machine:Authority",
-        "Client": "headrace.parameter_server.client.client:Client",
-        "LeaseTable": "headrace.parameter_server.core.leases:LeaseTable",
-        "Remedies": "headrace.parameter_server.server.optimizer:Remedies",
-        "ReplicatedTransport": "headrace.parameter_server.replication.transport:ReplicatedTransport",
-        "RoundClock": "headrace.parameter_server.server.optimizer:RoundClock",
-        "Server": "headrace.parameter_server.server.server:Server",
-        "ServerConnection": "headrace.parameter_server.client.session:ServerConnection",
-        "Shard": "headrace.parameter_server.core.shard:Shard",
-        "ShardLayout": "headrace.parameter_server.wire:ShardLayout",
-        "ShardOptimizer": "headrace.parameter_server.server.optimizer:ShardOptimizer",
-        "ShardSpec": "headrace.parameter_server.wire:ShardSpec",
-        "Snapshots": "headrace.parameter_server.server.snapshots:Snapshots",
-        "View": "headrace.parameter_server.replication.machine:View",
-    },
-)
+# What is imported when it is first asked for: the machines need no torch.
+_HOMES = {
+    "ShardOptimizer": "headrace.parameter_server.server.optimizer",
+    "Authority": "headrace.parameter_server.replication.machine",
+    "Client": "headrace.parameter_server.client.client",
+    "ServerConnection": "headrace.parameter_server.client.session",
+    "ShardLayout": "headrace.parameter_server.wire",
+    "LeaseTable": "headrace.parameter_server.core.leases",
+    "RoundClock": "headrace.parameter_server.server.optimizer",
+    "ReplicatedTransport": "headrace.parameter_server.replication.transport",
+    "ShardSpec": "headrace.parameter_server.wire",
+    "Remedies": "headrace.parameter_server.server.optimizer",
+    "Server": "headrace.parameter_server.server.server",
+    "Shard": "headrace.parameter_server.core.shard",
+    "Snapshots": "headrace.parameter_server.server.snapshots",
+    "View": "headrace.parameter_server.replication.machine",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'headrace.parameter_server' has no attribute {name!r}")
