@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -79,7 +80,7 @@ def test_progress_is_one_line_with_a_bar_where_the_end_is_known() -> None:
 def test_it_is_drawn_four_times_a_second_and_at_the_end_and_other_lines_stay_lines() -> None:
     shown: list[str] = []
     stream, now = io.StringIO(), [0.0]
-    with ProgressBar(100, "a", stream, plain=True, clock=lambda: now[0], show_html=shown.append) as progress:
+    with closing(ProgressBar(100, "a", stream, True, lambda: now[0], shown.append)) as progress:
         for step in range(1, 101):
             now[0] += 0.1
             progress.update(step, 1.0, 10.0)
@@ -91,7 +92,7 @@ def test_it_is_drawn_four_times_a_second_and_at_the_end_and_other_lines_stay_lin
 def test_what_is_left_of_a_resumed_run_is_told_from_its_own_rounds() -> None:
     shown: list[str] = []
     now = [0.0]
-    with ProgressBar(2000, "a", io.StringIO(), plain=True, clock=lambda: now[0], show_html=shown.append) as progress:
+    with closing(ProgressBar(2000, "a", io.StringIO(), True, lambda: now[0], shown.append)) as progress:
         for step in range(1001, 1012):
             now[0] += 1.0
             progress.update(step, 1.0)

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Container
 from time import monotonic
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from headrace.machine.disk import takes_no_more, unless
 from headrace.report.format import MISSING, byte_count, clean, duration, plural, short
@@ -39,40 +39,34 @@ def _is_unseen(error: OSError) -> bool:
 
 
 class ProgressBar:
-    """Shows one run's progress until it is closed: as a bar on a terminal, one line below a notebook's cell, or lines.
+    """Shows one run's progress until it is closed: as a bar, one line below a notebook's cell, or plain lines.
 
-    No thread draws: `update` draws at most 4 times a second (or once in 10 s, without a terminal), so that a run in
-    this process is not disturbed. What finds no reader any more is left out, and ends no run. `plain` forces lines
-    (True) or a bar (False); `total_steps` is None where it is not known; `show_html` is a notebook's.
+    No thread draws: `update` draws at most 4 times a second (plain lines: once in 10 s), so that a run in this process
+    is not disturbed. What finds no reader any more is left out, and ends no run. `total_steps` is None where it is not
+    known; `show_html` is a notebook's.
     """
 
     def __init__(
         self,
         total_steps: int | None,
         label: str,
-        stream: TextIO | None = None,
-        plain: bool | None = None,
+        stream: TextIO,
+        plain: bool,
         clock: Callable[[], float] = time.monotonic,
         show_html: ShowHtml | None = None,
     ) -> None:
         self._show_html = show_html
         self._total = total_steps
         self._label = clean(label)
-        self._stream = sys.stderr if stream is None else stream
+        self._stream = stream
         self._clock = clock
         self._began = self._drawn = clock()
         self._first: tuple[float, int] | None = None
         self._bar: Bar | None = None
         self._task: TaskID | None = None
         self._closed = False
-        if show_html is None and not (plain if plain is not None else not self._stream.isatty()):
+        if show_html is None and not plain:
             self._open_bar()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def update(self, step: int, loss: float | None = None, examples_per_s: float | None = None) -> None:
         """Shows where the run is, if it is time to draw: steps done, loss of the last step, rate of all workers."""
@@ -107,16 +101,12 @@ class ProgressBar:
         else:
             self._write(clean(text))
 
-    def close(self, final_line: str = "") -> None:
-        """Takes the bar away and leaves `final_line` in its place; closing twice does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._bar is not None:
+    def close(self) -> None:
+        """Takes the bar away; closing twice does nothing."""
+        if self._bar is not None and not self._closed:
             with unless(_is_unseen):
                 self._bar.stop()
-        if final_line:
-            self._write(clean(final_line))
+        self._closed = True
 
     def _left_s(self, step: int) -> float | None:
         """Returns how long the rest takes at the pace so far; None where that is not known."""
