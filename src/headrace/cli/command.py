@@ -50,23 +50,24 @@ def command(examples: str) -> Callable[[Callable[..., None]], Callable[..., None
     """
 
     def declare(body: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(body)
-        def run(as_json: bool, show_help: bool, **given: Any) -> None:
-            changed = {name for key, name in names.items() if given[key] not in (own[key].default, [])}
-            with answering(as_json, changed) as answer:
-                body(answer, **given)
-
         hints = get_type_hints(body, include_extras=True)
-        own = {name: each for name, each in inspect.signature(body).parameters.items() if name != "answer"}
+        taken = {name: parameter for name, parameter in inspect.signature(body).parameters.items() if name != "answer"}
         # The first name of an option is where typer has the default of others.
-        names = {name: get_args(hints[name])[1].default for name in own}
+        options = {name: get_args(hints[name])[1].default for name in taken}
+
+        @functools.wraps(body)
+        def run(as_json: bool, show_help: bool, **values: Any) -> None:
+            given = {options[name]: value not in (taken[name].default, []) for name, value in values.items()}
+            with answering(as_json, given) as answer:
+                body(answer, **values)
+
         parameters = [
-            *(each.replace(annotation=hints[name]) for name, each in own.items()),
+            *(parameter.replace(annotation=hints[name]) for name, parameter in taken.items()),
             _flag("as_json", JsonOption),
             _flag("show_help", Annotated[bool, help_option(examples)]),
         ]
         # typer reads both.
-        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         vars(run)["__signature__"] = inspect.Signature(parameters)
         return run
 

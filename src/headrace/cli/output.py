@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -106,21 +106,21 @@ def _message(error: BaseException) -> str:
 class Answer:
     """Writes a command's result to `stream`, as one JSON document or as text.
 
-    `changed` are the command's options that have another value than their default.
+    `given` says of each option of the command whether it has another value than its default.
 
     Raises:
         UnfitMachine: the stream takes no more. A closed pipe stays an OSError, at which typer ends the command.
     """
 
-    def __init__(self, stream: TextIO, as_json: bool, changed: Collection[str]) -> None:
+    def __init__(self, stream: TextIO, as_json: bool, given: Mapping[str, bool]) -> None:
         self.as_json = as_json
-        self._changed = changed
+        self._given = given
         self._stream = stream
         self._fails = False
 
     def given(self, *options: str) -> dict[str, bool]:
         """Returns whether each of these options has another value than its default."""
-        return {name: name in self._changed for name in options}
+        return {name: self._given[name] for name in options}
 
     def document(self, document: Mapping[str, Any]) -> None:
         """Prints the result as JSON."""
@@ -171,13 +171,13 @@ def write_document(stream: TextIO, document: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def answering(as_json: bool, changed: Collection[str] = ()) -> Iterator[Answer]:
+def answering(as_json: bool, given: Mapping[str, bool] | None = None) -> Iterator[Answer]:
     """Runs a command's body, and turns its errors into messages and a `typer.Exit` with the exit code.
 
-    `changed` are the options that have another value than their default.
+    `given` says of each option whether it has another value than its default.
     Meanwhile the output of user code goes to stderr, so that stdout has only the result.
     """
-    answer = Answer(sys.stdout, as_json, changed)
+    answer = Answer(sys.stdout, as_json, given or {})
     try:
         require_working_directory()
         with contextlib.redirect_stdout(sys.stderr):

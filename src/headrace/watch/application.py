@@ -119,15 +119,15 @@ class WatchServer:
 def _changes(watcher: RunWatcher, runs: dict[str, WatchedRun]) -> Iterator[dict[str, Any]]:
     """Yields what has changed since the last time, the first run in detail."""
     revisions = dict.fromkeys(runs, -1)
-    told: dict[str, dict[str, Any]] = {}
+    sent: dict[str, dict[str, Any]] = {}
     order: list[str] = []
     while True:
         message: dict[str, Any] = {"shown": {}}
         if (now := list(watcher.found)) != order:
             message["order"] = order = now
-        if rows := {name: row for name, row in watcher.rows.items() if told.get(name) != row}:
+        if rows := {name: row for name, row in watcher.rows.items() if sent.get(name) != row}:
             message["rows"] = rows
-            told |= rows
+            sent |= rows
         for name, run in runs.items():
             since = revisions[name]
             if run.revision > since:
