@@ -239,7 +239,9 @@ def _course(run: Summary, name: str) -> str:
 
 
 def bytes_answer(what: str, sizes: Sequence[tuple[str, int]]) -> str:
-    """Returns which of some named sizes is the largest, and which the smallest."""
+    """Returns which of some named sizes is the largest, and which the smallest; "" for none."""
+    if not sizes:
+        return ""
     (most, largest), (least, smallest) = (choose(sizes, key=lambda pair: pair[1]) for choose in (max, min))
     if len(sizes) == 1:
         return f"{what}: {byte_count(largest)}."

@@ -7,7 +7,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 from headrace.report.drawing.curves import Curve, draw_curves
-from headrace.report.drawing.rows import Bar, Lane, Mark, draw_bars, draw_lanes
+from headrace.report.drawing.rows import Bar, Lane, Mark, draw_lanes
 from headrace.report.format import byte_count, fixed, percent, plural, short
 from headrace.report.model.pipeline import PipelineStep
 from headrace.report.model.summary import Summary
@@ -26,7 +26,7 @@ from headrace.report.views.answers import (
     throughput_answer,
     workers_answer,
 )
-from headrace.report.views.server_pictures import server_pictures
+from headrace.report.views.server_pictures import bar_picture, server_pictures
 from headrace.report.views.style import PARTS, Picture, run_styles
 
 LEARNING, WORKERS, PIPELINE, AVERAGING, SHARES, MEMORY = (
@@ -276,9 +276,6 @@ def rate_marks(summaries: Sequence[Summary], references: References) -> list[tup
 
 def _throughput(summaries: Sequence[Summary], references: References) -> Picture | None:
     rated = [(each, style) for each, style in zip(summaries, run_styles(summaries), strict=True) if each.examples_per_s]
-    if not rated:
-        return None
-    title = "How many examples a second?"
     one = references.one_device_examples_per_s
     one_thread = references.one_thread_examples_per_s
     bars = []
@@ -295,8 +292,8 @@ def _throughput(summaries: Sequence[Summary], references: References) -> Picture
         label = f"{each.name}, {plural(each.workers, 'worker')}"
         bars.append(Bar(label, note, [(each.examples_per_s or 0.0, style.colour)], marks))
     reading = "Examples a second of all workers together, in steady state (warm-up and evaluations left out)."
-    drawn = draw_bars(title, bars, "examples/s")
-    return Picture(title, drawn, reading, "marks", throughput_answer(summaries, references))
+    answer = throughput_answer(summaries, references)
+    return bar_picture("How many examples a second?", bars, "examples/s", reading, "marks", answer)
 
 
 _STEP_READING = (
@@ -309,11 +306,8 @@ _STEP_READING = (
 def _steps(summaries: Sequence[Summary]) -> Picture | None:
     """Returns the mean step of each run."""
     bars = [_step_bar(each.name, each.times) for each in summaries if each.times is not None]
-    if not bars:
-        return None
-    title = "Where does a step's time go?"
     reading = f"{_STEP_READING} The mean over all workers."
-    return Picture(title, draw_bars(title, bars, "ms a step"), reading, "parts", steps_answer(summaries))
+    return bar_picture("Where does a step's time go?", bars, "ms a step", reading, "parts", steps_answer(summaries))
 
 
 def _steps_by_rank(summaries: Sequence[Summary]) -> Picture | None:
@@ -323,13 +317,10 @@ def _steps_by_rank(summaries: Sequence[Summary]) -> Picture | None:
         for each in several
         for rank, times in list(each.times_by_rank.items())[:_MOST_RANKS]
     ]
-    if not bars:
-        return None
-    title = "Where does each worker's step go?"
     cut = any(len(each.times_by_rank) > _MOST_RANKS for each in several)
     reading = _STEP_READING + f" The first {_MOST_RANKS} ranks of each run are shown." * cut
-    drawn = draw_bars(title, bars, "ms a step")
-    return Picture(title, drawn, reading, "parts", workers_answer(several), WORKERS)
+    title = "Where does each worker's step go?"
+    return bar_picture(title, bars, "ms a step", reading, "parts", workers_answer(several), WORKERS)
 
 
 def _step_bar(label: str, times: StepTimes) -> Bar:
@@ -357,7 +348,7 @@ def _metric(summaries: Sequence[Summary], name: str) -> Picture:
     return Picture(title, drawn, reading, "runs", metric_answer(summaries, name))
 
 
-def _memory(summaries: Sequence[Summary]) -> list[Picture]:
+def _memory(summaries: Sequence[Summary]) -> tuple[Picture | None, ...]:
     peaks, held, sizes, sums = [], [], [], []
     for each, style in zip(summaries, run_styles(summaries), strict=True):
         cost = each.cost
@@ -376,15 +367,9 @@ def _memory(summaries: Sequence[Summary]) -> list[Picture]:
         f"What {everyone} together hold: parameters in the run's colour, optimizer state in grey. A copy that all "
         "share is counted once."
     )
-    kinds = (
-        ("How much memory does the largest process take?", peaks, "MB", peak_reading, "The largest process", sizes),
-        (
-            *("How much do parameters and optimizer state take?", held, f"MB in {everyone} together", held_reading),
-            *("Parameters and optimizer state", sums),
-        ),
+    title, unit = "How much do parameters and optimizer state take?", f"MB in {everyone} together"
+    largest, whole = bytes_answer("The largest process", sizes), bytes_answer("Parameters and optimizer state", sums)
+    return (
+        bar_picture("How much memory does the largest process take?", peaks, "MB", peak_reading, "", largest, MEMORY),
+        bar_picture(title, held, unit, held_reading, "", whole, MEMORY),
     )
-    return [
-        Picture(title, draw_bars(title, bars, axis), reading, "", bytes_answer(what, given), MEMORY)
-        for title, bars, axis, reading, what, given in kinds
-        if bars
-    ]

@@ -88,6 +88,13 @@ def server_pictures(summaries: Sequence[Summary]) -> tuple[Picture, ...]:
     return tuple(replace(picture, group=SERVER_GROUP) for picture in drawn if picture is not None)
 
 
+def bar_picture(
+    title: str, bars: Sequence[Bar], unit: str, reading: str, key: str = "", answer: str = "", group: str = ""
+) -> Picture | None:
+    """Returns a picture of bars; None where there are none."""
+    return Picture(title, draw_bars(title, bars, unit), reading, key, answer, group) if bars else None
+
+
 def _named(shown: Sequence[_Shown]) -> list[tuple[str, ServerSummary]]:
     return [(run.prefix, run.servers) for run in shown]
 
@@ -159,9 +166,6 @@ def _waiting(shown: Sequence[_Shown]) -> Picture | None:
             names = [STEP_PARTS[part] for part in _WAITING_PARTS]
             label, note = f"{run.prefix}worker {worker}", _requests(each, run.alone)
             bars.append(Bar(label, note, parts, inside=True, names=names))
-    if not bars:
-        return None
-    title = "Who waited for whom?"
     cut = any(len(run.servers.waiting) > most for run in shown)
     reading = (
         "Seconds of all of a worker's steps, in the order: waiting for data, compute, exchange, update. On the right, "
@@ -169,7 +173,7 @@ def _waiting(shown: Sequence[_Shown]) -> Picture | None:
         "bound, slower workers. Several requests are under way at once, so that answers may add up to more than the "
         "exchange." + f" The first {most} workers of each run are shown." * cut
     )
-    return Picture(title, draw_bars(title, bars, "seconds"), reading, "parts", waiting_answer(_named(shown)))
+    return bar_picture("Who waited for whom?", bars, "seconds", reading, "parts", waiting_answer(_named(shown)))
 
 
 def _requests(waiting: Waiting, by_server: bool) -> str:
@@ -180,7 +184,7 @@ def _requests(waiting: Waiting, by_server: bool) -> str:
     return f"answers {duration(sum(waiting.answers_s.values()))}" if waiting.answers_s else ""
 
 
-def _work(shown: Sequence[_Shown]) -> Picture:
+def _work(shown: Sequence[_Shown]) -> Picture | None:
     bars = []
     for run in shown:
         for rank, work in run.servers.by_rank.items():
@@ -188,27 +192,25 @@ def _work(shown: Sequence[_Shown]) -> Picture:
             parts = [(work.apply_s, run.style.colour), (max(0.0, work.busy_s - work.apply_s), _SECOND)]
             note = f"busy {percent(work.busy_share)}{queue}"
             bars.append(Bar(f"{run.prefix}server {rank}", note, parts, names=("updates", "messages")))
-    title = "How busy are the servers?"
     reading = (
         "Seconds in which each server (its rank) was busy: applying updates (in the run's colour, on the left), and "
         "with messages (grey, on the right)." + " Queue: messages that were there when it looked." * shown[0].alone
     )
-    return Picture(title, draw_bars(title, bars, "seconds"), reading, answer=work_answer(_named(shown)))
+    return bar_picture("How busy are the servers?", bars, "seconds", reading, answer=work_answer(_named(shown)))
 
 
-def _traffic_of_servers(shown: Sequence[_Shown]) -> Picture:
+def _traffic_of_servers(shown: Sequence[_Shown]) -> Picture | None:
     bars = []
     for run in shown:
         marks = _mean_mark([work.moved_bytes * 1e-6 for work in run.servers.by_rank.values()])
         for rank, work in run.servers.by_rank.items():
             note, parts = _traffic(work.shards, run.style)
             bars.append(Bar(f"{run.prefix}server {rank}", note, parts, marks, names=("pushed", "pulled")))
-    title = "How much does each server move?"
     reading = (
         "Bytes that workers pushed to each server (in the run's colour, on the left) and pulled from it (grey, on the "
         f"right). The upright line is the servers' mean; above {UNEVEN} × the mean the run says so."
     )
-    return Picture(title, draw_bars(title, bars, "MB"), reading, answer=traffic_answer(_named(shown)))
+    return bar_picture("How much does each server move?", bars, "MB", reading, answer=traffic_answer(_named(shown)))
 
 
 def _of_shards(
@@ -220,7 +222,7 @@ def _of_shards(
     bar: Callable[[ShardStats, RunStyle], tuple[str, list[tuple[float, str]]]],
     answer: str,
     names: Sequence[str],
-) -> Picture:
+) -> Picture | None:
     bars = []
     count = _FEWER if len(shown) > 1 else _MOST_SHARDS
     for run in shown:
@@ -233,7 +235,7 @@ def _of_shards(
     most = max(len(run.servers.shards) for run in shown)
     if most > count:
         reading += f" The {count} largest of each run are shown, of up to {most}."
-    return Picture(title, draw_bars(title, bars, unit), reading, answer=answer)
+    return bar_picture(title, bars, unit, reading, answer=answer)
 
 
 def _apply_time(shard: ShardStats, style: RunStyle) -> tuple[str, list[tuple[float, str]]]:
