@@ -1,3 +1,5 @@
+from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, get_args, get_origin, get_type_hints
 
@@ -10,12 +12,18 @@ from headrace.cli.options import (
     checkpoints_of,
     complete_strategies,
     complete_strategy,
+    default_run_dir,
+    job_name,
     saying_where,
     split_names,
     strategy_names,
+    tensorboards,
 )
 from headrace.engine.base import Terminated
-from headrace.errors import RunFailed, UnknownName, UsageError
+from headrace.errors import PeerLost, RunFailed, UnknownName, UsageError
+from headrace.spec.events import Event
+
+NOW = datetime(2026, 3, 4, 5, 6, 7)
 
 
 @pytest.mark.slow
@@ -86,3 +94,45 @@ def test_where_to_go_on_is_said_where_something_is_saved(tmp_path: Path) -> None
     (tmp_path / "checkpoints").mkdir()
     assert notes_of(Terminated()) == [f"to go on: --run-dir {tmp_path} --resume"]
     assert notes_of(RunFailed("of its own")) == [f"events and logs: {tmp_path}"]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("digits.py", "digits"), ("examples/fashion_mnist/job.py", "fashion_mnist"), ("/job.py", "job")]
+)
+def test_a_job_is_called_after_its_file_or_folder(path: str, name: str) -> None:
+    assert job_name(Path(path)) == name
+
+
+def test_runs_have_their_own_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = default_run_dir("digits-mirrored", NOW)
+    assert first == Path("runs/digits-mirrored-20260304-050607")
+    first.mkdir(parents=True)
+    assert default_run_dir("digits-mirrored", NOW) == Path("runs/digits-mirrored-20260304-050607-2")
+
+
+def test_what_failed_before_it_began_has_no_files(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught, saying_where(tmp_path):
+        raise UsageError("no")
+    with pytest.raises(PeerLost) as lost, saying_where(tmp_path / "never made"):
+        raise PeerLost(1, "host", "killed")
+    assert [getattr(each.value, "__notes__", []) for each in (caught, lost)] == [[], []]
+
+
+@pytest.mark.slow
+def test_tensorboard_gets_one_log_a_run(tmp_path: Path, events: Callable[..., dict[int, list[Event]]]) -> None:
+    pytest.importorskip("tensorboard")
+    with tensorboards(tmp_path) as take:
+        assert take is not None
+        for script in (events("one_device", 1), events("mirrored", 2)):
+            for event in [script[-1][0], *script[0], script[-1][1]]:
+                take(event)
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["mirrored-2", "one_device-1"]
+    for folder in tmp_path.iterdir():
+        (file,) = folder.glob("events.out.tfevents.*")
+        assert b"evaluation/accuracy" in file.read_bytes()
+
+
+def test_without_a_log_dir_no_events_are_read() -> None:
+    with tensorboards(None) as take:
+        assert take is None
