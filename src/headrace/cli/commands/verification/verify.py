@@ -16,8 +16,8 @@ import typer
 from headrace.cli.combinations import refuse_idle, resolved
 from headrace.cli.command import argument, command, option
 from headrace.cli.commands.launch import is_job, stdout_for_results
-from headrace.cli.engines import own_engine, refuse_launcher
-from headrace.cli.jobfile import check_file, find_job, load_job
+from headrace.cli.engines import job_on_engine, refuse_launcher
+from headrace.cli.jobfile import check_file, find_job
 from headrace.cli.options import (
     RunDirOption,
     ServersOption,
@@ -78,7 +78,15 @@ def verify(
     check_file(path, "job file")
     if is_job(path):
         refuse_idle({" ".join(arguments or ()): bool(arguments)}, "for a script, and this file defines a job")
-        found = _of_job(path, strategy, (workers, servers), settings or (), rounds, examples, double, run_dir)
+        find_job(path)
+        with job_on_engine(path, settings) as (job, engine):
+            chosen = resolved(strategy, workers, servers)
+            # Lazily: it imports torch.
+            from headrace.api.verification.verify import verify as verified
+
+            found = verified(
+                job, chosen, rounds=rounds, double=double, examples=examples, run_dir=run_dir, engine=engine, say=say
+            )
     else:
         given = answer.given("--strategy", "--servers", "--double", "--examples", "--set", "--run-dir")
         refuse_idle(given, "for a job, and this file is a script, which has its own; leave it out")
@@ -93,27 +101,6 @@ def verify(
     answer.give(plain_values(found), "\n".join([*table(found), *([f"page: {html}"] if html else [])]))
     if not found.equal:
         raise typer.Exit(ExitCode.RUN_FAILED)
-
-
-def _of_job(
-    path: Path,
-    strategy: str,
-    counts: tuple[int | None, int | None],
-    settings: Sequence[str],
-    rounds: int,
-    examples: int | None,
-    double: bool,
-    run_dir: Path | None,
-) -> Verification:
-    find_job(path)
-    # In this order: the engine forks this process, which must not have run the job file before.
-    with own_engine() as engine:
-        job, chosen = load_job(path, settings), resolved(strategy, *counts)
-        # Lazily: it imports torch.
-        from headrace.api.verification.verify import verify as verified
-
-        more = {"rounds": rounds, "double": double, "examples": examples, "run_dir": run_dir}
-        return verified(job, chosen, engine=engine, say=say, **more)  # type: ignore[arg-type]
 
 
 def _of_script(script: Path, arguments: Sequence[str], workers: int | None, rounds: int) -> Verification:
