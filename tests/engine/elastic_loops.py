@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import headrace as hr
-from headrace.training.turns.exchange import TurnsExchange
+from headrace.training.turns import TurnsExchange
 
 ROUND = 7
 """The round in which it is lost."""

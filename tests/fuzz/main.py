@@ -49,7 +49,7 @@ READ_INPUTS = (
     *("headrace.data.sources.tables", "headrace.data.sources.arrow", "headrace.data.transforms"),
     *("headrace.export.tensors", "headrace.report.model.events", "headrace.serving.protocols.http"),
     *("headrace.serving.protocols.open_inference", "headrace.serving.protocols.tensorflow_rest"),
-    *("headrace.spec.cluster", "headrace.spec.tables", "headrace.spec.plain", "headrace.spec.events.run"),
+    *("headrace.spec.files.clusters", "headrace.spec.files.tables", "headrace.spec.plain", "headrace.spec.events.run"),
     *("headrace.watch.records", "headrace.watch.state", "headrace.watch.steps", "tomllib._parser"),
 )
 

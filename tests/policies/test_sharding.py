@@ -11,15 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import UnknownName, UsageError
+from headrace.policies.segments import evenly, everywhere, slices
 from headrace.policies.sharding import (
     ParameterPiece,
-    evenly,
-    everywhere,
     fixed_shards,
     max_size,
     min_size,
     parse_sharding,
-    slices,
     unsharded,
     whole,
 )

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import UsageError
-from headrace.training import reduction
-from headrace.training.reduction import buckets
+from headrace.training import buckets as module
+from headrace.training.buckets import buckets
 
 SIZES = st.lists(st.integers(0, 1000), max_size=40)
 
 
 def test_the_examples_in_the_docstrings_hold() -> None:
-    result = doctest.testmod(reduction)
+    result = doctest.testmod(module)
     assert result.attempted > 0
     assert result.failed == 0
 

@@ -44,7 +44,7 @@ from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, resolve
 from headrace.strategies.checks import check_device, check_shapes
 from headrace.strategies.context import ModelProbe
-from headrace.training.embeddings.naming import made_sparse
+from headrace.training.embeddings.constructing import made_sparse
 from headrace.training.user_code.untouched import untouched
 from headrace.worker.callbacks.callback import Callback
 from headrace.worker.guards.caller import Witness, read_caller

@@ -17,8 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from headrace.averaging.averager import OUTER, ParameterAverager, Stretch
-from headrace.training.elastic import ElasticState
-from headrace.training.exchange import UpdatingExchange
+from headrace.training.exchange import ElasticState, UpdatingExchange
 from headrace.training.optimizer import StatePiece
 
 

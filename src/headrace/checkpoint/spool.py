@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headrace.shared_memory.layout import on_lines
+
 _KEPT_BYTES = 64 << 20
 _SEGMENT_BYTES = 256 << 20
-_ALIGN = 64
 
 
 class Spool:
@@ -72,7 +73,7 @@ class Spool:
         if self._descriptor < 0:
             with tempfile.TemporaryFile(dir=self._folder) as file:
                 self._descriptor = os.dup(file.fileno())
-        place = -(-self._at // _ALIGN) * _ALIGN
+        place = on_lines(self._at)
         if place + count > len(self._segment):
             self._start += len(self._segment)
             size = -(-max(count, _SEGMENT_BYTES) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY

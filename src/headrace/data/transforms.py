@@ -85,7 +85,11 @@ class DecodeImage:
             try:
                 rows, columns, _, _ = simplejpeg.decode_jpeg_header(content)
                 _check_pixels(rows, columns)
-                options = {"fastdct": self._fast, "fastupsample": self._fast, "buffer": _scratch(rows * columns * 3)}
+                # Memory of this thread: new memory would cause page faults for every image.
+                scratch: NDArray[np.uint8] | None = getattr(_own, "scratch", None)
+                if scratch is None or len(scratch) < rows * columns * 3:
+                    scratch = _own.scratch = np.empty(rows * columns * 3, dtype=np.uint8)
+                options = {"fastdct": self._fast, "fastupsample": self._fast, "buffer": scratch}
                 image = simplejpeg.decode_jpeg(content, colorspace="RGB", **options)
             except ValueError as error:
                 raise DataError(f"{len(content):,} bytes are not a whole JPEG: {error}") from error
@@ -106,14 +110,6 @@ class DecodeImage:
 def _check_pixels(rows: int, columns: int) -> None:
     if rows * columns > _MOST_PIXELS:
         raise DataError(f"the image says that it has {rows} x {columns} pixels, more than {_MOST_PIXELS:,}")
-
-
-def _scratch(nbytes: int) -> NDArray[np.uint8]:
-    """Returns memory of this thread for one image: new memory would cause page faults for every image."""
-    held: NDArray[np.uint8] | None = getattr(_own, "scratch", None)
-    if held is None or len(held) < nbytes:
-        held = _own.scratch = np.empty(nbytes, dtype=np.uint8)
-    return held
 
 
 def _libraries() -> tuple[Any, Any]:

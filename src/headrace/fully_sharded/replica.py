@@ -26,9 +26,8 @@ from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import UsedParameters, require_graph
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import Updater
-from headrace.training.user_code.gradients import ReadGradients
 from headrace.training.user_code.objective import Objective
-from headrace.training.user_code.trained import FixedParameters
+from headrace.training.user_code.trained import FixedParameters, ReadGradients
 from headrace.training.whole_model import HALF, cut
 from headrace.trees import widened
 

@@ -24,14 +24,14 @@ from headrace.errors import UsageError
 from headrace.fully_sharded.link import CollectiveLink, OwnGradients, SharedLink, UnitLink
 from headrace.fully_sharded.units import written
 from headrace.modules import is_dense
-from headrace.policies.sharding import part_length
+from headrace.policies.segments import part_length
 from headrace.spec.job import Share
 from headrace.spec.plan import Segment
+from headrace.training.buckets import buckets
 from headrace.training.clipping import GradientClipper
 from headrace.training.compute import Compute, Computed
 from headrace.training.gradients import UsedParameters
 from headrace.training.reducing import Reduced, ReducingExchange
-from headrace.training.reduction import buckets
 from headrace.training.update import Updater
 
 _UNIT_BYTES = 4 << 20

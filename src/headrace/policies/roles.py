@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from headrace.devices import NAMED, kind_of
 from headrace.errors import InfeasiblePlan, UsageError
-from headrace.policies.sharding import everywhere
+from headrace.policies.segments import everywhere
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.plan import Plan, Role, Segment, has_stages

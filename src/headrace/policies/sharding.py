@@ -1,8 +1,8 @@
-"""Into what the parameters are cut, and which owner gets which piece: pure functions of names and sizes.
+"""Into what the parameters are cut for servers, and which server gets which piece: pure functions of names and sizes.
 
-Every cut covers each trainable parameter wholly and without overlap, in the model's order. Some functions say who owns
-what as well, and return segments; the others cut along the first axis, never through a row, and leave the owners to a
-placement, which gives every owner a piece that has elements if there are enough of them:
+Every cut covers each trainable parameter wholly and without overlap, in the model's order. It is along the first axis,
+never through a row, and leaves the owners to a placement, which gives every owner a piece that has elements if there
+are enough of them:
 
     weight (5, 4)           fixed_shards:2      ████████ | ████████████                 2 + 3 rows
     of float32,             min_size:32B/8      ████████ | ████████████                 at least 2 rows each
@@ -15,15 +15,15 @@ A number of owners, pieces or bytes below 1 is a `UsageError`.
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
+from headrace.policies.segments import require_owners
 from headrace.spec.model import ITEM_BYTES, ParameterSpec
-from headrace.spec.plan import EVERY_WORKER, Segment
+from headrace.spec.plan import Segment
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,6 @@ Sharding = Callable[[Sequence[ParameterSpec]], tuple[ParameterPiece, ...]]
 Placement = Callable[[Sequence[ParameterPiece], int], tuple[int, ...]]
 """From pieces and a number of owners to the index of each piece's owner."""
 
-_LINE = 16
-"""Elements between possible cuts: 64 bytes of float32, so that two owners do not write to one cache line."""
-
 _EXAMPLES = {
     "fixed_shards": "fixed_shards:4",
     "max_size": "max_size:4MB",
@@ -53,87 +50,6 @@ _EXAMPLES = {
 }
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _QUANTITY = re.compile(r"([0-9]{1,15}) ?([A-Za-z]+)")
-
-
-def rows(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, ...]:
-    """Cuts each parameter between rows, as `torch.chunk` does: all owners get as many, the last ones fewer or none.
-
-    One without rows or elements is everyone's.
-    """
-    _require_owners(owners)
-    segments = []
-    for parameter in parameters:
-        if not parameter.trainable:
-            continue
-        if not parameter.shape or not parameter.elements:
-            segments.append(Segment(parameter.name, 0, parameter.elements, EVERY_WORKER))
-            continue
-        length = -(-parameter.shape[0] // owners) * (parameter.elements // parameter.shape[0])
-        segments += [
-            Segment(parameter.name, start, min(start + length, parameter.elements), owner)
-            for owner, start in enumerate(range(0, parameter.elements, length))
-        ]
-    return tuple(segments)
-
-
-def evenly(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, ...]:
-    """Cuts each parameter into ranges of `part_length` elements; the last owners get fewer or none."""
-    _require_owners(owners)
-    segments = []
-    for parameter in parameters:
-        if not parameter.trainable:
-            continue
-        length = part_length(parameter.elements, owners)
-        segments += [
-            Segment(parameter.name, start, min(start + length, parameter.elements), owner)
-            for owner, start in enumerate(range(0, max(1, parameter.elements), length))
-        ]
-    return tuple(segments)
-
-
-def part_length(elements: int, owners: int) -> int:
-    """Returns the most elements of one parameter that an owner gets where it is cut evenly; at least 1."""
-    return max(1, -(-elements // owners))
-
-
-def slices(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, ...]:
-    """Cuts the concatenated parameters into `owners` contiguous ranges of nearly equal length.
-
-    The cuts are the multiples of 16 elements nearest to equal parts, where there are 16 elements an owner;
-    otherwise the parts differ by at most 1. A parameter that crosses a cut becomes several segments. One in
-    channels-last order is cut between rows: inside a row its elements lie in another order than they are numbered.
-    """
-    _require_owners(owners)
-    trainable = [parameter for parameter in parameters if parameter.trainable]
-    total = sum(parameter.elements for parameter in trainable)
-    line = _LINE if total >= _LINE * owners else 1
-    cuts = [(2 * part * total + owners * line) // (2 * owners * line) * line for part in range(1, owners)]
-    offsets = list(accumulate((parameter.elements for parameter in trainable), initial=0))
-    cuts = [_allowed(cut, trainable, offsets) for cut in cuts]
-    segments = []
-    offset = 0
-    for parameter in trainable:
-        start, end = offset, offset + parameter.elements
-        owner = bisect_right(cuts, start)
-        while owner < owners - 1 and cuts[owner] < end:
-            stop = cuts[owner]
-            # Where there are more owners than elements, equal cuts leave some of them without any.
-            if stop > start:
-                segments.append(Segment(parameter.name, start - offset, stop - offset, owner))
-            start, owner = stop, owner + 1
-        segments.append(Segment(parameter.name, start - offset, end - offset, owner))
-        offset = end
-    return tuple(segments)
-
-
-def _allowed(cut: int, parameters: Sequence[ParameterSpec], offsets: Sequence[int]) -> int:
-    """Returns the place nearest to a cut where the parameter there may be cut; `offsets` is where each begins."""
-    index = bisect_right(offsets, cut) - 1
-    if index == len(parameters) or not parameters[index].channels_last:
-        return cut
-    begin, parameter = offsets[index], parameters[index]
-    row = parameter.elements // parameter.shape[0]
-    return begin + (2 * (cut - begin) + row) // (2 * row) * row
 
 
 def whole(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, ...]:
@@ -145,14 +61,6 @@ def whole(parameters: Sequence[ParameterSpec], owners: int) -> tuple[Segment, ..
     return tuple(
         Segment(piece.parameter, piece.start, piece.stop, owner)
         for piece, owner in zip(pieces, greedy(pieces, owners), strict=True)
-    )
-
-
-def everywhere(parameters: Sequence[ParameterSpec], owners: int = 1) -> tuple[Segment, ...]:
-    """Gives every parameter to every worker, however many `owners` there are: each updates its own mirror."""
-    _require_owners(owners)
-    return tuple(
-        Segment(parameter.name, 0, parameter.elements, EVERY_WORKER) for parameter in parameters if parameter.trainable
     )
 
 
@@ -211,7 +119,7 @@ def parse_sharding(text: str) -> Sharding:
 
 def round_robin(pieces: Sequence[ParameterPiece], owners: int) -> tuple[int, ...]:
     """Deals the pieces out in turn; a piece without elements takes no turn."""
-    _require_owners(owners)
+    require_owners(owners)
     chosen, turn = [], 0
     for piece in pieces:
         chosen.append(turn % owners)
@@ -225,7 +133,7 @@ def greedy(pieces: Sequence[ParameterPiece], owners: int) -> tuple[int, ...]:
     No owner has more than 4/3 of the least possible maximum (Graham, "Bounds on multiprocessing timing anomalies",
     1969, theorem 3).
     """
-    _require_owners(owners)
+    require_owners(owners)
     held = [0] * owners
     chosen = [0] * len(pieces)
     for index in sorted(range(len(pieces)), key=lambda index: (-pieces[index].bytes, index)):
@@ -298,8 +206,3 @@ def _malformed(text: str, why: str) -> UsageError:
 def _require(name: str, value: int) -> None:
     if value < 1:
         raise UsageError(f"{name} must be at least 1, got {value}")
-
-
-def _require_owners(owners: int) -> None:
-    if owners < 1:
-        raise UsageError(f"parameters need at least 1 owner, got {owners}")

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from headrace.errors import InfeasiblePlan
 from headrace.policies.behaviour import Behaviour, GradientSum
 from headrace.policies.roles import data_parallel_plan, elastic_plan
-from headrace.policies.sharding import slices, whole
+from headrace.policies.segments import slices
+from headrace.policies.sharding import whole
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.spec.plan import Plan, Segment
@@ -35,7 +36,7 @@ from headrace.strategies.checks import (
 )
 from headrace.strategies.context import WorkerContext, with_tables
 from headrace.strategies.strategy import Strategy, describe_options
-from headrace.training.central_storage.elastic import ElasticStorageExchange, StorageSink, StorageState
+from headrace.training.central_storage.elastic import ElasticStorageExchange, StorageState
 from headrace.training.central_storage.exchange import CentralCopy, CentralStorageExchange
 from headrace.training.central_storage.shared_state import state_form
 from headrace.training.exchange import Replica
@@ -142,7 +143,7 @@ class CentralStorage(Strategy):
             lambda workers: slices(model.parameters, workers), model, context.group, module, form, context.updater_over,
             context.clipper(), context.scale,
         )  # fmt: skip
-        compute = context.whole_model(StorageSink(exchange), always)
+        compute = context.whole_model(exchange.sink, always)
         return Replica(compute, exchange, elastic=StorageState(exchange))
 
 

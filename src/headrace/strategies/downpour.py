@@ -52,7 +52,7 @@ from headrace.parameter_server.server.optimizer import RoundClock, ShardOptimize
 from headrace.parameter_server.server.server import Server
 from headrace.parameter_server.wire import ShardLayout
 from headrace.policies.behaviour import Behaviour, ServerTerms
-from headrace.policies.sharding import everywhere
+from headrace.policies.segments import everywhere
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec, OptimizerNeeds
 from headrace.spec.options import Options

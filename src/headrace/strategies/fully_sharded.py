@@ -31,7 +31,7 @@ from headrace.hooks import hooked_parameters
 from headrace.modules import without_data
 from headrace.policies.behaviour import Behaviour
 from headrace.policies.roles import data_parallel_plan
-from headrace.policies.sharding import evenly, rows
+from headrace.policies.segments import evenly, rows
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options

@@ -25,7 +25,7 @@ from headrace.parameter_server.server.server import Server
 from headrace.pipeline.staged import StagedReplica
 from headrace.policies.behaviour import Behaviour
 from headrace.policies.roles import require_cpu, require_memory, worker_and_server_roles, worker_roles
-from headrace.policies.sharding import evenly, everywhere
+from headrace.policies.segments import evenly, everywhere
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.compute import LayerSpec
 from headrace.spec.model import ModelSpec, ProfileRequest

@@ -49,7 +49,7 @@ from headrace.parameter_server.server.server import Server
 from headrace.policies.behaviour import Behaviour, ParameterMean, ServerTerms
 from headrace.policies.period import AutoPeriod, first_stretch
 from headrace.policies.roles import data_parallel_plan, elastic_plan
-from headrace.policies.sharding import everywhere
+from headrace.policies.segments import everywhere
 from headrace.policies.staleness import Admission, Combination, Unbounded
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec, OptimizerNeeds

@@ -26,7 +26,7 @@ from headrace.errors import PeerLost, UnknownName, UsageError
 from headrace.modules import copy_module, describe
 from headrace.policies.behaviour import Behaviour, Slices
 from headrace.policies.roles import require_memory, worker_roles
-from headrace.policies.sharding import everywhere
+from headrace.policies.segments import everywhere
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options

@@ -23,7 +23,7 @@ from headrace.tensor_parallel.rules import any_number
 from headrace.training.compute import Compute, Computed
 from headrace.training.gradients import GradientSink
 from headrace.training.optimizer import StatePiece
-from headrace.training.user_code.gradients import ReadGradients
+from headrace.training.user_code.trained import ReadGradients
 from headrace.training.whole_model import ModelParallelGroup, WholeModel
 
 _SHOWN = 6

@@ -115,7 +115,12 @@ class GradientClipper:
         own = 0.0 if finite else 2.0 ** min(self._group.rank, 50)
         bad, broken, squared = self._group.sum([own, *self._check(measured)])
         if bad or broken:
-            return self._refuse(tuple(rank for rank in range(64) if int(bad) >> rank & 1))
+            bad_losses = tuple(rank for rank in range(64) if int(bad) >> rank & 1)
+            if self._scale is None:
+                return StepDecision(False, bad_losses)
+            self._scale.shrink()
+            # A scale below 1 makes gradients smaller than they are, so it does not cause their overflow.
+            return StepDecision(False, bad_losses, overflow=not bad_losses and self._scale.value >= 1.0)
         unscale = 1.0 if self._scale is None else self._scale.inverse
         if self._clip_value is not None:
             _multiply(held, unscale)
@@ -137,13 +142,6 @@ class GradientClipper:
         if self._scale is not None:
             self._scale.grow()
         return HEALTHY
-
-    def _refuse(self, bad_losses: tuple[int, ...]) -> StepDecision:
-        if self._scale is None:
-            return StepDecision(False, bad_losses)
-        self._scale.shrink()
-        # A scale below 1 makes gradients smaller than they are, so it does not cause their overflow.
-        return StepDecision(False, bad_losses, overflow=not bad_losses and self._scale.value >= 1.0)
 
     def _check(self, measured: Sequence[Tensor]) -> tuple[float, float]:
         """Returns whether an element is not finite, as a number, and the squared norm if it is clipped by."""

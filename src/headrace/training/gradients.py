@@ -186,12 +186,18 @@ class FlatGradients:
     """Stores one worker's gradients side by side in a `(layout.nbytes,)` uint8 region, and publishes which exist."""
 
     def __init__(self, layout: FlatLayout, region: Tensor, used: UsedParameters) -> None:
-        self._views = layout.views(region)
+        self._layout = layout
+        self.move(region, used)
+
+    def move(self, region: Tensor, used: UsedParameters) -> None:
+        """Stores them in another region from now on, as the members of the group have changed."""
+        self._views = self._layout.views(region)
         self._region = region
         self._used = used
 
     def place(self, index: int) -> Tensor:
         """See `GradientPlaces`."""
+        # The others have read the last ones before they decided about the last step.
         return self._views[index]
 
     def store(self, gradients: Sequence[Tensor | None]) -> None:
@@ -220,9 +226,18 @@ class SharedGradients:
 
     def __init__(self, trainable: Sequence[ParameterSpec], group: ProcessGroup) -> None:
         self.layout = FlatLayout(trainable)
-        self.regions = group.share(self.layout.nbytes)
-        self.used = UsedParameters(group, len(trainable))
+        self._group = group
+        self._share()
         self.sink = FlatGradients(self.layout, self.regions[group.rank], self.used)
+
+    def regroup(self) -> None:
+        """Goes on with the group's present members, whose gradients lie elsewhere; every member calls it."""
+        self._share()
+        self.sink.move(self.regions[self._group.rank], self.used)
+
+    def _share(self) -> None:
+        self.regions = self._group.share(self.layout.nbytes)
+        self.used = UsedParameters(self._group, len(self.layout.names))
 
     def views(self) -> list[tuple[Tensor, ...]]:
         """Returns every worker's gradients, by rank, in the parameters' shapes and order."""
@@ -265,9 +280,16 @@ class DirectGradients:
         self._layers = [
             (layer, indices[id(layer.weight)])
             for layer in module.modules()
-            if type(layer) is nn.Linear and id(layer.weight) in indices and _is_large(layer.weight)
+            if type(layer) is nn.Linear and id(layer.weight) in indices
         ]
-        self._layers = [(layer, index) for layer, index in self._layers if sink.place(index) is not None]
+        self._layers = [
+            (layer, index)
+            for layer, index in self._layers
+            if layer.weight.numel() >= _FEWEST_ELEMENTS
+            and layer.weight.device.type == "cpu"
+            and layer.weight.is_floating_point()
+            and sink.place(index) is not None
+        ]
         self._unwritten: set[int] = set()
 
     @contextmanager
@@ -329,10 +351,6 @@ class _DirectLinear(torch.autograd.Function):
             place = ctx.gradients.take(ctx.index)
             made = rows.T @ inputs if place is None else torch.mm(rows.T, inputs, out=place)
         return back, made, rows.sum(0) if for_bias else None, None, None
-
-
-def _is_large(weight: Tensor) -> bool:
-    return weight.numel() >= _FEWEST_ELEMENTS and weight.device.type == "cpu" and weight.is_floating_point()
 
 
 def _is_plain(value: Any, weight: Tensor) -> bool:

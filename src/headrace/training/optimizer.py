@@ -166,8 +166,12 @@ def require_lbfgs(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> None
 
 def is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
     """Tells whether a step is exactly `parameter -= lr * gradient`."""
-    if type(optimizer) is not torch.optim.SGD or any(map(_does_more, optimizer.param_groups)):
+    if type(optimizer) is not torch.optim.SGD:
         return False
+    for group in optimizer.param_groups:
+        does_more = group["momentum"] or group["weight_decay"] or group["maximize"] or group["fused"]
+        if does_more or not isinstance(group["lr"], float):
+            return False
     return not has_step_hooks(optimizer)
 
 
@@ -175,11 +179,6 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Tells whether something else is called with a step."""
     hooks = (internals.step_pre_hooks(optimizer), internals.step_post_hooks(optimizer))
     return any((*hooks, internals.global_pre_hooks, internals.global_post_hooks))
-
-
-def _does_more(group: dict[str, Any]) -> bool:
-    adds = group["momentum"] or group["weight_decay"] or group["maximize"] or group["fused"]
-    return bool(adds) or not isinstance(group["lr"], float)
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,9 @@
-"""The sum of all workers' gradients: in shared memory, or by a collective of the devices.
-
-A collective may run while backward still computes: buckets of gradients leave as soon as they are complete.
-
-    backward    │ layer 4 │ layer 3 │ layer 2 │ layer 1 │
-    all-reduce            │ bucket 0 (4, 3)   │ bucket 1 (2, 1) │
-
-It pays where the transport works by itself (NCCL on a GPU's copy engines, a network card). On a CPU host the cores that
-would exchange are those that compute, so it is not used there: see benchmarks/overlap.
-"""
+"""The sum of all workers' gradients: in shared memory, or by a collective of the devices."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +11,11 @@ from torch import Tensor, nn
 
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.compression import PLAIN, Compression
-from headrace.errors import UsageError
 from headrace.internals import foreach_copy_
 from headrace.spec.model import ParameterSpec
+from headrace.training.buckets import BucketSink
 from headrace.training.clipping import GradientClipper
-from headrace.training.elastic import ElasticState
+from headrace.training.exchange import ElasticState
 from headrace.training.gradients import (
     FlatGradients,
     FlatLayout,
@@ -107,33 +96,14 @@ class SharedMemoryReduction(Reduction):
     """Sums through shared memory: each rank its part, in rank order, into one result for all."""
 
     def __init__(self, trainable: Sequence[ParameterSpec], group: ProcessGroup) -> None:
-        self._trainable = trainable
         self._group = group
-        # Gradients go to it, because where they lie changes with the members.
-        self.sink = self
-        self.regroup()
+        self._shared = SharedGradients(trainable, group)
+        self.layout, self.sink = self._shared.layout, self._shared.sink
+        self._divide()
 
     def regroup(self) -> None:
-        group = self._group
-        shared = SharedGradients(self._trainable, group)
-        self.layout, self.used, self._stored = shared.layout, shared.used, shared.sink
-        nbytes = self.layout.nbytes
-        own = shared.regions[group.rank]
-        self.result = own if group.world == 1 else group.share(0 if group.rank else nbytes)[0]
-        parts = [span.part(group.rank, group.world) for span in self.layout.spans]
-        self.held = self.measured = [part.of(self.result) for part in parts]
-        self._sources = [[part.of(region) for region in shared.regions] for part in parts]
-        self._traffic = shared_traffic(nbytes, group.world)
-
-    def place(self, index: int) -> Tensor:
-        # The others have read the last ones before they decided about the last step.
-        return self._stored.place(index)
-
-    def store(self, gradients: Sequence[Tensor | None]) -> None:
-        self._stored.store(gradients)
-
-    def store_nothing(self) -> None:
-        self._stored.store_nothing()
+        self._shared.regroup()
+        self._divide()
 
     def reduce(self) -> None:
         if self._group.world > 1:
@@ -142,6 +112,16 @@ class SharedMemoryReduction(Reduction):
                 for source in sources[2:]:
                     total.add_(source)
         self._group.moved_bytes += self._traffic
+
+    def _divide(self) -> None:
+        """Gives each member its part of the sum."""
+        group, regions, nbytes = self._group, self._shared.regions, self.layout.nbytes
+        self.used = self._shared.used
+        self.result = regions[0] if group.world == 1 else group.share(0 if group.rank else nbytes)[0]
+        parts = [span.part(group.rank, group.world) for span in self.layout.spans]
+        self.held = self.measured = [part.of(self.result) for part in parts]
+        self._sources = [[part.of(region) for region in regions] for part in parts]
+        self._traffic = shared_traffic(nbytes, group.world)
 
 
 class CollectiveReduction(Reduction):
@@ -170,12 +150,7 @@ class CollectiveReduction(Reduction):
 
 
 class OverlappedReduction(Reduction):
-    """Sums by a collective of the devices, bucket by bucket, while backward still runs.
-
-    It takes each gradient when autograd has made it, and starts a bucket's all-reduce when the bucket is complete.
-    Buckets leave in the same order on every worker, whatever the order in which their gradients come. A parameter
-    without a gradient holds its bucket back until backward is over.
-    """
+    """Sums by a collective of the devices, bucket by bucket, while backward still runs."""
 
     def __init__(
         self,
@@ -186,88 +161,20 @@ class OverlappedReduction(Reduction):
         device: torch.device,
         codec: str = "plain",
     ) -> None:
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._collective = collective
         self._lay_out(trainable, group, collective.rank, device)
         self.compression = Compression(codec, self.result)
-        self.sink = self
-        self._views = self.layout.views(self.result)
-        runs = buckets([parameter.bytes for parameter in trainable], *collective.bucket_bytes)
-        self._bucket_of = [0] * len(parameters)
-        self._flats: list[list[Tensor]] = []
-        for number, (start, stop) in enumerate(runs):
-            self._bucket_of[start:stop] = [number] * (stop - start)
-            self._flats.append(self.layout.runs(self.result, start, stop))
-        self._sizes = [stop - start for start, stop in runs]
-        self._missing = list(self._sizes)
-        self._arrived = [False] * len(parameters)
-        self._sent = 0
-        self._sends = False
-        self._waits: list[Callable[[], None]] = []
-        for index, parameter in enumerate(parameters):
-            parameter.register_hook(partial(self._take, index))
+        sizes = [parameter.bytes for parameter in trainable]
+        self._buckets = BucketSink(module, sizes, self.layout, self.result, self.used, collective, self.compression)
+        self.sink = self._buckets
 
     def regroup(self) -> None:
-        # Sums of a round that is done again may be on their way, in the group that was.
-        self._waits.clear()
-        self._begin()
+        self._buckets.drop()
         self.compression.forget()
         self._lead(self._collective.rank)
 
-    def store(self, gradients: Sequence[Tensor | None]) -> None:
-        self.used.publish(gradients)
-        for index, arrived in enumerate(self._arrived):
-            gradient = gradients[index]
-            if gradient is None:
-                self._views[index].zero_()
-            elif not arrived:
-                self._views[index].copy_(gradient)
-        self._send_rest()
-
-    def store_nothing(self) -> None:
-        self.used.publish_nothing()
-        for view in self._views:
-            view.zero_()
-        self._send_rest()
-
     def reduce(self) -> None:
-        for wait in self._waits:
-            wait()
-        self._waits.clear()
-
-    @contextmanager
-    def sending(self) -> Iterator[None]:
-        """See `EarlySink`."""
-        self._sends = True
-        try:
-            yield
-        finally:
-            self._sends = False
-
-    def _take(self, index: int, gradient: Tensor) -> None:
-        # Also called where user code asks autograd for gradients.
-        if not self._sends:
-            return
-        self._views[index].copy_(gradient)
-        self._arrived[index] = True
-        self._missing[self._bucket_of[index]] -= 1
-        while self._sent < len(self._missing) and self._missing[self._sent] == 0:
-            self._send()
-
-    def _send(self) -> None:
-        self._waits += [self._collective.start_all_reduce(flat, self.compression) for flat in self._flats[self._sent]]
-        self._sent += 1
-
-    def _send_rest(self) -> None:
-        while self._sent < len(self._missing):
-            self._send()
-        self._begin()
-
-    def _begin(self) -> None:
-        """Expects the next backward."""
-        self._sent = 0
-        self._missing[:] = self._sizes
-        self._arrived[:] = [False] * len(self._arrived)
+        self._buckets.wait()
 
 
 class MirroredExchange(ReducingExchange):
@@ -360,33 +267,3 @@ def shared_traffic(gradient_bytes: int, workers: int) -> int:
     the other parts' sums: 3 (N - 1)/N + 1/N.
     """
     return gradient_bytes * (3 * workers - 2) // workers if workers > 1 else 0
-
-
-def buckets(sizes: Sequence[int], first_bytes: int, most_bytes: int) -> tuple[tuple[int, int], ...]:
-    """Returns runs `(start, stop)` of parameter indices, in the order in which their gradients are ready.
-
-    `sizes` are the bytes of each parameter, in the model's order. Backward runs from the last parameter to the first,
-    so the first bucket ends with the last parameter. A bucket closes as soon as it has its bytes: `first_bytes`, and
-    each next one twice as many, at most `most_bytes`. None would still be that large without its own first parameter;
-    the last holds what is left.
-
-    >>> buckets((40, 10, 10, 30, 5), 20, 20)
-    ((3, 5), (1, 3), (0, 1))
-    >>> buckets((10, 10, 10, 10, 10), 10, 20)
-    ((4, 5), (2, 4), (0, 2))
-
-    Raises:
-        UsageError: `first_bytes` is below 1, or above `most_bytes`.
-    """
-    if not 1 <= first_bytes <= most_bytes:
-        raise UsageError(f"the first bucket must have 1 to {most_bytes} bytes, got {first_bytes}")
-    runs = []
-    stop = len(sizes)
-    held, bucket_bytes = 0, first_bytes
-    for start in reversed(range(len(sizes))):
-        held += sizes[start]
-        if held >= bucket_bytes or start == 0:
-            runs.append((start, stop))
-            stop, held = start, 0
-            bucket_bytes = min(2 * bucket_bytes, most_bytes)
-    return tuple(runs)

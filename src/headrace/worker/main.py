@@ -24,13 +24,12 @@ from headrace.spec.events import Failed, Notice, RowsHeld, RowsRead, WorkerEnded
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Role
 from headrace.training.compute import Compute
-from headrace.training.embeddings.layer import sparse_layers
-from headrace.training.embeddings.local import local_stats, rows_of_layers
+from headrace.training.embeddings.layer import local_stats, rows_of_layers, sparse_layers
 from headrace.training.shared_buffers.batch_norm import averaged_buffers
+from headrace.training.shared_buffers.synced import average_by_weight
 from headrace.training.synchronization import DataLeases, PeriodicSync
 from headrace.worker.attributes import SameBuild
 from headrace.worker.control import RunControl
-from headrace.worker.evaluations.evaluation import average
 from headrace.worker.events import EventWriter, InputReporter
 from headrace.worker.guards.caller import take_settings
 from headrace.worker.guards.witness import require_same_results
@@ -194,7 +193,7 @@ def _finish(session: WorkerSession, control: RunControl, loop: Loop) -> None:
     loop.finish()
     control.save_last()
     weight = control.statistics_weight
-    group.together(lambda: average(averaged_buffers(replica.compute.module), session.mates, weight))
+    group.together(lambda: average_by_weight(averaged_buffers(replica.compute.module), session.mates, weight))
     group.together(replica.adopt_trained_weights)
     if session.run.swaps_weights:
         group.together(replica.exchange.adopt_averaged_weights)

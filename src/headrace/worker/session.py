@@ -32,11 +32,9 @@ from headrace.spec.job import Job, Share
 from headrace.spec.parameter_sets import one_optimizer
 from headrace.spec.plan import Plan, Role, exchanges_in_host_memory, name_of
 from headrace.strategies.context import BatchInfo, WorkerContext
-from headrace.training.embeddings.building import deferred_tables, with_tables
+from headrace.training.embeddings.constructing import deferred_tables, put_tables
 from headrace.training.exchange import Replica, UpdatingExchange
-from headrace.training.turns.compute import TurnsCompute
-from headrace.training.turns.elastic import TurnsState
-from headrace.training.turns.exchange import TurnsExchange
+from headrace.training.turns import TurnsCompute, TurnsExchange, TurnsState
 from headrace.training.user_code.objective import Objective
 from headrace.training.whole_model import use_channels_last
 from headrace.worker.evaluations.evaluation import Evaluation
@@ -153,14 +151,14 @@ def make_module(job: Job) -> nn.Module:
     """
     seed_torch(job.seed)
     if isinstance(job.model, nn.Module):
-        return with_loss(with_tables(own_copy(job.model), job.seed), job.loss)
+        return with_loss(put_tables(own_copy(job.model), job.seed), job.loss)
     python, numpy = random.getstate(), np.random.get_state()
     random.seed(job.seed)
     np.random.seed(job.seed)
     try:
-        with deferred_tables() as put_tables:
+        with deferred_tables() as put:
             module = job.model()
-            return with_loss(put_tables(module, job.seed), job.loss) if isinstance(module, nn.Module) else module
+            return with_loss(put(module, job.seed), job.loss) if isinstance(module, nn.Module) else module
     finally:
         random.setstate(python)
         np.random.set_state(numpy)

@@ -26,10 +26,10 @@ from headrace.training.compute import Compute
 from headrace.training.embeddings.pieces import is_row_piece, is_row_value
 from headrace.training.optimizer import StatePiece
 from headrace.training.shared_buffers.batch_norm import averaged_buffers
+from headrace.training.shared_buffers.synced import average_by_weight
 from headrace.training.update import AVERAGE, PARAMETER
 from headrace.worker.attributes import drawn_of
 from headrace.worker.evaluations.early_stopping import EarlyStopper
-from headrace.worker.evaluations.evaluation import average
 from headrace.worker.session import WorkerSession, seed_torch
 
 
@@ -85,7 +85,7 @@ class WorkerState:
         tensors |= {f"own/{piece.name}": piece.value for piece in self._replica.own_state()}
         with self._replica.trained_weights():
             averaged = {id(buffer): buffer.detach().clone() for buffer in averaged_buffers(self._model)}
-            average(list(averaged.values()), self._mates, weight)
+            average_by_weight(list(averaged.values()), self._mates, weight)
             leads = self._run.plan.leads(rank)
             tensors |= model_tensors(self._replica.compute, leads, self._mates.world, averaged)
         tensors |= extra_states(self._model, self._replica.compute.has_state_of)

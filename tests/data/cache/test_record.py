@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from hypothesis.extra import numpy as arrays
 
-from headrace.data.cache.record import front_at, front_of, gathered, is_sound, layout_of, pack
+from headrace.data.cache.record import data_of, front_at, front_of, gathered, is_sound, pack
+from headrace.data.encoding import decoder
 from headrace.data.pipeline.source import collate
 from headrace.data.pipeline.steps import Absent
 from headrace.errors import DataError
@@ -28,8 +29,8 @@ class Named(NamedTuple):
 
 
 def unpacked(record: np.ndarray[Any, Any]) -> Any:
-    form = layout_of(front_of(record).header(record))
-    return form.build(record[form.data :])
+    form = decoder(front_of(record).header(record))
+    return form.build(record[data_of(form) :])
 
 
 @some.composite
@@ -142,7 +143,7 @@ def test_a_batch_is_what_collating_makes_of_the_examples(examples: list[Any], tu
     records = [pack(index, example) for index, example in enumerate(given)]
     headers = {front_of(record).header(record) for record in records}
     assert len(headers) == 1
-    assert same(gathered(layout_of(headers.pop()), records), collate(given))
+    assert same(gathered(decoder(headers.pop()), records), collate(given))
 
 
 @pytest.mark.slow
@@ -150,13 +151,13 @@ def test_a_batch_is_what_collating_makes_of_the_examples(examples: list[Any], tu
 def test_tensors_of_every_type_make_a_batch(chosen: list[torch.Tensor], count: int) -> None:
     records = [pack(index, chosen[0]) for index in range(count)]
     header = front_of(records[0]).header(records[0])
-    assert same(gathered(layout_of(header), records), torch.stack(chosen * count))
+    assert same(gathered(decoder(header), records), torch.stack(chosen * count))
 
 
 @pytest.mark.parametrize("example", ["text", b"bytes", None, (1, "text"), np.float32(1), 2**70, np.array(["text"])])
 def test_what_is_not_stacked_makes_no_batch(example: Any) -> None:
     record = pack(0, example)
-    assert layout_of(front_of(record).header(record)).batch is None
+    assert decoder(front_of(record).header(record)).batch is None
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from headrace.errors import DataError, JobError
 from headrace.spec.embedding import RowInit
-from headrace.training.embeddings.building import deferred_tables, with_tables
+from headrace.training.embeddings.constructing import deferred_tables, put_tables
 from headrace.training.embeddings.layer import SparseEmbedding, sparse_layers
 
 
 def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    with deferred_tables() as put_tables:
-        return put_tables(make(), seed)
+    with deferred_tables() as put:
+        return put(make(), seed)
 
 
 def test_a_table_of_100_gb_is_never_built_and_its_rows_are_there() -> None:
@@ -87,7 +87,7 @@ def test_other_layers_draw_the_same_numbers_with_and_without_a_sparse_one() -> N
 
 def test_weights_that_are_given_are_the_first_rows() -> None:
     given = torch.arange(12.0).view(6, 2)
-    model = with_tables(nn.Sequential(nn.Embedding.from_pretrained(given, freeze=False, sparse=True)), 0)
+    model = put_tables(nn.Sequential(nn.Embedding.from_pretrained(given, freeze=False, sparse=True)), 0)
     assert torch.equal(model(torch.tensor([5, 0])), given[[5, 0]])
 
 
@@ -95,7 +95,7 @@ def test_weights_that_are_given_are_the_first_rows() -> None:
 def test_a_bag_gives_what_torchs_gives(mode: str) -> None:
     bag = nn.EmbeddingBag(9, 3, mode=mode, sparse=mode != "max", padding_idx=4)
     same = nn.EmbeddingBag.from_pretrained(bag.weight, mode=mode, sparse=True, padding_idx=4)
-    model = with_tables(nn.Sequential(same), 0)
+    model = put_tables(nn.Sequential(same), 0)
     ids, offsets = torch.tensor([1, 4, 1, 8, 3]), torch.tensor([0, 3])
     torch.testing.assert_close(model[0](ids, offsets), bag(ids, offsets))  # type: ignore[index]
 

@@ -11,7 +11,8 @@ import torch
 
 from headrace.spec.embedding import RowInit, TableSpec
 from headrace.training.embeddings.generator import first_rows
-from headrace.training.embeddings.table import EmbeddingTable, RowBlock
+from headrace.training.embeddings.pieces import RowBlock
+from headrace.training.embeddings.table import EmbeddingTable
 
 COLUMNS = {"sum": (1, 0.5)}
 

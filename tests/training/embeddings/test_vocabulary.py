@@ -14,7 +14,8 @@ import headrace as hr
 from headrace.errors import UnknownName, UsageError
 from headrace.spec.embedding import RowLimit, TableSpec
 from headrace.training.embeddings.generator import first_rows
-from headrace.training.embeddings.table import EmbeddingTable, RowBlock
+from headrace.training.embeddings.pieces import RowBlock
+from headrace.training.embeddings.table import EmbeddingTable
 from headrace.training.embeddings.vocabulary.eviction import EVICTIONS, how_many, least_used
 from headrace.training.embeddings.vocabulary.index import HashIndex
 

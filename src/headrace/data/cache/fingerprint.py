@@ -75,7 +75,9 @@ class _Digest:
             case types.ModuleType():
                 self._tell("module", f"{value.__name__} {_version(value.__name__)}".encode())
             case types.CodeType():
-                self._code(value)
+                self._tell("code", platform.python_version().encode() + value.co_code)
+                named = value.co_varnames[: value.co_argcount + value.co_kwonlyargcount]
+                self.add_all((value.co_flags, value.co_names, named, value.co_consts))
             case types.FunctionType():
                 self._function(value)
             case types.MethodType():
@@ -101,11 +103,6 @@ class _Digest:
     def add_all(self, values: Iterable[Any]) -> None:
         for value in values:
             self.add(value)
-
-    def _code(self, code: types.CodeType) -> None:
-        self._tell("code", platform.python_version().encode() + code.co_code)
-        named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        self.add_all((code.co_flags, code.co_names, named, code.co_consts))
 
     def _function(self, function: types.FunctionType) -> None:
         if _installed(function.__module__):

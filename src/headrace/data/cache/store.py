@@ -17,17 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data.cache.record import (
-    FRONT_BYTES,
-    RecordLayout,
-    front_at,
-    front_of,
-    gathered,
-    is_sound,
-    layout_of,
-    pack,
-)
+from headrace.data.cache.record import FRONT_BYTES, data_of, front_at, front_of, gathered, is_sound, pack
 from headrace.data.cache.shards import ENTRIES, RECORDS, FileShards, MemoryShards, Shards, repair
+from headrace.data.encoding import ValueDecoder, decoder
 from headrace.data.pipeline.steps import Absent, Cache
 from headrace.errors import UnfitMachine, UsageError
 
@@ -140,7 +132,7 @@ class Store:
         self._offset = np.zeros(examples, dtype=np.int64)
         self._layout = np.zeros(examples, dtype=np.int32)
         self._generations: dict[int, int] = {}
-        self._layouts: list[RecordLayout] = []
+        self._layouts: list[ValueDecoder] = []
         self._numbers: dict[bytes, int] = {}
         self._full = False
         self._notices = list(notices)
@@ -158,8 +150,9 @@ class Store:
         number = int(self._layout[index])
         record = self._record(int(self._shard[index]) - 1, int(self._offset[index]))
         assert record is not None, "it was found"
-        form = self._layouts[number - 1] if number > 0 else layout_of(front_of(record).header(record))
-        return form.build(record[form.data :])
+        form = self._layouts[number - 1] if number > 0 else decoder(front_of(record).header(record))
+        # A copy, which may be changed in place.
+        return form.build(record[data_of(form) :].copy())
 
     def gather(self, indices: NDArray[np.int64]) -> tuple[Any, int] | None:
         """Returns the batch of examples and how many are not left out; None if one is missing or they do not stack."""
@@ -173,7 +166,7 @@ class Store:
             return None
         known = self._layouts[form - 1]
         # The whole record: a mapping may end in the middle of one that was being written.
-        length = known.data + max((leaf.end for leaf in known.leaves), default=0)
+        length = data_of(known) + max((leaf.end for leaf in known.leaves), default=0)
         places = zip((self._shard[kept] - 1).tolist(), self._offset[kept].tolist(), strict=True)
         records = [self._shards.buffer(shard, offset + length)[offset:] for shard, offset in places]
         return gathered(known, records), len(kept)
@@ -269,8 +262,14 @@ class Store:
                 if (self._shard[index], self._offset[index]) != (shard + 1, offset):
                     continue
                 self._layout[index] = number
-                if not sound:
-                    self._lose(index, shard, offset)
+                if sound:
+                    continue
+                self._shard[index] = 0
+                self._generations[index] = self._generations.get(index, 0) + 1
+                self._notices.append(
+                    f"{self._where}: the record of example {index} in {self._shards.name(shard)} at byte {offset:,} is "
+                    "damaged, and is made anew"
+                )
 
     def _record(self, shard: int, offset: int) -> NDArray[np.uint8] | None:
         """Returns an unchecked record; None if there is none."""
@@ -279,14 +278,6 @@ class Store:
             return None
         buffer = self._shards.buffer(shard, offset + front.record_bytes)
         return buffer[offset : offset + front.record_bytes] if offset + front.record_bytes <= len(buffer) else None
-
-    def _lose(self, index: int, shard: int, offset: int) -> None:
-        self._shard[index] = 0
-        self._generations[index] = self._generations.get(index, 0) + 1
-        self._notices.append(
-            f"{self._where}: the record of example {index} in {self._shards.name(shard)} at byte {offset:,} is "
-            "damaged, and is made anew"
-        )
 
     def _number(self, record: NDArray[np.uint8]) -> int:
         """Returns the number of a record's layout, counted from 1."""
@@ -297,7 +288,7 @@ class Store:
         with self._layouts_lock:
             number = self._numbers.get(header, 0)
             if not number and len(self._layouts) < _MOST_LAYOUTS:
-                self._layouts.append(layout_of(header))
+                self._layouts.append(decoder(header))
                 number = self._numbers.setdefault(header, len(self._layouts))
         return number or _STRANGE
 

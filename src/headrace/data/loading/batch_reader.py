@@ -52,7 +52,7 @@ class BatchReader:
         self._little = math.inf
         # Why no processes read, "" where they may.
         self._no_processes = ""
-        self.prefetcher: Prefetcher[Part] | None = None
+        self.prefetcher: Prefetcher | None = None
         self._seed = 0
 
     @property
@@ -107,9 +107,7 @@ class BatchReader:
             prefetcher.close()
             _close(processes)
 
-    def _begin(
-        self, prefetcher: Prefetcher[Part], modes: ReadModes
-    ) -> Generator[tuple[Part, ReadResult], None, ReadMode]:
+    def _begin(self, prefetcher: Prefetcher, modes: ReadModes) -> Generator[tuple[Part, ReadResult], None, ReadMode]:
         """Times the first batches, which it yields, and returns the mode to begin with."""
         if "inline" not in modes.kinds:
             if "threads" in modes.kinds:
@@ -135,7 +133,7 @@ class BatchReader:
             self._say(mode, f"a batch takes {1000 * least:.3g} ms")
         return mode
 
-    def _switch(self, mode: ReadMode, prefetcher: Prefetcher[Part], processes: list[ReaderProcesses]) -> None:
+    def _switch(self, mode: ReadMode, prefetcher: Prefetcher, processes: list[ReaderProcesses]) -> None:
         """Reads the parts that are handed out from now on in this mode."""
         if bool(processes) != (mode.parallel == "processes"):
             # No thread should read during a fork, and none should wait for processes that end.

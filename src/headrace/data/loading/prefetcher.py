@@ -16,18 +16,15 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Generic, TypeVar
 
-from headrace.data.loading.reader import ReadResult
-
-Part = TypeVar("Part")
+from headrace.data.loading.reader import Part, ReadResult
 
 _BEYOND = 2
 """Batches besides those that are being read, by default: one waits, one is being trained on."""
 
 
 @dataclass(eq=False)
-class _Job(Generic[Part]):
+class _Job:
     """A part to read, the function that reads it, and the bytes reserved for it."""
 
     part: Part
@@ -36,7 +33,7 @@ class _Job(Generic[Part]):
     future: Future[ReadResult] = field(default_factory=Future)
 
 
-class Prefetcher(Generic[Part]):
+class Prefetcher:
     """Hands out parts to reader threads, and their batches to training, in order.
 
     Only the training thread calls its methods, and closes it at the end. Reader threads call `read`, `estimate` (bytes
@@ -66,8 +63,8 @@ class Prefetcher(Generic[Part]):
         self._freed = freed
         self._most = most
         self._next: Part | None = None
-        self._jobs: deque[_Job[Part]] = deque()
-        self._queue: SimpleQueue[_Job[Part] | None] = SimpleQueue()
+        self._jobs: deque[_Job] = deque()
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._held: deque[int] = deque()
 
@@ -146,21 +143,19 @@ class Prefetcher(Generic[Part]):
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
             if job.future.set_running_or_notify_cancel():
-                self._run(job)
-            # Else it would hold its batch until the next part comes.
+                try:
+                    read = job.read(job.part)
+                    found = read.nbytes
+                    self._measured(job.part, found)
+                except BaseException as error:  # raised by `take`
+                    job.future.set_exception(error)
+                else:
+                    self.budget.add(found - job.bytes)
+                    job.bytes = found
+                    job.future.set_result(read)
+                    # Else it would hold its batch until the next part comes.
+                    del read
             del job
-
-    def _run(self, job: _Job[Part]) -> None:
-        try:
-            read = job.read(job.part)
-            found = read.nbytes
-            self._measured(job.part, found)
-        except BaseException as error:  # raised by `take`
-            job.future.set_exception(error)
-            return
-        self.budget.add(found - job.bytes)
-        job.bytes = found
-        job.future.set_result(read)
 
 
 class MemoryBudget:

@@ -34,12 +34,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.data.encoding import ENCODED, Unencodable, ValueEncoder, decoder
 from headrace.data.loading.reader import ReadResult
 from headrace.data.pipeline.order import derived
 from headrace.errors import DataError, HeadraceError, RunFailed, UnfitMachine, UsageError
 from headrace.shared_memory.descriptors import CutMessage, receive_descriptors
-from headrace.shared_memory.layout import on_lines
 from headrace.shared_memory.segment import SharedSegment
+from headrace.trees import map_tensors
 
 _REQUEST = struct.Struct("<qq")
 _REPLY = struct.Struct("<qq")
@@ -120,12 +121,13 @@ class ReaderProcesses:
 
     def _await(self, pid: int, channel: socket.socket) -> None:
         """Waits for an answer as long as the process computes."""
-        before, since = -1, monotonic()
+        before, since = [""], monotonic()
         # Not select, which is limited to 1,024 descriptors.
         answer = select.poll()
         answer.register(channel, select.POLLIN)
         while not answer.poll(1000 * self._patience_s / _LOOKS):
-            ticks = _ticks(pid)
+            # The CPU time of the process, in user and in system mode.
+            ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
             if ticks != before:
                 before, since = ticks, monotonic()
             elif monotonic() - since >= self._patience_s * (1 - 1 / _LOOKS):
@@ -154,12 +156,6 @@ class ReaderProcesses:
                 return pid, ours
         seed_reader(self._seed, number)
         _become_reader(worker, theirs, [ours, *self._processes.values()], read)
-
-
-def _ticks(pid: int) -> int:
-    """Returns the CPU time of a process in clock ticks."""
-    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return int(user) + int(system)
 
 
 def _become_reader(
@@ -213,18 +209,14 @@ def _serve(channel: socket.socket, read: Callable[[int, Tensor], ReadResult]) ->
             said = str(error) if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"
             trace = "".join(traceback.format_exception(error.__cause__ or error))
             reply = {"error": kind, "message": said, "traceback": trace}
-        _send(channel, reply, segment)
-
-
-def _send(channel: socket.socket, reply: dict[str, Any], segment: SharedSegment | None) -> None:
-    text = json.dumps(reply).encode()
-    head = _REPLY.pack(len(text), segment.nbytes if segment else 0)
-    if segment:
-        socket.send_fds(channel, [head], [segment.descriptor])
-        segment.close()
-    else:
-        channel.sendall(head)
-    channel.sendall(text)
+        text = json.dumps(reply).encode()
+        head = _REPLY.pack(len(text), segment.nbytes if segment else 0)
+        if segment:
+            socket.send_fds(channel, [head], [segment.descriptor])
+            segment.close()
+        else:
+            channel.sendall(head)
+        channel.sendall(text)
 
 
 def _answer(channel: socket.socket) -> ReadResult:
@@ -246,7 +238,8 @@ def _answer(channel: socket.socket) -> ReadResult:
     segment = SharedSegment.received(descriptors[0], size) if descriptors else None
     if "error" in reply:
         raise _ERRORS[reply["error"]](reply["message"]) from _InReader(reply["traceback"])
-    batch = _rebuilt(reply["batch"], segment)
+    memory = segment.tensor().numpy() if segment else np.empty(0, dtype=np.uint8)
+    batch = decoder(reply["batch"].encode()).build(memory)
     if segment:
         segment.close()
     return ReadResult(batch, reply["examples"], *(tuple(reply[name]) for name in _COUNTS))
@@ -268,52 +261,22 @@ class _InReader(Exception):
 
 
 def _packed(read: ReadResult) -> tuple[dict[str, Any], SharedSegment | None]:
-    """Returns a reply's JSON values, and the shared memory with the batch's tensors."""
-    tensors: list[tuple[int, Tensor]] = []
-    reply = {"batch": _described(read.batch, tensors), "examples": read.examples}
-    reply |= {name: getattr(read, name) for name in _COUNTS}
-    if not tensors:
+    """Returns a reply's JSON values, and the shared memory with the batch's numbers."""
+    encoder = ValueEncoder()
+    try:
+        # A subclass arrives as a plain tensor.
+        batch = map_tensors(lambda each: each if type(each) is Tensor else each.as_subclass(Tensor), read.batch)
+        header = encoder.header(batch, "a batch")
+    except Unencodable as error:
+        raise UsageError(
+            f"{error}, which cannot come from a reading process: {ENCODED} can; return those, or say "
+            "map(..., parallel='threads')"
+        ) from None
+    reply = {"batch": header.decode(), "examples": read.examples} | {name: getattr(read, name) for name in _COUNTS}
+    if not encoder.end:
         return reply, None
-    last, tensor = tensors[-1]
-    segment = SharedSegment.create(last + tensor.nbytes, "batch")
-    for start, tensor in tensors:
-        segment.tensor(tensor.dtype, start, tensor.numel()).view(tensor.shape).copy_(tensor)
+    segment = SharedSegment.create(encoder.end, "batch")
+    memory = segment.tensor().numpy()
+    for place, leaf in encoder.leaves:
+        memory[place : place + len(leaf)] = leaf
     return reply, segment
-
-
-def _described(value: Any, tensors: list[tuple[int, Tensor]]) -> list[Any]:
-    """Returns a batch as JSON values, and appends its tensors with their places in the memory to `tensors`."""
-    if isinstance(value, Tensor) and value.device.type == "cpu" and value.layout is torch.strided:
-        start = 0
-        if tensors:
-            last, before = tensors[-1]
-            start = on_lines(last + before.nbytes)
-        if value.numel():
-            tensors.append((start, value.detach()))
-        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape), start]
-    if type(value) is dict and all(type(key) in (int, str) for key in value):
-        return ["dict", [[key, _described(item, tensors)] for key, item in value.items()]]
-    if type(value) in (list, tuple):
-        return [type(value).__name__, [_described(item, tensors) for item in value]]
-    if value is None or type(value) in (bool, int, float, str):
-        return ["value", value]
-    raise UsageError(
-        f"a batch holds a {type(value).__name__}, which cannot come from a reading process: tensors, numbers and text "
-        "in dicts, lists and tuples can; return those, or say map(..., parallel='threads')"
-    )
-
-
-def _rebuilt(description: list[Any], segment: SharedSegment | None) -> Any:
-    kind, *rest = description
-    if kind == "tensor":
-        name, shape, start = rest
-        dtype = getattr(torch, name)
-        count = int(np.prod(shape, dtype=np.int64))
-        if segment is None or not count:
-            return torch.empty(shape, dtype=dtype)
-        return segment.tensor(dtype, start, count).view(shape)
-    if kind == "dict":
-        return {key: _rebuilt(item, segment) for key, item in rest[0]}
-    if kind in ("list", "tuple"):
-        return (list if kind == "list" else tuple)(_rebuilt(item, segment) for item in rest[0])
-    return rest[0]

@@ -42,21 +42,13 @@ def count_in(batch: Any, given: int, whole: int) -> tuple[int, str]:
     if batch is None:
         return 0, ""
     lengths = set(_lengths(batch))
-    if not {given, whole} & lengths and (seconds := _second_dims(batch)) in ({given}, {whole}):
-        # The batch is the second dim of all, as of sequences side by side.
-        return seconds.pop(), ""
-    return _count(lengths, given, whole)
-
-
-def _second_dims(batch: Any) -> set[int]:
-    found: set[int] = set()
-    map_tensors(lambda tensor: found.add(tensor.shape[1] if tensor.dim() > 1 else -1), batch)
-    return found
-
-
-def _count(lengths: set[int], given: int, whole: int) -> tuple[int, str]:
-    """Returns how many examples a batch with tensors and lists of such lengths holds, of which `whole` were whole."""
     likely = {given, whole} & lengths
+    if not likely:
+        # The batch may be the second dim of all, as of sequences side by side.
+        seconds: set[int] = set()
+        map_tensors(lambda tensor: seconds.add(tensor.shape[1] if tensor.dim() > 1 else -1), batch)
+        if seconds in ({given}, {whole}):
+            return seconds.pop(), ""
     if len(likely) == 1:
         return likely.pop(), ""
     if len(lengths) == 1 and not likely:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headrace import internals
 from headrace.data.pipeline.pipeline import InputPipeline
-from headrace.data.pipeline.source import Epoch, Source, collate, take_rows, unreadable
+from headrace.data.pipeline.source import Epoch, Source, collate, take_rows
 from headrace.data.sources.torch import DatasetSource, read_all
 from headrace.errors import DataError, UsageError
 from headrace.machine.extras import import_package
@@ -93,10 +93,15 @@ class Columns:
 
 def to_columns(table: Any, key: Callable[[int], str]) -> Columns:
     """Returns the columns of a `pyarrow.Table`."""
+    pa = import_pyarrow()
     numbers: dict[str, Numbers] = {}
     others: dict[str, Any] = {}
     for name in table.column_names:
-        array = _whole(table.column(name))
+        column = table.column(name)
+        kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+        # As one array, which is decoded. Offsets of 32 bits end at 2 GB of text.
+        wide = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}.get(kind, kind)
+        array = column.cast(wide).combine_chunks()
         found = _numbers(array)
         if found is None:
             others[name] = array
@@ -161,15 +166,6 @@ def width(kind: Any) -> int | None:
     if types.is_boolean(kind):
         return 1
     return int(kind.bit_width) // 8 if types.is_integer(kind) or types.is_floating(kind) else None
-
-
-def _whole(column: Any) -> Any:
-    """Returns a column as one array; a dictionary-encoded one is decoded."""
-    pa = import_pyarrow()
-    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    # Offsets of 32 bits end at 2 GB of text.
-    wide = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}.get(kind, kind)
-    return column.cast(wide).combine_chunks()
 
 
 def _is_list(kind: Any) -> bool:
@@ -242,7 +238,8 @@ def from_hugging_face(
     names = select_columns(dataset.column_names, columns, "the data set")
     selected = dataset.select_columns(names)
     if collator is not None:
-        return InputPipeline(_Values(selected)).batch(collate=collator)
+        source = DatasetSource(selected, identity=_identity(selected), one_reader=False)
+        return InputPipeline(source).batch(collate=collator)
     as_stored = dataset.format["type"] is None and all(_is_stored(selected.features[name]) for name in names)
     return InputPipeline(_Rows(selected) if as_stored else DatasetSource(selected))
 
@@ -280,26 +277,6 @@ class _Rows(Source):
             return super().gather(indices, epoch)
         columns = to_columns(self._tables[wanted], lambda row: self.key(wanted[row]))
         return batch_of(columns.take(torch.arange(len(wanted))))
-
-
-class _Values(Source):
-    """A `datasets.Dataset` whose examples are what it gives itself, for a collator."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def example(self, index: int, epoch: Epoch) -> Any:
-        try:
-            return self._dataset[index]
-        except Exception as error:
-            raise unreadable(self.key(index), "the data set", error) from error
-
-    @property
-    def identity(self) -> str:
-        return _identity(self._dataset)
 
 
 def _identity(dataset: Any) -> str:

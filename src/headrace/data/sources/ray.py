@@ -110,14 +110,12 @@ class _Rows(Source):
 
 def _columns(table: Any) -> Columns:
     """Returns the columns of a table, also those of arrays, which Ray has a type of its own for."""
-    arrays = {name: _arrays(name, table.column(name)) for name in table.column_names if _is_array(table, name)}
+    extension = import_pyarrow().ExtensionType
+    names = [name for name in table.column_names if isinstance(table.schema.field(name).type, extension)]
+    arrays = {name: _arrays(name, table.column(name)) for name in names}
     plain = to_columns(table.drop_columns(list(arrays)), lambda row: f"row {row} of the data set of Ray")
     numbers: Mapping[str, Numbers] = {**plain.numbers, **arrays}
     return replace(plain, names=tuple(table.column_names), rows=table.num_rows, numbers=numbers)
-
-
-def _is_array(table: Any, name: str) -> bool:
-    return isinstance(table.schema.field(name).type, import_pyarrow().ExtensionType)
 
 
 def _arrays(name: str, column: Any) -> Numbers:

@@ -36,17 +36,13 @@ class Spans:
         return which, index - self.begins[which]
 
 
-def _one(_: Any) -> int:
-    return 1
-
-
 class BoundedCache(Generic[T]):
-    """An LRU cache for threads, bounded by the sum of `size(value)`; one value alone may exceed the bound.
+    """An LRU cache for threads, bounded by the sum of `size(value)`, or else by the number of values.
 
-    A pickled copy begins empty; a fork keeps the values.
+    One value alone may exceed the bound. A pickled copy begins empty; a fork keeps the values.
     """
 
-    def __init__(self, most: int, size: Callable[[T], int] = _one) -> None:
+    def __init__(self, most: int, size: Callable[[T], int] | None = None) -> None:
         self._most = most
         self._size = size
         self._begin()
@@ -68,9 +64,10 @@ class BoundedCache(Generic[T]):
                 if key in self._values:
                     return self._values[key]
                 self._values[key] = value
-                self._bytes += self._size(value)
+                self._bytes += self._size(value) if self._size else 1
                 while self._bytes > self._most and len(self._values) > 1:
-                    self._bytes -= self._size(self._values.popitem(last=False)[1])
+                    _, oldest = self._values.popitem(last=False)
+                    self._bytes -= self._size(oldest) if self._size else 1
                 self._making.pop(key, None)
         return value
 

@@ -259,12 +259,12 @@ class _Parquet(FileSource):
         return int(about.total_byte_size // max(1, about.num_rows))
 
     def _piece(self, which: int) -> Columns:
-        return self._decoded.get(which, lambda: self._decode(which))
+        def decode() -> Columns:
+            if self._pieces is self._spans:
+                return self._group(which)
+            return concatenate(map(self._group, range(len(self._groups))), len(self), self.key)
 
-    def _decode(self, which: int) -> Columns:
-        if self._pieces is self._spans:
-            return self._group(which)
-        return concatenate(map(self._group, range(len(self._groups))), len(self), self.key)
+        return self._decoded.get(which, decode)
 
     def _group(self, which: int) -> Columns:
         at, group = self._groups[which]

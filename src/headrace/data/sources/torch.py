@@ -51,15 +51,26 @@ class _MapStyle(Protocol):
 
 
 class DatasetSource(Source):
-    """A map-style data set, of torch or alike: it has a length, and `dataset[index]` is an example."""
+    """A map-style data set, of torch or alike: it has a length, and `dataset[index]` is an example.
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None) -> None:
+    It has one reader unless it is known to bear several: it may hold an open file, whose position they would share.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        identity: str = "",
+        one_reader: bool = True,
+    ) -> None:
         if not isinstance(dataset, Sized):
             raise DataError(
                 f"the data set {type(dataset).__name__} has no length; give it a __len__, so that an epoch can be split"
             )
         self._dataset: Any = dataset
         self._collate = collate_fn or collate
+        self._identity = identity
+        self._one_reader = one_reader
         # The name by which torch's loader lets a data set read many examples at once.
         many = getattr(dataset, "__getitems__", None)
         self._many: Callable[[list[int]], Sequence[Any]] | None = many if callable(many) else None
@@ -92,8 +103,11 @@ class DatasetSource(Source):
 
     @property
     def one_reader(self) -> bool:
-        # It may hold an open file, whose position threads or processes would share.
-        return True
+        return self._one_reader
+
+    @property
+    def identity(self) -> str:
+        return self._identity
 
 
 def from_indexed(data: Any) -> tuple[InputPipeline, tuple[str, ...]]:
@@ -207,7 +221,10 @@ def _from_loader(loader: DataLoader[Any]) -> tuple[InputPipeline, tuple[str, ...
         f"{_described(loader)}"
     )
     if loader.num_workers > 0 and isinstance(pipeline.source, DatasetSource):
-        pipeline = InputPipeline(pipeline.source, shuffled=True, processes=_processes(loader))
+        options = {name: getattr(loader, name) for name in _OPTIONS}
+        context: Any = loader.multiprocessing_context
+        options["multiprocessing_context"] = context and context.get_start_method()
+        pipeline = InputPipeline(pipeline.source, shuffled=True, processes=Processes(loader.num_workers, options))
         notice += f"; each worker reads with {loader.num_workers} processes"
     return pipeline, (notice, *_lines_of(loader.dataset))
 
@@ -277,9 +294,3 @@ def _described(loader: DataLoader[Any]) -> str:
         return f"its {type(loader.batch_sampler).__name__}"
     dropped = ", drop_last=True" if loader.drop_last else ""
     return f"its batch_size={loader.batch_size}{dropped} and {sampler}"
-
-
-def _processes(loader: DataLoader[Any]) -> Processes:
-    options = {name: getattr(loader, name) for name in _OPTIONS}
-    context: Any = loader.multiprocessing_context
-    return Processes(loader.num_workers, {**options, "multiprocessing_context": context and context.get_start_method()})

@@ -15,8 +15,7 @@ from headrace.parameter_server.sparse.messages import Rows, decode_rows, encode_
 from headrace.parameter_server.sparse.moves import MoveAnswer, MoveKind, from_json, to_json
 from headrace.parameter_server.sparse.placement import RowPlaces
 from headrace.parameter_server.wire import Kind, Message
-from headrace.training.embeddings.pieces import blocks_of, to_pieces
-from headrace.training.embeddings.table import RowBlock
+from headrace.training.embeddings.pieces import RowBlock, blocks_of, to_pieces
 from headrace.training.optimizer import StatePiece
 
 _Sent = tuple[Tensor, Tensor, Tensor]

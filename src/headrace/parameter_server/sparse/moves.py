@@ -26,8 +26,7 @@ from headrace.parameter_server.sparse.traffic import RowTraffic
 from headrace.parameter_server.wire import Message
 from headrace.spec.events import HotRow, RowsAsked, RowsMoved
 from headrace.spec.plain import from_plain, to_plain
-from headrace.training.embeddings.pieces import blocks_of, to_pieces
-from headrace.training.embeddings.table import RowBlock
+from headrace.training.embeddings.pieces import RowBlock, blocks_of, to_pieces
 from headrace.training.optimizer import StatePiece
 
 _ROWS = "moving"

@@ -15,7 +15,7 @@ from headrace.parameter_server.sparse.placement import RowPlaces
 from headrace.spec.embedding import TableSpec
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
-from headrace.training.embeddings.table import RowBlock
+from headrace.training.embeddings.pieces import RowBlock
 from headrace.training.embeddings.updater import RowUpdater
 
 _EXACTLY = 1e-6

@@ -19,8 +19,8 @@ from headrace.training.clipping import all_finite
 from headrace.training.embeddings.foresight import Foresight
 from headrace.training.embeddings.layer import RowSource, SparseEmbedding
 from headrace.training.embeddings.local import LocalRows
-from headrace.training.embeddings.pieces import blocks_of, chunks, is_row_piece, to_pieces
-from headrace.training.embeddings.table import EmbeddingTable, RowBlock
+from headrace.training.embeddings.pieces import RowBlock, blocks_of, chunks, is_row_piece, to_pieces
+from headrace.training.embeddings.table import EmbeddingTable
 from headrace.training.optimizer import StatePiece
 
 

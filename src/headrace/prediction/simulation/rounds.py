@@ -23,7 +23,7 @@ from headrace.prediction.simulation.scene import DeviceStep, Scene, Seconds
 from headrace.prediction.simulation.timeline import Timeline, of_rounds
 from headrace.spec.events import ParametersAveraged
 from headrace.spec.model import ModelSpec
-from headrace.training.reduction import buckets as runs_of
+from headrace.training.buckets import buckets as runs_of
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from headrace.errors import UsageError
 from headrace.machine import disk
+from headrace.spec.files.tables import read_json
 from headrace.spec.plain import from_plain, to_plain
-from headrace.spec.tables import read_json
 
 _FILE = "prediction.json"
 

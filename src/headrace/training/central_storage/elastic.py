@@ -22,8 +22,8 @@ from headrace.spec.plan import Segment
 from headrace.training.central_storage.exchange import cut_segment, place_parameters
 from headrace.training.central_storage.shared_state import SharedState, StateForm
 from headrace.training.clipping import GradientClipper, LossScale
-from headrace.training.elastic import ElasticState
-from headrace.training.gradients import FlatGradients, SharedGradients
+from headrace.training.exchange import ElasticState
+from headrace.training.gradients import SharedGradients
 from headrace.training.optimizer import StatePiece
 from headrace.training.reducing import Reduced, ReducingExchange
 from headrace.training.reduction import shared_traffic
@@ -45,7 +45,6 @@ class _Share:
 
     members: tuple[int, ...]
     state: SharedState
-    gradients: SharedGradients
     updater: Updater
     summed: list[Tensor]
     others: list[list[Tensor]]
@@ -59,6 +58,9 @@ class ElasticStorageExchange(ReducingExchange):
         form: what the job's optimizer keeps.
         new_updater: returns what moves some segments, whose places are given.
         scale: of the loss; None for none.
+
+    Attributes:
+        sink: takes this worker's gradients, to where they lie now.
     """
 
     def __init__(
@@ -83,15 +85,16 @@ class ElasticStorageExchange(ReducingExchange):
         self._scale_before: dict[str, float] = {}
         self._undone: Mapping[str, Any] | None = None
         share = self._share = self._new_share(None)
-        used, gradients = share.gradients.used, share.summed
-        super().__init__(share.updater, clipper, used, share.updater.parameters, gradients, 0, share.indices)
+        parameters, used = share.updater.parameters, self._shared.used
+        super().__init__(share.updater, clipper, used, parameters, share.summed, 0, share.indices)
+        self.sink = self._shared.sink
 
     def regroup(self) -> None:
         """Goes on with the group's present members; every member calls it."""
         share = self._new_share(self._share)
         self._share, self._undone = share, None
         self.updater, self._parameters, self._indices = share.updater, share.updater.parameters, share.indices
-        self._attach(share.gradients.used, share.summed)
+        self._attach(self._shared.used, share.summed)
 
     def reduce(self) -> Reduced:
         share = self._share
@@ -101,7 +104,7 @@ class ElasticStorageExchange(ReducingExchange):
         if share.summed:
             for gradients in share.others:
                 foreach_add_(share.summed, gradients)
-        self._group.moved_bytes += shared_traffic(share.gradients.layout.nbytes, self._group.world)
+        self._group.moved_bytes += shared_traffic(self._shared.layout.nbytes, self._group.world)
         return share.summed, share.summed
 
     def update(self, round_: int) -> None:
@@ -144,11 +147,6 @@ class ElasticStorageExchange(ReducingExchange):
         parameters = share.state.layout.nbytes
         return 2 * parameters, share.state.nbytes - 2 * parameters
 
-    @property
-    def sink(self) -> FlatGradients:
-        """Where this worker's gradients go now."""
-        return self._share.gradients.sink
-
     def _change(self, act: Callable[[], object]) -> None:
         """Changes this worker's segments: all workers change theirs, or on each a MemberLost is raised."""
         state = self._share.state
@@ -169,7 +167,10 @@ class ElasticStorageExchange(ReducingExchange):
         group, rank = self._group, self._group.rank
         every = self._cut(group.world)
         state = SharedState(self._model, self._form, every, group)
-        gradients = SharedGradients(self._model.trainable, group)
+        if old is None:
+            self._shared = SharedGradients(self._model.trainable, group)
+        else:
+            self._shared.regroup()
         own = [segment for segment in every if segment.owner == rank]
         if rank == 0 and old:
             state.take(old.state)
@@ -179,7 +180,7 @@ class ElasticStorageExchange(ReducingExchange):
                 view.copy_(parameter.data)
         group.barrier()
         specs = {parameter.name: parameter for parameter in self._model.parameters}
-        layout = gradients.layout
+        layout, regions = self._shared.layout, self._shared.regions
 
         def of(region: Tensor) -> list[Tensor]:
             return [cut_segment(layout, region, segment, specs) for segment in own]
@@ -187,10 +188,10 @@ class ElasticStorageExchange(ReducingExchange):
         places = [cut_segment(state.layout, state.parameters, segment, specs) for segment in own]
         updater = self._updater_over(list(zip(own, places, strict=True)), state, old)
         place_parameters(self._module, state.layout, state.parameters)
-        others = [of(region) for peer, region in enumerate(gradients.regions) if peer != rank]
+        others = [of(region) for peer, region in enumerate(regions) if peer != rank]
         indices = [layout.names.index(segment.parameter) for segment in own]
-        members, summed = tuple(group.members), of(gradients.regions[rank])
-        return _Share(members, state, gradients, updater, summed, others, indices)
+        members, summed = tuple(group.members), of(regions[rank])
+        return _Share(members, state, updater, summed, others, indices)
 
     def _updater_over(self, own: Sequence[tuple[Segment, Tensor]], state: SharedState, old: _Share | None) -> Updater:
         updater = self._new_updater(own)
@@ -216,22 +217,3 @@ class StorageState(ElasticState):
 
     def take(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any]) -> None:
         self._exchange.updater.load_settings(settings)
-
-
-class StorageSink:
-    """Takes a worker's gradients to where they lie now, which changes with the members."""
-
-    def __init__(self, exchange: ElasticStorageExchange) -> None:
-        self._exchange = exchange
-
-    def place(self, index: int) -> Tensor:
-        """See `GradientPlaces`."""
-        return self._exchange.sink.place(index)
-
-    def store(self, gradients: Sequence[Tensor | None]) -> None:
-        """See `GradientSink`."""
-        self._exchange.sink.store(gradients)
-
-    def store_nothing(self) -> None:
-        """See `GradientSink`."""
-        self._exchange.sink.store_nothing()

@@ -116,15 +116,17 @@ class CentralStorageExchange(ReducingExchange):
         updater = new_updater(list(zip(segments, places, strict=True)))
         near = [(place.detach(), copy.near(each, specs)) for place, each in zip(places, segments, strict=True)]
         self._near = [(place, here) for place, here in near if here is not None]
-        own, *self._others = [
-            [cut_segment(layout, region, segment, specs) for segment in segments]
-            for region in (copy.gradients.regions[group.rank], *_without(copy.gradients.regions, group.rank))
+        by_rank = [
+            [cut_segment(layout, region, segment, specs) for segment in segments] for region in copy.gradients.regions
         ]
-        self._sums = own
+        self._sums = by_rank.pop(group.rank)
+        self._others = by_rank
         self._traffic = shared_traffic(layout.nbytes, group.world)
         indices = [layout.names.index(segment.parameter) for segment in segments]
         parameter_bytes = 0 if group.rank else copy.layout.nbytes
-        super().__init__(updater, clipper, copy.gradients.used, updater.parameters, own, parameter_bytes, indices)
+        super().__init__(
+            updater, clipper, copy.gradients.used, updater.parameters, self._sums, parameter_bytes, indices
+        )
 
     def synchronize(self, finite: bool = True) -> StepDecision:
         # The other workers read them in host memory.
@@ -161,7 +163,3 @@ class CentralStorageExchange(ReducingExchange):
         # Weights may be among the pieces, and no rank may still read them.
         self._group.barrier()
         super().load(pieces, settings)
-
-
-def _without(regions: Sequence[Tensor], rank: int) -> list[Tensor]:
-    return [region for peer, region in enumerate(regions) if peer != rank]

@@ -166,7 +166,10 @@ class SharedState:
                     )
             kinds = self._form.numbers.get(segment.parameter, {}) if has else {}
             for (key, kind), number in zip(kinds.items(), numbers, strict=False):
-                found.append(_number(segment.parameter, key, kind, number))
+                of_torch = kind.startswith("torch.")
+                dtype = _dtype(kind.removeprefix("torch.")) if of_torch else NUMBERS[kind]
+                value = torch.tensor(number, dtype=torch.float64).to(dtype)
+                found.append(StatePiece(segment.parameter, key, -1, value, "tensor" if of_torch else kind))
         return found
 
     def _in_place(self, key: str, segment: Segment, value: Tensor) -> Tensor:
@@ -204,12 +207,6 @@ class SharedState:
 
     def _place(self, regions: Mapping[str, Tensor], key: str, segment: Segment) -> Tensor:
         return self._layouts[key].flat(regions[key], segment.parameter)[segment.start : segment.stop]
-
-
-def _number(parameter: str, key: str, kind: str, value: float) -> StatePiece:
-    dtype = _dtype(kind.removeprefix("torch.")) if kind.startswith("torch.") else NUMBERS[kind]
-    piece = StatePiece(parameter, key, -1, torch.tensor(value, dtype=torch.float64).to(dtype))
-    return piece if kind.startswith("torch.") else replace(piece, kind=kind)
 
 
 def _dtype(name: str) -> torch.dtype:

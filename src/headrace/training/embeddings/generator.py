@@ -56,7 +56,9 @@ def _values(table: TableSpec, ids: NDArray[np.int64]) -> NDArray[Any]:
     block = np.broadcast_to(np.arange(blocks, dtype=np.uint64), (len(ids), blocks))
     low = np.broadcast_to((rows & _LOW)[:, None], block.shape)
     high = np.broadcast_to((rows >> _HALF)[:, None], block.shape)
-    words = philox((block, np.zeros_like(block), low, high), _key(table))
+    digest = hashlib.blake2b(f"{table.seed}/{table.name}".encode(), digest_size=8).digest()
+    key = int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+    words = philox((block, np.zeros_like(block), low, high), key)
     # In the middle of 2**32 equal intervals, so that neither 0 nor 1 comes.
     units = [(word.astype(np.float64) + 0.5) * 2.0**-32 for word in words]
     return (_scaled(init, units)).reshape(len(ids), blocks * _WORDS)[:, : table.width]
@@ -76,8 +78,3 @@ def _scaled(init: RowInit, units: list[NDArray[np.float64]]) -> NDArray[np.float
         radius, angle = np.sqrt(-2 * np.log(one)), 2 * np.pi * other
         found += [radius * np.cos(angle), radius * np.sin(angle)]
     return init.first + init.second * np.stack(found, -1)
-
-
-def _key(table: TableSpec) -> tuple[int, int]:
-    digest = hashlib.blake2b(f"{table.seed}/{table.name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

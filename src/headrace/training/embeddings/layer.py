@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,11 +15,20 @@ from headrace.errors import DataError, JobError
 from headrace.spec.embedding import TableSpec
 
 if TYPE_CHECKING:
-    from headrace.training.embeddings.table import RowBlock
+    from headrace.spec.events import TableStats
+    from headrace.training.embeddings.pieces import RowBlock
+
+
+LAYERS = (nn.Embedding, nn.EmbeddingBag)
+"""The layers of torch that it stands for."""
 
 
 class RowSource(ABC):
     """Where a layer gets its rows."""
+
+    def stats(self) -> TableStats | None:
+        """Returns how many rows are in this process; None where they are elsewhere."""
+        return None
 
     @abstractmethod
     def pull(self, ids: Tensor) -> Tensor:
@@ -146,3 +155,19 @@ def combine(ids: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Tensor,
     distinct, inverse = torch.unique(torch.cat(list(ids)), return_inverse=True)
     every = torch.cat(list(gradients))
     return distinct, every.new_zeros(len(distinct), every.shape[1]).index_add_(0, inverse, every)
+
+
+def local_stats(module: nn.Module) -> tuple[TableStats, ...]:
+    """Returns how many rows a model's sparse embeddings hold in this process; () where their rows are elsewhere."""
+    return tuple(stats for layer in sparse_layers(module) if (stats := layer.source.stats()))
+
+
+def rows_of_layers(layers: Iterable[SparseEmbedding]) -> dict[str, Tensor]:
+    """Returns the changed rows of each layer's table, by name."""
+    found: dict[str, Tensor] = {}
+    for layer in layers:
+        blocks = list(layer.source.blocks())
+        if blocks:
+            found[f"rows/{layer.spec.name}/ids"] = torch.cat([block.ids for block in blocks])
+            found[f"rows/{layer.spec.name}/values"] = torch.cat([block.values for block in blocks])
+    return found

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from headrace import internals
 from headrace.spec.events import TableStats
 from headrace.training.embeddings.layer import RowSource, SparseEmbedding, sparse_layers
-from headrace.training.embeddings.table import EmbeddingTable, RowBlock
+from headrace.training.embeddings.pieces import RowBlock
+from headrace.training.embeddings.table import EmbeddingTable
 
 _MOST_WHOLE_BYTES = 1 << 30
 
@@ -25,26 +26,12 @@ class LocalRows(RowSource):
     def pull(self, ids: Tensor) -> Tensor:
         return self.table.read(ids)
 
+    def stats(self) -> TableStats:
+        return self.table.stats()
+
     def blocks(self) -> Iterator[RowBlock]:
         if len(self.table):
             yield self.table.block(0, len(self.table))
-
-
-def local_stats(module: nn.Module) -> tuple[TableStats, ...]:
-    """Returns how many rows a model's sparse embeddings hold in this process; () where their rows are elsewhere."""
-    sources = [layer.source for layer in sparse_layers(module)]
-    return tuple(source.table.stats() for source in sources if isinstance(source, LocalRows))
-
-
-def rows_of_layers(layers: Iterable[SparseEmbedding]) -> dict[str, Tensor]:
-    """Returns the changed rows of each layer's table, by name."""
-    found: dict[str, Tensor] = {}
-    for layer in layers:
-        blocks = list(layer.source.blocks())
-        if blocks:
-            found[f"rows/{layer.spec.name}/ids"] = torch.cat([block.ids for block in blocks])
-            found[f"rows/{layer.spec.name}/values"] = torch.cat([block.values for block in blocks])
-    return found
 
 
 def load_rows(layers: Iterable[SparseEmbedding], saved: Mapping[str, Tensor]) -> None:

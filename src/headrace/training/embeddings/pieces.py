@@ -1,12 +1,13 @@
-"""Rows as pieces of a checkpoint, which any strategy and any number of servers can load."""
+"""Rows in blocks, and as pieces of a checkpoint, which any strategy and any number of servers can load."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from headrace.training.embeddings.table import RowBlock
 from headrace.training.optimizer import StatePiece
 
 _IDS, _VALUES, _STEPS, _STATE = "headrace.row_ids", "headrace.row_values", "headrace.row_steps", "headrace.row_state."
@@ -14,6 +15,25 @@ _USES = "headrace.row_uses"
 
 CHUNK_BYTES = 4 << 20
 """Rows are copied and sent in blocks of about this size."""
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows with their state.
+
+    Attributes:
+        ids: `(rows,)` int64.
+        values: `(rows, width)`.
+        state: by key, `(rows, width)` or `(rows, 1)`.
+        steps: of the table so far.
+        uses: `(rows, 2)` int64 of a table with a limit, see `eviction`; else None.
+    """
+
+    ids: Tensor
+    values: Tensor
+    state: Mapping[str, Tensor]
+    steps: int = 0
+    uses: Tensor | None = None
 
 
 def chunks(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,25 +17,25 @@ from headrace.training.optimizer import has_step_hooks
 _Group = Mapping[str, Any]
 
 
-class RowRule(ABC):
+@dataclass(frozen=True)
+class RowRule:
     """One optimizer's update of rows; its options are read from the optimizer's group, which a schedule may change.
 
-    `kept` is what it keeps for a row: by key, whether for each number of the row or once for the row.
+    Attributes:
+        update: updates distinct rows in place, of a table, given their slots, the gradient `(slots, width)`, the group
+            and the learning rate.
+        kept: what the optimizer keeps for a row: by key, whether for each number of the row or once for the row.
+        begins: the option that has what this state begins with; "" where it is 0.
     """
 
-    kept: ClassVar[Mapping[str, bool]] = {}
+    update: Callable[[EmbeddingTable, Tensor, Tensor, _Group, float], None]
+    kept: Mapping[str, bool] = field(default_factory=dict)
+    begins: str = ""
 
     def columns(self, width: int, group: _Group) -> dict[str, tuple[int, float]]:
         """Returns the state of a row, as `EmbeddingTable` takes it."""
-        return {key: (width if each else 1, self.begin(group)) for key, each in self.kept.items()}
-
-    def begin(self, group: _Group) -> float:
-        """Returns what state begins with."""
-        return 0.0
-
-    @abstractmethod
-    def update(self, table: EmbeddingTable, slots: Tensor, gradient: Tensor, group: _Group, rate: float) -> None:
-        """Updates distinct rows in place; `gradient` is `(slots, width)`, and `rate` the learning rate."""
+        begin = float(group[self.begins]) if self.begins else 0.0
+        return {key: (width if each else 1, begin) for key, each in self.kept.items()}
 
 
 def _add(values: Tensor, slots: Tensor, change: Tensor, factor: float) -> None:
@@ -43,64 +43,44 @@ def _add(values: Tensor, slots: Tensor, change: Tensor, factor: float) -> None:
     values.index_copy_(0, slots, values.index_select(0, slots).add_(change, alpha=factor))
 
 
-class SGDRows(RowRule):
-    """Stochastic gradient descent."""
-
-    def update(self, table: EmbeddingTable, slots: Tensor, gradient: Tensor, group: _Group, rate: float) -> None:
-        _add(table.values, slots, gradient, -rate)
+def _sgd(table: EmbeddingTable, slots: Tensor, gradient: Tensor, group: _Group, rate: float) -> None:
+    _add(table.values, slots, gradient, -rate)
 
 
-class AdagradRows(RowRule):
-    """Adagrad (Duchi et al. 2011)."""
-
-    kept: ClassVar[Mapping[str, bool]] = {"sum": True}
-
-    def begin(self, group: _Group) -> float:
-        return float(group["initial_accumulator_value"])
-
-    def update(self, table: EmbeddingTable, slots: Tensor, gradient: Tensor, group: _Group, rate: float) -> None:
-        total = table.state["sum"]
-        summed = total[slots].add_(gradient.square())
-        total[slots] = summed
-        table.values[slots] = table.values[slots].addcdiv_(gradient, summed.sqrt_().add_(group["eps"]), value=-rate)
+def _adagrad(table: EmbeddingTable, slots: Tensor, gradient: Tensor, group: _Group, rate: float) -> None:
+    """Does as Duchi et al. 2011."""
+    total = table.state["sum"]
+    summed = total[slots].add_(gradient.square())
+    total[slots] = summed
+    table.values[slots] = table.values[slots].addcdiv_(gradient, summed.sqrt_().add_(group["eps"]), value=-rate)
 
 
-class RowwiseAdagradRows(RowRule):
-    """Adagrad with one accumulator a row."""
-
-    kept: ClassVar[Mapping[str, bool]] = {"row_sum": False}
-
-    def begin(self, group: _Group) -> float:
-        return float(group["initial_accumulator_value"])
-
-    def update(self, table: EmbeddingTable, slots: Tensor, gradient: Tensor, group: _Group, rate: float) -> None:
-        total = table.state["row_sum"]
-        summed = total[slots].add_(gradient.square().mean(1, keepdim=True))
-        total[slots] = summed
-        _add(table.values, slots, gradient / summed.sqrt_().add_(group["eps"]), -rate)
+def _rowwise_adagrad(table: EmbeddingTable, slots: Tensor, gradient: Tensor, group: _Group, rate: float) -> None:
+    """Does as Adagrad with one accumulator a row."""
+    total = table.state["row_sum"]
+    summed = total[slots].add_(gradient.square().mean(1, keepdim=True))
+    total[slots] = summed
+    _add(table.values, slots, gradient / summed.sqrt_().add_(group["eps"]), -rate)
 
 
-class LazyAdamRows(RowRule):
-    """Adam without changes of the rows that have no gradient; its corrections count the updates of the table."""
-
-    kept: ClassVar[Mapping[str, bool]] = {"exp_avg": True, "exp_avg_sq": True}
-
-    def update(self, table: EmbeddingTable, slots: Tensor, gradient: Tensor, group: _Group, rate: float) -> None:
-        first, second = group["betas"]
-        mean, square = table.state["exp_avg"], table.state["exp_avg_sq"]
-        means = mean[slots].lerp_(gradient, 1 - first)
-        squares = square[slots].mul_(second).addcmul_(gradient, gradient, value=1 - second)
-        mean[slots], square[slots] = means, squares
-        # As torch.optim.SparseAdam, with the correction in the rate.
-        rate *= (1 - second**table.steps) ** 0.5 / (1 - first**table.steps)
-        table.values[slots] = table.values[slots].addcdiv_(means, squares.sqrt_().add_(group["eps"]), value=-rate)
+def _lazy_adam(table: EmbeddingTable, slots: Tensor, gradient: Tensor, group: _Group, rate: float) -> None:
+    """Does as Adam, but changes no row that has no gradient; its corrections count the updates of the table."""
+    first, second = group["betas"]
+    mean, square = table.state["exp_avg"], table.state["exp_avg_sq"]
+    means = mean[slots].lerp_(gradient, 1 - first)
+    squares = square[slots].mul_(second).addcmul_(gradient, gradient, value=1 - second)
+    mean[slots], square[slots] = means, squares
+    # As torch.optim.SparseAdam, with the correction in the rate.
+    rate *= (1 - second**table.steps) ** 0.5 / (1 - first**table.steps)
+    table.values[slots] = table.values[slots].addcdiv_(means, squares.sqrt_().add_(group["eps"]), value=-rate)
 
 
+_ACCUMULATOR = "initial_accumulator_value"
 _RULES: Mapping[type, RowRule] = {
-    torch.optim.SGD: SGDRows(),
-    torch.optim.Adagrad: AdagradRows(),
-    LazyAdam: LazyAdamRows(),
-    RowwiseAdagrad: RowwiseAdagradRows(),
+    torch.optim.SGD: RowRule(_sgd),
+    torch.optim.Adagrad: RowRule(_adagrad, {"sum": True}, _ACCUMULATOR),
+    LazyAdam: RowRule(_lazy_adam, {"exp_avg": True, "exp_avg_sq": True}),
+    RowwiseAdagrad: RowRule(_rowwise_adagrad, {"row_sum": False}, _ACCUMULATOR),
 }
 _NEEDS_ALL_ROWS = {
     "weight_decay": "shrinks every row in every step",

@@ -8,9 +8,9 @@ A table with a limit drops rows before there are more; these are then as the gen
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,30 +20,12 @@ from headrace.errors import UnfitMachine, UsageError
 from headrace.spec.embedding import FLOAT_BYTES, TableSpec
 from headrace.spec.events import TableStats
 from headrace.training.embeddings.generator import first_rows
+from headrace.training.embeddings.pieces import RowBlock
 from headrace.training.embeddings.vocabulary.eviction import how_many, least_used
 from headrace.training.embeddings.vocabulary.index import DirectIndex, HashIndex, RowIndex
 
 _RESERVED_ONLY = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _USES_BYTES = 16
-
-
-@dataclass(frozen=True)
-class RowBlock:
-    """Rows with their state.
-
-    Attributes:
-        ids: `(rows,)` int64.
-        values: `(rows, width)`.
-        state: by key, `(rows, width)` or `(rows, 1)`.
-        steps: of the table so far.
-        uses: `(rows, 2)` int64 of a table with a limit, see `eviction`; else None.
-    """
-
-    ids: Tensor
-    values: Tensor
-    state: Mapping[str, Tensor]
-    steps: int = 0
-    uses: Tensor | None = None
 
 
 class EmbeddingTable:
@@ -113,7 +95,12 @@ class EmbeddingTable:
         slots = index.find(ids)
         if limit is not None:
             new = int((slots < 0).sum())
-            self._require_room(len(ids))
+            most = self.spec.most_rows
+            if len(ids) > most:
+                raise UsageError(
+                    f"one update changes {len(ids):,} rows of the table {self.spec.name!r}, and {most:,} may be held "
+                    "here; raise max_rows (each of several servers has an equal part of it), or use a smaller batch"
+                )
             count = how_many(self._count, new, limit.rows)
             if count:
                 self._evict(slots[slots >= 0], min(count, self._count - len(ids) + new))
@@ -272,14 +259,6 @@ class EmbeddingTable:
             bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
             raise ValueError(f"there is no row {bad:,} in the table {self.spec.name!r}, which has {self.spec.rows:,}")
 
-    def _require_room(self, rows: int) -> None:
-        most = self.spec.most_rows
-        if rows > most:
-            raise UsageError(
-                f"one update changes {rows:,} rows of the table {self.spec.name!r}, and {most:,} may be held here; "
-                "raise max_rows (each of several servers has an equal part of it), or use a smaller batch"
-            )
-
     def _reserved(self) -> RowIndex:
         """Reserves addresses for all rows that may be held; memory is used where rows are written."""
         if self._index is None:
@@ -296,9 +275,7 @@ class EmbeddingTable:
 
 
 def _reserve(spec: TableSpec, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    elements = 1
-    for length in shape:
-        elements *= length
+    elements = math.prod(shape)
     nbytes = max(1, elements * dtype.itemsize)
     try:
         region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _RESERVED_ONLY)

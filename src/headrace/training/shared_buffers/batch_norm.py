@@ -84,6 +84,11 @@ class _Replacement(nn.Module, ABC):
             x, self.running_mean, self.running_var, self.weight, self.bias, uses_batch, 0.0, self.eps
         )
 
+    def _scaled(self, normal: Tensor) -> Tensor:
+        if self.weight is not None:
+            normal = normal * _spread(self.weight, normal)
+        return normal if self.bias is None else normal + _spread(self.bias, normal)
+
 
 class GlobalBatchNorm(_Replacement):
     """Normalises by the batch of all workers."""
@@ -102,11 +107,7 @@ class GlobalBatchNorm(_Replacement):
         if self.running_mean is not None:
             with torch.no_grad():
                 move_running_averages(self, mean, variance * (total / (total - 1).clamp(min=1)))
-        if self.weight is not None:
-            normal = normal * _spread(self.weight, normal)
-        if self.bias is not None:
-            normal = normal + _spread(self.bias, normal)
-        return normal.to(x.dtype)
+        return self._scaled(normal).to(x.dtype)
 
 
 def move_running_averages(layer: Any, mean: Tensor, variance: Tensor) -> None:
@@ -152,11 +153,7 @@ class PaddedBatchNorm(_Replacement):
                 unbiased = variance * (total / (total - 1).clamp(min=1))
                 for running, now in ((self.running_mean, mean), (self.running_var, unbiased)):
                     running.add_((now.to(running.dtype) - running) * factor)
-        if self.weight is not None:
-            normal = normal * _spread(self.weight, normal)
-        if self.bias is not None:
-            normal = normal + _spread(self.bias, normal)
-        return normal.to(x.dtype)
+        return self._scaled(normal).to(x.dtype)
 
 
 def synchronise_batch_norm(module: nn.Module, collective: Collective) -> bool:

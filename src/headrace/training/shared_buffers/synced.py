@@ -65,7 +65,16 @@ class BufferSync:
         average(averaged, group, weight / total if total else 1 / group.world)
 
 
+def average_by_weight(buffers: list[Tensor], group: ProcessGroup, weight: float = 1.0) -> None:
+    """Replaces buffers by their means over the workers, where each has a weight."""
+    if group.world > 1 and buffers:
+        (total,) = group.sum([weight])
+        average(buffers, group, weight / total if total else 1 / group.world)
+
+
 def average(buffers: list[Tensor], group: ProcessGroup, part: float) -> None:
+    """Replaces buffers by the sum of all workers' times their parts, which are 1 together."""
+    means: list[tuple[Tensor, Tensor]] = []
     for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
         same = [buffer for buffer in buffers if buffer.dtype == dtype]
         # Sums of half precision would lose what a slow average moves by.
@@ -74,8 +83,10 @@ def average(buffers: list[Tensor], group: ProcessGroup, part: float) -> None:
         scaled = (torch.view_as_real(flat) if wide.is_complex else flat) * part
         group.all_reduce(scaled)
         mean = torch.view_as_complex(scaled) if wide.is_complex else scaled
-        for buffer, value in zip(same, mean.split([buffer.numel() for buffer in same]), strict=True):
-            buffer.copy_(value.view(buffer.shape))
+        means += zip(same, mean.split([buffer.numel() for buffer in same]), strict=True)
+    # Only when all are complete: if a worker is lost before, what needed them is done again.
+    for buffer, value in means:
+        buffer.copy_(value.view(buffer.shape))
 
 
 def copy_first(buffers: list[Tensor], group: ProcessGroup) -> None:

@@ -1,14 +1,15 @@
-"""Which parameters are trained, where user code may change that."""
+"""Which parameters are trained, where user code may change that; and their gradients, where it may read them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
+import torch
 from torch import Tensor, nn
 
 from headrace.errors import UsageError
-from headrace.modules import frozen_until
+from headrace.modules import frozen_until, held_part
 
 
 class TrainedParameters:
@@ -77,3 +78,43 @@ class FixedParameters:
             f"requires_grad of {', '.join(map(repr, changed)):.200} has changed since the run began, and {self._why}; "
             "use hr.frozen(model, pattern, until_epoch=...)"
         )
+
+
+class ReadGradients:
+    """Gradients that user code may read between backward and update, and not change; `why` says why not."""
+
+    def __init__(self, named: Mapping[str, Tensor], why: str) -> None:
+        self._named, self._why = named, why
+        self._seen: dict[str, tuple[Tensor, Tensor] | None] = {}
+
+    def look(self) -> None:
+        """Keeps copies of them."""
+        for name, parameter in self._named.items():
+            gradient = parameter.grad
+            self._seen[name] = None if gradient is None else (gradient, _bytes(gradient).clone())
+
+    def forget(self) -> None:
+        """Drops the copies."""
+        self._seen.clear()
+
+    def require_unchanged(self) -> None:
+        """Raises UsageError if one is not as it was."""
+        for name, seen in self._seen.items():
+            gradient = self._named[name].grad
+            if gradient is None or seen is None:
+                same = gradient is None and seen is None
+            else:
+                same = gradient is seen[0] and torch.equal(_bytes(gradient), seen[1])
+            if same:
+                continue
+            raise UsageError(
+                f".grad of {name!r} was changed between worker.backward(loss) and worker.update(), where {self._why}, "
+                "so that what is changed there is not sent; use Options(clip_norm=...) or clip_value, change the loss, "
+                "or use mirrored, whose workers have whole gradients"
+            )
+        self._seen.clear()
+
+
+def _bytes(gradient: Tensor) -> Tensor:
+    """Returns the elements that this process has of a gradient."""
+    return held_part(gradient).detach().contiguous().view(-1).view(torch.uint8)

@@ -5,6 +5,7 @@ with untouched(job.loss, module): ...   attributes, containers, arrays, tensors,
 
 from __future__ import annotations
 
+import operator
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -78,7 +79,11 @@ class Counters:
 
     def changed(self) -> list[str]:
         """Returns the names of those that have changed; also iterators, which tell nothing of where they are."""
-        found = [self._names.get(id(each), type(each).__name__) for each in self.seen if _is_iterator(each)]
+        found = [
+            self._names.get(id(each), type(each).__name__)
+            for each in self.seen
+            if isinstance(each, Iterator) and type(each).__module__ in ("builtins", "itertools")
+        ]
         for value, before in self._held:
             found += [name for name, number in self._numbers(value).items() if before.get(name) != number]
         return list(dict.fromkeys(found))
@@ -104,10 +109,6 @@ def _named(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((name, space[name]) for name in value.__code__.co_names if name in space)
     elif isinstance(value, dict | type):
         yield from ((str(key), each) for key, each in [*(value if isinstance(value, dict) else vars(value)).items()])
-
-
-def _is_iterator(value: Any) -> bool:
-    return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
 
 
 class _State:
@@ -165,7 +166,10 @@ class _State:
         if isinstance(value, FunctionType):
             if value.__closure__ is None and _is_foreign(value):
                 return ()
-            return (*(value.__closure__ or ()), *(value.__defaults__ or ()), vars(value), *self._note_globals(value))
+            # The variables of its module that it names.
+            kinds = (*_VARIABLES, Tensor, FunctionType, nn.Module)
+            variables = [] if _is_foreign(value) else self._note_names(value, kinds)
+            return (*(value.__closure__ or ()), *(value.__defaults__ or ()), vars(value), *variables)
         if isinstance(value, MethodType):
             return value.__self__, value.__func__
         if isinstance(value, partial):
@@ -177,7 +181,8 @@ class _State:
             for kind in type(value).__mro__:
                 self._note_class(kind)
             state: Any = getattr(value, "__dict__", None)
-            slots = [name for kind in type(value).__mro__ for name in _slots(kind) if _has(value, name)]
+            slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+            slots = [name for name in slots if getattr(value, name, _NOTHING) is not _NOTHING]
             for name in slots:
                 self._undo.append(partial(setattr, value, name, getattr(value, name)))
             inside = [getattr(value, name) for name in slots]
@@ -197,13 +202,8 @@ class _State:
                 self._undo.append(partial(_set_again, kind, name, each))
                 self._note(each)
 
-    def _note_globals(self, function: FunctionType) -> list[Any]:
-        """Notes the variables of a function's module that it names: numbers, containers, tensors and functions."""
-        if _is_foreign(function):
-            return []
-        return self._note_names(function, (*_VARIABLES, Tensor, FunctionType, nn.Module))
-
     def _note_names(self, function: FunctionType, kinds: tuple[type, ...]) -> list[Any]:
+        """Notes and returns the variables of a function's module that it names, of some kinds."""
         space = function.__globals__
         names = [name for name in function.__code__.co_names if name in space]
         found = {name: space[name] for name in names if isinstance(space[name], kinds)}
@@ -240,14 +240,10 @@ def _refill(container: Any, content: Any) -> None:
             for (key, value), other in zip(container.items(), content, strict=True)
         ):
             return
-    elif len(container) == len(content) and all(map(_is, container, content)):
+    elif len(container) == len(content) and all(map(operator.is_, container, content)):
         return
     container.clear()
     (container.extend if isinstance(container, list | deque) else container.update)(content)
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
 
 
 _NOTHING = object()
@@ -275,7 +271,3 @@ def _set_again(kind: type, name: str, value: Any) -> None:
 def _slots(kind: type) -> Iterable[str]:
     named: Any = vars(kind).get("__slots__", ())
     return [named] if isinstance(named, str) else [each for each in named if each not in ("__dict__", "__weakref__")]
-
-
-def _has(value: Any, name: str) -> bool:
-    return getattr(value, name, _NOTHING) is not _NOTHING

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from headrace.batches import select_target
 from headrace.collectives.base import ProcessGroup
@@ -18,6 +18,7 @@ from headrace.spec.job import Job, Share
 from headrace.spec.parameter_sets import loss_name
 from headrace.training.exchange import Replica
 from headrace.training.shared_buffers.batch_norm import averaged_buffers
+from headrace.training.shared_buffers.synced import average_by_weight
 from headrace.worker.evaluations.accumulated import Accumulated, accumulates
 from headrace.worker.evaluations.loss import LossOfModel, loss_in
 
@@ -103,7 +104,7 @@ class Evaluation:
         loss = loss_in(self._replica.compute.module, self._job.loss)
         kept = [*buffers, *(loss.buffers() if isinstance(self._job.loss, LossOfModel) else ())]
         own = [buffer.clone() for buffer in kept]
-        average(buffers, self._mates, weight)
+        average_by_weight(buffers, self._mates, weight)
         try:
             with self._replica.exchange.swapped_weights() if self._swaps_weights else nullcontext():
                 yield
@@ -119,17 +120,3 @@ def _losses_of(job: Job, module: nn.Module) -> tuple[dict[str, Any], dict[str, A
     if isinstance(job.loss, Mapping):
         return {loss_name(name): loss for name, loss in job.loss.items()}, {}
     return {}, {"loss": job.task.loss if job.task else loss_in(module, job.loss)}
-
-
-def average(buffers: list[Tensor], group: ProcessGroup, weight: float = 1.0) -> None:
-    """Replaces running statistics by their means over the workers, where each has a weight."""
-    if group.world == 1 or not buffers:
-        return
-    (total,) = group.sum([weight])
-    part = weight / total if total else 1 / group.world
-    means = [buffer.cpu() * part for buffer in buffers]
-    for mean in means:
-        group.all_reduce(mean)
-    # Only when all are complete: if a worker is lost before, the whole evaluation is repeated.
-    for buffer, mean in zip(buffers, means, strict=True):
-        buffer.copy_(mean)

@@ -1,4 +1,4 @@
-"""The other two verbs where sets of parameters take turns: an exchange for each, with an optimizer of its own.
+"""Sets of parameters that are trained in turns, each by a compute and an exchange with an optimizer of its own.
 
     round        0               1               2               3
     set          critic          critic          generator       critic
@@ -13,21 +13,44 @@ from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
+from torch import Tensor
+
+from headrace.metrics import Mean
+from headrace.spec.job import Share
 from headrace.spec.parameter_sets import TurnOrder
 from headrace.training.clipping import StepDecision
-from headrace.training.exchange import Exchange, UpdatingExchange
+from headrace.training.compute import Compute, Computed
+from headrace.training.exchange import ElasticState, Exchange, UpdatingExchange
 from headrace.training.optimizer import StatePiece
 
 SETS = "sets"
 """The key, in the settings, of those of each set."""
 
 
-def pieces_of_sets(pieces: Iterable[StatePiece], holders: Mapping[str, str]) -> dict[str, list[StatePiece]]:
-    """Returns the pieces of each set; `holders` are the sets of the parameters, by the parameters' names."""
-    found: dict[str, list[StatePiece]] = {}
-    for piece in pieces:
-        found.setdefault(holders[piece.parameter], []).append(piece)
-    return found
+class TurnsCompute(Compute):
+    """Runs the whole model, and differentiates in each round the loss of one set of parameters.
+
+    `computes` are those of the sets, by name; each has the whole model as its `module`.
+    """
+
+    def __init__(self, computes: Mapping[str, Compute], order: TurnOrder) -> None:
+        self._computes = computes
+        self._order = order
+        self._any = next(iter(computes.values()))
+        self.module, self.device = self._any.module, self._any.device
+        self.notes = tuple(dict.fromkeys(note for each in computes.values() for note in each.notes))
+
+    def run(self, share: Share) -> Computed:
+        return self._computes[self._order.at(share.round)].run(share)
+
+    def backward(self, loss: Tensor | Mean, share: Share, adds: bool = False) -> Computed:
+        return self._computes[self._order.at(share.round)].backward(loss, share, adds)
+
+    def send(self, share: Share) -> None:
+        self._computes[self._order.at(share.round)].send(share)
+
+    def predict(self, batch: Any) -> Any:
+        return self._any.predict(batch)
 
 
 class _SetExchanges(Exchange):
@@ -56,7 +79,7 @@ class _SetExchanges(Exchange):
         return {SETS: {name: each.settings() for name, each in self._exchanges.items()}}
 
     def load(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None) -> None:
-        by_set = pieces_of_sets(pieces, self._holders)
+        by_set = _pieces_of_sets(pieces, self._holders)
         for name, each in self._exchanges.items():
             each.load(by_set.get(name, ()), None if settings is None else settings[SETS][name])
 
@@ -90,3 +113,42 @@ class TurnsExchange(_SetExchanges):
 
     def skip(self, round_: int) -> None:
         self._turn.skip(self._order.own_round(round_))
+
+
+class TurnsState(ElasticState):
+    """The states of all sets, by name: the members are the same for all, whose turn it may be.
+
+    `holders` are the sets of the parameters, by the parameters' names.
+    """
+
+    def __init__(self, states: Mapping[str, ElasticState], holders: Mapping[str, str]) -> None:
+        self._states = states
+        self._holders = holders
+
+    def regroup(self) -> None:
+        for each in self._states.values():
+            each.regroup()
+
+    def keep(self) -> None:
+        for each in self._states.values():
+            each.keep()
+
+    def bring_back(self) -> None:
+        for each in self._states.values():
+            each.bring_back()
+
+    def give(self) -> tuple[StatePiece, ...]:
+        return tuple(chain.from_iterable(each.give() for each in self._states.values()))
+
+    def take(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any]) -> None:
+        by_set = _pieces_of_sets(pieces, self._holders)
+        for name, each in self._states.items():
+            each.take(by_set.get(name, ()), settings[SETS][name])
+
+
+def _pieces_of_sets(pieces: Iterable[StatePiece], holders: Mapping[str, str]) -> dict[str, list[StatePiece]]:
+    """Returns the pieces of each set; `holders` are the sets of the parameters, by the parameters' names."""
+    found: dict[str, list[StatePiece]] = {}
+    for piece in pieces:
+        found.setdefault(holders[piece.parameter], []).append(piece)
+    return found
