@@ -18,7 +18,7 @@ from headrace.api.rehearsal.setup import _threads
 from headrace.errors import DataError, InfeasiblePlan, JobError, NonFiniteLoss, UsageError
 from headrace.spec.cluster import Host
 from headrace.spec.compute import BatchProfile, ComputeProfile
-from headrace.spec.events import PushesApplied, Stepped, decode, encode
+from headrace.spec.events import PushesApplied, ServerStarted, Stepped, WorkerStarted, decode, encode
 from headrace.spec.model import ModelSpec, ParameterSpec
 
 EXAMPLES, BATCH = 192, 32
@@ -169,6 +169,8 @@ def test_every_example_of_an_epoch_counts_once(strategy: hr.Strategy, tmp_path: 
     assert found.run.summary.curves.evaluations[-1].step == EXAMPLES // BATCH
     assert found.run.status == "ok"
     assert found.memory_bytes > 0
+    began = {event.rank: event.host for event in found.run.events if isinstance(event, WorkerStarted | ServerStarted)}
+    assert began == {role.rank: role.host for role in found.run.plan.roles}
 
 
 def test_a_gradient_that_is_not_finite_ends_it_as_it_ends_a_run(tmp_path: Path) -> None:

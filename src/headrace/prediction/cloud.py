@@ -26,14 +26,12 @@ class CloudMachine:
     Attributes:
         device: the accelerator's name; "" for none.
         bytes_per_s: of its network card, at all times.
-        priced: when and what of the price's list, as text.
     """
 
     name: str
     host: Host
     device: str
     bytes_per_s: float
-    priced: str
 
 
 @cache
@@ -41,13 +39,13 @@ def cloud_machines() -> Mapping[str, CloudMachine]:
     """Returns the machines by name."""
     text = resources.files("headrace.prediction").joinpath("cloud.toml").read_text(encoding="utf-8")
     return {
-        name: _machine(name, figures, f"{about['prices']}; {about['prices_date']}")
+        name: _machine(name, figures)
         for cloud, about in tomllib.loads(text).items()
         for name, figures in ((f"{cloud}-{kind}", figures) for kind, figures in about["machines"].items())
     }
 
 
-def _machine(name: str, figures: Mapping[str, float | str], priced: str) -> CloudMachine:
+def _machine(name: str, figures: Mapping[str, float | str]) -> CloudMachine:
     def number(key: str, default: float = 0.0) -> float:
         return float(figures.get(key, default))
 
@@ -60,7 +58,7 @@ def _machine(name: str, figures: Mapping[str, float | str], priced: str) -> Clou
         device_memory_bytes=round(number("device_memory_gb") * 1e9),
         bus_bytes_per_s=number("bus_gb_per_s", Host.bus_bytes_per_s / 1e9) * 1e9,
     )
-    return CloudMachine(name, host, str(figures.get("device", "")), number("mbit_per_s") * 1e6 / 8, priced)
+    return CloudMachine(name, host, str(figures.get("device", "")), number("mbit_per_s") * 1e6 / 8)
 
 
 def cloud_cluster(name: str, count: int = 1) -> Cluster:

@@ -39,7 +39,7 @@ class VirtualEvents:
     def __init__(
         self, plan: Plan, model: ModelSpec, global_batch_size: int, examples: int, moved_bytes: float, pid: int = 0
     ) -> None:
-        self._plan, self._model, self._moved = plan, model, moved_bytes
+        self.plan, self._model, self._moved = plan, model, moved_bytes
         self._lines: dict[int, list[tuple[float, str]]] = defaultdict(list)
         self._steps: dict[int, int] = defaultdict(int)
         role = plan.roles[0]
@@ -78,11 +78,11 @@ class VirtualEvents:
             servers: the bytes of parameters and optimizer state of each.
         """
         size = self._model.parameter_bytes
-        for rank in range(self._plan.workers):
+        for rank in range(self.plan.workers):
             steps = self._steps[rank]
             self.write(WorkerEnded(rank, time_s, steps, round(steps * self._moved), memory_bytes, size, 0))
         steps = sum(self._steps.values())
-        for rank, (parameters, optimizer) in zip(self._plan.servers if servers else (), servers, strict=True):
+        for rank, (parameters, optimizer) in zip(self.plan.servers if servers else (), servers, strict=True):
             moved = round(steps * self._moved / len(servers))
             self.write(ServerEnded(rank, time_s, moved, memory_bytes, parameters, optimizer))
         self.write(RunEnded(LAUNCHER, time_s, "ok"))

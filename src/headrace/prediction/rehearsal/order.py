@@ -13,7 +13,7 @@ be computed at the time of the fetch, when the servers' parameters are just thos
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -54,7 +54,6 @@ class ServerAction(NamedTuple):
     pushes: bool
     worker: int
     number: int
-    time_s: float = 0.0
     server: int = -1
     shards: tuple[int, ...] = ()
 
@@ -74,4 +73,3 @@ class SyncInterval:
     steps: Sequence[Sequence[PlannedStep]]
     queues: Sequence[Sequence[ServerAction]]
     busy_s: float = 0.0
-    notes: tuple[str, ...] = field(default=())

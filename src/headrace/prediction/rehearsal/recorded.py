@@ -169,11 +169,11 @@ class RecordedOrder:
             parts = _by_place(reached, mine, worker, server)
             for place, shards in parts.items():
                 about = tuple(shards) if len(parts) > 1 else ()
-                at[place].append(ServerAction(False, worker, number, 0.0, server, about))
+                at[place].append(ServerAction(False, worker, number, server, about))
         queue = list(at[0])
         single = len(firsts) == 1
         for place, (worker, lease, first, _) in enumerate(own, 1):
-            queue.append(ServerAction(True, worker, lease, 0.0, server, () if single else bucket[first]))
+            queue.append(ServerAction(True, worker, lease, server, () if single else bucket[first]))
             queue += at[place]
         return queue
 

@@ -111,7 +111,7 @@ class ServedRehearsal:
         self._shards = sum(len(server.layout) for server in self._servers)
         self._waited_s = [0.0] * plan.replicas
         self._next_s = self._every_s = interval_s / _TOLD
-        for role, server in zip(plan.roles[plan.workers :], self._servers, strict=True):
+        for role, server in zip(events.plan.roles[plan.workers :], self._servers, strict=True):
             size = server.memory()[0]
             events.write(ServerStarted(role.rank, 0.0, role.host, os.getpid(), len(server.layout), size))
 

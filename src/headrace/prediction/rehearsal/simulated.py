@@ -42,12 +42,12 @@ class OrderRecorder(Watcher):
 
     def pushes(self, worker: int, lease: int, now_s: float) -> None:
         self._computing[worker] = False
-        self.actions.append(ServerAction(True, worker, lease, now_s))
+        self.actions.append(ServerAction(True, worker, lease))
 
     def pulls(self, worker: int, now_s: float, there_s: float) -> None:
         number = self._fetched[worker]
         self._fetched[worker] += 1
-        self.actions.append(ServerAction(False, worker, number, now_s))
+        self.actions.append(ServerAction(False, worker, number))
         self._waiting[worker].append((number, there_s))
         if self._computing[worker]:
             self._take(worker)
@@ -94,14 +94,14 @@ class SimulatedOrder:
             list(self._planned(leases, rows[worker], first, until)) for worker, leases in enumerate(recorder.leases)
         ]
         actions = [
-            action._replace(time_s=now_s + action.time_s, number=action.number + (self._leases if action.pushes else 0))
+            action._replace(number=action.number + self._leases) if action.pushes else action
             for action in recorder.actions
         ]
         ended = now_s + timeline.seconds
         busy = timeline.server_busy.get("applying", 0.0) * timeline.seconds
         self._intervals += 1
         self._leases += -(-(until - first) // span) * self.parts
-        return SyncInterval(until, ended, planned, [actions], busy, timeline.notes)
+        return SyncInterval(until, ended, planned, [actions], busy)
 
     def _planned(
         self, leases: Sequence[_Lease], rows: Sequence[Sequence[float]], first: int, until: int
