@@ -23,7 +23,7 @@ from engine.victims import NOTICED_S
 from headrace.engine.base import Engine
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import HeadraceError
-from headrace.worker.loops.leased import LeasedLoop
+from headrace.worker.loops.leased import LeasedLoop, _Phase
 
 
 @pytest.fixture(params=["threads", "processes"])
@@ -157,7 +157,7 @@ def test_a_worker_that_is_to_leave_asks_for_no_more_data() -> None:
     for leave, expected in ((0, ["asked"]), (1, [])):
         session = SimpleNamespace(rank=1, page=SimpleNamespace(ranks=[None, SimpleNamespace(leave=leave)]))
         leases = SimpleNamespace(ask=lambda: asked.append("asked"))
-        loop = SimpleNamespace(_asked=False, _point=-1, _leaving=False, _session=session, _leases=leases)
+        loop = SimpleNamespace(_phase=_Phase.WORKING, _leaving=False, _session=session, _leases=leases)
         LeasedLoop._ask(cast("LeasedLoop", loop))
         assert (asked, loop._leaving) == (expected, bool(leave))
         asked.clear()

@@ -206,17 +206,18 @@ class Worker:
         finite = loss is None or math.isfinite(loss)
         if loss is not None and not finite:
             self._nonfinite.tell(self.rank, loss)
-        self._loop.weigh(computed)
-        if not self._loop.attempt(lambda: self._synchronize(finite, began, sends)):
+        outcome = self._loop.complete(computed, lambda commit: self._synchronize(finite, began, sends, commit))
+        if outcome is None:
             return None
-        if self._loop.late or not self._loop.records:
+        self._times[2] += outcome.took_s
+        if not outcome.counts:
             # The data counts when it is leased again, or has counted before.
             computed, finite = Computed(None, 0.0), False
             self._progress.share = Share(None, 0, 0, self._progress.share.epoch)
         loss = loss if finite else None
-        self._record(computed, loss)
+        self._record(computed, loss, outcome.lease)
         self._control.callbacks.stepped(loss, self.turn)
-        self._loop.advance()
+        self._loop.advance(outcome)
         if self._guard:
             self._guard.look()
         if self._gradients:
@@ -296,13 +297,12 @@ class Worker:
                 "around forward and loss, or give cache_enabled=False"
             )
 
-    def _synchronize(self, finite: bool, began: float, sends: bool) -> None:
+    def _synchronize(self, finite: bool, began: float, sends: bool, commit: Callable[[], object]) -> None:
         if sends:
             self._control.verbs.require_same("step")
             self._compute.send(self._loop.part(None))
         decision = self._exchange.synchronize(finite)
-        if self._loop.commits:
-            self._session.group.commit()
+        commit()
         synchronized = perf_counter()
         if decision.apply:
             self._exchange.update(self._progress.round)
@@ -313,15 +313,13 @@ class Worker:
             self._exchange.skip(self._progress.round)
             self._nonfinite.bad(decision, self._progress.round)
         self._times[2:] = synchronized - began, perf_counter() - synchronized
-        self._times[2] += self._loop.synchronize()
-        self._control.guard.after_round(self._progress.done)
 
     def _measure(self) -> tuple[dict[str, float], int]:
         assert self._session.evaluation is not None
         self._control.verbs.require_same("evaluate")
         return self._session.evaluation.run(self._control.statistics_weight, partial(self._control.guard.compare, True))
 
-    def _record(self, computed: Computed, loss: float | None) -> None:
+    def _record(self, computed: Computed, loss: float | None, lease: int) -> None:
         progress, share, counts = self._progress, self._progress.share, self._compute.counts
         progress.examples += share.examples
         heartbeat = self._session.page.ranks[self.rank].heartbeat
@@ -330,7 +328,7 @@ class Worker:
             heartbeat.changed = sum(map(len, self._control.state.by_user_code().values()))
         # Added, because a worker that this one has replaced has counted, too.
         heartbeat.examples += share.examples * counts
-        lease = self._loop.lease if share.examples else -1
+        lease = lease if share.examples else -1
         head = (
             *(progress.round, share.epoch, share.examples * counts, computed.weight, lease),
             self._exchange.pulled if lease >= 0 else (),

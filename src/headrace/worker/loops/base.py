@@ -4,41 +4,53 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from headrace.spec.job import Share
 from headrace.training.compute import Computed
 
+Update = Callable[[Callable[[], object]], None]
 
-def run(act: Callable[[], None]) -> bool:
-    """Runs a part of a step, where no member is lost without ending the run."""
-    act()
-    return True
+
+def nothing() -> None:
+    """Decides nothing, where each worker's own exchange counts."""
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What became of a step that was synchronized.
+
+    Attributes:
+        lease: number of its data lease; -1 where data is not leased.
+        late: whether its gradient came too late to count; its data comes again.
+        records: whether its loss and its examples count; a line search visits the same data several times.
+        took_s: seconds of what the loop has synchronized after the update.
+    """
+
+    lease: int = -1
+    late: bool = False
+    records: bool = True
+    took_s: float = 0.0
+
+    @property
+    def counts(self) -> bool:
+        """Whether its data was trained on now, and for the first time."""
+        return self.records and not self.late
 
 
 class Loop(ABC):
     """Where one worker gets its data, and where it synchronizes with the others; a context while the worker trains.
 
     Attributes:
-        attempt: runs a part of a step; returns False if the round is spoilt.
         spoilt: whether a member was lost during the current round, so that it was not done, and comes again.
-        lease: number of the data lease of the current step; -1 where data is not leased.
-        late: whether the current step's gradient came too late to count; its data comes again.
-        records: whether the current step's loss and examples count.
         reporter: the rank that reports a round which was not finite.
-        commits: whether the exchange combines something in every round, for all workers or for none.
         moved_bytes: payload that went to and from other processes, beside that of collectives.
     """
 
-    commits = False
-
     def __init__(self, reporter: int = 0) -> None:
-        self.attempt: Callable[[Callable[[], None]], bool] = run
         self.spoilt = False
-        self.lease = -1
-        self.late = False
-        self.records = True
         self.reporter = reporter
         self.moved_bytes = 0
 
@@ -66,15 +78,22 @@ class Loop(ABC):
     def require_sync_point(self, what: str) -> None:  # noqa: B027  (workers in lockstep always are at one)
         """Raises UsageError where this worker is at no sync point; `what` needs one, "calls worker.evaluate()"."""
 
-    def weigh(self, computed: Computed) -> None:  # noqa: B027  (lockstep weights are known from the share)
-        """Takes the current step's loss and its weight, before the exchange synchronizes."""
+    def attempt(self, act: Callable[[], None]) -> bool:
+        """Runs a part of a step; returns False if the round is spoilt."""
+        act()
+        return True
 
-    def synchronize(self) -> float:
-        """Synchronizes after the update where that is due; returns the seconds that it took."""
-        return 0.0
+    @abstractmethod
+    def complete(self, computed: Computed, update: Update) -> StepOutcome | None:
+        """Ends a computed step; returns None if the round is spoilt.
 
-    def advance(self) -> None:  # noqa: B027  (only leases are asked for)
-        """Ends a step: asks for the next data, and blocks until it or a sync point is there."""
+        Args:
+            update: synchronizes and updates; between the two it calls what it is given, which makes the sum count for
+                all workers or for none.
+        """
+
+    def advance(self, outcome: StepOutcome) -> None:  # noqa: B027  (only leases are asked for)
+        """Asks for the next data after a step, and blocks until it or a sync point is there."""
 
     def leave(self) -> bool:
         """Ends the loop; returns whether this worker stays to the end, and has not left the others earlier.

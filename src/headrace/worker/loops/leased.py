@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator
+from enum import Enum
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -14,10 +15,19 @@ from headrace.spec.plan import replica_leader
 from headrace.training.compute import Computed
 from headrace.training.synchronization import DataLeases, Lease, SyncPoint
 from headrace.worker.control import RunControl
-from headrace.worker.loops.base import Loop
+from headrace.worker.loops.base import Loop, StepOutcome, Update, nothing
 from headrace.worker.loops.rounds import averaged_event
 from headrace.worker.run_spec import RunSpec
 from headrace.worker.session import WorkerSession
+
+
+class _Phase(Enum):
+    """What a worker does next about its data."""
+
+    WORKING = "it has a lease, or asks for one"
+    ASKED = "it has asked for a lease; the answer may be there, and is not begun"
+    MEETING = "it is at a sync point"
+    AGREED = "it is at a sync point, where all have agreed on what to do"
 
 
 class LeasedLoop(Loop):
@@ -31,13 +41,18 @@ class LeasedLoop(Loop):
         self._session = session
         self._control = control
         self._leases = leases
+        self._phase = _Phase.WORKING
         self._lease: Lease | None = None
+        self._number = -1  # of the current step's lease
         self._rest = range(0)
-        self._point = -1  # rounds that are done at the sync point where this worker is; -1 elsewhere
+        self._point = -1  # rounds that are done at the sync point where this worker is, or was last
         self._open = session.progress.done < session.progress.rounds
         self._following: tuple[int, Share] | None = None
         control.statistics_weight = 0.0
-        self._agreed = self._halted = self._asked = self._stepped = self._holds = self._leaving = False
+        self._halted = False  # whether this worker has asked for a sync point
+        self._stepped = False  # whether it has had data since the last one
+        self._holds = False  # whether it has data that it has not trained on
+        self._leaving = False
 
     def __enter__(self) -> None:
         try:
@@ -75,35 +90,34 @@ class LeasedLoop(Loop):
 
     @property
     def at_sync_point(self) -> bool:
-        return self._agreed or not self._open
+        return self._phase is _Phase.AGREED or not self._open
 
     def require_sync_point(self, what: str) -> None:
-        if self._open and self._point < 0:
+        if self._open and not self._meets:
             raise UsageError(
                 f"the loop on rank {self._session.rank} {what} after {self._session.progress.done} rounds, where its "
                 "leases of the data are not done; workers that do not go in step meet where worker.evaluation_due "
                 "or worker.epoch_ended: evaluate and break there, on every worker; steps=... makes a job shorter"
             )
 
-    def weigh(self, computed: Computed) -> None:
+    def complete(self, computed: Computed, update: Update) -> StepOutcome | None:
         share, weight = self._session.progress.share, computed.weight
         if share.examples:
             # Where all weights are zero, one device also makes a step, with zero gradients.
             weight = max(weight, sys.float_info.min)
         self._leases.weigh(weight, share.asked / share.of if share.of else 0.0, computed.loss)
+        update(nothing)
+        self._control.guard.after_round(self._session.progress.done)
+        return StepOutcome(self._number, self._leases.late, self._leases.records)
 
-    def synchronize(self) -> float:
-        self.late, self.records = self._leases.late, self._leases.records
-        return 0.0
-
-    def advance(self) -> None:
+    def advance(self, outcome: StepOutcome) -> None:
         self._holds = False
         self._control.statistics_weight = float(self._session.progress.examples)
         result, self._leases.sync_result = self._leases.sync_result, None
         if result is not None:
             events = self._session.events
             events.write(averaged_event(events.rank, events.now(), self._session.progress.done, result))
-        if self.late:
+        if outcome.late:
             # The rest of the lease is leased again, together with the late part.
             self._rest, self._lease = range(0), None
         if not self._rest:
@@ -127,6 +141,10 @@ class LeasedLoop(Loop):
         # The last, so that another worker can do it if the first is lost.
         group.barrier()
 
+    @property
+    def _meets(self) -> bool:
+        return self._phase in (_Phase.MEETING, _Phase.AGREED)
+
     def _next(self) -> Share | None:
         """Blocks until there is a lease; returns its next share, or None at a sync point.
 
@@ -146,16 +164,16 @@ class LeasedLoop(Loop):
             return None
         began = perf_counter()
         if self._lease is not None and not self._rest:
-            self._asked = False
+            self._phase = _Phase.WORKING
             self._rest = range(self._lease.round, self._lease.round + self._lease.rounds)
         if self._lease is not None:
             lease, round_, self._rest = self._lease, self._rest[0], self._rest[1:]
-            self.lease, progress.round = lease.lease, round_
+            self._number, progress.round = lease.lease, round_
             self._lease = lease if self._rest else None
             self._stepped = self._holds = True
             share = self._read(lease, round_)
         elif not self._stepped:
-            self._stepped, self.lease, progress.round = True, -1, self._point - 1
+            self._stepped, self._number, progress.round = True, -1, self._point - 1
             share = loader.nothing(progress.round)
         else:
             return None
@@ -174,17 +192,17 @@ class LeasedLoop(Loop):
         return share
 
     def _ask(self) -> None:
-        if self._asked or self._point >= 0:
+        if self._phase is not _Phase.WORKING:
             return
         if self._session.page.ranks[self._session.rank].leave:
             self._leaving = True
             return
         self._leases.ask()
-        self._asked = True
+        self._phase = _Phase.ASKED
 
     def _receive(self) -> None:
         """Blocks until the answer is there: a lease, or a sync point, where the parameters are fetched."""
-        if self._point >= 0 or self._lease is not None or not self._asked:
+        if self._phase is not _Phase.ASKED or self._lease is not None:
             return
         began = perf_counter()
         answer = self._leases.next()
@@ -196,7 +214,7 @@ class LeasedLoop(Loop):
 
     def _begin_sync_point(self, point: SyncPoint) -> None:
         group = self._session.group
-        self._point = point.round
+        self._phase, self._point = _Phase.MEETING, point.round
         group.regroup(point.members, point.number)
 
         def fetch() -> None:
@@ -208,18 +226,18 @@ class LeasedLoop(Loop):
 
     def _ask_for_sync_point(self) -> None:
         # Every worker does, because none knows which of them lives long enough.
-        if self._point < 0 and not self._halted and self._control.wants_sync_point():
+        if not self._meets and not self._halted and self._control.wants_sync_point():
             self._halted = True
             self._leases.halt()
 
     def _reach_sync_point(self) -> bool:
         """Blocks until this worker has its next lease or is at a sync point, where all agree on what to do."""
-        if self._agreed or not self._open:
+        if self.at_sync_point:
             return True
         self._receive()
-        if self._point < 0:
+        if self._phase is not _Phase.MEETING:
             return False
-        self._agreed, self._halted = True, False
+        self._phase, self._halted = _Phase.AGREED, False
         self._session.progress.round = self._point - 1
         group = self._session.group
 
@@ -233,8 +251,7 @@ class LeasedLoop(Loop):
         return True
 
     def _leave_sync_point(self) -> None:
-        done, self._point = self._point, -1
-        self._agreed = self._asked = self._stepped = False
+        done, self._phase, self._stepped = self._point, _Phase.WORKING, False
         group = self._session.group
         group.together(group.barrier)
         self._leases.advance(done, next_sync_point(self._session.run, self._session.loader.rounds_per_epoch, done))

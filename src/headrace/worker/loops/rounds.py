@@ -22,7 +22,7 @@ from headrace.training.shared_buffers.synced import BufferSync, copy_first_buffe
 from headrace.training.synchronization import PeriodicSync, SyncResult
 from headrace.worker.balance import ShareBalancer
 from headrace.worker.control import RunControl
-from headrace.worker.loops.base import Loop
+from headrace.worker.loops.base import Loop, StepOutcome, Update
 from headrace.worker.loops.members import MemberChanges
 from headrace.worker.session import WorkerSession
 
@@ -42,7 +42,6 @@ class RoundLoop(Loop):
         self._changes: MemberChanges | None = None
         if not session.group.fixed:
             self._changes = MemberChanges(session, control)
-            self.attempt = self._attempt
 
     def __enter__(self) -> None:
         if self._changes:
@@ -107,11 +106,34 @@ class RoundLoop(Loop):
     def leave(self) -> bool:
         return self._changes is None or not self._changes.has_left
 
-    def _attempt(self, act: Callable[[], None]) -> bool:
-        assert self._changes is not None
+    def attempt(self, act: Callable[[], None]) -> bool:
+        if self._changes is None:
+            return super().attempt(act)
         if not self.spoilt:
             self.spoilt = not self._changes.survives(act)
         return not self.spoilt
+
+    def complete(self, computed: Computed, update: Update) -> StepOutcome | None:
+        took_s = 0.0
+
+        def act() -> None:
+            nonlocal took_s
+            update(self.commit)
+            took_s = self.synchronize()
+            self._control.guard.after_round(self._session.progress.done)
+
+        self.weigh(computed)
+        return StepOutcome(took_s=took_s) if self.attempt(act) else None
+
+    def weigh(self, computed: Computed) -> None:
+        """Takes the current step's weight, before the exchange synchronizes."""
+
+    def commit(self) -> None:
+        """Makes the round's sum count, for all workers or for none."""
+
+    @abstractmethod
+    def synchronize(self) -> float:
+        """Synchronizes after the update where that is due; returns the seconds that it took."""
 
     def _read(self, device: torch.device) -> Generator[Share, None, None]:
         session, progress = self._session, self._session.progress
@@ -160,8 +182,6 @@ class RoundLoop(Loop):
 class LockstepLoop(RoundLoop):
     """The loop of strategies in lock-step, and of workers that never synchronize."""
 
-    commits = True
-
     def __init__(self, session: WorkerSession, control: RunControl) -> None:
         # Workers that decide together report together; each of the others reports its own rounds.
         super().__init__(session, control, 0 if session.run.strategy.lock_step else session.rank)
@@ -177,6 +197,9 @@ class LockstepLoop(RoundLoop):
 
     def next_synchronization(self) -> int:
         return self._session.progress.done
+
+    def commit(self) -> None:
+        self._session.group.commit()
 
     def count(self, share: Share) -> Share:
         session = self._session
