@@ -48,20 +48,20 @@ class RoundLoop(Loop):
             self._changes.begin()
 
     @abstractmethod
-    def next_synchronization(self) -> int:
+    def _next_synchronization(self) -> int:
         """Returns after how many rounds the workers synchronize next, at the current round's end or later."""
 
     def count(self, share: Share) -> Share:
         """Returns the share with the number of examples that its weight refers to."""
         return share
 
-    def reassigns(self) -> bool:
+    def _reassigns(self) -> bool:
         """Returns whether the next rounds are split otherwise than the one just done; all workers call it."""
         return False
 
     @property
     @abstractmethod
-    def needs_every_step(self) -> bool:
+    def _needs_every_step(self) -> bool:
         """Whether the workers synchronize, so that none may leave out a step."""
 
     @property
@@ -76,9 +76,9 @@ class RoundLoop(Loop):
         try:
             while progress.done < progress.rounds and not control.stopper.over:
                 progress.round += 1
-                control.ask(self.next_synchronization())
+                control.ask(self._next_synchronization())
                 if self._changes:
-                    self._changes.ask(self.next_synchronization())
+                    self._changes.ask(self._next_synchronization())
                 self.began = perf_counter()
                 if self.attempt(lambda taken=shares: self._take(taken)):  # type: ignore[misc]
                     progress.waited_s = perf_counter() - self.began
@@ -93,7 +93,7 @@ class RoundLoop(Loop):
                     if not self._change():
                         return
                     shares = self._read(device)
-                elif self.reassigns():
+                elif self._reassigns():
                     shares.close()
                     shares = self._read(device)
         except GeneratorExit:
@@ -118,21 +118,21 @@ class RoundLoop(Loop):
 
         def act() -> None:
             nonlocal took_s
-            update(self.commit)
-            took_s = self.synchronize()
+            update(self._commit)
+            took_s = self._synchronize()
             self._control.guard.after_round(self._session.progress.done)
 
-        self.weigh(computed)
+        self._weigh(computed)
         return StepOutcome(took_s=took_s) if self.attempt(act) else None
 
-    def weigh(self, computed: Computed) -> None:
+    def _weigh(self, computed: Computed) -> None:
         """Takes the current step's weight, before the exchange synchronizes."""
 
-    def commit(self) -> None:
+    def _commit(self) -> None:
         """Makes the round's sum count, for all workers or for none."""
 
     @abstractmethod
-    def synchronize(self) -> float:
+    def _synchronize(self) -> float:
         """Synchronizes after the update where that is due; returns the seconds that it took."""
 
     def _read(self, device: torch.device) -> Generator[Share, None, None]:
@@ -147,14 +147,14 @@ class RoundLoop(Loop):
         self._session.progress.share = self.count(next(shares))
 
     @property
-    def is_synchronized(self) -> bool:
+    def _is_synchronized(self) -> bool:
         """Whether the round just done counts, whatever happens to a worker later."""
         return True
 
     def _members_change(self) -> bool:
         """Tells whether members change after the round just done; a loss between two synchronizations spoils it."""
         assert self._changes is not None
-        if self.is_synchronized:
+        if self._is_synchronized:
             return self._changes.due(self._session.progress.done)
         self.spoilt = self._changes.begun
         return self.spoilt
@@ -172,7 +172,7 @@ class RoundLoop(Loop):
 
     def _require_step(self) -> None:
         # A worker that leaves out a round would be a synchronization behind the others.
-        if self._session.group.world > 1 and self.needs_every_step and not self._has_stepped():
+        if self._session.group.world > 1 and self._needs_every_step and not self._has_stepped():
             raise UsageError(
                 f"the loop on rank {self._session.rank} went on without worker.step() or worker.update() in round "
                 f"{self._session.progress.round}; every worker steps every batch, so that all meet in every round"
@@ -187,46 +187,46 @@ class LockstepLoop(RoundLoop):
         super().__init__(session, control, 0 if session.run.strategy.lock_step else session.rank)
         how = session.run.job.options.sync_buffers
         # Workers that never synchronize train models of their own.
-        combines = how != "local" and self.needs_every_step
+        combines = how != "local" and self._needs_every_step
         self._buffers = BufferSync(session.replica.compute.module, how == "mean") if combines else None
         self._balancer = ShareBalancer(session) if session.run.plan.balances else None
 
     @property
-    def needs_every_step(self) -> bool:
+    def _needs_every_step(self) -> bool:
         return self._session.run.strategy.lock_step
 
-    def next_synchronization(self) -> int:
+    def _next_synchronization(self) -> int:
         return self._session.progress.done
 
-    def commit(self) -> None:
+    def _commit(self) -> None:
         self._session.group.commit()
 
     def count(self, share: Share) -> Share:
         session = self._session
         return count_examples(share, session.loader.drops, session.group, session.replica.compute.counts)
 
-    def weigh(self, computed: Computed) -> None:
+    def _weigh(self, computed: Computed) -> None:
         if self._balancer:
             self._balancer.note(self.began)
 
-    def reassigns(self) -> bool:
+    def _reassigns(self) -> bool:
         return self._balancer is not None and self._balancer.reassigns()
 
     def part(self, batch: Any) -> Share:
         session = self._session
         share = session.progress.share
         # The loss of a worker that steps alone is the mean over its own share.
-        of = share.of if self.needs_every_step else share.examples
+        of = share.of if self._needs_every_step else share.examples
         return Share(batch, share.examples, of, share.epoch, session.progress.round)
 
-    def synchronize(self) -> float:
+    def _synchronize(self) -> float:
         share, mates = self._session.progress.share, self._session.mates
         if self._buffers:
             began, buffers = perf_counter(), self._buffers
             # After the update: the round is done, even if a worker is lost meanwhile.
             mates.together(lambda: buffers.synchronize(mates, float(share.examples)))
             return perf_counter() - began
-        if self.needs_every_step and share.of < mates.world:
+        if self._needs_every_step and share.of < mates.world:
             mates.together(lambda: copy_first_buffers(self._session.replica.compute.module, mates))
         return 0.0
 
@@ -247,7 +247,7 @@ def count_examples(share: Share, drops: bool, group: ProcessGroup, counts: bool 
 class PeriodicLoop(RoundLoop):
     """The loop of parameter averaging by all-reduce."""
 
-    needs_every_step = True
+    _needs_every_step = True
 
     def __init__(self, session: WorkerSession, control: RunControl, sync: PeriodicSync) -> None:
         super().__init__(session, control, replica_leader(session.run.plan, session.rank))
@@ -255,20 +255,20 @@ class PeriodicLoop(RoundLoop):
         self._synchronized = session.progress.done
 
     @property
-    def is_synchronized(self) -> bool:
+    def _is_synchronized(self) -> bool:
         return self._synchronized == self._session.progress.done
 
-    def next_synchronization(self) -> int:
+    def _next_synchronization(self) -> int:
         return self._sync.coming(self._session.progress.done)
 
     def part(self, batch: Any) -> Share:
         share = self._session.progress.share
         return Share(batch, share.examples, share.examples, share.epoch)
 
-    def weigh(self, computed: Computed) -> None:
+    def _weigh(self, computed: Computed) -> None:
         self._sync.weigh(computed.weight)
 
-    def synchronize(self) -> float:
+    def _synchronize(self) -> float:
         progress = self._session.progress
         done = progress.done
         if self._sync.coming(done) <= done:
