@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import tracemalloc
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
@@ -29,7 +28,6 @@ from headrace.parameter_server.core.leases import (
 )
 from headrace.parameter_server.core.shard import Shard
 from headrace.policies.staleness import EveryPush, Unbounded
-from parameter_server.books import LeaseBook
 from parameter_server.virtual import Machines
 from parameter_server.worlds import is_found, mutated
 
@@ -147,77 +145,6 @@ def test_one_meeting_at_a_time() -> None:
     leases = LeaseTable(portions=1, until=0)
     assert told(leases, Ask(0)) == [MeetAtSyncPoint(0, 0, 1, (0,))]
     assert told(leases, Ask(1), Ask(0)) == []
-
-
-@dataclass(frozen=True)
-class _Place:
-    """As much of a `World` as a `LeaseBook` reads."""
-
-    portions: int
-    fixed: bool
-
-
-@dataclass
-class _Crowd:
-    """Workers that do as hypothesis says, and keep to the rules; each may hold so many leases at a time."""
-
-    book: LeaseBook
-    most: int = 1
-    holds: dict[int, list[int]] = field(default_factory=dict)
-    met: set[int] = field(default_factory=set)
-
-    def go(self, worker: int, what: str) -> None:
-        held = self.holds.setdefault(worker, [])
-        idle = len(held) < self.most and worker not in self.met and worker not in self.book.asking
-        if what == "ask" and idle:
-            self.take(Ask(worker))
-        elif what in ("commit", "return") and held:
-            self.take((Commit if what == "commit" else Return)(held.pop(0)))
-        elif what == "lost":
-            held.clear()
-            self.met.discard(worker)
-            self.take(WorkerLost(worker))
-        elif what == "halt":
-            self.take(Halt())
-
-    def take(self, event: Event) -> None:
-        for answer in self.book.handle(event):
-            if isinstance(answer, Grant):
-                self.holds[answer.worker].append(answer.lease)
-            else:
-                self.met.add(answer.worker)
-
-    def finish(self, workers: int) -> None:
-        """All come back and work on until they meet."""
-        for _ in range(1000):
-            if self.met:
-                return
-            for worker in range(workers):
-                self.go(worker, "commit")
-                self.go(worker, "ask")
-        raise AssertionError(f"they never meet: {self.book}")
-
-
-ACTS = st.lists(
-    st.tuples(st.integers(0, 2), st.sampled_from(["ask", "commit", "ask", "commit", "return", "lost", "halt"])),
-    max_size=60,
-)
-
-
-@given(ACTS, st.integers(1, 3), st.integers(0, 4), st.booleans(), st.integers(1, 2))
-def test_under_any_order_of_events_each_portion_is_committed_once_before_its_fence(
-    acts: list[tuple[int, str]], portions: int, until: int, fixed: bool, most: int
-) -> None:
-    workers = 3
-    crowd = _Crowd(LeaseBook(LeaseTable(portions, until, 0, fixed), _Place(portions, fixed), until), most)
-    for worker, what in acts:
-        crowd.go(worker % workers, what)
-    crowd.finish(workers)
-    crowd.met.clear()
-    done = crowd.book.begin = crowd.book.until
-    crowd.take(Advance(done, done + 2))
-    crowd.finish(workers)
-    assert crowd.book.committed == set(range((done + 2) * portions))
 
 
 OWN_LEASES = inspect.getsource(module.LeaseTable._take)

@@ -127,14 +127,6 @@ def train_alone(factory: Callable[..., torch.optim.Optimizer]) -> Tensor:
     return torch.stack(seen)
 
 
-@pytest.mark.slow
-def test_training_gives_the_same_numbers_either_way() -> None:
-    local, remote = (train(way) for way in WAYS)
-    assert torch.equal(local, remote)
-    torch.testing.assert_close(local, train_alone(SGD))
-    assert local[-1].abs().min() > 0
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"weight_decay": 0.1}, {"maximize": True}, {"momentum": 0.5, "nesterov": True}, {"fused": True}],
