@@ -27,13 +27,7 @@ from headrace.policies.staleness import Bounded, EveryPush, Unbounded
 
 
 class ShardBook:
-    """One shard and what is known about it.
-
-    Args:
-        machine: the shard.
-        world: a `ps.virtual.World`.
-        history: a `ps.virtual.History`, told of staleness and refusals.
-    """
+    """One shard and what is known about it."""
 
     def __init__(self, machine: Any, world: Any, history: Any) -> None:
         self.machine, self.world, self.history = machine, world, history
@@ -220,13 +214,7 @@ class ShardBook:
 
 
 class LeaseBook:
-    """The leases and what is known about them.
-
-    Args:
-        machine: the leases.
-        world: a `ps.virtual.World`.
-        until: rounds in front of the first fence.
-    """
+    """The leases and what is known about them."""
 
     def __init__(self, machine: Any, world: Any, until: int) -> None:
         self.machine, self.world, self.until = machine, world, until

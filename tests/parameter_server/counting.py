@@ -100,11 +100,7 @@ def address_file(folder: Path, server: int) -> Path:
 
 
 class Board:
-    """What all processes see: a file of whole numbers.
-
-    Args:
-        folder: it lies there.
-        seats: one for every worker's process that there will ever be.
+    """What all processes see: a file of whole numbers, with a seat for every worker's process that there will ever be.
 
     Attributes:
         ended: whether all is over, `(1,)`.

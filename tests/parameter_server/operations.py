@@ -57,10 +57,7 @@ class Operation:
 def violations(operations: Iterable[Operation], workers: int, bound: int | None = None) -> list[str]:
     """Returns what is wrong with a history, in words.
 
-    Args:
-        operations: of all workers at all places.
-        workers: how many there are.
-        bound: rounds that the fastest may be ahead of the slowest; None for any, or where workers come and go.
+    `bound` is the rounds that the fastest may be ahead of the slowest; None for any, or where workers come and go.
     """
     by_place: dict[int, list[Operation]] = {}
     for each in operations:

@@ -76,15 +76,7 @@ class Scribe:
 
 
 class Runner:
-    """A server with its pairing, in a thread.
-
-    Args:
-        way: of its bytes.
-        number: of the process.
-        slots: parameters, pushes, replies.
-        make: makes the server.
-        group: says the view.
-    """
+    """A server with its pairing, in a thread; `slots` are those of parameters, pushes and replies."""
 
     def __init__(
         self,

@@ -61,10 +61,7 @@ class Process:
 
 
 class Group:
-    """Args:
-    machine: makes the machine of a process.
-    authority: makes the authority.
-    """
+    """Processes, what is on its way between them, and their authority."""
 
     def __init__(self, machine: Any = module.Replication, authority: Any = module.Authority) -> None:
         self._machine = machine

@@ -41,10 +41,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 class Recipe:
     """How a server is made.
 
-    Args:
-        regime, optimizer: names.
-        codec: of pushes and pulls.
-        extras: with stale gradients' remedies, a schedule and a moving average.
+    `extras` are remedies for stale gradients, a schedule and a moving average.
     """
 
     def __init__(
@@ -73,14 +70,7 @@ class Recipe:
 
 
 class Worker:
-    """A worker in a thread, that asks for leases and pushes, until it is told to stop.
-
-    Args:
-        way: of its bytes.
-        recipe: of its server.
-        number: of the worker.
-        group: where its server is.
-    """
+    """A worker in a thread, that asks for leases and pushes, until it is told to stop."""
 
     def __init__(self, way: str, recipe: Recipe, number: int, group: Group) -> None:
         self.error: BaseException | None = None

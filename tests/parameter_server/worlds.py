@@ -124,12 +124,7 @@ def mutated(module: ModuleType, name: str, old: str, new: str) -> Any:
 
 
 def is_found(machines: Machines, histories: int = 60) -> bool:
-    """Tells whether any of so many histories of every regime shows that a machine is wrong.
-
-    Args:
-        machines: one of them wrong.
-        histories: of every regime.
-    """
+    """Tells whether any of so many histories of every regime shows that a machine is wrong."""
     every = [(regimes, name) for regimes in (DEATHS, PEACE) for name in regimes]
     worlds = (world(*each, seed) for seed in range(histories) for each in every)
     return any(_fails(each, machines) for each in worlds)
