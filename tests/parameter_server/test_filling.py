@@ -23,7 +23,7 @@ from headrace.shared_memory.segment import SharedSegment
 from headrace.transport.base import Slots
 from parameter_server.pairs import Group, Scribe, digest, until
 from parameter_server.twins import Recipe
-from transport.ways import DEADLINE_S, WAYS, filled, next_of, open_link
+from transport.ways import DEADLINE_S, filled, next_of, open_link
 
 SLOTS = Slots([40, 1_000])
 PATIENCE_S = 0.4
@@ -59,11 +59,6 @@ class Held:
         if self._hold.what == "loaded":
             self._hold()
         self._server.restore(snapshot)
-
-
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture

@@ -12,15 +12,10 @@ from headrace.parameter_server.replication.machine import View
 from headrace.parameter_server.wire import Kind, Message, encode
 from headrace.transport.base import LARGEST_MESSAGE, ClientTransport, Slots
 from parameter_server.pairs import Group, Scribe, digest, until
-from transport.ways import DEADLINE_S, WAYS, filled, next_of, open_link
+from transport.ways import DEADLINE_S, filled, next_of, open_link
 
 SLOTS = Slots([40, 1_000, 0, 3_000_001])
 SMALL, LARGE = (0, 1), (1, 2, 3)
-
-
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture

@@ -14,12 +14,6 @@ from headrace.parameter_server.wire import Kind, Message
 from headrace.policies.staleness import FirstPushes
 from parameter_server.stands import WIDTH, counted, one_hot, standing
 from transport.faulty import Faults, Odds
-from transport.ways import WAYS
-
-
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def test_pushes_go_on_over_another_link(way: str) -> None:
