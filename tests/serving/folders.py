@@ -22,6 +22,7 @@ from headrace.export import signature
 from headrace.export.signature import Artefact, Signature, TensorForm
 from headrace.serving.application import PredictionServer
 from headrace.serving.settings import ServeSettings
+from web.asgi import http_scope
 
 INPUTS = (TensorForm("x", "float32", (-1, 3)),)
 OUTPUTS = (TensorForm("y", "float32", (-1, 3)),)
@@ -108,17 +109,7 @@ class Client:
         """Sends a request: POST where there is content, bytes or what becomes JSON, else GET."""
         body = content if isinstance(content, bytes) else b"" if content is None else json.dumps(content).encode()
         fields = {"host": "localhost:8000", **(headers or {})}
-        scope = {
-            "type": "http",
-            "method": method or ("GET" if content is None else "POST"),
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "root_path": "",
-            "scheme": "http",
-            "http_version": "1.1",
-            "headers": [(name.encode(), value.encode("latin-1")) for name, value in fields.items()],
-        }
+        scope = http_scope(method or ("GET" if content is None else "POST"), path, fields)
         came = [{"type": "http.request", "body": body, "more_body": False}]
         sent: list[Any] = []
 

@@ -18,6 +18,7 @@ from headrace.watch import runs as watched_runs
 from headrace.watch.application import Access, WatchServer
 from headrace.watch.runs import RunWatcher
 from watch.made import begun, started, steps, write
+from web.asgi import http_scope
 
 STATIC = (
     "/",
@@ -37,19 +38,7 @@ class Asked:
 
     def __init__(self, server: WatchServer, path: str, headers: Mapping[str, str] | None = None) -> None:
         self._sent: asyncio.Queue[Any] = asyncio.Queue()
-        path, _, query = path.partition("?")
-        fields = {"host": "localhost:8010", **(headers or {})}
-        scope = {
-            "type": "http",
-            "method": "GET",
-            "path": path,
-            "raw_path": path.encode(),
-            "root_path": "",
-            "query_string": query.encode(),
-            "scheme": "http",
-            "http_version": "1.1",
-            "headers": [(name.encode(), value.encode()) for name, value in fields.items()],
-        }
+        scope = http_scope("GET", path, {"host": "localhost:8010", **(headers or {})})
         self._task = asyncio.ensure_future(server(scope, self._receive, self._sent.put))
 
     async def _receive(self) -> Any:

@@ -15,6 +15,7 @@ from headrace.watch.runs import RunWatcher
 from headrace.web.access import is_foreign_origin, names_loopback
 from serving.folders import scaled, serving
 from watch.made import begun, started, steps, write
+from web.asgi import http_scope
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT")
 FOREIGN_HOSTS = (
@@ -51,24 +52,13 @@ def asking(application: Any) -> Ask:
     """Returns what asks an application by ASGI: method, path and headers; an answer has one part of a body."""
 
     async def ask(method: str, path: str, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
-        scope = {
-            "type": "http",
-            "method": method,
-            "path": path,
-            "raw_path": path.encode(),
-            "root_path": "",
-            "query_string": b"",
-            "scheme": "http",
-            "http_version": "1.1",
-            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-        }
         sent: asyncio.Queue[Any] = asyncio.Queue()
         came = [{"type": "http.request", "body": BODY, "more_body": False}]
 
         async def receive() -> Any:
             return came.pop() if came else await asyncio.Event().wait()
 
-        task = asyncio.ensure_future(application(scope, receive, sent.put))
+        task = asyncio.ensure_future(application(http_scope(method, path, headers), receive, sent.put))
         head, part = await sent.get(), await sent.get()
         task.cancel()
         await asyncio.wait([task])
