@@ -14,8 +14,8 @@ from headrace.cli.jobfile import check_file
 from headrace.cli.launch_files.kubernetes import Form, PodSettings, manifests, yaml_of
 from headrace.cli.launch_files.scripts import LaunchRequest, sbatch_script, scheduler_name, torchrun_script
 from headrace.cli.options import job_name
-from headrace.cli.output import Answer
-from headrace.errors import UnfitMachine, UnknownName, UsageError
+from headrace.cli.output import Answer, writing
+from headrace.errors import UnknownName, UsageError
 
 _EXAMPLES = """
   headrace launch-files slurm job.py --workers 8 --hosts 2
@@ -110,13 +110,13 @@ def _pods(image: str, claim: str) -> PodSettings:
 def _write(path: Path, text: str, force: bool, secret: bool) -> None:
     """Writes the file; one with a secret for this user alone."""
     flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if force else os.O_EXCL)
-    try:
-        with open(os.open(path, flags, 0o600 if secret else 0o644), "w", encoding="utf-8") as file:
+    with writing("the file", path, "--output"):
+        try:
+            descriptor = os.open(path, flags, 0o600 if secret else 0o644)
+        except FileExistsError:
+            raise UsageError(f"{path} exists; name another by --output, or replace it by --force") from None
+        with open(descriptor, "w", encoding="utf-8") as file:
             if secret:
                 # One that existed keeps its mode.
-                os.fchmod(file.fileno(), 0o600)
+                os.fchmod(descriptor, 0o600)
             file.write(text)
-    except FileExistsError:
-        raise UsageError(f"{path} exists; name another by --output, or replace it by --force") from None
-    except OSError as error:
-        raise UnfitMachine(f"{path} cannot be written: {error.strerror}; name another by --output") from error

@@ -253,11 +253,8 @@ def _rehearsal_plain(found: Rehearsal) -> dict[str, Any]:
 
 
 def _staleness(run: Run) -> float | None:
-    # Lazily: it reads events.
-    from headrace.report.model.servers import Staleness
-
     servers = run.summary.servers
-    found = Staleness.of(each.counts for each in servers.staleness.values()) if servers is not None else None
+    found = servers.staleness_of_all if servers is not None else None
     return found.mean if found is not None else None
 
 

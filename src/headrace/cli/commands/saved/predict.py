@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from headrace.cli.command import argument, command, option
 from headrace.cli.commands.saved.job_of_run import job_of_run
 from headrace.cli.options import SettingsOption
-from headrace.cli.output import Answer
-from headrace.errors import UnfitMachine, UsageError
+from headrace.cli.output import Answer, writing
+from headrace.errors import UsageError
 from headrace.machine import disk
 
 if TYPE_CHECKING:
@@ -68,14 +68,11 @@ def _write(path: Path, task: str, found: Mapping[str, Array]) -> None:
     # Lazily: `--help` need not wait for it.
     import numpy as np
 
-    try:
-        with path.open("xb") as file:
-            if path.suffix == _ARRAYS:
-                np.savez(file, allow_pickle=False, **found)
-            else:
-                file.writelines(f"{line}\n".encode() for line in _lines(task, found))
-    except OSError as error:
-        raise UnfitMachine(f"cannot write {path}: {error.strerror}") from error
+    with writing("the file", path, "--output"), path.open("xb") as file:
+        if path.suffix == _ARRAYS:
+            np.savez(file, allow_pickle=False, **found)
+        else:
+            file.writelines(f"{line}\n".encode() for line in _lines(task, found))
 
 
 def _lines(task: str, found: Mapping[str, Array]) -> Iterator[str]:
