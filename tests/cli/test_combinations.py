@@ -64,6 +64,23 @@ def test_what_would_change_nothing_is_refused(
     assert "fit" not in stage.seen
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("launch digits.py", "compare digits.py", "data profile digits.py", "profile digits.py", "verify digits.py"),
+        *("rehearse digits.py", "train digits.py --cluster ray://auto --workers 4"),
+    ],
+)
+def test_processes_of_a_launcher_start_no_others(
+    stage: Any, job_file: Path, line: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert run(line.split()) == 2
+    assert "starts its own processes; run it without torchrun" in capsys.readouterr().err
+    assert stage.seen == []
+
+
 def test_what_is_asked_of_checkpoints_reaches_a_strategy_that_has_none(stage: Any, job_file: Path) -> None:
     """It is refused by the run, and not left out."""
     unconnected = ["train", "digits.py", "--strategy", "unconnected", "--workers", "2"]

@@ -44,10 +44,3 @@ def test_wrong_names_start_nothing(stage, job_file: Path, names: str, capsys: Ca
 def test_an_interrupted_comparison(stage, job_file: Path) -> None:
     stage.status = "interrupted"
     assert run(["compare", "digits.py"]) == 130
-
-
-def test_a_launcher_is_refused(stage, job_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert run(["compare", "digits.py"]) == 2
-    assert "run it without torchrun" in capsys.readouterr().err

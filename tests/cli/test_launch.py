@@ -68,16 +68,6 @@ def test_the_exit_code_is_the_scripts(launched, code: str, exit_code: int) -> No
     assert run(["launch", "--", "train.py", code]) == exit_code
 
 
-def test_processes_of_another_launcher_do_not_start_more(
-    launched, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    assert run(["launch", "train.py"]) == 2
-    assert "headrace launch starts its own processes; run it without torchrun" in capsys.readouterr().err
-    assert launched == []
-
-
 def test_its_output_goes_where_it_would_go_alone(launched, capfd: Capture) -> None:
     assert run(["launch", "train.py"]) == 0
     assert capfd.readouterr() == ("a line of the script\n", "")

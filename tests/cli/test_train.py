@@ -244,12 +244,3 @@ def test_what_does_not_fit_a_ray_cluster_or_servers(
 ) -> None:
     assert run(["train", "digits.py", *arguments]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_under_a_launcher_no_ray_cluster_is_started(
-    stage, job_file: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert run(["train", "digits.py", "--cluster", "ray://auto", "--workers", "4"]) == 2
-    assert "headrace train --cluster ray://auto starts its own processes" in capsys.readouterr().err
