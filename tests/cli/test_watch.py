@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -14,9 +13,9 @@ import pytest
 
 from headrace.cli import run
 from headrace.cli.watching import watching
+from watch.test_page import server
 
 Capture = pytest.CaptureFixture[str]
-PROGRAM = "from headrace.cli import main; main()"
 
 
 @pytest.mark.slow
@@ -35,14 +34,8 @@ def test_what_cannot_be_shown_is_said(tmp_path: Path, capsys: Capture, monkeypat
 
 @pytest.mark.slow
 def test_it_waits_for_a_run_and_ends_in_order(tmp_path: Path, real_python: None) -> None:
-    command = [sys.executable, "-c", PROGRAM, "watch", str(tmp_path / "later"), "--wait", "--port", "0", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        lines: list[str] = []
-        while not lines or lines[-1] != "}\n":
-            lines.append(process.stdout.readline())
-            assert lines[-1]
-        assert json.loads("".join(lines))["url"].startswith("http://127.0.0.1:")
+    with server(str(tmp_path / "later"), "--wait", "--port", "0") as (process, url):
+        assert url.startswith("http://127.0.0.1:")
         maps = Path(f"/proc/{process.pid}/maps").read_text()
         assert "orjson" in maps
         assert "libtorch" not in maps

@@ -22,7 +22,7 @@ from headrace.export import signature
 from headrace.export.signature import Artefact, Signature, TensorForm
 from headrace.serving.application import PredictionServer
 from headrace.serving.settings import ServeSettings
-from web.asgi import http_scope
+from web.servers import http_scope
 
 INPUTS = (TensorForm("x", "float32", (-1, 3)),)
 OUTPUTS = (TensorForm("y", "float32", (-1, 3)),)

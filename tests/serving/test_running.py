@@ -7,7 +7,6 @@ import json
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import pytest
 
 from headrace.cli import run
 from serving.folders import scaled
+from web.servers import command_server
 
 Capture = pytest.CaptureFixture[str]
 
@@ -26,19 +26,9 @@ Capture = pytest.CaptureFixture[str]
 @contextmanager
 def server(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
     """Yields a server of its own process, its port, and that of its probes or 0."""
-    program = "import sys; from headrace.cli import main; sys.argv[1:1] = ['serve', '--json', '--port', '0']; main()"
-    with subprocess.Popen([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            lines = []
-            while not lines or lines[-1] != "}\n":
-                lines.append(process.stdout.readline())
-                assert lines[-1], f"the server has ended with {process.wait()}"
-            told = json.loads("".join(lines))
-            port, health = (int(told.get(each, ":0").rpartition(":")[2]) for each in ("url", "health_url"))
-            yield process, port, health
-        finally:
-            process.kill()
+    with command_server("serve", "--port", "0", *arguments) as (process, told):
+        port, health = (int(told.get(each, ":0").rpartition(":")[2]) for each in ("url", "health_url"))
+        yield process, port, health
 
 
 def infer(port: int) -> Any:

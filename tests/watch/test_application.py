@@ -18,7 +18,7 @@ from headrace.watch import runs as watched_runs
 from headrace.watch.application import Access, WatchServer
 from headrace.watch.runs import RunWatcher
 from watch.made import begun, started, steps, write
-from web.asgi import http_scope
+from web.servers import http_scope
 
 STATIC = (
     "/",

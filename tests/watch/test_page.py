@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +30,7 @@ from headrace.watch import application
 from watch.browser import CHROMIUM, browser
 from watch.made import begun, started, steps, write
 from watch.test_state import EVIL, served
+from web.servers import command_server
 
 FILES = Path(application.__file__).parent / "page"
 
@@ -38,17 +38,8 @@ FILES = Path(application.__file__).parent / "page"
 @contextmanager
 def server(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Yields a server of its own process, and its address."""
-    program = "import sys; from headrace.cli import main; sys.argv[1:1] = ['watch', '--json']; main()"
-    with subprocess.Popen([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            lines: list[str] = []
-            while not lines or lines[-1] != "}\n":
-                lines.append(process.stdout.readline())
-                assert lines[-1], f"the server has ended with {process.wait()}"
-            yield process, json.loads("".join(lines))["url"]
-        finally:
-            process.kill()
+    with command_server("watch", *arguments) as (process, told):
+        yield process, told["url"]
 
 
 def hostile_run(run_dir: Path) -> Path:

@@ -15,7 +15,7 @@ from headrace.watch.runs import RunWatcher
 from headrace.web.access import is_foreign_origin, names_loopback
 from serving.folders import scaled, serving
 from watch.made import begun, started, steps, write
-from web.asgi import http_scope
+from web.servers import http_scope
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT")
 FOREIGN_HOSTS = (
