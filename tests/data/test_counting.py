@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 import headrace as hr
-from headrace.data.pipeline.counting import counted
+from headrace.data.pipeline.collator import counted
 from headrace.errors import DataError
 
 _EXAMPLE = torch.zeros(3), torch.zeros(1)

@@ -32,9 +32,9 @@ LIVE = b'{"live":true}'
 def server(folder: Path, **settings: Any) -> Iterator[tuple[int, PredictionServer]]:
     """Yields the port of a server in a thread of this process, as `headrace serve` configures it."""
     application = PredictionServer([folder], ServeSettings(**settings))
-    running = AnnouncedServer(server_config(application, lifespan="on", log_config=None, timeout_graceful_shutdown=1))
     begun = threading.Event()
-    running.told = begun.set
+    config = server_config(application, lifespan="on", log_config=None, timeout_graceful_shutdown=1)
+    running = AnnouncedServer(config, begun.set)
     with socket.create_server(("127.0.0.1", 0), backlog=512) as bound:
         thread = threading.Thread(target=running.run, args=([bound],))
         thread.start()

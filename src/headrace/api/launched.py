@@ -18,7 +18,7 @@ from headrace.api.resume import ResumeRequest, begin_attempt
 from headrace.api.supervision import begin_and_end, console_of, copier_of, copying, follow_run, write_end
 from headrace.checkpoint.copier import CheckpointCopier
 from headrace.data.cache.fingerprint import fingerprint
-from headrace.data.given import as_pipeline
+from headrace.data.loading.loader import as_pipeline
 from headrace.data.pipeline.source import ArraySource
 from headrace.engine.base import LEFT, Engine, RunProgress
 from headrace.engine.torchrun.agreement import require_same

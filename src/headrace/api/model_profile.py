@@ -18,8 +18,7 @@ from headrace.api.profiling import measured, with_ready_data, without_end
 from headrace.api.run import Run
 from headrace.batches import examples_of
 from headrace.bench.advice import JobFacts
-from headrace.data.given import as_pipeline
-from headrace.data.loading.loader import Loader
+from headrace.data.loading.loader import Loader, as_pipeline
 from headrace.devices import AUTO, HOST, check_name
 from headrace.engine.base import Engine
 from headrace.errors import HeadraceError, JobError, UnfitMachine, UsageError

@@ -49,7 +49,7 @@ def own_facts(path: Path | None, settings: Sequence[str]) -> HostFacts:
 
 def _data(path: Path, settings: Sequence[str]) -> str:
     from headrace.data.cache.fingerprint import fingerprint
-    from headrace.data.given import as_pipeline
+    from headrace.data.loading.loader import as_pipeline
 
     # An error here alone would leave the other hosts waiting.
     try:

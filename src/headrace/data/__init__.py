@@ -14,8 +14,7 @@ from headrace.registry import lazy_names
 
 if TYPE_CHECKING:
     from headrace.data.datasets import ImageData, digits, fashion_mnist, fashion_mnist_or_digits
-    from headrace.data.given import as_pipeline
-    from headrace.data.loading.loader import Loader, batches
+    from headrace.data.loading.loader import Loader, as_pipeline, batches
     from headrace.data.loading.reader import CpuBudget
     from headrace.data.loading.transfer import delivered
     from headrace.data.pipeline.combined import interleave, mix
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
     from headrace.data.sources.tables import from_csv, from_parquet
     from headrace.data.sources.torch import from_torch
     from headrace.data.sources.webdataset import from_webdataset
-    from headrace.data.strings import string_ids
-    from headrace.data.transforms import DecodeImage, ParseExample
+    from headrace.data.transforms import DecodeImage, ParseExample, string_ids
 
 __all__ = [
     "CpuBudget",
@@ -68,8 +66,7 @@ __all__ = [
 # Where each name is imported from when it is first used: a worker that trains from arrays loads no reader of files.
 _MODULES = {
     "datasets": ("ImageData", "digits", "fashion_mnist", "fashion_mnist_or_digits"),
-    "given": ("as_pipeline",),
-    "loading.loader": ("Loader", "batches"),
+    "loading.loader": ("Loader", "as_pipeline", "batches"),
     "loading.reader": ("CpuBudget",),
     "loading.transfer": ("delivered",),
     "pipeline.combined": ("interleave", "mix"),
@@ -82,8 +79,7 @@ _MODULES = {
     "sources.tables": ("from_csv", "from_parquet"),
     "sources.torch": ("from_torch",),
     "sources.webdataset": ("from_webdataset",),
-    "strings": ("string_ids",),
-    "transforms": ("DecodeImage", "ParseExample"),
+    "transforms": ("DecodeImage", "ParseExample", "string_ids"),
 }
 __getattr__ = lazy_names(
     __name__, {name: f"headrace.data.{module}:{name}" for module, names in _MODULES.items() for name in names}

@@ -108,7 +108,6 @@ def main(listening: int, state: int, any_host: bool) -> None:
         timeout_graceful_shutdown=1,
     )
     server = AnnouncedServer(config)
-    server.told = lambda: None
 
     def follow() -> None:
         sys.stdin.buffer.read()

@@ -99,7 +99,7 @@ async def _run(
         timeout_graceful_shutdown=max(1, round(drain_s)),
         backlog=_BACKLOG,
     )
-    server = AnnouncedServer(config)
+    server = AnnouncedServer(config, lambda: listening(Listening(url_of(bound), models, health_url)))
 
     def end() -> None:
         # The second signal does not wait for answers.
@@ -118,10 +118,6 @@ async def _run(
         application.note()
         health.start()
 
-    def told() -> None:
-        listening(Listening(url_of(bound), models, health_url))
-
-    server.told = told
     try:
         await server.serve([bound, *(bound.dup() for _ in range(_ACCEPTED - 1))])
     finally:

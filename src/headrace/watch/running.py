@@ -60,8 +60,7 @@ async def _run(
     watcher = RunWatcher(paths, expected)
     application = WatchServer(watcher, access)
     config = server_config(application, lifespan="off", log_level="warning", timeout_graceful_shutdown=2)
-    server = AnnouncedServer(config)
-    server.told = lambda: listening(url_of(bound))
+    server = AnnouncedServer(config, lambda: listening(url_of(bound)))
     closing: list[asyncio.Task[None]] = []
 
     async def close() -> None:

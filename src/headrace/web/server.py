@@ -32,7 +32,9 @@ def server_config(application: Any, **own: Any) -> uvicorn.Config:
 class AnnouncedServer(uvicorn.Server):
     """Calls `told` when the first request can come."""
 
-    told: Callable[[], None]
+    def __init__(self, config: uvicorn.Config, told: Callable[[], object] = lambda: None) -> None:
+        super().__init__(config)
+        self._told = told
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -43,4 +45,4 @@ class AnnouncedServer(uvicorn.Server):
         """Begins to listen."""
         await super().startup(sockets)
         if self.started:
-            self.told()
+            self._told()

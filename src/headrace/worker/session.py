@@ -16,8 +16,7 @@ from torch import nn
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.collectives.through_host import ThroughHost
-from headrace.data.given import as_pipeline
-from headrace.data.loading.loader import Loader
+from headrace.data.loading.loader import Loader, as_pipeline
 from headrace.data.loading.reader import CpuBudget
 from headrace.data.pipeline.order import Hosts
 from headrace.data.pipeline.pipeline import InputPipeline

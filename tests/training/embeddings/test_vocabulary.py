@@ -16,8 +16,7 @@ from headrace.spec.embedding import RowLimit, TableSpec
 from headrace.training.embeddings.generator import first_rows
 from headrace.training.embeddings.pieces import RowBlock
 from headrace.training.embeddings.table import EmbeddingTable
-from headrace.training.embeddings.vocabulary.eviction import EVICTIONS, how_many, least_used
-from headrace.training.embeddings.vocabulary.index import HashIndex
+from headrace.training.embeddings.vocabulary.index import EVICTIONS, HashIndex, how_many, least_used
 
 COLUMNS = {"sum": (1, 0.5)}
 

@@ -33,7 +33,7 @@ from torch.utils.data import (
 from headrace.api.plain_script.deliveries import Delivery
 from headrace.api.plain_script.meeting import Meeting
 from headrace.api.plain_script.watched import SaidBatch, WatchedCollate
-from headrace.data.pipeline.counting import count_in
+from headrace.data.pipeline.collator import count_in
 from headrace.data.pipeline.source import emptied
 from headrace.errors import UsageError
 from headrace.policies.roles import bounds

@@ -13,8 +13,7 @@ from torch.nn.parameter import is_lazy
 from headrace.api.probes.finding import Finding, Scope, names_of
 from headrace.api.probes.parts.reads import reads_of
 from headrace.batches import call
-from headrace.data.given import as_pipeline
-from headrace.data.loading.loader import Loader
+from headrace.data.loading.loader import Loader, as_pipeline
 from headrace.errors import JobError, UsageError
 from headrace.internals import SPARSE_ARGUMENTS, BatchNorm, DropoutNd
 from headrace.policies.roles import pieces_of

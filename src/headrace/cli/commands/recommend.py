@@ -150,7 +150,7 @@ def _known(path: Path, settings: list[str] | None) -> tuple[ModelSpec | Path, in
     with job_on_engine(path, settings) as (job, engine):
         # Lazily: they import torch.
         from headrace.api.model_profile import profile
-        from headrace.data.given import as_pipeline
+        from headrace.data.loading.loader import as_pipeline
 
         measured = profile(job, engine=engine, say=lambda line: say(f"measuring {line}"))
         length = len(as_pipeline(job.data)[0])

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.data.pipeline.counting import counted
+from headrace.data.pipeline.collator import counted
 from headrace.data.pipeline.order import generator
 from headrace.data.pipeline.pipeline import InputPipeline, visited
 from headrace.data.pipeline.source import SOURCE, Epoch, Source, emptied, padded, unreadable

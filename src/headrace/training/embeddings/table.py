@@ -21,8 +21,7 @@ from headrace.spec.embedding import FLOAT_BYTES, TableSpec
 from headrace.spec.events import TableStats
 from headrace.training.embeddings.generator import first_rows
 from headrace.training.embeddings.pieces import RowBlock
-from headrace.training.embeddings.vocabulary.eviction import how_many, least_used
-from headrace.training.embeddings.vocabulary.index import DirectIndex, HashIndex, RowIndex
+from headrace.training.embeddings.vocabulary.index import DirectIndex, HashIndex, RowIndex, how_many, least_used
 
 _RESERVED_ONLY = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _USES_BYTES = 16

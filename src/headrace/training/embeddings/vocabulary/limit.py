@@ -8,7 +8,7 @@ from torch import nn
 
 from headrace.errors import UnknownName, UsageError
 from headrace.spec.embedding import RowLimit
-from headrace.training.embeddings.vocabulary.eviction import EVICTIONS
+from headrace.training.embeddings.vocabulary.index import EVICTIONS
 
 _MARK = "_headrace_row_limit"
 _MOST_ROWS = 1 << 56
