@@ -82,6 +82,12 @@ def test_the_front_door_lists_what_it_has() -> None:
         front.no_such_name  # noqa: B018
 
 
+@pytest.mark.parametrize("name", ["data", "strategies"])
+def test_a_room_that_users_import_lists_names_that_were_not_used_yet(name: str) -> None:
+    front = importlib.import_module(f"{PACKAGE}.{name}")
+    assert set(front.__all__) <= set(dir(front))
+
+
 @pytest.mark.usefixtures("real_python")
 @pytest.mark.parametrize(
     "name", [PACKAGE, f"{PACKAGE}.cli", f"{PACKAGE}.report", f"{PACKAGE}.spec", f"{PACKAGE}.engine.ray.engine"]

@@ -84,3 +84,7 @@ _MODULES = {
 __getattr__ = lazy_names(
     __name__, {name: f"headrace.data.{module}:{name}" for module, names in _MODULES.items() for name in names}
 )
+
+
+def __dir__() -> list[str]:
+    return __all__

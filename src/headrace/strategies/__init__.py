@@ -67,3 +67,7 @@ __getattr__ = lazy_names(
     STRATEGIES,
     SHORT_NAMES,
 )
+
+
+def __dir__() -> list[str]:
+    return __all__
