@@ -18,7 +18,7 @@ from headrace.api.rehearsal.setup import _threads
 from headrace.errors import DataError, InfeasiblePlan, JobError, NonFiniteLoss, UsageError
 from headrace.spec.cluster import Host
 from headrace.spec.compute import BatchProfile, ComputeProfile
-from headrace.spec.events import PushesApplied, ServerStarted, Stepped, WorkerStarted, decode, encode
+from headrace.spec.events import NonFinite, PushesApplied, ServerStarted, Stepped, WorkerStarted, decode, encode
 from headrace.spec.model import ModelSpec, ParameterSpec
 
 EXAMPLES, BATCH = 192, 32
@@ -77,6 +77,21 @@ def test_a_real_run_is_computed_again_bit_for_bit(strategy: hr.Strategy, tmp_pat
     ]
     assert losses[0] == losses[1]
     assert sum(event.examples for event in again.run.events if isinstance(event, Stepped)) == 2 * EXAMPLES
+
+
+@pytest.mark.slow
+def test_what_a_skipped_step_has_changed_besides_is_undone(tmp_path: Path) -> None:
+    given = job(model=_normed, options=hr.Options(on_nonfinite="skip"))
+    inputs, target = given.data
+    bad = inputs.clone()
+    bad[7] = torch.nan
+    given = replace(given, data=(bad, target), eval_data=(inputs[:50], target[:50]))
+    real = hr.fit(given, hr.ParameterServer(workers=2), device="cpu", run_dir=tmp_path / "real", checkpoints=False)
+    again = hr.rehearse(given, from_run=tmp_path / "real", run_dir=tmp_path / "again").run
+    assert equal(model_of(tmp_path / "real"), model_of(tmp_path / "again"))
+    skipped = [sorted((e.rank, e.step) for e in run.events if isinstance(e, NonFinite)) for run in (real, again)]
+    assert len(skipped[0]) == 2
+    assert skipped[0] == skipped[1]
 
 
 @pytest.mark.slow

@@ -109,6 +109,7 @@ class ServedRehearsal:
         self._fetches: list[dict[int, _Fetch]] = [{} for _ in range(plan.replicas)]
         self._shards = sum(len(server.layout) for server in self._servers)
         self._waited_s = [0.0] * plan.replicas
+        self._pushed: set[tuple[int, int]] = set()
         self._next_s = self._every_s = interval_s / _TOLD
         for role, server in zip(events.plan.roles[plan.workers :], self._servers, strict=True):
             size = server.memory()[0]
@@ -138,6 +139,7 @@ class ServedRehearsal:
         """Executes all queues; a queue waits where its next push is not computed yet."""
         plans = [_by_fetch(own) for own in interval.steps]
         queues = [deque(queue) for queue in interval.queues]
+        self._pushed = {(each.worker, each.number) for queue in queues for each in queue if each.pushes}
         while any(queues):
             moved = False
             for queue in queues:
@@ -214,8 +216,16 @@ class ServedRehearsal:
         # A single step until the next fetch leaves the parameters as they are.
         in_place = whole and plain and (not self._local or len(planned) == 1)
         module = self._module if in_place else self._copied(action.worker, fetch.pieces)
-        computed = self._workers.steps(action.worker, module, planned)
-        self._computed[action.worker].extend((each, fetch.versions) for each in computed)
+        waiting = self._computed[action.worker]
+        for computed in self._workers.steps(action.worker, module, planned):
+            waiting.append((computed, fetch.versions))
+            # A record has no push that the servers have refused: it is not finite, and changes nothing.
+            if computed.push and not computed.push.flag and (action.worker, computed.push.lease) not in self._pushed:
+                lease = [step for step, _ in waiting if step.planned.lease == computed.push.lease]
+                for step in lease:
+                    self._tell(action.worker, step, late=False)
+                for _ in lease:
+                    waiting.pop()
 
     def _copied(self, worker: int, pieces: Mapping[tuple[int, int], Tensor]) -> torch.nn.Module:
         """Returns the copy of the module with what a worker has fetched: pieces, or the present parameters."""

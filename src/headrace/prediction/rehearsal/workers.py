@@ -6,8 +6,7 @@ What a worker runs is what a real one does: `WholeModel`, `ReplicaGroup.judge`, 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -26,6 +25,7 @@ from headrace.strategies.context import WorkerContext
 from headrace.strategies.served import agreement
 from headrace.training.clipping import all_finite
 from headrace.training.compute import Compute
+from headrace.worker.loops.leased import lease_weight
 from headrace.worker.losses import MOST_IN_A_ROW
 from headrace.worker.run_spec import RunSpec
 from headrace.worker.state import random_states, restore_random_states, seed_worker
@@ -94,6 +94,7 @@ class VirtualWorkers:
         self.buffer = GradientBuffer(layouts, run.model)
         self._context, self._weighted, self._is_local = context, weighted, local
         self._shares = len(run.plan.shares)
+        self._skips = run.job.options.on_nonfinite != "raise"
         self._computes: dict[int, Compute] = {id(live): self._compute_of(live)}
         self._apart: nn.Module | None = None
         self._group: ReplicaGroup = agreement(context)
@@ -133,17 +134,18 @@ class VirtualWorkers:
         self, number: int, worker: VirtualWorker, module: nn.Module, planned: PlannedStep, final: bool
     ) -> ComputedStep:
         share = self._loader.portion(planned.round, planned.part, planned.parts)
+        buffers = [buffer.clone() for buffer in module.buffers()] if self._skips else []
         computed = self._computes[id(module)].run(Share(share.batch, share.examples, share.examples, share.epoch))
         loss = None if computed.loss is None else float(computed.loss)
         finite = loss is None or math.isfinite(loss)
         decision = self._group.judge(self.buffer, finite, 0)
         if not decision.apply:
             self._bad(number, worker, planned.round, loss, finite)
+            # What a bad forward has changed is undone.
+            _copy(buffers, module.buffers())
         else:
             worker.in_a_row = 0
-        # As a loop of leases weighs them.
-        weight = max(computed.weight, sys.float_info.min) if share.examples else computed.weight
-        part = share.asked / share.of if share.of else 0.0
+        weight, part = lease_weight(share, computed)
         worker.examples += share.examples
         push: Message | None = None
         gradients: list[list[Tensor | None]] = []
@@ -192,15 +194,10 @@ class VirtualWorkers:
     def _as(self, worker: VirtualWorker, module: nn.Module) -> Iterator[None]:
         """Computes as a worker: with its random numbers and its buffers."""
         torch.set_rng_state(worker.random)
-        buffers = list(module.buffers())
-        with torch.no_grad():
-            for buffer, own in zip(buffers, worker.buffers, strict=True):
-                buffer.copy_(own)
+        _copy(worker.buffers, module.buffers())
         yield
         worker.random = torch.get_rng_state()
-        with torch.no_grad():
-            for buffer, own in zip(buffers, worker.buffers, strict=True):
-                own.copy_(buffer)
+        _copy(module.buffers(), worker.buffers)
 
     def _begin(self, number: int, layouts: Sequence[ShardLayout]) -> VirtualWorker:
         kept = random_states(_CPU)
@@ -217,3 +214,9 @@ class VirtualWorkers:
 
     def _compute_of(self, module: nn.Module) -> Compute:
         return replace(self._context, module=module).whole_model(self.buffer, local_shares=self._shares)
+
+
+@torch.no_grad()
+def _copy(source: Iterable[Tensor], target: Iterable[Tensor]) -> None:
+    for one, other in zip(source, target, strict=True):
+        other.copy_(one)

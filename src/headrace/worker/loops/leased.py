@@ -101,11 +101,7 @@ class LeasedLoop(Loop):
             )
 
     def complete(self, computed: Computed, update: Update) -> StepOutcome | None:
-        share, weight = self._session.progress.share, computed.weight
-        if share.examples:
-            # Where all weights are zero, one device also makes a step, with zero gradients.
-            weight = max(weight, sys.float_info.min)
-        self._leases.weigh(weight, share.asked / share.of if share.of else 0.0, computed.loss)
+        self._leases.weigh(*lease_weight(self._session.progress.share, computed), computed.loss)
         update(nothing)
         self._control.guard.after_round(self._session.progress.done)
         return StepOutcome(self._number, self._leases.late, self._leases.records)
@@ -255,6 +251,15 @@ class LeasedLoop(Loop):
         group = self._session.group
         group.together(group.barrier)
         self._leases.advance(done, next_sync_point(self._session.run, self._session.loader.rounds_per_epoch, done))
+
+
+def lease_weight(share: Share, computed: Computed) -> tuple[float, float]:
+    """Returns the weight of a leased share's gradient, and the part of a global batch that the share is."""
+    weight = computed.weight
+    if share.examples:
+        # Where all weights are zero, one device also makes a step, with zero gradients.
+        weight = max(weight, sys.float_info.min)
+    return weight, share.asked / share.of if share.of else 0.0
 
 
 def next_sync_point(run: RunSpec, rounds_per_epoch: int, done: int) -> int:
