@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -82,6 +83,10 @@ def dropped(model: nn.Module, x: Tensor) -> Tensor:
     return x if random.random() < 2 else x * 0
 
 
+def decided(model: nn.Module, x: Tensor) -> Tensor:
+    return x if np.random.random() < 2 else x * 0
+
+
 def half(model: nn.Module, x: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return x * 2
@@ -98,6 +103,7 @@ UNTRACEABLE: dict[str, tuple[Callable[..., Any], str]] = {
     "state": (counts, "it sets self.count"),
     "constant noise": (noisy, "draws random numbers"),
     "decided by chance": (dropped, "draws random numbers"),
+    "decided by numpy": (decided, "draws random numbers"),
     "autocast": (half, "switches autocast"),
     "parameters": (by_parameters, "has not read as self.name"),
     # These end the process where torch's C++ takes a proxy for a tensor.
@@ -106,7 +112,10 @@ UNTRACEABLE: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(UNTRACEABLE.keys() - {"decided by chance"}))
+CHANCE = {"decided by chance", "decided by numpy"}
+
+
+@pytest.mark.parametrize("name", sorted(UNTRACEABLE.keys() - CHANCE))
 @pytest.mark.parametrize("make", [Model, Whole])
 def test_what_cannot_be_recorded_as_a_graph_is_replayed(name: str, make: Callable[..., nn.Module]) -> None:
     between, reason = UNTRACEABLE[name]
@@ -133,8 +142,9 @@ def test_what_cannot_be_recorded_as_a_graph_is_replayed(name: str, make: Callabl
     torch.testing.assert_close(two.run(values)[OUTPUT], expected)
 
 
-def test_what_neither_tracer_takes_is_refused_with_both_reasons() -> None:
-    between, reason = UNTRACEABLE["decided by chance"]
+@pytest.mark.parametrize("name", sorted(CHANCE))
+def test_what_neither_tracer_takes_is_refused_with_both_reasons(name: str) -> None:
+    between, reason = UNTRACEABLE[name]
     with pytest.raises(JobError, match=f"Model cannot be cut into stages: .*{reason}.*; nor between the calls of its"):
         trace(Model(between), torch.randn(4, 4))
 

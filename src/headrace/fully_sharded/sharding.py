@@ -22,7 +22,6 @@ from headrace.fully_sharded.link import CollectiveLink, OwnGradients, SharedLink
 from headrace.fully_sharded.units import is_kept_whole, unit_parameters, written
 from headrace.hooks import hooks_of
 from headrace.modules import memory_of, parameters_and_buffers
-from headrace.spec.plan import Segment
 from headrace.training.gradients import divide
 from headrace.trees import map_tensors
 
@@ -218,13 +217,6 @@ class ShardedModule:
                 tensor = self._gathered(parameter)
             if leads:
                 yield name, tensor
-
-    def owned(self, segments: Sequence[Segment]) -> list[tuple[Segment, Tensor]]:
-        """Returns this rank's segments with its pieces."""
-        found: list[tuple[Segment, Tensor]] = [(segment, self.pieces[segment.parameter]) for segment in segments]
-        for segment, piece in found:
-            assert piece.numel() == segment.stop - segment.start, (segment, piece.shape)
-        return found
 
     def describe(self) -> str:
         """Says how the model is divided."""

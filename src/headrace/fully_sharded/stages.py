@@ -26,7 +26,6 @@ from headrace.fully_sharded.units import written
 from headrace.modules import is_dense
 from headrace.policies.segments import part_length
 from headrace.spec.job import Share
-from headrace.spec.plan import Segment
 from headrace.training.buckets import buckets
 from headrace.training.clipping import GradientClipper
 from headrace.training.compute import Compute, Computed
@@ -156,12 +155,6 @@ class DividedParameters:
                 flat = self._link.region(index, world * length, unit.own.dtype)
                 unit.divide(given, flat.view(world, length))
                 self._link.scatter(index, unit.total, flat)
-
-    def owned(self, segments: Sequence[Segment]) -> list[tuple[Segment, Tensor]]:
-        """Returns this rank's segments with its pieces."""
-        found: list[tuple[Segment, Tensor]] = [(segment, self.pieces[segment.parameter]) for segment in segments]
-        assert all(len(piece) == segment.stop - segment.start for segment, piece in found)
-        return found
 
     def _release(self) -> None:
         for unit in self._units:

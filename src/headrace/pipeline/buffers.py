@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,20 +25,25 @@ from headrace.training.shared_buffers.batch_norm import move_running_averages
 
 
 @dataclass(frozen=True)
-class SavedBuffer:
-    """A copy of a buffer, and the module and name that it belongs to."""
+class HeldState:
+    """What a module has as a buffer of this name, or, where that is "", as extra state (`get_extra_state`)."""
 
     owner: nn.Module
     name: str
-    value: Tensor
-
-
-@dataclass(frozen=True)
-class SavedState:
-    """A copy of a module's extra state (`get_extra_state`)."""
-
-    owner: nn.Module
     value: Any
+
+    @staticmethod
+    def of(owner: nn.Module, name: str) -> HeldState:
+        """Returns the buffer that the module has now, or a copy of its state."""
+        value = internals.buffers(owner)[name] if name else copy.deepcopy(owner.get_extra_state())
+        return HeldState(owner, name, value)
+
+    def put(self) -> None:
+        """Gives it to the module."""
+        if self.name:
+            internals.buffers(self.owner)[self.name] = self.value
+        else:
+            self.owner.set_extra_state(self.value)
 
 
 class SavedBuffers:
@@ -69,17 +74,20 @@ class SavedBuffers:
         self._replaced: dict[tuple[int, str], tuple[dict[str, Any], Tensor]] = {}
 
     @contextmanager
-    def watched(self) -> Iterator[list[SavedBuffer | SavedState]]:
+    def watched(self) -> Iterator[list[HeldState]]:
         """Yields a list that afterwards holds what was changed meanwhile, as it was before."""
-        before = [(owner, name, _buffer(owner, name)) for owner, name in self._places]
+        before = [HeldState.of(owner, name) for owner, name in self._places]
         # A buffer that several modules have stays one.
-        copies = {id(buffer): buffer.clone() for _, _, buffer in before}
-        kept: list[SavedBuffer | SavedState] = [*self._states()]
+        copies = {id(part.value): part.value.clone() for part in before}
+        states = [HeldState.of(owner, "") for owner in self._stateful]
+        kept: list[HeldState] = []
         yield kept
-        for owner, name, buffer in before:
+        for part in before:
             # By value, because batch_norm moves its averages without a new version.
-            if internals.buffers(owner)[name] is not buffer or not same_values(buffer, copies[id(buffer)]):
-                kept.append(SavedBuffer(owner, name, copies[id(buffer)]))
+            same = internals.buffers(part.owner)[part.name] is part.value
+            if not same or not same_values(part.value, copies[id(part.value)]):
+                kept.append(replace(part, value=copies[id(part.value)]))
+        kept += states
 
     @contextmanager
     def left_to_backward(self) -> Iterator[None]:
@@ -105,32 +113,17 @@ class SavedBuffers:
         self._replaced.clear()
 
     @contextmanager
-    def as_before(self, kept: Sequence[SavedBuffer | SavedState]) -> Iterator[None]:
+    def as_before(self, kept: Sequence[HeldState]) -> Iterator[None]:
         """Puts the saved buffers in their places for a while; what forward does to them is lost."""
         # Not their values: a backward pass may need what was computed with, and the buffers themselves are not touched.
-        buffers = [each for each in kept if isinstance(each, SavedBuffer)]
-        now, states = [(each, _buffer(each.owner, each.name)) for each in buffers], self._states()
-        for each in buffers:
-            internals.buffers(each.owner)[each.name] = each.value
-        for state in kept:
-            if isinstance(state, SavedState):
-                state.owner.set_extra_state(state.value)
+        now = [HeldState.of(part.owner, part.name) for part in kept]
+        for part in kept:
+            part.put()
         try:
             yield
         finally:
-            for each, buffer in now:
-                internals.buffers(each.owner)[each.name] = buffer
-            for present in states:
-                present.owner.set_extra_state(present.value)
-
-    def _states(self) -> list[SavedState]:
-        return [SavedState(part, copy.deepcopy(part.get_extra_state())) for part in self._stateful]
-
-
-def _buffer(owner: nn.Module, name: str) -> Tensor:
-    buffer: Tensor = internals.buffers(owner)[name]
-    assert buffer is not None
-    return buffer
+            for part in now:
+                part.put()
 
 
 @dataclass

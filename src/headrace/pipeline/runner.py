@@ -22,7 +22,7 @@ from headrace.devices import random_states, set_random_states
 from headrace.errors import UnfitMachine
 from headrace.machine.resources import resident_bytes
 from headrace.pipeline.backward import WeightGradient, run_backward
-from headrace.pipeline.buffers import RunningStatistics, SavedBuffer, SavedState
+from headrace.pipeline.buffers import HeldState, RunningStatistics
 from headrace.pipeline.channels import Channels
 from headrace.pipeline.schedules.schedule import Action, PassKind
 from headrace.pipeline.stage import OUTPUT, Stage
@@ -62,7 +62,7 @@ class _Saved:
     received: dict[int, list[str]]
     outputs: dict[str, Any] = field(default_factory=dict)
     rng_state: _RandomStates | None = None
-    buffers: Sequence[SavedBuffer | SavedState] = ()
+    buffers: Sequence[HeldState] = ()
 
 
 class Runner:

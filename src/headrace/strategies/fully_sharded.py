@@ -35,13 +35,14 @@ from headrace.policies.segments import evenly, rows
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
-from headrace.spec.plan import EVERY_WORKER, Plan
+from headrace.spec.plan import EVERY_WORKER, Plan, Segment
 from headrace.strategies.broadcast import broadcast
 from headrace.strategies.checks import check_count, refuse_coupled, refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
 from headrace.training.gradients import UsedParameters
+from headrace.training.update import Updater
 
 
 @dataclass(frozen=True)
@@ -136,11 +137,8 @@ class FullySharded(Strategy):
         sharded = ShardedModule(
             module, units, within, carrier, self.reshard_after_forward is not False, context.closing
         )
-        owned = sharded.owned([each for each in plan.segments if each.owner in (within.rank, EVERY_WORKER)])
-        updater = context.updater_over(owned, whole)
-        sharded.pieces |= {
-            segment.parameter: each for (segment, _), each in zip(owned, updater.parameters, strict=True)
-        }
+        segments = [each for each in plan.segments if each.owner in (within.rank, EVERY_WORKER)]
+        updater = _updater_of(segments, sharded.pieces, whole, context)
         used = UsedParameters(group, len(sharded.pieces))
         objective, options, sample = context.objective, context.options, context.sample
         compute = ShardedModel(sharded, objective, options, group, used, sample, communicates, context.scale)
@@ -169,11 +167,8 @@ class FullySharded(Strategy):
         whole = _named(context)
         named = dict(context.module.named_parameters())
         divided = DividedParameters({each.name: named[each.name] for each in held}, group)
-        owned = divided.owned([each for each in evenly(held, group.world) if each.owner == group.rank])
-        updater = context.updater_over(owned, whole)
-        divided.pieces |= {
-            segment.parameter: each for (segment, _), each in zip(owned, updater.parameters, strict=True)
-        }
+        segments = [each for each in evenly(held, group.world) if each.owner == group.rank]
+        updater = _updater_of(segments, divided.pieces, whole, context)
         used = UsedParameters(group, len(divided.trained))
         compute = DividedCompute(context.whole_model(PartialSums(divided, used)), divided)
         if group.rank == 0:
@@ -201,6 +196,21 @@ def _named(context: WorkerContext) -> list[tuple[str, torch.Tensor]]:
     if context.model.optimizer.values:
         return [(name, each.detach().requires_grad_(each.requires_grad)) for name, each in named]
     return [(name, without_data(each)) for name, each in named]
+
+
+def _updater_of(
+    segments: Sequence[Segment],
+    pieces: dict[str, torch.nn.Parameter],
+    whole: Sequence[tuple[str, torch.Tensor]],
+    context: WorkerContext,
+) -> Updater:
+    """Returns what updates a rank's segments; `pieces`, its parts by name, become the optimizer's parameters."""
+    owned = [(segment, pieces[segment.parameter]) for segment in segments]
+    for segment, piece in owned:
+        assert piece.numel() == segment.stop - segment.start, (segment, piece.shape)
+    updater = context.updater_over(owned, whole)
+    pieces |= {segment.parameter: each for segment, each in zip(segments, updater.parameters, strict=True)}
+    return updater
 
 
 def sharded_plan(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headrace import internals
 from headrace.batches import call
-from headrace.tensor_parallel.analysis import has_hooks, step_of
+from headrace.tensor_parallel.analysis import has_hooks, is_compiled, step_of
 from headrace.tensor_parallel.rules import ValueStep
 from headrace.training.user_code.trial import unchanged, without_compilers
 from headrace.training.user_code.watching import Functions
@@ -99,7 +99,9 @@ def tried(module: nn.Module, seed: bool) -> Iterator[None]:
     `seed` makes random numbers the same in every process meanwhile, and gives them back; without it generators are left
     alone.
     """
-    with without_compilers(), unchanged(module, generators=seed):
+    compiled = any(is_compiled(part) for part in module.modules())
+    # Only there: what keeps torch from compiling is one for all threads, which may try their models at the same time.
+    with without_compilers() if compiled else nullcontext(), unchanged(module, generators=seed):
         if seed:
             torch.manual_seed(0)
             random.seed(0)

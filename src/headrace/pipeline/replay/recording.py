@@ -7,7 +7,6 @@ all, be it for their shape.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
@@ -21,6 +20,7 @@ from headrace.modules import memory_of
 from headrace.pipeline.frames import frames_cleared, functions_with_backward, running, running_checkpoints
 from headrace.pipeline.replay.interception import intercepted
 from headrace.pipeline.replay.structure import leaves_of, map_parts, template
+from headrace.training.user_code.trial import drawn_without_torch
 from headrace.training.user_code.watching import Functions, Operations
 from headrace.trees import tensors_of
 
@@ -128,13 +128,13 @@ class CallRecorder:
         self._counts: dict[str, int] = {}
         self._inside: list[str] = []
         self._draws = 0
-        self._python = random.getstate()
+        self._python = drawn_without_torch()
         self._silent = False
         self._modes = Operations(self._operation), Functions(self._look)
 
     def run(self, forward: Callable[[], Any]) -> Any:
         """Runs forward once; returns what it returns, and notes what it did in `found`."""
-        self._python = random.getstate()
+        self._python = drawn_without_torch()
         with frames_cleared(), intercepted(self._tracked, self), self._modes[0], self._modes[1]:
             output = forward()
         self._check_python()
@@ -183,7 +183,7 @@ class CallRecorder:
             self._sources[memory_of(tensor)] = frozenset({leaf})
             self._versions.append((leaf, tensor, internals.version(tensor)))
         self._alive += tensors
-        self._python = random.getstate()
+        self._python = drawn_without_torch()
         self._watch(ended)
         return output
 
@@ -255,8 +255,9 @@ class CallRecorder:
         return output
 
     def _check_python(self) -> None:
-        if random.getstate() != self._python:
-            raise Irreplayable("it draws Python's random numbers, which decide what it does")
+        # Those of torch are followed.
+        if drawn_without_torch() != self._python:
+            raise Irreplayable("it draws random numbers of Python or numpy, which decide what it does")
 
     def _of(self, tensors: Sequence[Tensor]) -> frozenset[Source]:
         none: frozenset[Source] = frozenset()

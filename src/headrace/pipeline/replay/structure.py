@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NoReturn
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import JobError
-from headrace.trees import like
+from headrace.trees import map_leaves
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device)
 
@@ -34,6 +34,10 @@ class OpaqueLeaf:
     given: str = ""
 
 
+def _refuse(absent: AbsentObject, *_: object, **__: object) -> NoReturn:
+    missing(absent.__dict__["_what"])
+
+
 class AbsentObject:
     """Stands for an object that a module of another stage has made. Any use of it is an error."""
 
@@ -44,25 +48,9 @@ class AbsentObject:
         if name.startswith("__"):
             # copy, pytree and isinstance ask for names that an object need not have.
             raise AttributeError(name)
-        missing(self.__dict__["_what"])
+        _refuse(self)
 
-    def __bool__(self) -> bool:
-        missing(self.__dict__["_what"])
-
-    def __len__(self) -> int:
-        missing(self.__dict__["_what"])
-
-    def __getitem__(self, key: Any) -> Any:
-        missing(self.__dict__["_what"])
-
-    def __iter__(self) -> Any:
-        missing(self.__dict__["_what"])
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        missing(self.__dict__["_what"])
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        missing(self.__dict__["_what"])
+    __bool__ = __len__ = __getitem__ = __iter__ = __call__ = __setattr__ = _refuse
 
 
 class AbsentTensor(Tensor):
@@ -93,19 +81,17 @@ def missing(what: str) -> NoReturn:
 
 def map_parts(function: Callable[[str, Any], Any], tree: Any, name: str = "output") -> Any:
     """Returns the tree with `function(name, leaf)` in the place of every leaf; looks into dataclasses, too."""
-    if is_dataclass(tree) and not isinstance(tree, type | Mapping | TensorLeaf | OpaqueLeaf):
-        made = copy.copy(tree)
-        for each in fields(tree):
-            value = map_parts(function, getattr(tree, each.name), f"{name}.{each.name}")
+
+    def part(place: str, leaf: Any) -> Any:
+        if not is_dataclass(leaf) or isinstance(leaf, type | TensorLeaf | OpaqueLeaf):
+            return function(place, leaf)
+        made = copy.copy(leaf)
+        for each in fields(leaf):
+            value = map_parts(function, getattr(leaf, each.name), f"{place}.{each.name}")
             object.__setattr__(made, each.name, value)
         return made
-    if isinstance(tree, Mapping):
-        return like(tree, {key: map_parts(function, each, f"{name}[{key!r}]") for key, each in tree.items()})
-    if isinstance(tree, tuple | list) and not isinstance(tree, torch.Size):
-        items = [map_parts(function, value, f"{name}[{index}]") for index, value in enumerate(tree)]
-        make: Callable[[Any], Any] = getattr(type(tree), "_make", type(tree))
-        return make(items)
-    return function(name, tree)
+
+    return map_leaves(part, tree, name)
 
 
 def template(tree: Any, arguments: Any = ()) -> tuple[Any, list[Tensor]]:
@@ -132,7 +118,12 @@ def template(tree: Any, arguments: Any = ()) -> tuple[Any, list[Tensor]]:
 def leaves_of(tree: Any) -> list[tuple[str, Any]]:
     """Returns a template's leaves with their places, by which two templates are compared."""
     found: list[tuple[str, Any]] = []
-    map_parts(lambda name, leaf: found.append((name, leaf)), tree)
+
+    def note(name: str, leaf: Any) -> Any:
+        found.append((name, leaf))
+        return leaf
+
+    map_parts(note, tree)
     return found
 
 

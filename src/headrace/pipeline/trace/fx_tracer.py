@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import builtins
 import inspect
-import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -26,8 +25,9 @@ from headrace import internals
 from headrace.devices import autocast_states
 from headrace.errors import in_one_line
 from headrace.pipeline.frames import frames_cleared, functions_with_backward, running
-from headrace.pipeline.trace.proxies import RecordingTracer, ValueProxy, is_instance, item_of, value_of
+from headrace.pipeline.trace.proxies import ValueProxy, is_instance, item_of, value_of
 from headrace.pipeline.trace.recorded_forward import Recording, Untraceable, answer, execute
+from headrace.training.user_code.trial import drawn
 from headrace.trees import map_leaves, tensors_of
 
 _LOOKED_INTO = (nn.Sequential, nn.TransformerEncoder, nn.TransformerDecoder, nn.Transformer)
@@ -57,7 +57,7 @@ def record(
         raise Untraceable(module, "it has forward hooks, which would see no forward; register them on its layers")
     if internals.backward_hooks(module) or internals.backward_pre_hooks(module):
         raise Untraceable(module, "it has backward hooks, which would see no backward; register them on its layers")
-    recorder = _Recorder(module, args, kwargs, whole)
+    recorder = Recorder(module, args, kwargs, whole)
     try:
         with frames_cleared(), recorder.patched():
             recorder.trace(module)
@@ -68,7 +68,7 @@ def record(
     return recorder.recording
 
 
-class _Recorder(RecordingTracer):
+class Recorder(fx.Tracer):
     """Makes nodes of the operations on its proxies, and runs them; see `record`."""
 
     def __init__(
@@ -84,7 +84,7 @@ class _Recorder(RecordingTracer):
         self._thread = threading.get_ident()
         self._placed: Tensor | None = None
         self._autocast = autocast_states()
-        self._rng = _rng_state()
+        self._drawn = drawn()
         self._names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
         self._buffers = [(name, buffer) for name, buffer in module.named_buffers()]
         self._versions: list[tuple[fx.Node | str, Tensor, int]] = [
@@ -145,9 +145,11 @@ class _Recorder(RecordingTracer):
         return not self._busy and threading.get_ident() == self._thread
 
     def refuse(self, reason: str) -> NoReturn:
+        """Raises `Untraceable` for the module whose forward runs."""
         raise Untraceable(self._owners[-1], reason)
 
     def settle(self, proxy: fx.Proxy) -> Any:
+        """Returns a proxy's value, and makes a guard of it: every later run must have the same."""
         value = value_of(proxy)
         if isinstance(value, Tensor) or proxy.node in self._data:
             self.refuse("what it does depends on the data: it asks for the value of a tensor")
@@ -250,7 +252,7 @@ class _Recorder(RecordingTracer):
             finally:
                 self._busy = False
         recording.values[node] = value
-        self._rng = _rng_state()
+        self._drawn = drawn()
         self._follow(node, value)
         return ValueProxy(node, self)
 
@@ -311,7 +313,7 @@ class _Recorder(RecordingTracer):
     def _check(self) -> None:
         if autocast_states() != self._autocast:
             self.refuse("it switches autocast")
-        if _rng_state() != self._rng:
+        if drawn() != self._drawn:
             self.refuse("it draws random numbers that decide what it does, or that no input has a part in")
 
 
@@ -327,8 +329,3 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
-
-
-def _rng_state() -> tuple[Any, ...]:
-    """Returns the state of the random numbers of Python and of torch on the CPU, which `==` compares."""
-    return random.getstate(), torch.get_rng_state().numpy().tobytes()

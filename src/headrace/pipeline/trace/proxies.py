@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import operator
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx
-
-from headrace.pipeline.trace.recorded_forward import Recording
 
 _len, _isinstance = len, isinstance
 """The builtins themselves, not what replaces them while a forward is recorded."""
@@ -20,24 +17,10 @@ _SETTLED = (torch.dtype, torch.device, torch.layout, bool, type(None))
 """What an attribute of a tensor may be that is the same for every batch."""
 
 
-class RecordingTracer(fx.Tracer, ABC):
-    """What a `ValueProxy` asks of the tracer that made it."""
-
-    recording: Recording
-
-    @abstractmethod
-    def settle(self, proxy: fx.Proxy) -> Any:
-        """Returns a proxy's value, and makes a guard of it: every later run must have the same."""
-
-    @abstractmethod
-    def refuse(self, reason: str) -> NoReturn:
-        """Raises `Untraceable` for the module whose forward runs."""
-
-
 class ValueProxy(fx.Proxy):
     """Stands for a value in forward, knows the value for the examples, and answers forward's questions with it."""
 
-    tracer: RecordingTracer
+    tracer: Any  # a Recorder, whose module imports this one
 
     def __getattr__(self, name: str) -> Any:
         held = getattr(value_of(self), name)
@@ -86,7 +69,8 @@ class ValueProxy(fx.Proxy):
 
 def value_of(proxy: fx.Proxy) -> Any:
     """Returns what a proxy stands for."""
-    return cast(RecordingTracer, proxy.tracer).recording.values[proxy.node]
+    recorder: Any = proxy.tracer
+    return recorder.recording.values[proxy.node]
 
 
 def is_instance(value: Any, kinds: Any) -> bool:

@@ -113,6 +113,11 @@ def without_compilers() -> Iterator[None]:
 
 def drawn() -> tuple[object, ...]:
     """Returns the states of the global generators of torch, Python and numpy, which tell whether numbers were drawn."""
+    return torch.get_rng_state().numpy().tobytes(), *drawn_without_torch()
+
+
+def drawn_without_torch() -> tuple[object, ...]:
+    """Returns the states of those of Python and numpy; asks torch for nothing, which a mode of it would see."""
     numpy: dict[str, Any] = np.random.get_state(legacy=False)
     words, place = numpy["state"]["key"].tobytes(), numpy["state"]["pos"]
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), words, place, numpy["has_gauss"]
+    return random.getstate(), words, place, numpy["has_gauss"]
