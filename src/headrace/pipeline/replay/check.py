@@ -118,12 +118,11 @@ class CutCheck:
         stage = stages[1 - lowest]
         assert isinstance(stage, ReplayedStage)
         for run in self._runs:
-            stage.follow = run.follow
             torch.set_rng_state(run.start)
             try:
                 with self._saved.restoring():
                     self._release({*stage.parameters, *stage.buffers})
-                    out = stage.run({**run.values, **stage.given(run.made)})
+                    out = stage.run({**run.values, **stage.given(run.made)}, follow=run.follow)
                     state = self._state()
             except Exception as error:
                 return f"{stage.layers[-1]} fails without the layers before it: {in_one_line(error)}"

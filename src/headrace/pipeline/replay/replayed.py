@@ -92,17 +92,13 @@ class _Crossing:
 
 
 class ReplayedStage(Stage):
-    """Runs the model's forward, in which only the calls within `bounds` are done.
-
-    `follow` is told of every call, where it is set.
-    """
+    """Runs the model's forward, in which only the calls within `bounds` are done."""
 
     def __init__(
         self, traced: ReplayedModel, index: int, bounds: tuple[int, int], crossing: _Crossing, last: bool
     ) -> None:
         super().__init__(traced.module, traced.layers[slice(*bounds)], index, crossing.values, last)
         self.inputs = tuple(traced.names)
-        self.follow: Follower | None = None
         self._traced = traced
         self._bounds = bounds
         self._data = {each.name: crossing.data[each.name] for each in self.receives if each.name in crossing.data}
@@ -110,12 +106,15 @@ class ReplayedStage(Stage):
         self._sent = {each.name: {**crossing.data, **crossing.sizes}[each.name] for each in self.sends}
         self._sent_sizes = {each.name for each in self.sends if each.name in crossing.sizes}
 
-    def run(self, values: Mapping[str, Any], begun: Callable[[], None] = at_once) -> dict[str, Any]:
+    def run(
+        self, values: Mapping[str, Any], begun: Callable[[], None] = at_once, follow: Follower | None = None
+    ) -> dict[str, Any]:
+        """See `Stage.run`; `follow` is told of every call."""
         traced, recording = self._traced, self._traced.recording
         received = {leaf: values[name] for name, leaf in self._data.items()}
         sizes = {leaf: values[name] for name, leaf in self._sizes.items()}
         sent = frozenset(self._sent.values())
-        run = StageRun(recording.calls, self._bounds, received, sizes, sent, self.last, begun, self.follow)
+        run = StageRun(recording.calls, self._bounds, received, sizes, sent, self.last, begun, follow)
         out: dict[str, Any] = {}
         where = _Placed(next(iter(values.values())).device) if recording.places_asked else nullcontext()
         try:
