@@ -15,7 +15,7 @@ from pathlib import Path
 
 from engine.conftest import ended, until
 from headrace.serving.application import PredictionServer
-from headrace.serving.health import HealthServer
+from headrace.serving.running import HealthServer
 from headrace.serving.settings import ServeSettings
 from serving.folders import scaled
 
@@ -97,7 +97,7 @@ def test_an_event_loop_that_does_not_turn_is_not_alive(tmp_path: Path) -> None:
 def test_its_process_ends_with_that_of_the_server(tmp_path: Path) -> None:
     code = """
 import os, socket
-from headrace.serving.health import HealthServer
+from headrace.serving.running import HealthServer
 health = HealthServer(socket.create_server(("127.0.0.1", 0)), False)
 health.start()
 print(health._process.pid, flush=True)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from headrace.serving.application import Refusals
 from headrace.serving.catalog import LoadedVersion
 from headrace.serving.protocols.http import BodyBudget, read_body
-from headrace.serving.refusals import Refusals
 from headrace.serving.settings import RequestError
 from serving.folders import Client, listening, scaled, serving
 

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from headrace.errors import DataError, JobError, UnfitMachine
-from headrace.export.pooling import pooled_by_slices
 from headrace.export.predictor import Predictor
-from headrace.export.recurrent import whole_recurrent_layers
 from headrace.export.signature import TensorForm
+from headrace.export.traced_layers import pooled_by_slices, whole_recurrent_layers
 from headrace.machine.extras import absent, remedy
 
 BATCH, TIME = "batch", "time"

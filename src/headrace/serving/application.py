@@ -43,7 +43,6 @@ from headrace.serving.protocols.open_inference import (
 )
 from headrace.serving.protocols.openapi import openapi_document
 from headrace.serving.protocols.tensorflow_rest import model_status, read_predict, write_predictions
-from headrace.serving.refusals import Refusals
 from headrace.serving.settings import TOO_MANY, RequestError, ServeSettings
 from headrace.web.access import has_token, is_foreign_origin, names_loopback
 
@@ -53,6 +52,9 @@ _OPEN = {"/", LIVE, READY}
 _SITE = b"sec-fetch-site"
 _TURN_S = 0.25
 """How often the event loop says that it turns."""
+
+_A_SECOND, _AT_ONCE, _MOST_S = 500, 64, 4.0
+"""Refusals that leave in a second and that leave together after a pause, and the longest that one is held back."""
 
 _INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 _PREDICT = re.compile(r"/v1/models/([^/:]+)(?:/versions/([^/:]+))?:predict")
@@ -319,6 +321,34 @@ class _Endpoint:
         finally:
             if self._unsent is not None:
                 self._unsent.give_back(counted)
+
+
+class Refusals:
+    """Holds refusals back where too many are due.
+
+    To refuse a request takes the event loop about as long as to read one that is answered. Clients that repeat what was
+    refused without a pause would get thousands of refusals a second, and little else would be done. A client that
+    waits for its refusal asks nothing meanwhile.
+
+    Args:
+        a_second: refusals that leave in a second.
+        at_once: how many leave together after a pause.
+        most_s: the longest that one is held back.
+    """
+
+    def __init__(self, a_second: float = _A_SECOND, at_once: int = _AT_ONCE, most_s: float = _MOST_S) -> None:
+        self._apart_s = 1 / a_second
+        self._ahead_s = at_once / a_second
+        self._most_s = most_s
+        self._next = 0.0
+
+    async def turn(self) -> None:
+        """Returns when the next refusal may leave."""
+        now = asyncio.get_running_loop().time()
+        due = max(self._next, now - self._ahead_s) + self._apart_s
+        self._next = min(due, now + self._most_s)
+        if self._next > now:
+            await asyncio.sleep(self._next - now)
 
 
 def _other_site(scope: Scope) -> bool:

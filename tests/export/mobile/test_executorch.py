@@ -16,8 +16,8 @@ from headrace.errors import JobError, UnfitMachine, UsageError
 from headrace.export.choice import choose
 from headrace.export.mobile import executorch
 from headrace.export.opening import open_runner
-from headrace.export.pooling import pooled_by_slices
 from headrace.export.signature import Signature
+from headrace.export.traced_layers import pooled_by_slices
 from headrace.export.writing import write_model
 from headrace.models import fashion_cnn
 
