@@ -21,6 +21,7 @@ from headrace.checkpoint import CheckpointFolder
 from headrace.errors import NonFiniteLoss, UsageError
 from headrace.spec.events import NonFinite
 from headrace.strategies import Strategy
+from headrace.strategies.refusals import refuse
 from strategies import references
 from strategies.contract_models import SYNC, Case, Convolutional, dense, images
 from strategies.contract_runs import distance, outcome_of
@@ -217,7 +218,7 @@ CHECKS: Mapping[str, Check] = {
 
 def _refusal(strategy: Strategy, options: hr.Options) -> str:
     try:
-        strategy.check(options)
+        refuse(strategy.refusals(), options)
     except UsageError as error:
         return str(error)
     return ""

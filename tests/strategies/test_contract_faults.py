@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.averaging.local_steps import LocalStepsExchange, check_local_steps, refuse_moving_average
+from headrace.averaging.local_steps import LocalStepsExchange
 from headrace.averaging.mixing import ParameterMixing
 from headrace.errors import RanksDiffer
 from headrace.policies.roles import data_parallel_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
-from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies import WorkerContext
 from headrace.strategies.broadcast import broadcast
 from headrace.strategies.one_device import LocalExchange
+from headrace.strategies.refusals import Refusal, local_steps, moving_average
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.clipping import HEALTHY, StepDecision
 from headrace.training.exchange import Replica, UpdatingExchange
@@ -49,10 +49,12 @@ class Ring(Strategy):
     name = "ring"
     equals_one_device = False
 
-    def check(self, options: Options) -> None:
-        if self.fault != "takes every option":
-            check_local_steps(self.name, options, "every round")
-            refuse_moving_average(self.name, options)
+    def refusals(self) -> tuple[Refusal, ...]:
+        return (
+            ()
+            if self.fault == "takes every option"
+            else (*local_steps(self.name, "every round"), moving_average(self.name))
+        )
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         return data_parallel_plan(self.name, describe_options(self), self.workers, model, cluster, copies=(4, 0))
@@ -119,9 +121,8 @@ class MajorityVote(Strategy):
     name = "majority_vote"
     equals_one_device = False
 
-    def check(self, options: Options) -> None:
-        check_local_steps(self.name, options, "every round by votes")
-        refuse_moving_average(self.name, options)
+    def refusals(self) -> tuple[Refusal, ...]:
+        return (*local_steps(self.name, "every round by votes"), moving_average(self.name))
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         return data_parallel_plan(self.name, describe_options(self), self.workers, model, cluster, copies=(2, 0))

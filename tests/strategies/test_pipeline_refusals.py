@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.errors import JobError, UnfitMachine, UsageError
+from headrace.strategies.refusals import refuse
 from pipeline.zoo import Greedy
 from strategies.contract_models import MODELS, Case
 from strategies.contract_runs import train
@@ -95,7 +96,7 @@ def test_what_an_optimizer_keeps_counts_against_the_limit() -> None:
 )
 def test_options_of_the_job_that_it_cannot_have_are_refused(options: hr.Options, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        hr.Pipeline(2).check(options)
+        refuse(hr.Pipeline(2).refusals(), options)
 
 
 def test_a_model_that_chooses_its_calls_by_the_data_is_refused_by_name() -> None:

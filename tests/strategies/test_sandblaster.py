@@ -13,6 +13,7 @@ from torch import nn
 
 import headrace as hr
 from headrace.errors import InfeasiblePlan, UsageError
+from headrace.strategies.refusals import refuse
 from strategies.contract_runs import CLUSTER, MODEL, distance, train
 from strategies.references import sandblaster
 
@@ -91,7 +92,7 @@ def test_layers_that_do_not_draw_are_taken(layer: nn.Module) -> None:
 )
 def test_options_that_a_line_search_cannot_have_are_refused(options: hr.Options, reason: str) -> None:
     with pytest.raises(UsageError, match=re.escape(reason)):
-        hr.Sandblaster().check(options)
+        refuse(hr.Sandblaster().refusals(), options)
 
 
 @pytest.mark.parametrize(

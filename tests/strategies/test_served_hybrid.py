@@ -21,6 +21,7 @@ from headrace.machine.background import BackgroundThread
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import ServerStats, Stepped
 from headrace.strategies import resolve
+from headrace.strategies.refusals import refuse
 from strategies.contract_models import ADAM, MODELS, VARIANTS, Case, dense, verb_by_verb
 from strategies.contract_options import OPTIONS
 from strategies.contract_runs import CLUSTER, GIGABYTE, MODEL, Outcome, carried, distance, train
@@ -348,7 +349,7 @@ def test_slices_have_one_server_each(outer: hr.Strategy, refusal: type[Exception
 )
 def test_options_that_make_replicas_meet_are_refused(options: hr.Options, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
-        hr.Hybrid(LOCK_STEP(2), ONE_BY_ONE).check(options)
+        refuse(hr.Hybrid(LOCK_STEP(2), ONE_BY_ONE).refusals(), options)
 
 
 def test_it_has_a_name_on_the_command_line() -> None:

@@ -44,6 +44,7 @@ from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, resolve
 from headrace.strategies.checks import check_device, check_shapes
 from headrace.strategies.context import ModelProbe
+from headrace.strategies.refusals import refuse
 from headrace.training.embeddings.constructing import made_sparse
 from headrace.training.user_code.untouched import untouched
 from headrace.worker.callbacks.callback import Callback
@@ -281,7 +282,7 @@ def _planned(
     require_turns(job, chosen)
     info = replace(inspect_job(job, chosen.closures, chosen.whole_model), told=arguments.told)
     job = info.job
-    chosen.check(job.options)
+    refuse(chosen.refusals(), job.options)
     if launched:
         cluster = launched.joined(info, chosen, cluster, arguments.encrypt)
     for kind in cluster.kinds:

@@ -6,8 +6,6 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from headrace.errors import UsageError
-from headrace.spec.options import Options
 from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Exchange, UpdatingExchange
 from headrace.training.optimizer import StatePiece
@@ -90,31 +88,3 @@ class LocalStepsExchange(Exchange):
     def memory(self) -> tuple[int, int]:
         parameters, state = self._local.memory()
         return parameters, state + self._sync.kept_bytes
-
-
-def check_local_steps(strategy: str, options: Options, when: str) -> None:
-    """Refuses the options that need all workers to have the same parameters, or to decide together, in every round.
-
-    `when` says when the workers synchronize: "every 16 rounds (period)".
-    """
-    for name, value, remedy in (
-        ("on_nonfinite", "rollback", "use 'skip', which leaves out the one step, or 'raise'"),
-        ("batch_norm", "sync", "use batch_norm='local', whose statistics are averaged with the parameters"),
-        ("precision", "fp16", "use precision='bf16', which needs no loss scale that all agree on"),
-        ("sync_buffers", "mean", "use mirrored, or sync_buffers='local'"),
-        ("sync_buffers", "first", "use mirrored, or sync_buffers='local'"),
-    ):
-        if getattr(options, name) == value:
-            raise UsageError(
-                f"{name}={value!r} needs all workers in every round, and those of {strategy} synchronize {when}; "
-                f"{remedy}"
-            )
-
-
-def refuse_moving_average(strategy: str, options: Options) -> None:
-    """Refuses a moving average of parameters that differ between workers."""
-    if options.ema_decay is not None:
-        raise UsageError(
-            f"ema_decay={options.ema_decay:g} averages parameters over rounds, and under {strategy} each worker's "
-            "are others between two synchronizations; leave it out, or use mirrored"
-        )

@@ -13,7 +13,6 @@ from headrace.parameter_server.sparse.messages import longest_push
 from headrace.parameter_server.wire import ShardLayout, ShardSpec
 from headrace.policies.sharding import PLACEMENTS, parse_sharding, place
 from headrace.spec.model import ModelSpec, ParameterSpec
-from headrace.spec.options import Options
 from headrace.spec.plan import Plan, Segment
 from headrace.transport.codec import CODECS
 
@@ -35,25 +34,6 @@ class ServerProcess:
 
     number: int = 0
     address: str = ""
-
-
-def check_served(options: Options) -> None:
-    """Refuses options that need workers in lock-step; raises UsageError with the remedy."""
-    if options.on_nonfinite == "rollback":
-        raise UsageError(
-            "on_nonfinite='rollback' brings all workers back together, and those of a parameter server are never "
-            "at the same round; use 'skip', which drops the one gradient, or 'raise'"
-        )
-    if options.batch_norm == "sync":
-        raise UsageError(
-            "batch_norm='sync' makes workers meet in every layer, and those of a parameter server do not wait for "
-            "each other; use batch_norm='local', or mirrored"
-        )
-    if options.precision == "fp16":
-        raise UsageError(
-            "precision='fp16' needs one loss scale for all workers, and those of a parameter server do not agree on "
-            "anything in a round; use precision='bf16', which needs none"
-        )
 
 
 def check_whole(name: str, value: int | None) -> None:

@@ -11,7 +11,6 @@ from headrace.devices import DEVICES, HOST, DeviceKind, kind_of, one_each
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
-from headrace.spec.options import Options
 from headrace.spec.plan import MOST_MEMBERS, Plan, ProcessCounts, device_kinds, exchanges_in_host_memory, spans_hosts
 
 BALANCES = ("equal", "speed")
@@ -96,15 +95,6 @@ def refuse_elastic_tables(model: ModelSpec, least: int | None) -> None:
         raise UsageError(
             f"the sparse table {model.tables[0].name!r} is on every worker, and one that joins would not have its "
             "rows; leave out min_workers and max_workers, or use parameter_server"
-        )
-
-
-def refuse_synced_buffers(name: str, options: Options) -> None:
-    """Raises UsageError if buffers are to be one on all workers, under a strategy without rounds that all end."""
-    if options.sync_buffers != "local":
-        raise UsageError(
-            f"sync_buffers={options.sync_buffers!r} combines buffers after each round of all workers, and those of "
-            f"{name} do not end rounds together; use mirrored, or sync_buffers='local'"
         )
 
 

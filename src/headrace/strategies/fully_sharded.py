@@ -34,11 +34,11 @@ from headrace.policies.roles import data_parallel_plan
 from headrace.policies.segments import evenly, rows
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec
-from headrace.spec.options import Options
 from headrace.spec.plan import EVERY_WORKER, Plan, Segment
 from headrace.strategies.broadcast import broadcast
 from headrace.strategies.checks import check_count, refuse_coupled, refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext
+from headrace.strategies.refusals import Refusal, one_program
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
 from headrace.training.gradients import UsedParameters
@@ -85,12 +85,8 @@ class FullySharded(Strategy):
         if not isinstance(self.reshard_after_forward, bool | None):
             raise UsageError(f"reshard_after_forward must be True, False or None, got {self.reshard_after_forward!r}")
 
-    def check(self, options: Options) -> None:
-        if options.compile:
-            raise UsageError(
-                "compile=True makes one program of a model, and its units are gathered in the middle of it; use "
-                "compile=False, or mirrored"
-            )
+    def refusals(self) -> tuple[Refusal, ...]:
+        return (one_program("its units are gathered in the middle of it"),)
 
     def imports(self) -> tuple[str, ...]:
         return internals.COMPILER, "headrace.fully_sharded.replica"

@@ -17,19 +17,19 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from headrace.averaging.local_steps import LocalStepsExchange, check_local_steps, refuse_moving_average
+from headrace.averaging.local_steps import LocalStepsExchange
 from headrace.averaging.mixing import ParameterMixing
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.policies.behaviour import Behaviour, NeighbourMean
 from headrace.policies.roles import data_parallel_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
-from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.broadcast import broadcast
 from headrace.strategies.checks import check_count, refuse_modes
 from headrace.strategies.context import WorkerContext
 from headrace.strategies.one_device import LocalExchange
+from headrace.strategies.refusals import Refusal, local_steps, moving_average
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
 
@@ -70,9 +70,9 @@ class Gossip(Strategy):
         if self.topology not in TOPOLOGIES:
             raise UnknownName("topology", self.topology, TOPOLOGIES)
 
-    def check(self, options: Options) -> None:
-        check_local_steps(self.name, options, f"every {self.period} rounds (period), and with their neighbours alone")
-        refuse_moving_average(self.name, options)
+    def refusals(self) -> tuple[Refusal, ...]:
+        when = f"every {self.period} rounds (period), and with their neighbours alone"
+        return (*local_steps(self.name, when), moving_average(self.name))
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         refuse_modes(self.name, model)

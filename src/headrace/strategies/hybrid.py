@@ -29,7 +29,6 @@ from headrace.policies.segments import evenly, everywhere
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.compute import LayerSpec
 from headrace.spec.model import ModelSpec, ProfileRequest
-from headrace.spec.options import Options
 from headrace.spec.plan import EVERY_WORKER, Plan, ProcessCounts, Role, Segment
 from headrace.strategies.checks import refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext
@@ -37,6 +36,7 @@ from headrace.strategies.fully_sharded import FullySharded, require_sliceable, s
 from headrace.strategies.mirrored import Mirrored
 from headrace.strategies.parameter_averaging import ParameterAveraging
 from headrace.strategies.pipeline import Pipeline
+from headrace.strategies.refusals import Refusal
 from headrace.strategies.served import ServedStrategy, ServerContext
 from headrace.strategies.served_hybrid import Served, check_outer, in_parts, of_outer, served_plan, served_replica
 from headrace.strategies.strategy import Strategy, describe_options
@@ -134,14 +134,13 @@ class Hybrid(ServedStrategy):
     def imports(self) -> tuple[str, ...]:
         return *self.outer.imports(), *self.inner.imports()
 
-    def check(self, options: Options) -> None:
-        self.outer.check(options)
-        self.inner.check(options)
-        if isinstance(self.inner, Pipeline) and options.batch_norm == "sync":
-            raise UsageError(
-                "batch_norm='sync' normalises over a whole batch, of which replicas that are pipelines have pieces of "
-                "parts; use batch_norm='local'"
-            )
+    def refusals(self) -> tuple[Refusal, ...]:
+        why = (
+            "batch_norm='sync' normalises over a whole batch, of which replicas that are pipelines have pieces of parts"
+        )
+        pieces = Refusal("batch_norm", "sync", why, "use batch_norm='local'")
+        own = (pieces,) if isinstance(self.inner, Pipeline) else ()
+        return (*self.outer.refusals(), *self.inner.refusals(), *own)
 
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
         refuse_derived_state(self.name, probe.module)

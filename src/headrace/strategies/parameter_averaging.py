@@ -28,7 +28,7 @@ from headrace.averaging.averager import (
     require_alike,
 )
 from headrace.averaging.elastic import AveragedState
-from headrace.averaging.local_steps import LocalStepsExchange, check_local_steps, refuse_moving_average
+from headrace.averaging.local_steps import LocalStepsExchange
 from headrace.averaging.outer_steps import Elastic, MeanStep, Nesterov, OuterStep, outer_step
 from headrace.averaging.through_servers import (
     ServedAveragingConfig,
@@ -59,6 +59,7 @@ from headrace.strategies.broadcast import broadcast
 from headrace.strategies.checks import check_count, check_elastic, refuse_modes
 from headrace.strategies.context import WorkerContext, summing_of
 from headrace.strategies.one_device import LocalExchange
+from headrace.strategies.refusals import Refusal, local_steps, moving_average
 from headrace.strategies.served import ServedStrategy, ServerContext, agreement
 from headrace.strategies.strategy import describe_options
 from headrace.training.exchange import Replica
@@ -180,11 +181,10 @@ class ParameterAveraging(ServedStrategy):
         counts = super().processes()
         return counts if self.via == "server" else ProcessCounts(counts.workers)
 
-    def check(self, options: Options) -> None:
-        check_local_steps(self.name, options, f"every {self.period} rounds (period)")
+    def refusals(self) -> tuple[Refusal, ...]:
         # Servers have one average, and keep a moving average of it.
-        if self.via == "all_reduce":
-            refuse_moving_average(self.name, options)
+        average = (moving_average(self.name),) if self.via == "all_reduce" else ()
+        return (*local_steps(self.name, f"every {self.period} rounds (period)"), *average)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         refuse_modes(self.name, model)

@@ -32,11 +32,11 @@ from headrace.policies.behaviour import Behaviour, Stages
 from headrace.policies.roles import MICRO_BATCHES_A_STAGE, require_memory, worker_roles
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec, ProfileRequest
-from headrace.spec.options import Options
 from headrace.spec.plan import Plan, Role, Segment
 from headrace.strategies.broadcast import broadcast
 from headrace.strategies.checks import check_count, refuse_coupled, refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext
+from headrace.strategies.refusals import STAGES, WHOLE_BATCH_NORM, Refusal
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
 from headrace.training.whole_model import HALF
@@ -103,21 +103,8 @@ class Pipeline(Strategy):
                 f"[['stem', 'blocks.0'], ['head']], got {self.partition!r}"
             )
 
-    def check(self, options: Options) -> None:
-        if options.accumulate > 1:
-            raise UsageError(
-                f"a pipeline cuts every batch into micro-batches, and Options(accumulate={options.accumulate}) does so "
-                "too; leave accumulate out, and give Pipeline(micro_batches=...)"
-            )
-        if options.compile:
-            raise UsageError("the stages of a pipeline are not compiled; use Options(compile=False)")
-        if options.precision == "fp16":
-            raise UsageError("a pipeline has no loss scale; use Options(precision='bf16'), which needs none")
-        if options.batch_norm == "sync" and self.micro_batches != 1:
-            raise UsageError(
-                "Options(batch_norm='sync') normalises over a whole batch, and a pipeline has micro-batches; "
-                "use batch_norm='local', or Pipeline(micro_batches=1)"
-            )
+    def refusals(self) -> tuple[Refusal, ...]:
+        return STAGES if self.micro_batches == 1 else (*STAGES, WHOLE_BATCH_NORM)
 
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
         refuse_derived_state(self.name, probe.module)

@@ -38,10 +38,10 @@ from headrace.parameter_server.replication.failover import server_of
 from headrace.parameter_server.server.server import Server
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
-from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.checks import check_count
 from headrace.strategies.context import ModelProbe, WorkerContext
+from headrace.strategies.refusals import LBFGS, Refusal
 from headrace.strategies.served import ServedStrategy, ServerContext, agreement
 from headrace.training.exchange import Replica
 from headrace.training.optimizer import build
@@ -107,20 +107,8 @@ class Sandblaster(ServedStrategy):
             check_count(name, getattr(self, name))
         check_server_options(self.servers, self.backups, self.transport, self.sharding, self.placement)
 
-    def check(self, options: Options) -> None:
-        super().check(options)
-        known = Options()
-        for name in ("clip_norm", "clip_value", "schedule", "warmup", "ema_decay"):
-            if getattr(options, name) != getattr(known, name):
-                raise UsageError(
-                    f"{name}={getattr(options, name)!r:.60} changes steps or gradients, and L-BFGS chooses its steps "
-                    f"by gradients as they are; leave out {name}, or use another strategy"
-                )
-        if options.on_nonfinite != "raise":
-            raise UsageError(
-                f"on_nonfinite={options.on_nonfinite!r} leaves out a gradient, and a sum over all portions but one is "
-                "no gradient of the batch; use on_nonfinite='raise'"
-            )
+    def refusals(self) -> tuple[Refusal, ...]:
+        return (*super().refusals(), *LBFGS)
 
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
         if until := frozen_until(probe.module):

@@ -10,7 +10,7 @@ from typing import Any
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import InfeasiblePlan
 from headrace.parameter_server.client.exchange import ReplicaGroup
-from headrace.parameter_server.planning import ServerProcess, assign_shards, check_served
+from headrace.parameter_server.planning import ServerProcess, assign_shards
 from headrace.parameter_server.server.server import Server
 from headrace.policies.roles import require_memory, worker_and_server_roles
 from headrace.policies.staleness import Admission, Combination, EveryPush, Unbounded
@@ -18,8 +18,8 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options
 from headrace.spec.plan import Plan
-from headrace.strategies.checks import refuse_synced_buffers
 from headrace.strategies.context import WorkerContext
+from headrace.strategies.refusals import Refusal, served
 from headrace.strategies.strategy import Strategy, describe_options
 
 
@@ -53,9 +53,8 @@ class ServedStrategy(Strategy):
     sharding: str | None = None
     placement: str = "greedy"
 
-    def check(self, options: Options) -> None:
-        check_served(options)
-        refuse_synced_buffers(self.name, options)
+    def refusals(self) -> tuple[Refusal, ...]:
+        return served(self.name)
 
     def plan_with_servers(
         self,

@@ -10,10 +10,10 @@ from typing import ClassVar
 from headrace.policies.behaviour import Behaviour
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
-from headrace.spec.options import Options
 from headrace.spec.plan import Plan, ProcessCounts
 from headrace.strategies.checks import process_counts
 from headrace.strategies.context import ModelProbe, WorkerContext
+from headrace.strategies.refusals import Refusal
 from headrace.training.exchange import Replica
 
 
@@ -106,8 +106,9 @@ class Strategy(ABC):
             "without servers, or unconnected"
         )
 
-    def check(self, options: Options) -> None:  # noqa: B027  (most can do all)
-        """Refuses options that cannot be had under this strategy; raises UsageError with the remedy."""
+    def refusals(self) -> tuple[Refusal, ...]:
+        """Returns which options cannot be had under this strategy; most can do all."""
+        return ()
 
 
 def describe_options(strategy: Strategy) -> dict[str, object]:

@@ -29,12 +29,12 @@ from headrace.policies.roles import require_memory, worker_roles
 from headrace.policies.segments import everywhere
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
-from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.broadcast import broadcast
 from headrace.strategies.checks import check_count, refuse_coupled, refuse_derived_state, refuse_parts
 from headrace.strategies.context import ModelProbe, WorkerContext
 from headrace.strategies.one_device import LocalExchange
+from headrace.strategies.refusals import Refusal, one_program
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.tensor_parallel.recording import Trial
 from headrace.tensor_parallel.replica import RewrittenModel, SlicedReplica
@@ -84,12 +84,8 @@ class TensorParallel(Strategy):
             if kind not in RULES:
                 raise UnknownName("rule", kind, RULES)
 
-    def check(self, options: Options) -> None:
-        if options.compile:
-            raise UsageError(
-                "compile=True makes one program of a model, and split layers communicate in the middle of it; use "
-                "compile=False, or mirrored"
-            )
+    def refusals(self) -> tuple[Refusal, ...]:
+        return (one_program("split layers communicate in the middle of it"),)
 
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:
         refuse_derived_state(self.name, probe.module)

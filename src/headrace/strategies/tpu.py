@@ -23,11 +23,11 @@ from headrace.policies.behaviour import Behaviour
 from headrace.policies.roles import data_parallel_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
-from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.broadcast import broadcast
 from headrace.strategies.checks import check_count
 from headrace.strategies.context import WorkerContext
+from headrace.strategies.refusals import Refusal
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
 from headrace.training.reduction import CollectiveReduction, MirroredExchange
@@ -67,12 +67,12 @@ class TPU(Strategy):
     def imports(self) -> tuple[str, ...]:
         return (COMPILER, INDUCTOR) if self.compiler in (None, "inductor") else (COMPILER,)
 
-    def check(self, options: Options) -> None:
-        if options.batch_norm == "sync":
-            raise UsageError(
-                f"batch_norm='sync' lets layers talk to other workers, and a step of {self.name} is one program "
-                "without such talk; use batch_norm='local', or mirrored"
-            )
+    def refusals(self) -> tuple[Refusal, ...]:
+        why = (
+            "batch_norm='sync' lets layers talk to other workers, and a step of "
+            f"{self.name} is one program without such talk"
+        )
+        return (Refusal("batch_norm", "sync", why, "use batch_norm='local', or mirrored"),)
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         # Each worker: its copy, what autograd makes, and the sum.

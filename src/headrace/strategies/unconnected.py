@@ -11,17 +11,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from headrace.averaging.local_steps import check_local_steps
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.policies.behaviour import Behaviour
 from headrace.policies.roles import data_parallel_plan
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
-from headrace.spec.options import Options
 from headrace.spec.plan import Plan
 from headrace.strategies.checks import check_count
 from headrace.strategies.context import WorkerContext, with_tables
 from headrace.strategies.one_device import LocalExchange
+from headrace.strategies.refusals import Refusal, local_steps
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
 
@@ -60,8 +59,8 @@ class Unconnected(Strategy):
     def refuses_channels_last(self) -> str:
         return ""
 
-    def check(self, options: Options) -> None:
-        check_local_steps(self.name, options, "never")
+    def refusals(self) -> tuple[Refusal, ...]:
+        return local_steps(self.name, "never")
 
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         return data_parallel_plan(self.name, describe_options(self), self.workers, model, cluster, copies=(2, 0))

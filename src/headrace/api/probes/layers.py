@@ -105,11 +105,9 @@ def refuse_share_of_one(job: Job, module: nn.Module, plan: Plan, examples: int, 
             if NO_STATISTICS not in str(error):
                 return
     parts = pieces[ones[0]]
-    sync = ", or Options(batch_norm='sync')" if len(parts) > 1 else ""
-    try:
-        strategy.check(replace(job.options, batch_norm="sync"))
-    except UsageError:
-        sync = ""
+    synced = replace(job.options, batch_norm="sync")
+    refused = any(refusal.text(synced) for refusal in strategy.refusals())
+    sync = ", or Options(batch_norm='sync')" if len(parts) > 1 and not refused else ""
     which = "each batch" if ones[0] == batch else "the last batch of an epoch"
     raise UsageError(
         f"{which} has {plural(ones[0], 'example')}, in parts of {' + '.join(map(str, parts))}, and BatchNorm "

@@ -25,6 +25,7 @@ from headrace.spec.events import LAUNCHER
 from headrace.spec.job import Job
 from headrace.spec.model import ModelSpec
 from headrace.strategies import OneDevice, Strategy, made_again, resolve
+from headrace.strategies.refusals import refuse
 from headrace.worker.run_spec import events_path
 from headrace.worker.state import random_states, restore_random_states
 
@@ -103,7 +104,7 @@ def rehearse(
         check_options(info.job.options, "cpu")
         record = _recorded(from_run, cluster, model, assumptions, force)
         chosen = _chosen(strategy, record)
-        chosen.check(info.job.options)
+        refuse(chosen.refusals(), info.job.options)
         directory, keeper = _directory(run_dir)
         setup = RehearsalSetup(info, chosen, directory, force, assumptions or Assumptions(), say)
         began = perf_counter()
