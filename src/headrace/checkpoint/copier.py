@@ -65,7 +65,13 @@ class CheckpointCopier:
                 self._wanted.clear()
                 while not self._copy_newest():
                     pass
-            self._say_end()
+            if self._problem:
+                self._lines.append(
+                    f"THE LAST CHECKPOINT IS NOT AT {self._remote.url}: {self._problem}. It is in {self._folder.path}; "
+                    "copy it from there, or go on with resume=True (--resume), which tries again"
+                )
+            elif self._copied is not None:
+                self._lines.append(f"the checkpoint of step {self._copied} is at {self._remote.url}, too")
         except Exception as failure:  # a fault of ours: raised again by `wait`, when the run has ended
             self._failure = failure
 
@@ -101,12 +107,3 @@ class CheckpointCopier:
                 "tried again"
             )
         self._problem = str(error)
-
-    def _say_end(self) -> None:
-        if self._problem:
-            self._lines.append(
-                f"THE LAST CHECKPOINT IS NOT AT {self._remote.url}: {self._problem}. It is in {self._folder.path}; "
-                "copy it from there, or go on with resume=True (--resume), which tries again"
-            )
-        elif self._copied is not None:
-            self._lines.append(f"the checkpoint of step {self._copied} is at {self._remote.url}, too")

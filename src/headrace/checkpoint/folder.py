@@ -244,7 +244,15 @@ class CheckpointFolder:
             self._storage.sync("")
         else:
             self._delete(part)
-        self._prune(step, keep)
+        steps = self._steps()
+        kept = [older for older in steps if older <= step][-keep:]
+        doomed = [other for other in steps if other not in kept]
+        for other in doomed:
+            self._storage.rename(folder_name(other), folder_name(other, ".old"))
+        if doomed:
+            self._storage.sync("")
+        for name in self._named(".old"):
+            self._delete(name)
         return fresh
 
     def abandon(self, step: int) -> None:
@@ -285,17 +293,6 @@ class CheckpointFolder:
         with suppress(CorruptCheckpoint):
             return step in self._steps() and manifest.encode(self.open(step, verify=True).manifest) == content
         return False
-
-    def _prune(self, step: int, keep: int) -> None:
-        steps = self._steps()
-        kept = [older for older in steps if older <= step][-keep:]
-        doomed = [other for other in steps if other not in kept]
-        for other in doomed:
-            self._storage.rename(folder_name(other), folder_name(other, ".old"))
-        if doomed:
-            self._storage.sync("")
-        for name in self._named(".old"):
-            self._delete(name)
 
     def _steps(self) -> tuple[int, ...]:
         return tuple(sorted(step for name in self._named("") if (step := step_of(name)) is not None))

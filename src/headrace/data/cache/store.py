@@ -306,15 +306,13 @@ def store_of(cache: Cache, examples: int) -> Store:
         found = _OPEN.get(cache)
         # A fork appends to files of its own.
         if found is None or found[0] != os.getpid():
-            found = _OPEN[cache] = os.getpid(), _open(cache, examples)
+            if cache.folder is None:
+                store = Store(MemoryShards(cache.limit or 0), examples, cache.limit or 0, "the cache in memory")
+            else:
+                folder = Path(cache.folder)
+                lock, notices = claim(folder, cache.key, cache.about)
+                for other in [other for other in _OPEN if other.folder == cache.folder and other.key != cache.key]:
+                    del _OPEN[other]  # its files are gone
+                store = Store(FileShards(folder, lock=lock), examples, cache.limit, f"the cache in {folder}", notices)
+            found = _OPEN[cache] = os.getpid(), store
     return found[1]
-
-
-def _open(cache: Cache, examples: int) -> Store:
-    if cache.folder is None:
-        return Store(MemoryShards(cache.limit or 0), examples, cache.limit or 0, "the cache in memory")
-    folder = Path(cache.folder)
-    lock, notices = claim(folder, cache.key, cache.about)
-    for other in [other for other in _OPEN if other.folder == cache.folder and other.key != cache.key]:
-        del _OPEN[other]  # its files are gone
-    return Store(FileShards(folder, lock=lock), examples, cache.limit, f"the cache in {folder}", notices)

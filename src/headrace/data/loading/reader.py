@@ -138,9 +138,14 @@ class ExampleReader:
             else:
                 batch, count = self._source.gather(indices, of), len(places)
             return ReadResult(batch, count, (), (perf_counter() - began, 0.0), notices=self._take_notices())
-        if self._gathers and (gathered := self._gathered(places)) is not None:
-            return gathered
-        spent: list[tuple[float, float]] = []
+        if self._gathers:
+            # As a whole, from a cache that is the last step, if that is possible.
+            spent = [(0.0, 0.0)] * (1 + self._cached)
+            found = self._timed(spent, lambda: self._store().gather(self._indices(places).numpy()))
+            if found is not None:
+                batch, examples = found
+                return self._read(batch, examples, (), [*spent, (0.0, 0.0)])
+        spent = []
         skipped: list[str] = []
         rows, batch = self._through(epoch, places.tolist(), spent, skipped)
         if not rows:
@@ -215,15 +220,6 @@ class ExampleReader:
         assert self._cache is not None
         assert self._store_of is not None
         return self._store_of(self._cache, len(self._source))
-
-    def _gathered(self, places: Tensor) -> ReadResult | None:
-        """Reads a batch as a whole from a cache that is the last step; None if that is not possible."""
-        spent = [(0.0, 0.0)] * (1 + self._cached)
-        found = self._timed(spent, lambda: self._store().gather(self._indices(places).numpy()))
-        if found is None:
-            return None
-        batch, examples = found
-        return self._read(batch, examples, (), [*spent, (0.0, 0.0)])
 
     def _missing(self, rows: list[_Row]) -> list[_Row]:
         """Marks the examples that a cache has; returns all except those that it knows to be left out."""

@@ -7,7 +7,7 @@ worker 1   ids, gradient ─┘            └─► sum ──► the same upda
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -79,7 +79,12 @@ class TablesExchange(Exchange):
         self._inner.swap_weights(averaged)
 
     def state(self) -> Iterable[StatePiece]:
-        return chain(self._inner.state(), self._pieces() if self._group.rank == 0 else ())
+        rows = (
+            to_pieces(table.spec.name, number, table.block(start, stop))
+            for table in self._tables
+            for number, (start, stop) in enumerate(chunks(len(table), table.row_bytes))
+        )
+        return chain(self._inner.state(), chain.from_iterable(rows) if self._group.rank == 0 else ())
 
     def own(self) -> tuple[StatePiece, ...]:
         return self._inner.own()
@@ -104,11 +109,6 @@ class TablesExchange(Exchange):
         parameters, state = self._inner.memory()
         values = sum(len(table) * table.spec.row_bytes for table in self._tables)
         return parameters + values, state + sum(table.nbytes for table in self._tables) - values
-
-    def _pieces(self) -> Iterator[StatePiece]:
-        for table in self._tables:
-            for number, (start, stop) in enumerate(chunks(len(table), table.row_bytes)):
-                yield from to_pieces(table.spec.name, number, table.block(start, stop))
 
     def _summed(self, ids: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the sum of all workers' gradients of one table; they are added in the order of ranks."""

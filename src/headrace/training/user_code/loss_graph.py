@@ -83,7 +83,10 @@ def require_mean(check: MeanCheck, loss: Tensor, examples: int, of: int, gradien
     Where it is a tensor of several, backward adds them, times a `gradient`.
     """
     if loss.numel() > 1:
-        terms = [_Term(_ADDED, "backward() of a tensor", loss.shape, (float(each),)) for each in _factor(gradient)]
+        terms = []
+        if gradient is not None and gradient.numel() and bool((gradient == gradient.flatten()[0]).all()):
+            # All elements are multiplied by one number.
+            terms = [_Term(_ADDED, "backward() of a tensor", loss.shape, (float(gradient.flatten()[0]),))]
     else:
         terms = [*_terms(loss.grad_fn, ())]
     for term in terms:
@@ -173,13 +176,6 @@ class ShareFactors:
                     "result is not that of one process; leave the factor out"
                 )
         return ""
-
-
-def _factor(gradient: Tensor | None) -> Sequence[float]:
-    """Returns the number that all elements of a gradient are, if they are one."""
-    if gradient is None or not gradient.numel() or not bool((gradient == gradient.flatten()[0]).all()):
-        return ()
-    return (gradient.flatten()[0].item(),)
 
 
 def _terms(node: Any, factors: tuple[float, ...]) -> Iterator[_Term]:
