@@ -15,7 +15,6 @@ import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -120,8 +119,11 @@ def from_debian(folder: Path, names: Sequence[str]) -> None:
     """Downloads Debian's package and unpacks it; needs no root."""
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
         raise UnfitMachine("no apt-get on this machine")
-    if os.access(_LISTS, os.W_OK) and not _knows_package(folder):
-        _run(folder, _UPDATE_S, *_apt("update"))
+    if os.access(_LISTS, os.W_OK):
+        try:
+            _run(folder, _UPDATE_S, "apt-cache", "show", _PACKAGE)
+        except UnfitMachine:
+            _run(folder, _UPDATE_S, *_apt("update"))
     _run(folder, _DOWNLOAD_S, *_apt("download", _PACKAGE))
     packages = sorted(folder.glob(f"{_PACKAGE}_*.deb"))
     if not packages:
@@ -133,13 +135,6 @@ def from_debian(folder: Path, names: Sequence[str]) -> None:
 def _apt(*arguments: str) -> tuple[str, ...]:
     limits = (f"-oAcquire::{scheme}::Timeout={_SILENCE_S:.0f}" for scheme in ("http", "https"))
     return ("apt-get", "-qq", "-oAcquire::Retries=0", *limits, *arguments)
-
-
-def _knows_package(folder: Path) -> bool:
-    with suppress(UnfitMachine):
-        _run(folder, _UPDATE_S, "apt-cache", "show", _PACKAGE)
-        return True
-    return False
 
 
 def _run(folder: Path, limit_s: float, *command: str) -> None:

@@ -216,9 +216,12 @@ def _from_loader(loader: DataLoader[Any]) -> tuple[InputPipeline, tuple[str, ...
     _require_all_examples(loader)
     own_collate = None if loader.collate_fn is default_collate else loader.collate_fn
     pipeline = _from_dataset(loader.dataset, own_collate).shuffle()
+    replaced = f"its {type(loader.batch_sampler).__name__}"
+    if loader.batch_size is not None:
+        dropped = ", drop_last=True" if loader.drop_last else ""
+        replaced = f"its batch_size={loader.batch_size}{dropped} and {type(loader.sampler).__name__}"
     notice = (
-        "of the DataLoader, its data set and collate_fn are used; the job's batch size and order replace "
-        f"{_described(loader)}"
+        f"of the DataLoader, its data set and collate_fn are used; the job's batch size and order replace {replaced}"
     )
     if loader.num_workers > 0 and isinstance(pipeline.source, DatasetSource):
         options = {name: getattr(loader, name) for name in _OPTIONS}
@@ -286,11 +289,3 @@ def _lines_of(dataset: Any) -> tuple[str, ...]:
         "epoch; the parameter rng of a function in hr.data's map differs from epoch to epoch by itself"
         for name in names
     )
-
-
-def _described(loader: DataLoader[Any]) -> str:
-    sampler = type(loader.sampler).__name__
-    if loader.batch_size is None:
-        return f"its {type(loader.batch_sampler).__name__}"
-    dropped = ", drop_last=True" if loader.drop_last else ""
-    return f"its batch_size={loader.batch_size}{dropped} and {sampler}"
