@@ -8,10 +8,12 @@ LINES = 104_500
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CLOSURES = {
-    "strategies.one_device": 9_500,
-    "strategies.mirrored": 10_500,
-    "strategies.central_storage": 12_200,
-    "worker.main": 22_500,
+    "data": 400,
+    "data.loading.loader": 6_200,
+    "strategies.one_device": 9_000,
+    "strategies.mirrored": 10_000,
+    "strategies.central_storage": 11_900,
+    "worker.main": 21_500,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_850,
     "api.fit": 32_200,
