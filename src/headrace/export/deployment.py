@@ -78,6 +78,8 @@ def _triton(folder: Path, facts: Signature) -> tuple[Path, str]:
 def _kserve(folder: Path, facts: Signature) -> tuple[Path, str]:
     repository, _ = _triton(folder, facts)
     name = "".join(letter if letter.isalnum() else "-" for letter in facts.name.lower()).strip("-") or "model"
+    # The server, and the weights twice, for they are read and then prepared.
+    memory_mb = 512 + 2 * sum(file.bytes for file in facts.files.values()) // (1 << 20)
     manifest = {
         "apiVersion": "serving.kserve.io/v1beta1",
         "kind": "InferenceService",
@@ -88,7 +90,7 @@ def _kserve(folder: Path, facts: Signature) -> tuple[Path, str]:
                     "modelFormat": {"name": "triton"},
                     "protocolVersion": "v2",
                     "storageUri": f"pvc://{_CLAIM}/{facts.name}",
-                    "resources": {"requests": {"cpu": "1", "memory": _memory(facts)}},
+                    "resources": {"requests": {"cpu": "1", "memory": f"{memory_mb}Mi"}},
                 }
             }
         },
@@ -119,11 +121,6 @@ def _docker(folder: Path, facts: Signature) -> tuple[Path, str]:
         encoding="utf-8",
     )
     return path, f"docker build -t {facts.name.lower()} {folder} && docker run -p 8000:8000 {facts.name.lower()}"
-
-
-def _memory(facts: Signature) -> str:
-    """Returns what to reserve: the server, and the weights twice, for they are read and then prepared."""
-    return f"{512 + 2 * sum(file.bytes for file in facts.files.values()) // (1 << 20)}Mi"
 
 
 def _link(file: Path, to: Path) -> None:

@@ -81,7 +81,7 @@ def inputs_of(job: Job, model: nn.Module, batch: Any) -> ModelInputs:
     seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     call(lambda *args, **kwargs: seen.append((args, kwargs)), batch, job.inputs)
     ((args, kwargs),) = seen
-    if _computes_loss(job):
+    if job.task is not None and job.task.name.startswith("own_loss"):
         kwargs.pop(_LABELS, None)
     found = dict(zip(_parameters(model, len(args)), args, strict=True)) | kwargs
     for name, value in found.items():
@@ -132,10 +132,6 @@ def keeps_cache(model: nn.Module) -> bool:
 
 def _none(output: Any, target: Any) -> Tensor:
     raise JobError("what a model exports in its own place has no loss")
-
-
-def _computes_loss(job: Job) -> bool:
-    return job.task is not None and job.task.name.startswith("own_loss")
 
 
 def _parameters(model: nn.Module, count: int) -> list[str]:

@@ -52,7 +52,8 @@ class LoadedVersion:
         self._not_finite = metrics.not_finite.labels(*labels)
         self._batcher = Batcher(compute, settings, self.batched, computed)
         self._metrics = metrics
-        metrics.watch_queue(*labels, self._batcher.__len__)
+        # Read when it is asked for.
+        metrics.queue.labels(*labels).set_function(self._batcher.__len__)
         metrics.loaded.labels(*labels).set(1)
 
     async def predict(self, inputs: Mapping[str, Array]) -> list[Array]:
@@ -80,7 +81,10 @@ class LoadedVersion:
             _log.info("%s version %s cannot compute a request: %s", self.name, self.number, error)
             told = str(error).rpartition("Status Message: ")[2] or type(error).__name__
             raise RequestError(422, f"the model cannot compute this input: {told:.300}") from None
-        self._check_finite(outputs)
+        for form, output in zip(self.facts.outputs, outputs, strict=True):
+            if told := not_finite(form.name, output, self.batched):
+                self._not_finite.inc()
+                raise RequestError(422, told)
         return outputs
 
     def require_room(self) -> None:
@@ -91,12 +95,6 @@ class LoadedVersion:
         """Answers what waits, and gives the memory back."""
         await self._batcher.close()
         self._metrics.forget(self.name, str(self.number))
-
-    def _check_finite(self, outputs: Sequence[Array]) -> None:
-        for form, output in zip(self.facts.outputs, outputs, strict=True):
-            if told := not_finite(form.name, output, self.batched):
-                self._not_finite.inc()
-                raise RequestError(422, told)
 
 
 @dataclass

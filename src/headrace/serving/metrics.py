@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
@@ -32,10 +30,6 @@ class ServerMetrics:
         self.not_finite = Counter(f"{_PREFIX}_not_finite", "Requests with NaN or infinity.", model, registry=own)
         self.queue = Gauge(f"{_PREFIX}_queue_requests", "Requests that wait.", model, registry=own)
         self.loaded = Gauge(f"{_PREFIX}_loaded", "1 for each version that answers.", model, registry=own)
-
-    def watch_queue(self, name: str, version: str, length: Callable[[], int]) -> None:
-        """Has the gauge of a queue read its length when it is asked for."""
-        self.queue.labels(name, version).set_function(length)
 
     def forget(self, name: str, version: str) -> None:
         """Leaves out the gauges of a version that is gone."""
