@@ -22,9 +22,9 @@ def gloo() -> Callable[[torch.Tensor], object]:
 
 def ours() -> Callable[[torch.Tensor], object]:
     # Here, because gloo needs none of it.
-    from headrace.engine.torchrun.group import LaunchedGroup
+    from headrace.engine.torchrun.engine import join_group
 
-    return LaunchedGroup.join(timeout_s=60.0).host.all_reduce
+    return join_group(timeout_s=60.0).host.all_reduce
 
 
 def main() -> None:

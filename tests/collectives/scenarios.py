@@ -25,7 +25,6 @@ from headrace.collectives.torch_distributed import TorchDistributed
 from headrace.errors import PeerLost, UsageError
 from headrace.modules import describe
 from headrace.shared_memory.control_page import ControlPage
-from headrace.shared_memory.segment import SharedSegment
 from headrace.training.clipping import squared_norm
 from headrace.training.gradients import UsedParameters
 from headrace.training.reduction import CollectiveReduction, OverlappedReduction, Reduction, SharedMemoryReduction
@@ -197,7 +196,7 @@ def between_hosts(host: SharedMemoryGroup, page: ControlPage | None, hosts: Sequ
     def accuse(error: Exception, suspect: int) -> NoReturn:
         raise PeerLost(suspect, "the other host", str(error))
 
-    own = page or ControlPage(SharedSegment.create(ControlPage.nbytes(host.world), "control"), host.world)
+    own = page or ControlPage.create(host.world)
     home = HostMap(tuple(hosts or map(str, range(host.world))), "127.0.0.1")
     return MultiHostGroup(Watch(own, host.check, accuse, 10.0), host.rank, home, partial(gather_texts, host))
 
@@ -238,7 +237,7 @@ def meet_between_hosts(
     host: SharedMemoryGroup, page: ControlPage, store: str, missing: list[list[int]]
 ) -> list[object]:
     """Returns what rank 0 has decided before each meeting, and which of three gradients no rank has."""
-    own = ControlPage(SharedSegment.create(ControlPage.nbytes(host.world), "control"), host.world)
+    own = ControlPage.create(host.world)
     wire = between_hosts(host, own)
     used = UsedParameters(wire, 3)
     found: list[object] = []
@@ -267,7 +266,7 @@ def give_and_take(host: SharedMemoryGroup, page: ControlPage) -> list[str]:
 
 def meet_in_groups(host: SharedMemoryGroup, page: ControlPage, store: str) -> list[object]:
     """Four ranks meet in rows and in columns of a square; returns sums of their ranks, and what they have heard."""
-    own = ControlPage(SharedSegment.create(ControlPage.nbytes(host.world), "control"), host.world)
+    own = ControlPage.create(host.world)
     whole = between_hosts(host, own) if store else host
     row, column = host.rank // 2 * 2, host.rank % 2
     across, down = whole.subgroup([row, row + 1]), whole.subgroup([column, column + 2])

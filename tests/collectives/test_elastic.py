@@ -12,14 +12,13 @@ from headrace.collectives.elastic import ElasticGroup, MemberLost, PageBarrier, 
 from headrace.errors import UsageError
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.ends import FinishedRanks
-from headrace.shared_memory.segment import SharedSegment
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_those_who_live_see_the_same(seed: int) -> None:
     world = random.Random(seed).randint(2, 5)
-    page = ControlPage(SharedSegment.create(ControlPage.nbytes(world), "control"), world)
+    page = ControlPage.create(world)
     ends = FinishedRanks([record.heartbeat for record in page.ranks])
 
     def make(place: int, check: Callable[[], None]) -> PageBarrier:
@@ -32,7 +31,7 @@ def test_those_who_live_see_the_same(seed: int) -> None:
 
 
 def pair() -> tuple[ControlPage, ElasticGroup]:
-    page = ControlPage(SharedSegment.create(ControlPage.nbytes(2), "control"), 2)
+    page = ControlPage.create(2)
     return page, elastic_on_page(page, 0, [(0, 0), (1, 0)], lambda: None)
 
 

@@ -17,7 +17,6 @@ from headrace.collectives.multi_host import MultiHostGroup, Watch
 from headrace.collectives.threads import ThreadCollective
 from headrace.errors import PeerLost
 from headrace.shared_memory.control_page import ControlPage
-from headrace.shared_memory.segment import SharedSegment
 
 T = TypeVar("T")
 
@@ -29,7 +28,7 @@ def on_hosts(hosts: Sequence[str], act: Callable[[MultiHostGroup], T]) -> list[T
         raise PeerLost(suspect, hosts[suspect], str(error))
 
     def body(thread: ThreadCollective) -> T:
-        page = ControlPage(SharedSegment.create(ControlPage.nbytes(len(hosts)), "control"), len(hosts))
+        page = ControlPage.create(len(hosts))
         watch = Watch(page, thread.check, accuse, 10.0)
         home = HostMap(tuple(hosts), "127.0.0.1")
         group = MultiHostGroup(watch, thread.rank, home, partial(gather_texts, thread))

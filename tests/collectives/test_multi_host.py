@@ -15,7 +15,6 @@ from headrace.collectives.base import HostMap
 from headrace.collectives.multi_host import MultiHostGroup, Watch
 from headrace.errors import HeadraceError, PeerLost, PeersApart, UnfitMachine
 from headrace.shared_memory.control_page import ControlPage
-from headrace.shared_memory.segment import SharedSegment
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +74,7 @@ def test_memory_of_its_host_that_a_rank_cannot_open(verdict: HeadraceError, rais
         assert suspect == 0
         raise verdict from error
 
-    page = ControlPage(SharedSegment.create(ControlPage.nbytes(2), "control"), 2)
+    page = ControlPage.create(2)
     offered = json.dumps([[os.getpid(), NO_DESCRIPTOR, 4096], {}])
     watch, home = Watch(page, lambda: None, accuse, 10.0), HostMap(("mill", "mill"), "127.0.0.1")
     with pytest.raises(raised):

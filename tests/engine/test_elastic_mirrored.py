@@ -14,7 +14,7 @@ import torch
 
 import headrace as hr
 from engine.conftest import below, fork_servers, until
-from engine.elastic_loops import ROUND, job, lose_rank_1, plant
+from engine.elastic_loops import ROUND, job, plant
 from engine.test_elastic import EXAMPLES, MARK, Counter, Hand, check_counts, counting_job, mean_of_one_killed
 from engine.victims import rank
 from headrace.checkpoint import CheckpointFolder
@@ -26,25 +26,6 @@ from headrace.spec.events import Evaluated, Lost, Notice, WorkerEnded, WorkerSta
 from headrace.spec.model import ModelSpec, ParameterSpec
 
 pytestmark = pytest.mark.slow
-
-
-def trained(engine: LocalEngine, how: str, first_without: int) -> dict[str, torch.Tensor]:
-    strategy = hr.Mirrored(workers=3, min_workers=2)
-    run = hr.launch(functools.partial(lose_rank_1, how, first_without), job(), strategy, engine=engine)
-    said = [event.text for event in run.events if isinstance(event, Notice)]
-    assert f"round {first_without} begins with 2 workers: without rank 1" in said
-    return dict(run.model.state_dict())
-
-
-@pytest.mark.parametrize(
-    ("how", "first_without"), [("in forward", ROUND), ("while it sums", ROUND), ("in its update", ROUND + 1)]
-)
-def test_the_others_end_as_if_the_lost_worker_had_left_on_purpose(
-    engine: LocalEngine, how: str, first_without: int
-) -> None:
-    wanted = trained(engine, "on purpose", first_without)
-    found = trained(engine, how, first_without)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def lost_once(worker: hr.Worker) -> None:
@@ -184,8 +165,3 @@ def test_numbers_that_contradict_the_launcher_are_refused(least: int, most: int 
     hosts = tuple(Host(f"host-{rank}", 2, 1 << 30, ranks=(rank,)) for rank in range(2))
     with pytest.raises(InfeasiblePlan, match=message):
         hr.Mirrored(min_workers=least, max_workers=most).plan(model, Cluster(hosts, ranks=2))
-
-
-def test_a_hybrid_refuses_workers_that_come_and_go() -> None:
-    with pytest.raises(UsageError, match="the ranks of a replica cannot"):
-        hr.Hybrid(hr.Mirrored(2, min_workers=1), hr.Pipeline(stages=2))

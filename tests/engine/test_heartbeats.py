@@ -147,9 +147,9 @@ def test_the_last_words_are_told_at_the_end(pages: Pages, relays: list[Heartbeat
 )
 def test_a_process_that_comes_back_learns_what_was_decided(leader: tuple[int, int], comes: tuple[int, int]) -> None:
     store, restarts = HashStore(), {0: 1, 1: 5, 2: 4} | dict([leader, comes])
-    there, here = (ControlPage(SharedSegment.create(ControlPage.nbytes(3), "control"), 3) for _ in range(2))
+    there, here = (ControlPage.create(3) for _ in range(2))
     # The leader's store holds what that of the first rank 0 held.
-    page = ControlPage(SharedSegment.create(ControlPage.nbytes(3), "control"), 3)
+    page = ControlPage.create(3)
     HeartbeatRelay(BreakingStore(store), "run", page, 0, serves=True).close()
     for rank, count in restarts.items():
         there.ranks[rank].restarts = count

@@ -17,7 +17,6 @@ from engine.victims import EXAMPLES, INPUTS, TARGETS, long_job, make_job
 from headrace.engine.base import Engine, orderly_interrupts
 from headrace.engine.local.engine import LocalEngine
 from headrace.shared_memory.control_page import ControlPage
-from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.events import Event
 
 ENGINES = ["processes", "threads"]
@@ -133,7 +132,7 @@ def test_from_a_thread_other_than_main(any_engine: Engine) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_users_own_handler_of_a_signal_stays(number: signal.Signals) -> None:
-    page = ControlPage(SharedSegment.create(ControlPage.nbytes(1), "control"), 1)
+    page = ControlPage.create(1)
     came: list[int] = []
     before = signal.signal(number, lambda number, _: came.append(number))
     try:
@@ -147,7 +146,7 @@ def test_the_users_own_handler_of_a_signal_stays(number: signal.Signals) -> None
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_handler_that_a_run_replaces_is_put_back(number: signal.Signals) -> None:
-    page = ControlPage(SharedSegment.create(ControlPage.nbytes(1), "control"), 1)
+    page = ControlPage.create(1)
     default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
     before = signal.signal(number, default)
     try:

@@ -14,7 +14,6 @@ from engine.ranks import free_port
 from headrace.engine.torchrun.failover import LaunchedFailover
 from headrace.report.model.events import read_events
 from headrace.shared_memory.control_page import ControlPage
-from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import Lost, Notice
 from headrace.spec.model import ModelSpec, ParameterSpec
@@ -42,7 +41,7 @@ class Relay:
 
 @pytest.fixture
 def page() -> ControlPage:
-    page = ControlPage(SharedSegment.create(ControlPage.nbytes(len(PLAN.roles)), "control"), len(PLAN.roles))
+    page = ControlPage.create(len(PLAN.roles))
     for record in page.ranks:
         record.heartbeat.pid = 1
     return page

@@ -14,14 +14,13 @@ import torch
 from collectives.mortals import check, lives
 from engine.conftest import until
 from headrace.collectives.elastic import ElasticGroup, MemberLost
-from headrace.engine.torchrun.elastic_workers import barrier as store_barrier
 from headrace.engine.torchrun.elastic_workers.barrier import StoreBarrier, member_name
 from headrace.engine.torchrun.key_value import StoreClient
 from headrace.engine.torchrun.store_server import Meetings, StoreServer
 from headrace.errors import PeerLost, Replaced, UsageError
+from headrace.shared_memory import ends
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.ends import FinishedRanks
-from headrace.shared_memory.segment import SharedSegment
 
 SECRET, RUN = b"the secret of this run", "run"
 WITHIN_S = 20.0
@@ -58,7 +57,7 @@ class Store:
 def store() -> Iterator[Store]:
     server = StoreServer("tcp://127.0.0.1:0", SECRET, lambda _: None)
     client = StoreClient(server.address, SECRET, WITHIN_S)
-    made = Store(server, client, ControlPage(SharedSegment.create(ControlPage.nbytes(5), "control"), 5))
+    made = Store(server, client, ControlPage.create(5))
     yield made
     client.close()
     made.server.close()
@@ -74,7 +73,7 @@ def test_those_who_live_see_the_same(store: Store, seed: int) -> None:
         barriers.append(store.barrier(place, check))
         return barriers[-1]
 
-    page = ControlPage(SharedSegment.create(ControlPage.nbytes(world), "control"), world)
+    page = ControlPage.create(world)
     check(lives(seed, page, make, store.lose))
     for barrier in barriers:
         barrier.close()
@@ -118,7 +117,7 @@ def test_another_one_in_the_same_place_is_met_after_the_next_sync_point(store: S
 
 
 def test_what_the_first_member_decides_comes_to_the_page_of_every_process(store: Store) -> None:
-    pages = [ControlPage(SharedSegment.create(ControlPage.nbytes(2), "control"), 2) for _ in range(2)]
+    pages = [ControlPage.create(2) for _ in range(2)]
     groups = [replace(store, page=page).group(place) for place, page in enumerate(pages)]
     pages[0].stop_after, pages[0].save_after = 8, 5
     # An older decision of a member that was the first one.
@@ -148,7 +147,7 @@ def test_nothing_is_kept_of_meetings_that_are_over(store: Store) -> None:
 
 
 def test_a_member_whose_loop_has_ended_is_an_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_barrier, "_ON_THE_WAY_S", 0.1)
+    monkeypatch.setattr(ends, "_ON_THE_WAY_S", 0.1)
     barrier = store.barrier(0)
     store.page.ranks[1].heartbeat.finished = 8
     with pytest.raises(UsageError, match="the loop on rank 1 ended after 7 rounds"):

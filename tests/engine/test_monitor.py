@@ -14,7 +14,6 @@ from headrace.engine.local import engine
 from headrace.engine.local.monitor import Monitor
 from headrace.errors import PeerLost, WorkerFailed
 from headrace.shared_memory.control_page import ControlPage
-from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import Failed
 from headrace.spec.model import ModelSpec, ParameterSpec
@@ -61,7 +60,7 @@ def follow(run_dir: Path, strategy: hr.Strategy, ends: Ends, began_s: float = 0.
     spec: Any = SimpleNamespace(
         plan=plan, run_dir=run_dir, started=0.0, timeout_s=60.0, attempt=attempt, snapshots_every_s=None
     )
-    page = ControlPage(SharedSegment.create(ControlPage.nbytes(len(plan.roles)), "control"), len(plan.roles))
+    page = ControlPage.create(len(plan.roles))
     Monitor(spec, page, ends, ends.start, lambda _: None).follow()  # type: ignore[arg-type]
 
 

@@ -19,7 +19,6 @@ from headrace.engine.torchrun.elastic_workers.leader import ViewLeader
 from headrace.errors import UsageError
 from headrace.policies.views import Member, MemberView
 from headrace.shared_memory.control_page import ControlPage
-from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.worker.run_spec import RunSpec
@@ -175,7 +174,7 @@ def test_a_worker_is_asked_to_leave_once(tmp_path: Path) -> None:
         ModelSpec((ParameterSpec("weight", (8,)),)), Cluster((Host("a", 2, 1 << 30, ranks=(0, 1, 2)),), ranks=3)
     )
     spec = cast("RunSpec", SimpleNamespace(plan=plan, run_dir=tmp_path, started=0.0, timeout_s=60.0))
-    page = ControlPage(SharedSegment.create(ControlPage.nbytes(3), "control"), 3)
+    page = ControlPage.create(3)
     views = Views()
     with closing(ViewLeader(spec, page, cast("HostViews", views), "run", "", "", None, None)) as leader:
         assert leader._change(-1) == "2 workers from now on: rank 2 leaves after the present round"

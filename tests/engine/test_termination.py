@@ -24,7 +24,6 @@ from headrace.engine import base
 from headrace.engine.base import ECHO_S, TERMINATED, orderly_interrupts, terminate
 from headrace.engine.local.engine import LocalEngine
 from headrace.shared_memory.control_page import ControlPage
-from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.events import RunEnded, Stepped
 from warm.programs import ROOT
 
@@ -306,7 +305,7 @@ def test_ranks_that_have_nothing_to_resume(ranks: Ranks) -> None:
 
 @pytest.fixture
 def page() -> Iterator[ControlPage]:
-    page = ControlPage(SharedSegment.create(ControlPage.nbytes(1), "control"), 1)
+    page = ControlPage.create(1)
     yield page
     page.segment.close()
 

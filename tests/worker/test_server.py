@@ -11,7 +11,6 @@ import pytest
 
 import headrace as hr
 from headrace.shared_memory.control_page import ControlPage
-from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec, ParameterSpec
 from headrace.worker import server as module
@@ -51,7 +50,7 @@ def test_it_is_told_once_of_a_worker_that_was_declared_lost(
     plan = hr.ParameterServer(2).plan(
         ModelSpec((ParameterSpec("weight", (8,)),)), Cluster((Host("a", 2, 1 << 30, ranks=(0, 1, 2)),), ranks=3)
     )
-    page = ControlPage(SharedSegment.create(ControlPage.nbytes(3), "control"), 3)
+    page = ControlPage.create(3)
     served = Served(page)
     for name in ("_parts", "_tell"):
         monkeypatch.setattr(module, name, lambda *_: None)

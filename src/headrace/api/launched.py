@@ -23,7 +23,7 @@ from headrace.data.pipeline.source import ArraySource
 from headrace.engine.base import LEFT, Engine, RunProgress
 from headrace.engine.torchrun.agreement import require_same
 from headrace.engine.torchrun.elastic_workers.leader_file import find_leader
-from headrace.engine.torchrun.engine import LaunchedEngine
+from headrace.engine.torchrun.engine import LaunchedEngine, join_group
 from headrace.engine.torchrun.group import LaunchedGroup
 from headrace.engine.torchrun.refusal import tell_uncaught
 from headrace.engine.torchrun.store import first_failed, gather, join, of_first, total_of_hosts
@@ -77,7 +77,7 @@ class Launched:
 
     def engine(self, timeout_s: float, encrypt: bool) -> AbstractContextManager[LaunchedEngine]:
         """Returns what runs this rank."""
-        return closing(LaunchedEngine(LaunchedGroup.join(timeout_s, encrypt)))
+        return closing(LaunchedEngine(join_group(timeout_s, encrypt)))
 
     def supervise(
         self, spec: RunSpec, info: JobInfo, engine: Engine, request: ResumeRequest, listeners: Listeners

@@ -21,7 +21,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from time import monotonic
 from typing import NoReturn, TypeVar
 
 import torch
@@ -40,7 +39,6 @@ from headrace.shared_memory.segment import SharedSegment
 
 T = TypeVar("T")
 
-_ON_THE_WAY_S = 5.0
 _SMALL_BYTES = 64 * 1024
 """Of all ranks together: so little is gathered and added up by each, which takes one way between hosts, not two."""
 _WINDOW_BYTES = 32 << 20
@@ -99,7 +97,6 @@ class MultiHostGroup(ProcessGroup):
         self.ends = ends or FinishedRanks([record.heartbeat for record in watch.page.ranks])
         self.groups: list[MultiHostGroup] = []
         self._target = 0
-        self._seen_ended_s: dict[int, float] = {}
         self._closed = self.abandoned = False
         self._background: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
@@ -323,14 +320,15 @@ class MultiHostGroup(ProcessGroup):
         self._check_open()
         # Not those of other hosts, which may have done their part and ended.
         for peer in self._mates[host]:
-            self.ends.check(peer, self.rank, partial(self._has_come, peer))
+            if self._whole:
+                self.ends.check(peer, self.rank, partial(self._has_come, peer))
+            else:
+                # Its counter counts barriers of all ranks.
+                self.ends.check_far(peer, self.rank)
         if broken:
             self.check(self._mates[host][self._place], broken)
 
     def _has_come(self, peer: int) -> bool:
-        if not self._whole:
-            # Its counter counts barriers of all ranks. What it sent before its loop ended may still be on the way.
-            return monotonic() - self._seen_ended_s.setdefault(peer, monotonic()) < _ON_THE_WAY_S
         return reached(self._watch.page.ranks[peer].barrier_counter, self._target)
 
 

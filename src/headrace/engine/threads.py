@@ -16,7 +16,6 @@ from headrace.engine.base import Engine, RunProgress, orderly_interrupts
 from headrace.errors import HeadraceError, PeerLost, UsageError, WorkerFailed
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.ends import FinishedRanks
-from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.plan import has_backups
 from headrace.worker.main import work
 from headrace.worker.run_spec import RunSpec
@@ -47,8 +46,7 @@ class ThreadEngine(Engine):
                 "ThreadEngine has one process; use backups=0, or no engine"
             )
         ranks = len(spec.plan.roles)
-        segment = SharedSegment.create(ControlPage.nbytes(ranks), "control")
-        page = ControlPage(segment, ranks)
+        page = ControlPage.create(ranks)
         workers = spec.plan.workers
         group = ThreadGroup(workers, FinishedRanks([record.heartbeat for record in page.ranks[:workers]]))
         errors: dict[int, BaseException] = {}
@@ -84,7 +82,7 @@ class ThreadEngine(Engine):
                 raise
             finally:
                 restore_random_states(states, torch.device("cpu"))
-                segment.close()
+                page.segment.close()
         for rank, error in errors.items():  # the first explains the others
             if isinstance(error, PeerLost):
                 continue

@@ -6,9 +6,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import NoReturn
-
-__all__ = ["BackgroundThread"]
 
 _LOOK_EVERY_S = 1.0
 
@@ -20,10 +17,6 @@ class _Task:
         self.call = call
         self.ended = threading.Event()
         self.error: BaseException | None = None
-
-    def fail(self, error: BaseException) -> None:
-        """Notes why the call has failed."""
-        self.error = error
 
 
 class BackgroundThread:
@@ -91,11 +84,9 @@ class BackgroundThread:
     def _await(self, task: _Task) -> None:
         while not task.ended.wait(_LOOK_EVERY_S):
             if not self._thread.is_alive() and not task.ended.is_set():
-                _fail(self._thread.name)
-
-
-def _fail(name: str) -> NoReturn:
-    raise RuntimeError(f"the thread {name} has ended in the middle of a task, as it may when memory is short")
+                raise RuntimeError(
+                    f"the thread {self._thread.name} has ended in the middle of a task, as it may when memory is short"
+                )
 
 
 def _work(tasks: SimpleQueue[_Task | None]) -> None:
@@ -103,6 +94,6 @@ def _work(tasks: SimpleQueue[_Task | None]) -> None:
         try:
             task.call()
         except BaseException as error:  # raised again by `wait`
-            task.fail(error)
+            task.error = error
         task.ended.set()
         del task

@@ -75,6 +75,11 @@ def own_version() -> str:
     return version("headrace")
 
 
+def installed_versions() -> dict[str, str]:
+    """Returns what `versions` does, without an import of torch: its version is that of the installed package."""
+    return {"headrace": own_version(), "torch": version("torch"), "python": platform.python_version()}
+
+
 @cache
 def versions() -> Mapping[str, str]:
     """Returns the versions of "headrace", "torch" and "python"."""

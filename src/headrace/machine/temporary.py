@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["delete_all", "delete_with_process", "forget", "temporary_folder"]
-
 _folders: set[Path] = set()
 
 

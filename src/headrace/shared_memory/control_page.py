@@ -288,6 +288,11 @@ class ControlPage(Structure):
         starts = range(LINE, self.nbytes(ranks), sizeof(RankRecord))
         self.ranks = [RankRecord.from_buffer(segment.memory, start) for start in starts]
 
+    @classmethod
+    def create(cls, ranks: int, label: str = "control") -> ControlPage:
+        """Makes a page in a segment of its own, all of it 0; see `SharedSegment.create`."""
+        return cls(SharedSegment.create(cls.nbytes(ranks), label), ranks)
+
     @staticmethod
     def nbytes(ranks: int) -> int:
         """Returns the length that a page for `ranks` needs."""
@@ -298,8 +303,8 @@ def check_shared_memory() -> str | None:
     """Returns None if processes can share anonymous memory and wake each other here, else the reason."""
     try:
         require_linux()
-        segment = SharedSegment.create(ControlPage.nbytes(1), "probe")
-        page = ControlPage(segment, 1)
+        page = ControlPage.create(1, "probe")
+        segment = page.segment
         SharedSegment.open(os.getpid(), segment.descriptor, segment.nbytes).close()
         futex.wake(page.ranks[0].address_of("barrier_counter"))
         futex.wait(page.ranks[0].address_of("barrier_counter"), 1, 0.001)

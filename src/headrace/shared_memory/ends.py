@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Protocol
 
 from headrace.errors import UsageError
+
+_ON_THE_WAY_S = 5.0
 
 
 class LoopEnd(Protocol):
@@ -23,6 +26,7 @@ class FinishedRanks:
     def __init__(self, heartbeats: Sequence[LoopEnd], names: Sequence[str] | None = None) -> None:
         self._heartbeats = heartbeats
         self.names = names or [f"rank {rank}" for rank in range(len(heartbeats))]
+        self._seen_ended_s: dict[int, float] = {}
 
     def among(self, members: Sequence[int]) -> FinishedRanks:
         """Returns the same for some of the ranks, in order."""
@@ -44,6 +48,10 @@ class FinishedRanks:
         ended, waits = self._heartbeats[peer].finished, not self._heartbeats[rank].finished
         if ended and waits and not came():
             raise self.error(peer, self.names[rank])
+
+    def check_far(self, peer: int, rank: int) -> None:
+        """Does the same for a peer on another host: what it sent before its loop ended may still be on the way."""
+        self.check(peer, rank, lambda: monotonic() - self._seen_ended_s.setdefault(peer, monotonic()) < _ON_THE_WAY_S)
 
     def error(self, peer: int, waiting: str) -> UsageError:
         """Returns the error of a rank that waits for a peer whose loop has ended."""

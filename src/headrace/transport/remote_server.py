@@ -178,7 +178,9 @@ class RemoteServerTransport(ServerTransport):
         def take(slot: int) -> tuple[int, memoryview]:
             if slot in replies:
                 return self._versions[slot], replies[slot].numpy().data
-            return self._parameters_now(slot)
+            content = self._layout.parameters.of(self._content, slot)
+            # Several frames must be of one version.
+            return self._versions[slot], content if len(content) <= frames.PIECE_BYTES else memoryview(bytes(content))
 
         self.moved_bytes += self._layout.pulled.sum(slots)
         parts = frames.to_frames(message, [(slot, lengths[slot]) for slot in slots], take, blob)
@@ -292,11 +294,6 @@ class RemoteServerTransport(ServerTransport):
             peer.until = monotonic() + _FAREWELL_S
         else:
             self._write(peer, iter([control_frame(FrameKind.WELCOME)]), 0)
-
-    def _parameters_now(self, slot: int) -> tuple[int, memoryview]:
-        content = self._layout.parameters.of(self._content, slot)
-        # Several frames must be of one version.
-        return self._versions[slot], content if len(content) <= frames.PIECE_BYTES else memoryview(bytes(content))
 
     def _write(self, peer: _Peer, parts: Iterator[Frame], owed: int) -> None:
         peer.waiting.append((owed, parts))

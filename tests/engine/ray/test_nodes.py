@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from headrace.engine.ray.nodes import arrange, cluster_of, names_of, own_versions, require_versions
+from headrace.engine.ray.nodes import arrange, cluster_of, names_of, require_versions
 from headrace.errors import UnfitMachine
+from headrace.machine.identity import installed_versions
 
 NAMES = {"1" * 8: "a", "2" * 8: "b", "3" * 8: "c"}
 
@@ -16,7 +17,7 @@ def told(node: str, gpus: tuple[str, ...] = ()) -> dict[str, Any]:
     return {
         "node": node * 8,
         "address": f"10.0.0.{node}",
-        "versions": own_versions(),
+        "versions": installed_versions(),
         "cores": 8,
         "memory_bytes": 1 << 30,
         "gpus": list(gpus),
@@ -68,7 +69,7 @@ def test_nodes_without_a_name_have_that_of_their_machine_and_never_the_same() ->
 
 
 def test_another_version_on_a_node_is_refused_by_its_name() -> None:
-    other = {**told("2"), "versions": {**own_versions(), "torch": "1.0"}}
+    other = {**told("2"), "versions": {**installed_versions(), "torch": "1.0"}}
     require_versions([told("1")], NAMES)
     with pytest.raises(UnfitMachine, match=r"b has torch 1\.0, and this process .*; install the same on all nodes"):
         require_versions([told("1"), other], NAMES)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from engine.ray.stand_in import RayError, RayTaskError, Reference, StandIn, remote
-from headrace.engine.ray.nodes import own_versions
 from headrace.engine.ray.watch import RankWatch
 from headrace.errors import PeerLost, WorkerFailed
+from headrace.machine.identity import installed_versions
 from headrace.worker.run_spec import events_path
 
 Told = dict[str, Any]
@@ -42,7 +42,7 @@ class Ranks:
         self.started: list[tuple[int, str, str]] = []
         self.stopped: list[int] = []
         self.flag = SimpleNamespace(stop=0)
-        self.node = {"node": "spare-id", "versions": own_versions()}
+        self.node = {"node": "spare-id", "versions": installed_versions()}
         self.hosts: dict[str, str] = {}
         self._folder = folder
         self._now: dict[int, Iterator[Told]] = {}
@@ -142,7 +142,7 @@ def test_a_first_process_that_cannot_unpack_the_job_ends_the_run(ranks: Ranks, m
 
 
 def test_a_node_with_another_version_is_named_and_gets_no_process(ranks: Ranks) -> None:
-    ranks.node["versions"] = {**own_versions(), "torch": "1.0"}
+    ranks.node["versions"] = {**installed_versions(), "torch": "1.0"}
     ranks.told = [[trains(lambda: "is not started again" in ranks.notices())], [iter([TRAINS, KILLED])]]
     assert ranks.follow() == "ok"
     assert len(ranks.started) == 2
@@ -160,7 +160,7 @@ def test_no_worker_is_started_again_when_the_run_comes_to_its_end(
         # That rank 0 has ended may be told after the first look.
         if not ended or next(asked) < 2:
             raise RayError("Ray has not restarted it yet")
-        return {"node": "spare-id", "versions": own_versions()}
+        return {"node": "spare-id", "versions": installed_versions()}
 
     def killed() -> Iterator[Told]:
         yield TRAINS

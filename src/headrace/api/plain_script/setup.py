@@ -29,7 +29,7 @@ from headrace.api.verification.script_steps import record_steps
 from headrace.engine.base import NOT_ENCRYPTED
 from headrace.engine.torchrun.address import launched_rank, launched_ranks
 from headrace.engine.torchrun.agreement import require_same
-from headrace.engine.torchrun.group import LaunchedGroup
+from headrace.engine.torchrun.engine import join_group
 from headrace.engine.torchrun.refusal import tell_uncaught
 from headrace.errors import UnknownName, UsageError
 from headrace.machine.identity import versions
@@ -139,7 +139,7 @@ class _Script:
     def __init__(self, timeout_s: float, encrypt: bool, facts: dict[str, str]) -> None:
         tell_uncaught()
         require_same({**versions(), **facts})
-        launched = LaunchedGroup.join(timeout_s, encrypt)
+        launched = join_group(timeout_s, encrypt)
         self.meeting = Meeting(launched.host)
         self._synchronizers: list[Synchronizer] = []
         self._central: dict[int, CentralParameters] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from time import monotonic, sleep
 from typing import TypeVar
 
 from torch import Tensor
@@ -14,6 +15,10 @@ from headrace.errors import UnfitMachine
 from headrace.policies.views import Member, MemberView
 from headrace.shared_memory.barrier import MemberLost
 from headrace.shared_memory.ends import FinishedRanks
+
+_LOOK_EVERY_S = 0.01
+_NOTICED_S = 5.0
+"""How long it may take until all know that a process whose memory cannot be opened is lost."""
 
 _Result = TypeVar("_Result")
 
@@ -73,8 +78,19 @@ class Views(ABC):
         """Raises where the run has ended, or goes on without this process."""
 
     @abstractmethod
+    def check_members(self) -> None:
+        """Raises what `check` does, and a MemberLost where a member is lost."""
+
     def explain(self, problem: UnfitMachine) -> Exception:
         """Returns what to raise where a member's memory cannot be opened: a MemberLost if a member is lost."""
+        give_up = monotonic() + _NOTICED_S
+        while monotonic() < give_up:
+            try:
+                self.check_members()
+            except MemberLost as lost:
+                return lost
+            sleep(_LOOK_EVERY_S)
+        return problem
 
     @abstractmethod
     def close(self) -> None:

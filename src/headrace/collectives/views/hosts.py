@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from time import monotonic, sleep
 from typing import NoReturn
 
 from headrace.collectives.base import HostMap
@@ -24,10 +23,6 @@ from headrace.policies.views import Member, MemberView
 from headrace.shared_memory.barrier import MemberLost
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.ends import FinishedRanks
-
-_LOOK_EVERY_S = 0.02
-_NOTICED_S = 5.0
-"""How long it may take until all know that a process whose memory cannot be opened is lost."""
 
 
 class HostViews(Views):
@@ -168,27 +163,17 @@ class HostViews(Views):
     def check(self) -> None:
         self._membership.check()
 
-    def _check_view(self) -> None:
-        """Raises a MemberLost where the members are about to change."""
+    def check_members(self) -> None:
+        # Also where the members are about to change.
         if not self._joins:
             self._membership.check(self.view.number)
 
     def _is_changing(self) -> bool:
         try:
-            self._check_view()
+            self.check_members()
         except MemberLost:
             return True
         return False
-
-    def explain(self, problem: UnfitMachine) -> Exception:
-        give_up = monotonic() + _NOTICED_S
-        while monotonic() < give_up:
-            try:
-                self._check_view()
-            except MemberLost as lost:
-                return lost
-            sleep(_LOOK_EVERY_S)
-        return problem
 
     def close(self, after: Member | None = None) -> None:
         """Releases memory and connections; where `after` is given, when that member has done so or is lost."""
@@ -199,7 +184,7 @@ class HostViews(Views):
 
     def _form(self, tell: Callable[[str], Sequence[str]]) -> None:
         ranks = [rank for rank, _ in self.view.members]
-        watch = Watch(self._page, self._check_view, self._accuse, self._timeout_s)
+        watch = Watch(self._page, self.check_members, self._accuse, self._timeout_s)
         own = self.view.members.index(self.me)
         self.now = MultiHostGroup(watch, own, self._home(ranks), tell, ranks, self.ends.among(ranks))
 

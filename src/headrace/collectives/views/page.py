@@ -29,8 +29,6 @@ from headrace.shared_memory.segment import SharedSegment
 
 _LOOK_EVERY_S = 0.001
 _CHANGES_EVERY_S = 0.02
-_NOTICED_S = 5.0
-"""How long it may take until the launcher tells that a process whose memory cannot be opened is lost."""
 
 
 class PageViews(Views):
@@ -110,15 +108,11 @@ class PageViews(Views):
     def check(self) -> None:
         self._check()
 
-    def explain(self, problem: UnfitMachine) -> Exception:
-        deadline = monotonic() + _NOTICED_S
-        while monotonic() < deadline:
-            for rank, _ in self.view.members:
-                if self.is_gone(rank):
-                    return MemberLost(rank)
-            self._check()
-            sleep(_LOOK_EVERY_S)
-        return problem
+    def check_members(self) -> None:
+        for rank, _ in self.view.members:
+            if self.is_gone(rank):
+                raise MemberLost(rank)
+        self._check()
 
     def close(self) -> None:
         self.now.close()

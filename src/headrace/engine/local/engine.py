@@ -37,7 +37,8 @@ from headrace.policies.roles import threads_per_worker
 from headrace.worker.run_spec import RunSpec, log_path
 
 if TYPE_CHECKING:
-    # For the type alone: it imports torch.
+    # For the types alone: they import torch.
+    from headrace.shared_memory.control_page import ControlPage
     from headrace.spec.plan import Role
 
 _SPARE = 16
@@ -93,22 +94,20 @@ class LocalEngine(Engine):
             self._busy.release()
 
     def _run(self, spec: RunSpec, progress: Callable[[RunProgress], None]) -> str:
-        # Not before, because they import torch.
+        # Not before, because it imports torch.
         from headrace.shared_memory.control_page import ControlPage
-        from headrace.shared_memory.segment import SharedSegment
 
         if not self._closed and not self._fork_server.is_alive():
             # It ended in an earlier run, which has raised an error.
             self._fork_server.close()
             self._fork_server = ForkServer()
         ranks = len(spec.plan.roles) + _spare(spec)
-        segment = SharedSegment.create(ControlPage.nbytes(ranks), "control")
-        page = ControlPage(segment, ranks)
+        page = ControlPage.create(ranks)
         watched_end, lifeline = os.pipe()
         try:
             with (
                 orderly_interrupts(page) as interrupts,
-                closing(ProcessLauncher(spec, self._fork_server, segment.descriptor, ranks, watched_end)) as launcher,
+                closing(ProcessLauncher(spec, self._fork_server, page, watched_end)) as launcher,
             ):
                 self.settled = False
                 for role in spec.plan.roles:
@@ -123,7 +122,7 @@ class LocalEngine(Engine):
         finally:
             for descriptor in (watched_end, lifeline):
                 os.close(descriptor)
-            segment.close()
+            page.segment.close()
 
 
 def _spare(spec: RunSpec) -> int:
@@ -196,7 +195,7 @@ def _inherited() -> tuple[dict[str, str], set[int]]:
 class ProcessLauncher:
     """Starts the processes of one run, and those that replace lost ones."""
 
-    def __init__(self, spec: RunSpec, fork_server: ForkServer, control: int, ranks: int, lifeline: int) -> None:
+    def __init__(self, spec: RunSpec, fork_server: ForkServer, page: ControlPage, lifeline: int) -> None:
         # Not before, because it imports torch.
         from headrace.engine.shipping import pack
         from headrace.internals import COMPILER, INDUCTOR
@@ -204,8 +203,8 @@ class ProcessLauncher:
 
         self._spec = spec
         self._fork_server = fork_server
-        self._descriptors = [control, lifeline]
-        self._ranks = ranks
+        self._descriptors = [page.segment.descriptor, lifeline]
+        self._ranks = len(page.ranks)
         # What this process needed to check the job its workers need, too.
         names = [name for name in sys.modules if name.partition(".")[0] in _LIBRARIES]
         names += [COMPILER] if has_compiler() else []

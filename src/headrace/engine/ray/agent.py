@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import socket
 import subprocess
 import sys
@@ -15,13 +14,12 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from headrace.engine.local.fork_server import environment_of_workers
 from headrace.machine import disk
-from headrace.machine.identity import host_name
+from headrace.machine.identity import host_name, installed_versions
 from headrace.machine.resources import cores, spare_memory_bytes
 
 _WATCH_S = 1.0
@@ -46,12 +44,11 @@ class RankAgent:
         """Returns what its node has and is."""
         import ray
 
-        found = {name: version(name) for name in ("headrace", "torch")} | {"python": platform.python_version()}
         return {
             "node": ray.get_runtime_context().get_node_id(),
             "address": ray.util.get_node_ip_address(),
             "host": host_name(),
-            "versions": found,
+            "versions": installed_versions(),
             "cores": cores(),
             "memory_bytes": spare_memory_bytes(),
             "gpus": [str(index) for index in ray.get_gpu_ids()],

@@ -135,8 +135,7 @@ class RayEngine(Engine):
 
     def run(self, spec: RunSpec, progress: Callable[[RunProgress], None]) -> str:
         # Not before, because it imports torch.
-        from headrace.engine.ray.metrics import RunGauges
-        from headrace.engine.ray.run import RayRun
+        from headrace.engine.ray.run import RayRun, RunGauges
 
         assert self._placed
         run = RayRun(spec, self._placed.agents, self._placed.places, self._placed.encrypt)

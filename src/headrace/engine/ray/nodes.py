@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from itertools import chain, zip_longest
 from typing import Any
 
 from headrace.devices import GPU, HOST
 from headrace.errors import UnfitMachine
+from headrace.machine.identity import installed_versions
 from headrace.spec.cluster import Cluster, Host
 
 Description = Mapping[str, Any]
@@ -45,14 +44,9 @@ def names_of(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {key: name if names.count(name) == 1 else f"{name}-{key[:6]}" for key, name in given.items()}
 
 
-def own_versions() -> dict[str, str]:
-    """Returns the versions that all nodes must have."""
-    return {name: version(name) for name in ("headrace", "torch")} | {"python": platform.python_version()}
-
-
 def require_versions(told: Sequence[Description], names: Mapping[str, str]) -> None:
     """Raises UnfitMachine for a node whose versions are not this process's."""
-    for what, mine in own_versions().items():
+    for what, mine in installed_versions().items():
         for each in told:
             if each["versions"][what] != mine:
                 raise UnfitMachine(

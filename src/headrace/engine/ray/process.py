@@ -23,8 +23,7 @@ from headrace.engine.base import LEFT, RunProgress
 from headrace.engine.local.fork_server_main import load
 from headrace.engine.local.process import redirect
 from headrace.engine.shipping import unpack
-from headrace.engine.torchrun.engine import LaunchedEngine
-from headrace.engine.torchrun.group import LaunchedGroup
+from headrace.engine.torchrun.engine import LaunchedEngine, join_group
 from headrace.errors import HeadraceError, JobError, PeerLost, user_traceback
 from headrace.machine import disk
 from headrace.machine.identity import machine_identity
@@ -115,7 +114,7 @@ def _unpacked(request: Mapping[str, Any], code: bytes, data: bytes) -> RunSpec:
 def _run(spec: RunSpec, request: Mapping[str, Any], says: IO[str], leaves: threading.Event) -> str:
     # Any of these may be lost.
     elastic = spec.plan.min_workers > 0
-    group, over = LaunchedGroup.join(spec.timeout_s, request["encrypt"], relays=elastic), threading.Event()
+    group, over = join_group(spec.timeout_s, request["encrypt"], relays=elastic), threading.Event()
     engine = LaunchedEngine(group, request["threads"])
 
     def tell() -> None:

@@ -12,6 +12,7 @@ from time import monotonic
 from typing import Any
 
 import ray
+from ray.util.metrics import Gauge
 
 from headrace.engine.base import RunProgress, Stoppable
 from headrace.engine.ray.connection import answers
@@ -28,6 +29,25 @@ from headrace.machine.identity import machine_identity
 from headrace.worker.run_spec import RunSpec
 
 _ANSWER_S = 30.0
+_TAGS = ("run", "strategy")
+
+
+class RunGauges:
+    """Steps, examples and the loss of one run, as gauges of Ray's metrics with the run's directory and strategy."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        tags = {"run": spec.run_dir.name, "strategy": spec.plan.strategy}
+        self._step = Gauge("headrace_step", "Steps that are done.", _TAGS)
+        self._examples = Gauge("headrace_examples", "Examples that all workers have done.", _TAGS)
+        self._loss = Gauge("headrace_loss", "The last loss of the first worker that has one.", _TAGS)
+        for gauge in (self._step, self._examples, self._loss):
+            gauge.set_default_tags(tags)
+
+    def show(self, progress: RunProgress) -> None:
+        """Sets the gauges."""
+        self._step.set(progress.step)
+        self._examples.set(progress.examples)
+        self._loss.set(progress.loss)
 
 
 class RayRun:
@@ -47,7 +67,7 @@ class RayRun:
         # By it a node sees whether it has the run's directory.
         self._mark = tempfile.NamedTemporaryFile(dir=spec.run_dir, prefix="seen-")  # noqa: SIM115  (as long as the run)
         self._wanted = str(spec.run_dir), Path(self._mark.name).name
-        folders = self._folders()
+        folders = answers([agent.folder.remote(*self._wanted) for agent in agents], _ANSWER_S)
         unseen = {place.host for place, folder in zip(places, folders, strict=True) if folder != str(spec.run_dir)}
         if unseen and (spec.checkpoints or spec.resume):
             raise UsageError(
@@ -71,22 +91,17 @@ class RayRun:
 
     def follow(self, flag: Stoppable, progress: Callable[[RunProgress], None]) -> str:
         """Returns how the run has ended; raises for the first process that failed."""
-        watch = RankWatch(self._spec, self._agents, flag, self._start, progress, self._write_to, self._hosts)
+
+        def write_to(rank: int, folder: str) -> None:
+            self.mirror.follow(rank, self._agents[rank], folder)
+
+        watch = RankWatch(self._spec, self._agents, flag, self._start, progress, write_to, self._hosts)
         try:
             watch.follow()
             return watch.status
         finally:
             self.mirror.finish(_ANSWER_S)
             self._mark.close()
-
-    def _folders(self) -> list[str]:
-        """Returns the directory that each rank's node has for the run."""
-        found: list[str] = answers([agent.folder.remote(*self._wanted) for agent in self._agents], _ANSWER_S)
-        return found
-
-    def _write_to(self, rank: int, folder: str) -> None:
-        """Takes notice that a rank's process writes to a folder of its node."""
-        self.mirror.follow(rank, self._agents[rank], folder)
 
     def _start(self, rank: int, store: str, node: str) -> Any:
         """Has a rank's process begin, which joins the others at a `store` other than rank 0's where one is named.

@@ -100,7 +100,9 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, str] | None:
         **_ranks("slurm", _number(environment, "SLURM_PROCID"), int(tasks)),
         "LOCAL_RANK": str(_number(environment, "SLURM_LOCALID")),
         "LOCAL_WORLD_SIZE": str(per_node[node]),
-        "MASTER_ADDR": "127.0.0.1" if len(per_node) == 1 else _slurm_first_host(environment),
+        "MASTER_ADDR": (
+            "127.0.0.1" if len(per_node) == 1 else first_host(_slurm_value(environment, "NODELIST", "NODELIST"))
+        ),
         "MASTER_PORT": _port(job + 1000 * step),
     }
     # As SLURM's own messages name it.
@@ -117,10 +119,6 @@ def _bound_cores(environment: Mapping[str, str]) -> str:
     for mask in masks:
         together |= int(mask, 16)
     return str(together.bit_count())
-
-
-def _slurm_first_host(environment: Mapping[str, str]) -> str:
-    return first_host(_slurm_value(environment, "NODELIST", "NODELIST"))
 
 
 def _slurm_value(environment: Mapping[str, str], of_step: str, of_job: str) -> str:

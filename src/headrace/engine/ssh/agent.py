@@ -11,21 +11,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import select
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from headrace.errors import PeerLost
 from headrace.machine import disk
-from headrace.machine.identity import host_name
+from headrace.machine.identity import host_name, installed_versions
 
 HELLO = "headrace agent: "
 GRACE_S = 10.0
@@ -44,11 +42,10 @@ def main() -> None:
 
 
 def _hello(script: Path, port: int) -> dict[str, Any]:
-    found = {name: version(name) for name in ("headrace", "torch")} | {"python": platform.python_version()}
     digest = hashlib.sha256(script.read_bytes()).hexdigest() if disk.is_file(script) else "nothing"
     # What sshd says: addresses and ports of the client and of this host.
     address = os.environ.get("SSH_CONNECTION", "").split()[2:3]
-    facts = {"host": host_name(), "versions": found, "script": digest, "address": "".join(address)}
+    facts = {"host": host_name(), "versions": installed_versions(), "script": digest, "address": "".join(address)}
     with socket.socket(socket.AF_INET6 if ":" in facts["address"] else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,47 +1,27 @@
-"""The processes that a launcher has started: how each finds the others and does its part."""
+"""The processes that a launcher has started, as one of them sees them, which does its part with them."""
 
 from __future__ import annotations
 
-import itertools
-import json
-import os
-import threading
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from time import monotonic
 
-from headrace.collectives.base import HostMap, ProcessGroup
+from headrace.collectives.base import ProcessGroup
 from headrace.collectives.elastic import ElasticGroup, elastic_on_page, first_members
-from headrace.collectives.multi_host import MultiHostGroup, Watch
-from headrace.collectives.shared_memory import SharedMemoryGroup
+from headrace.collectives.multi_host import MultiHostGroup
 from headrace.collectives.views.group import ViewGroup
 from headrace.collectives.views.hosts import HostViews
-from headrace.engine.schedulers.alive import show_alive
-from headrace.engine.torchrun.address import own_address, start_timeout_s
 from headrace.engine.torchrun.elastic_workers.barrier import await_others, group_by_store
 from headrace.engine.torchrun.elastic_workers.leader import ViewLeader
-from headrace.engine.torchrun.elastic_workers.leader_file import STORE
-from headrace.engine.torchrun.elastic_workers.returning import come_back
 from headrace.engine.torchrun.elastic_workers.views import join_views
-from headrace.engine.torchrun.failover import BACK_S, LaunchedFailover, MemberStanding, expendable_ranks
+from headrace.engine.torchrun.failover import LaunchedFailover, MemberStanding, expendable_ranks
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.engine.torchrun.peers import LivenessWatch
-from headrace.engine.torchrun.refusal import begun
-from headrace.engine.torchrun.store import comes_back, gather, launched_store
-from headrace.errors import LeftBehind, PeerLost, PeersApart, UsageError
-from headrace.machine.identity import host_name
+from headrace.engine.torchrun.store import launched_store
+from headrace.errors import LeftBehind, PeerLost, PeersApart
 from headrace.policies.views import Member
 from headrace.shared_memory.control_page import ControlPage
-from headrace.shared_memory.segment import SharedSegment
 from headrace.worker.main import work
 from headrace.worker.run_spec import RunSpec
 from headrace.worker.server import serve
-
-_BEAT_EVERY_S = 0.25
-
-_groups = itertools.count()
-"""The same processes may form several groups; each has keys of its own in the store."""
 
 
 class LaunchedGroup:
@@ -81,48 +61,6 @@ class LaunchedGroup:
         self._agreed = 0
         self._elastic: ElasticGroup | None = None
         self._remaining: list[Member] | None = None
-
-    @classmethod
-    def join(cls, timeout_s: float, encrypt: bool = True, relays: bool = False) -> LaunchedGroup:
-        """Waits until all processes are there, or the others take this one back.
-
-        After `timeout_s` without a sign of life a process counts as lost. With `relays`, processes of one host do as
-        those of several: any of them may be lost, and started again.
-        """
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        prefix, deadline = f"headrace/{next(_groups)}", monotonic() + start_timeout_s()
-        incarnation, passed_s = 0, 0.0
-        if world > 1 and comes_back():
-            wait = partial(threading.Event().wait, _BEAT_EVERY_S)
-            incarnation, passed_s = come_back(launched_store(), prefix, rank, timeout_s + BACK_S, wait)
-        hosts = gather(host_name()) if world > 1 else [host_name()]
-        if hosts[rank] != host_name():
-            raise UsageError(
-                f"rank {rank} was on {hosts[rank]} and cannot come back on {host_name()}; start it where it was"
-            )
-        one = len(set(hosts)) == 1 and not relays
-        page = ControlPage(_segment(rank, world, shared=world > 1 and one), world)
-        # Whatever the store tells later: one that comes back must not train by itself from the begin.
-        page.ranks[rank].restarts = incarnation
-        page.ranks[rank].heartbeat.pid = os.getpid()
-        me = (rank, incarnation)
-        home = None if one else HostMap(tuple(hosts), own_address(), encrypt, timeout_s)
-        relay = None if one else _relay(prefix, page, me)
-        watch = LivenessWatch(page, me, hosts, timeout_s, deadline, relay)
-        if home is None:
-            host: ProcessGroup = _on_one_host(page, rank, watch)
-        else:
-            host = _on_several_hosts(Watch(page, watch.check, watch.accuse, timeout_s), me, home)
-        group = cls(me, hosts, host, page, prefix, watch, relay, passed_s)
-        begun.set()
-        show_alive()
-        try:
-            host.barrier()
-        except BaseException:
-            # A process whose heartbeat goes on counts as alive.
-            group.close()
-            raise
-        return group
 
     @property
     def leads(self) -> bool:
@@ -276,40 +214,3 @@ class LaunchedGroup:
         except (ConnectionError, TimeoutError) as error:
             raise PeerLost(speaker, self.hosts[speaker], f"it has not answered: {error}") from error
         return told
-
-
-def _segment(rank: int, world: int, shared: bool) -> SharedSegment:
-    """Returns the memory of the control page: this process's own, or rank 0's, which the others open."""
-    own = SharedSegment.create(ControlPage.nbytes(world), "control") if rank == 0 or not shared else None
-    if not shared:
-        assert own
-        return own
-    offers = gather(json.dumps([os.getpid(), own.descriptor, own.nbytes] if own else []))
-    return own or SharedSegment.open(*json.loads(offers[0]))
-
-
-def _relay(prefix: str, page: ControlPage, me: Member) -> HeartbeatRelay:
-    store, first = launched_store().clone(), iter([True])
-    # Without its rank 0, a run's members tell each other their marks, and the store has old ones.
-    follow = (lambda _: bool(next(first, False))) if STORE in os.environ else (lambda _: True)
-    return HeartbeatRelay(store, prefix, page, *me, follow)
-
-
-def _on_one_host(page: ControlPage, rank: int, watch: LivenessWatch) -> ProcessGroup:
-    heartbeat = page.ranks[rank].heartbeat
-
-    def beat() -> None:
-        while not watch.over.wait(_BEAT_EVERY_S):
-            heartbeat.count += 1
-
-    threading.Thread(target=beat, name="headrace-beat", daemon=True).start()
-    return SharedMemoryGroup(page, rank, watch.check)
-
-
-def _on_several_hosts(watch: Watch, me: Member, home: HostMap) -> ProcessGroup:
-    rank, incarnation = me
-    if not incarnation:
-        return MultiHostGroup(watch, rank, home, gather)
-    # The others' connections are to its predecessor, and it needs none; but they have gathered their addresses.
-    gather("")
-    return MultiHostGroup(watch, 0, replace(home, hosts=(home.hosts[rank],)), lambda text: [text], [rank])

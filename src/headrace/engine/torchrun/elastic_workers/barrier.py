@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from functools import partial
-from time import monotonic, sleep
+from time import sleep
 
 import torch
 from torch import Tensor
@@ -20,8 +21,6 @@ _DECIDED = 2
 """Numbers of the page that come before those of a meeting."""
 
 _LOOK_EVERY_S = 0.01
-_ON_THE_WAY_S = 5.0
-"""How long an answer of the store may take that was given before a member's loop ended."""
 
 
 def member_name(prefix: str, rank: int, incarnation: int) -> str:
@@ -69,7 +68,6 @@ class StoreBarrier(ElasticBarrier):
         self._check_run, self._ends = check, ends
         self._incarnation = page.ranks[rank].restarts
         self._place = (0, 0)
-        self._seen_ended_s: dict[int, float] = {}
 
     def restart(self, meeting: int) -> None:
         self._place = (meeting, 0)
@@ -83,7 +81,7 @@ class StoreBarrier(ElasticBarrier):
             told = self._store.meet(
                 f"{self._prefix}/met/{meeting}/{turn}",
                 member_name(self._prefix, self._rank, self._incarnation),
-                self._decided().numpy().tobytes() + numbers.numpy().tobytes(),
+                struct.pack("2d", self._page.stop_after, self._page.save_after) + numbers.numpy().tobytes(),
                 names,
                 check,
             )
@@ -101,9 +99,6 @@ class StoreBarrier(ElasticBarrier):
         self._page.stop_after, self._page.save_after = map(int, latest.tolist())
         return [each[_DECIDED:] for each in every]
 
-    def _decided(self) -> Tensor:
-        return torch.tensor([self._page.stop_after, self._page.save_after], dtype=torch.float64)
-
     def is_gone(self, member: int, incarnation: int) -> bool:
         return self._page.ranks[member].restarts > incarnation
 
@@ -113,11 +108,8 @@ class StoreBarrier(ElasticBarrier):
     def _check(self, members: Sequence[int]) -> None:
         self._check_run()
         for member in members:
-            self._ends.check(member, self._rank, partial(self._may_have_come, member))
-
-    def _may_have_come(self, member: int) -> bool:
-        # A member whose loop has ended waits for this one, and has come to all barriers that it was to come to.
-        return monotonic() - self._seen_ended_s.setdefault(member, monotonic()) < _ON_THE_WAY_S
+            # One whose loop has ended waits for this one, and has come to all barriers that it was to come to.
+            self._ends.check_far(member, self._rank)
 
 
 def group_by_store(
