@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import headrace as hr
 from headrace.checkpoint import CheckpointFolder
-from headrace.spec.events import WorkerStarted
+from headrace.spec.events import Stepped, WorkerStarted
 
 EXAMPLES = 50
 """Five rounds of twelve an epoch, the last of two."""
@@ -183,3 +183,22 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def stopped_at(at: int, worker: hr.Worker) -> None:
+    """The usual loop, but that it stops at the first fence from a round on."""
+    for batch in worker.batches():
+        worker.step(batch)
+        if worker.evaluation_due:
+            worker.evaluate()
+            if worker.round + 1 >= at:
+                break
+
+
+def rounds_of(run: hr.Run, rank: int | None = None) -> dict[int, int]:
+    """How many examples every round has had, of one rank or of all."""
+    rounds: dict[int, int] = {}
+    for event in run.events:
+        if isinstance(event, Stepped) and event.examples and rank in (None, event.rank):
+            rounds[event.step] = rounds.get(event.step, 0) + event.examples
+    return rounds

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 import headrace as hr
 from belongings import belongings, left_since
-from engine.lasting import lasting_job
+from engine.lasting import lasting_job, rounds_of, stopped_at
 from headrace.engine.base import Engine
 from headrace.engine.local.engine import LocalEngine
 from headrace.errors import WorkerFailed
 from headrace.parameter_server.client.client import Client
-from headrace.spec.events import Evaluated, Saved, Stepped
+from headrace.spec.events import Evaluated, Saved
 from strategies.contract_models import COUNTS, MODELS
 from strategies.contract_runs import train
 
@@ -71,15 +71,6 @@ def test_every_example_of_every_epoch_comes_once(
     assert rounds_of(run) == {round_: 2 if round_ % 7 == 6 else 4 for round_ in range(7 * epochs)}
     assert [event.step for event in run.events if isinstance(event, Saved)] == [0, 4, 8, 12, 16, 20, 21]
     assert [event.step for event in run.events if isinstance(event, Evaluated)] == [5, 10, 15, 20, 21]
-
-
-def rounds_of(run: hr.Run, rank: int | None = None) -> dict[int, int]:
-    """How many examples every round has had, of one rank or of all."""
-    rounds: dict[int, int] = {}
-    for event in run.events:
-        if isinstance(event, Stepped) and event.examples and rank in (None, event.rank):
-            rounds[event.step] = rounds.get(event.step, 0) + event.examples
-    return rounds
 
 
 @pytest.mark.parametrize(("push_every", "last"), [(1, 7), (2, 8), (3, 8)])
@@ -165,16 +156,6 @@ def test_nothing_is_left_of_what_was_under_way(engine: type[Engine], tmp_path: P
                 )
             (tmp_path / "runs").rename(tmp_path / f"run-{number}")
     assert left_since(before) == {}
-
-
-def stopped_at(at: int, worker: hr.Worker) -> None:
-    """The usual loop, but that it stops at the first fence from a round on."""
-    for batch in worker.batches():
-        worker.step(batch)
-        if worker.evaluation_due:
-            worker.evaluate()
-            if worker.round + 1 >= at:
-                break
 
 
 @pytest.mark.slow

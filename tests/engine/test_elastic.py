@@ -276,29 +276,35 @@ def test_workers_that_die_before_they_do_anything_end_the_run(monkeypatch: pytes
         hr.fit(counting_job(model=Doomed), hr.ParameterServer(1), engine=fresh)
 
 
-def test_workers_join_and_leave_a_run_that_goes_on(engine: LocalEngine, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "joins"),
+    [(hr.ParameterServer(2), 3), (Counted(2), 3), (hr.Mirrored(2, min_workers=1, max_workers=3), 2)],
+    ids=["servers", "averaging", "mirrored"],
+)
+def test_workers_join_and_leave_a_run_that_goes_on(strategy: hr.Strategy, joins: int, tmp_path: Path) -> None:
     said: list[str] = []
+    run_dir, done = tmp_path / "run", tmp_path / "done"
 
     def staff() -> None:
-        assert until(lambda: any((tmp_path / "run" / "events").glob("rank-1.jsonl")), 60)
-        said.append(ask_for_workers(tmp_path / "run", 1, 60))
-        assert until(lambda: (tmp_path / "run" / "events" / "rank-3.jsonl").exists(), 60)
-        said.append(ask_for_workers(tmp_path / "run", -2, 60))
+        assert until(lambda: any((run_dir / "events").glob("rank-1.jsonl")), 60)
+        said.append(ask_for_workers(run_dir, 1, 60))
+        new = run_dir / "events" / f"rank-{joins}.jsonl"
+        assert until(lambda: new.exists() and '"stepped"' in new.read_text(), 60)
+        said.append(ask_for_workers(run_dir, -2, 60))
         with pytest.raises(UsageError, match="a run has 1 to"):
-            ask_for_workers(tmp_path / "run", -1, 60)
+            ask_for_workers(run_dir, -1, 60)
         done.touch()
 
-    done = tmp_path / "done"
     thread = threading.Thread(target=staff)
     thread.start()
-    job = counting_job(40, model=functools.partial(Counter, done))
     with LocalEngine() as fresh:
-        run = hr.fit(job, hr.ParameterServer(2), engine=fresh, run_dir=tmp_path / "run")
+        run = hr.fit(counting_job(40, model=functools.partial(Counter, done)), strategy, engine=fresh, run_dir=run_dir)
     thread.join()
     check_counts(run, 40)
     assert [line.split(":")[0] for line in said] == ["3 workers from now on", "1 worker from now on"]
     ended = [event.rank for event in run.events if isinstance(event, WorkerEnded)]
-    assert ended == [1, 3, 0] or ended == [3, 1, 0]
+    assert sorted(ended) == [0, 1, joins]
+    assert ended[-1] == 0 or isinstance(strategy, Counted), "those that were asked to leave ended before"
 
 
 def test_a_run_in_which_workers_wait_for_each_other_takes_no_further_ones(engine: LocalEngine, tmp_path: Path) -> None:

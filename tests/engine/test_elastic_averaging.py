@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import signal
-import threading
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 import headrace as hr
-from engine.conftest import until
 from engine.test_elastic import Counted, Counter, Hand, check_counts, counting_job
 from headrace.engine.local.engine import LocalEngine
-from headrace.engine.local.scaling import ask_for_workers
-from headrace.spec.events import WorkerEnded
 
 pytestmark = pytest.mark.slow
 
@@ -36,25 +32,3 @@ def test_a_killed_server_with_a_backup_is_followed_by_it(engine: LocalEngine, tm
     job = counting_job(EPOCHS, model=partial(Counter, tmp_path / "done"))
     check_counts(hr.fit(job, Counted(3, wait=0.2, backups=1), engine=engine, on_event=hand), EPOCHS)
     assert [lost.lost for lost in hand.lost] == [3]
-
-
-def test_workers_join_and_leave_a_run_that_waits_for_all(tmp_path: Path) -> None:
-    said: list[str] = []
-
-    def staff() -> None:
-        assert until(lambda: any((tmp_path / "run" / "events").glob("rank-1.jsonl")), 60)
-        said.append(ask_for_workers(tmp_path / "run", 1, 60))
-        assert until(lambda: (tmp_path / "run" / "events" / "rank-3.jsonl").exists(), 60)
-        said.append(ask_for_workers(tmp_path / "run", -2, 60))
-        done.touch()
-
-    done = tmp_path / "done"
-    thread = threading.Thread(target=staff)
-    thread.start()
-    with LocalEngine() as fresh:
-        job = counting_job(100, model=partial(Counter, done))
-        run = hr.fit(job, Counted(2), engine=fresh, run_dir=tmp_path / "run")
-    thread.join()
-    check_counts(run, 100)
-    assert [line.split(":")[0] for line in said] == ["3 workers from now on", "1 worker from now on"]
-    assert sorted(event.rank for event in run.events if isinstance(event, WorkerEnded)) == [0, 1, 3]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -13,16 +12,15 @@ import pytest
 import torch
 
 import headrace as hr
-from engine.conftest import below, fork_servers, until
+from engine.conftest import below, fork_servers
 from engine.elastic_loops import ROUND, job, plant
 from engine.test_elastic import EXAMPLES, MARK, Counter, Hand, check_counts, counting_job, mean_of_one_killed
 from engine.victims import rank
 from headrace.checkpoint import CheckpointFolder
 from headrace.engine.local.engine import LocalEngine
-from headrace.engine.local.scaling import ask_for_workers
 from headrace.errors import InfeasiblePlan, PeerLost, UsageError, WorkerFailed
 from headrace.spec.cluster import Cluster, Host
-from headrace.spec.events import Evaluated, Lost, Notice, WorkerEnded, WorkerStarted
+from headrace.spec.events import Evaluated, Lost, Notice, WorkerStarted
 from headrace.spec.model import ModelSpec, ParameterSpec
 
 pytestmark = pytest.mark.slow
@@ -53,33 +51,6 @@ def test_lost_and_frozen_workers_are_replaced_and_every_epoch_is_complete(engine
     assert sorted(lost.lost for lost in hand.lost) == [0, 2]
     assert sum(isinstance(event, WorkerStarted) for event in run.events) >= 4
     assert [below(server) for server in fork_servers()] == [[]] * len(fork_servers())
-
-
-def test_workers_join_and_leave_on_request(engine: LocalEngine, tmp_path: Path) -> None:
-    said: list[str] = []
-    run_dir, done = tmp_path / "run", tmp_path / "done"
-
-    def staff() -> None:
-        assert until(lambda: any((run_dir / "events").glob("rank-1.jsonl")), 60)
-        said.append(ask_for_workers(run_dir, 1, 60))
-        assert until(lambda: '"stepped"' in _text(run_dir / "events" / "rank-2.jsonl"), 60)
-        said.append(ask_for_workers(run_dir, -2, 60))
-        with pytest.raises(UsageError, match="a run has 1 to"):
-            ask_for_workers(run_dir, -1, 60)
-        done.touch()
-
-    thread = threading.Thread(target=staff)
-    thread.start()
-    strategy = hr.Mirrored(2, min_workers=1, max_workers=3)
-    run = hr.fit(counting_job(40, model=functools.partial(Counter, done)), strategy, engine=engine, run_dir=run_dir)
-    thread.join()
-    check_counts(run, 40)
-    assert [line.split(":")[0] for line in said] == ["3 workers from now on", "1 worker from now on"]
-    assert [event.rank for event in run.events if isinstance(event, WorkerEnded)][-1] == 0
-
-
-def _text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
 
 
 def test_a_worker_that_dies_while_all_evaluate_and_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ import torch
 import headrace as hr
 from engine import victims
 from engine.conftest import below, fork_servers
-from engine.lasting import EXAMPLES, ROUNDS, lasting_job, left_by
+from engine.lasting import EXAMPLES, ROUNDS, lasting_job, left_by, rounds_of, stopped_at
 from engine.victims import NOTICED_S, long_job, make_job, planted_at
 from headrace.checkpoint import CheckpointFolder
 from headrace.engine.base import Engine
@@ -160,7 +161,7 @@ def assert_ended_in_order(run: hr.Run) -> None:
     first, saved = (event for event in run.events if isinstance(event, Saved))
     assert CheckpointFolder(run.run_dir / "checkpoints").steps() == (first.step, saved.step)
     assert first.step == 0 < saved.step
-    assert rounds_of(run.events) == dict.fromkeys(range(saved.step), 8), "whole rounds"
+    assert rounds_of(run) == dict.fromkeys(range(saved.step), 8), "whole rounds"
 
 
 @pytest.mark.slow
@@ -179,50 +180,19 @@ def test_to_ask_one_process_to_end_is_to_ask_the_run(engine: LocalEngine, rank: 
     assert_ended_in_order(hr.fit(long_job(), REGIMES["asynchronous"], engine=engine, run_dir=tmp_path, on_event=ask))
 
 
-def rounds_of(events: Any) -> dict[int, int]:
-    """How many examples every round has had."""
-    rounds: dict[int, int] = {}
-    for event in events:
-        if isinstance(event, Stepped):
-            rounds[event.step] = rounds.get(event.step, 0) + event.examples
-    return rounds
-
-
-def stopped_at(at: int) -> Callable[[hr.Worker], None]:
-    """The usual loop, but that it stops at the first fence from a round on."""
-
-    def loop(worker: hr.Worker) -> None:
-        for batch in worker.batches():
-            worker.step(batch)
-            if worker.evaluation_due:
-                worker.evaluate()
-                if worker.round + 1 >= at:
-                    break
-
-    return loop
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cnn", "plain"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_to_go_on_in_lock_step_is_no_interruption(tmp_path: Path, workers: int, kind: str, engine: LocalEngine) -> None:
     strategy = hr.ParameterServer(workers, staleness_bound=0)
-    whole = hr.launch(
-        stopped_at(99), lasting_job(kind), strategy, engine=engine, run_dir=tmp_path / "whole", checkpoints=EVERY_FOUR
-    )
-    first = hr.launch(
-        stopped_at(5), lasting_job(kind), strategy, engine=engine, run_dir=tmp_path / "parts", checkpoints=EVERY_FOUR
-    )
-    assert first.summary.steps == 5
-    run = hr.launch(
-        stopped_at(99),
-        lasting_job(kind),
-        strategy,
-        engine=engine,
-        run_dir=tmp_path / "parts",
-        checkpoints=EVERY_FOUR,
-        resume=True,
-    )
+
+    def train(until: int, folder: str, resume: bool = False) -> hr.Run:
+        loop, arguments = functools.partial(stopped_at, until), {"checkpoints": EVERY_FOUR, "resume": resume}
+        return hr.launch(loop, lasting_job(kind), strategy, engine=engine, run_dir=tmp_path / folder, **arguments)
+
+    whole = train(99, "whole")
+    assert train(5, "parts").summary.steps == 5
+    run = train(99, "parts", resume=True)
     assert left_by(run) == left_by(whole)
     assert left_by(run)[0] == ROUNDS
 
@@ -231,11 +201,11 @@ def test_to_go_on_in_lock_step_is_no_interruption(tmp_path: Path, workers: int, 
 @pytest.mark.parametrize("strategy", list(REGIMES.values())[1:], ids=list(REGIMES)[1:])
 def test_to_go_on_by_oneself_visits_every_example_once(tmp_path: Path, strategy: hr.Strategy) -> None:
     arguments: dict[str, Any] = {"engine": hr.ThreadEngine(), "run_dir": tmp_path, "checkpoints": EVERY_FOUR}
-    first = hr.launch(stopped_at(5), lasting_job("plain"), strategy, **arguments)
-    assert rounds_of(first.events) == {**dict.fromkeys(range(4), 12), 4: 2}
-    run = hr.launch(stopped_at(99), lasting_job("plain"), strategy, **arguments, resume=True)
-    assert rounds_of(run.events) == {round_: 2 if round_ % 5 == 4 else 12 for round_ in range(ROUNDS)}
-    assert sum(rounds_of(run.events).values()) == 3 * EXAMPLES
+    first = hr.launch(functools.partial(stopped_at, 5), lasting_job("plain"), strategy, **arguments)
+    assert rounds_of(first) == {**dict.fromkeys(range(4), 12), 4: 2}
+    run = hr.launch(functools.partial(stopped_at, 99), lasting_job("plain"), strategy, **arguments, resume=True)
+    assert rounds_of(run) == {round_: 2 if round_ % 5 == 4 else 12 for round_ in range(ROUNDS)}
+    assert sum(rounds_of(run).values()) == 3 * EXAMPLES
     assert run.summary.steps == ROUNDS
 
 
@@ -308,7 +278,7 @@ def test_patience_comes_to_its_end(any_engine: Engine, strategy: hr.Strategy) ->
     run = hr.fit(job, strategy, engine=any_engine)
     assert run.status == "ok"
     assert run.summary.steps == 8 * 3
-    assert rounds_of(run.events) == dict.fromkeys(range(24), 8)
+    assert rounds_of(run) == dict.fromkeys(range(24), 8)
 
 
 def leaves(worker: hr.Worker) -> None:
@@ -375,7 +345,7 @@ def test_a_loop_that_leaves_others_waiting_is_refused(
 @pytest.mark.slow
 @every_regime
 def test_a_loop_may_end_where_all_meet(any_engine: Engine, strategy: hr.Strategy, tmp_path: Path) -> None:
-    run = hr.launch(stopped_at(8), long_job(), strategy, engine=any_engine, run_dir=tmp_path)
+    run = hr.launch(functools.partial(stopped_at, 8), long_job(), strategy, engine=any_engine, run_dir=tmp_path)
     assert run.status == "ok"
-    assert rounds_of(run.events) == dict.fromkeys(range(8), 8)
+    assert rounds_of(run) == dict.fromkeys(range(8), 8)
     assert CheckpointFolder(tmp_path / "checkpoints").steps() == (0, 8)

@@ -310,46 +310,46 @@ def page() -> Iterator[ControlPage]:
     page.segment.close()
 
 
-def test_the_second_signal_ends_the_process_at_once(page: ControlPage, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def codes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The codes with which this process would have ended."""
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     # What the other tests' engine has started is not this command's.
     monkeypatch.setattr(base, "_companions", set())
     before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        with orderly_interrupts(page) as interrupts:
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert (page.stop, interrupts.terminated, interrupts.status(page)) == (1, True, TERMINATED)
-            assert ended == []
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert ended == [], "an echo of the first"
-            now = time.monotonic()
-            monkeypatch.setattr(base, "monotonic", lambda: now + ECHO_S + 0.01)
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert ended == [143]
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    yield ended
+    signal.signal(signal.SIGTERM, before)
+
+
+def kill_after_the_echo(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(base, "monotonic", lambda: now + ECHO_S + 0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_the_second_signal_ends_the_process_at_once(
+    page: ControlPage, codes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with orderly_interrupts(page) as interrupts:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (page.stop, interrupts.terminated, interrupts.status(page)) == (1, True, TERMINATED)
+        assert codes == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert codes == [], "an echo of the first"
+        kill_after_the_echo(monkeypatch)
+        assert codes == [143]
 
 
 def test_an_echo_after_the_run_does_not_break_off_the_commands_end(
-    page: ControlPage, monkeypatch: pytest.MonkeyPatch
+    page: ControlPage, codes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended: list[int] = []
-    monkeypatch.setattr(os, "_exit", ended.append)
-    # What the other tests' engine has started is not this command's.
-    monkeypatch.setattr(base, "_companions", set())
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        with orderly_interrupts(page):
-            os.kill(os.getpid(), signal.SIGTERM)
+    with orderly_interrupts(page):
         os.kill(os.getpid(), signal.SIGTERM)
-        assert ended == []
-        now = time.monotonic()
-        monkeypatch.setattr(base, "monotonic", lambda: now + ECHO_S + 0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert ended == [143]
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert codes == []
+    kill_after_the_echo(monkeypatch)
+    assert codes == [143]
 
 
 def test_one_that_comes_to_the_group_too(tmp_path: Path) -> None:

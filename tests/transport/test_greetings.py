@@ -7,6 +7,7 @@ import os
 import select
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from time import monotonic
 
 import pytest
@@ -14,12 +15,12 @@ import pytest
 from belongings import descriptors
 from headrace.transport import base as seam
 from headrace.transport import local_server as local_port
-from headrace.transport.base import ClientTransport, ServerTransport, Slots, TransportLayout
+from headrace.transport.base import ServerTransport, Slots, TransportLayout
 from headrace.transport.local_client import LocalClientTransport
 from headrace.transport.local_server import LocalServerTransport
 from headrace.transport.remote_client import RemoteClientTransport
 from transport.test_local_port import caller
-from transport.ways import DEADLINE_S, SECRET, WAYS, join, mail_of, next_of, open_link, open_port
+from transport.ways import DEADLINE_S, SECRET, WAYS, join, open_link, open_port, still_served
 
 SLOTS = Slots([8])
 
@@ -43,14 +44,6 @@ def local() -> Iterator[LocalServerTransport]:
     port.close()
 
 
-def still_served(port: ServerTransport, link: ClientTransport) -> None:
-    link.send(b"here")
-    (mail,) = mail_of(port, 1)
-    port.send(mail.peer, b"there")
-    assert join(port, lambda: next_of(link))[0] == b"there"
-    link.close()
-
-
 @pytest.mark.parametrize("theirs", [0, 2, (1 << 32) - 1])
 def test_another_protocol_is_named_with_both_numbers(
     port: ServerTransport, way: str, theirs: int, monkeypatch: pytest.MonkeyPatch
@@ -64,7 +57,8 @@ def test_another_protocol_is_named_with_both_numbers(
     assert "\n" not in str(caught.value)
     assert port.address in str(caught.value)
     monkeypatch.undo()
-    still_served(port, join(port, lambda: open_link(way, port.address, SLOTS, SLOTS)))
+    with closing(join(port, lambda: open_link(way, port.address, SLOTS, SLOTS))) as link:
+        still_served(port, link)
 
 
 def test_a_hello_of_a_longer_protocol_is_still_named(
@@ -107,6 +101,7 @@ def test_of_many_of_this_host_who_say_nothing_the_oldest_go(
         assert each.recv(10) == b""
     assert len(local._half_open) == 3
     still_served(local, link)
+    link.close()
     for each in strangers:
         each.close()
 
@@ -133,6 +128,7 @@ def test_more_links_of_this_host_than_there_may_be_are_refused(
     with pytest.raises(ConnectionError, match="has 1 links already, which is the most"):
         join(local, lambda: open_link("local", local.address, SLOTS, SLOTS))
     still_served(local, link)
+    link.close()
 
 
 @pytest.mark.parametrize("sort", ["pipe", "file", "folder", "long", "socket"])
@@ -166,6 +162,7 @@ def test_what_is_no_memory_is_not_taken_for_it(local: LocalServerTransport, sort
             heard += [mail.message for mail in local.receive(0.02)]
         assert heard == ([b""] if greeted else [])
     still_served(local, link)
+    link.close()
 
 
 def _long_memory(length: int) -> int:

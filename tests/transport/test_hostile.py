@@ -17,8 +17,8 @@ from headrace.transport.frames import FrameKind
 from headrace.transport.remote_server import RemoteServerTransport
 from transport.hostile import ATTACKS, NOTHING, SLOTS, Attacker, record
 from transport.outside import STRANGERS, Strangers, greeting
-from transport.test_remote_port import greeted, hello, link, port, raw, still_served, whole
-from transport.ways import DEADLINE_S, SECRET, mail_of
+from transport.test_remote_port import greeted, hello, link, port, raw, whole
+from transport.ways import DEADLINE_S, SECRET, mail_of, still_served
 
 __all__ = ["link", "port", "raw"]
 

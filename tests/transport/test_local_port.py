@@ -15,7 +15,7 @@ from headrace.transport import local_client
 from headrace.transport.base import ClientTransport, ReceivedMessage, Slots, TransportLayout
 from headrace.transport.local_client import LocalClientTransport
 from headrace.transport.local_server import LocalServerTransport
-from transport.ways import join, mail_of, next_of, open_link
+from transport.ways import join, mail_of, next_of, open_link, still_served
 
 SLOTS = Slots([8])
 
@@ -39,13 +39,6 @@ def caller(port: LocalServerTransport) -> socket.socket:
     made.settimeout(30)
     made.connect("\0" + port.address.removeprefix("local:"))
     return made
-
-
-def still_served(port: LocalServerTransport, link: ClientTransport) -> None:
-    link.send(b"here")
-    (mail,) = mail_of(port, 1)
-    port.send(mail.peer, b"there")
-    assert next_of(link)[0] == b"there"
 
 
 def test_another_users_server_is_refused(port: LocalServerTransport, monkeypatch: pytest.MonkeyPatch) -> None:

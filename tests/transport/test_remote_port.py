@@ -21,7 +21,7 @@ from headrace.transport.remote_client import RemoteClientTransport
 from headrace.transport.remote_server import RemoteServerTransport
 from headrace.transport.zeromq import Keys, is_loopback
 from transport.test_ports import start
-from transport.ways import DEADLINE_S, SECRET, join, mail_of, next_of, open_link
+from transport.ways import DEADLINE_S, SECRET, join, mail_of, next_of, open_link, still_served
 
 BIG = 3 << 20
 SLOTS = Slots([8, BIG])
@@ -77,15 +77,6 @@ def greeted(port: RemoteServerTransport, raw: Raw) -> zmq.Socket[bytes]:
         FrameKind.WELCOME
     )
     return made
-
-
-def still_served(port: RemoteServerTransport, link: ClientTransport) -> None:
-    """Checks that a link and its port hear each other, and the port no other link."""
-    link.send(b"here")
-    (mail,) = mail_of(port, 1)
-    assert mail.message == b"here"
-    port.send(mail.peer, b"there")
-    assert join(port, lambda: next_of(link))[0] == b"there"
 
 
 def cut_off(port: RemoteServerTransport, lines: int) -> None:

@@ -85,6 +85,15 @@ def next_of(link: ClientTransport) -> tuple[bytes, memoryview]:
     return received
 
 
+def still_served(port: ServerTransport, link: ClientTransport) -> None:
+    """Checks that a link and its port hear each other, and the port no other link."""
+    link.send(b"here")
+    (mail,) = mail_of(port, 1)
+    assert mail.message == b"here"
+    port.send(mail.peer, b"there")
+    assert join(port, lambda: next_of(link))[0] == b"there"
+
+
 def filled(length: int, seed: int) -> torch.Tensor:
     """Returns `(length,)` uint8 of noise."""
     return torch.randint(0, 256, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))

@@ -78,7 +78,7 @@ class Views(ABC):
         """Raises where the run has ended, or goes on without this process."""
 
     @abstractmethod
-    def check_members(self) -> None:
+    def _check_members(self) -> None:
         """Raises what `check` does, and a MemberLost where a member is lost."""
 
     def explain(self, problem: UnfitMachine) -> Exception:
@@ -86,7 +86,7 @@ class Views(ABC):
         give_up = monotonic() + _NOTICED_S
         while monotonic() < give_up:
             try:
-                self.check_members()
+                self._check_members()
             except MemberLost as lost:
                 return lost
             sleep(_LOOK_EVERY_S)

@@ -163,14 +163,14 @@ class HostViews(Views):
     def check(self) -> None:
         self._membership.check()
 
-    def check_members(self) -> None:
+    def _check_members(self) -> None:
         # Also where the members are about to change.
         if not self._joins:
             self._membership.check(self.view.number)
 
     def _is_changing(self) -> bool:
         try:
-            self.check_members()
+            self._check_members()
         except MemberLost:
             return True
         return False
@@ -184,7 +184,7 @@ class HostViews(Views):
 
     def _form(self, tell: Callable[[str], Sequence[str]]) -> None:
         ranks = [rank for rank, _ in self.view.members]
-        watch = Watch(self._page, self.check_members, self._accuse, self._timeout_s)
+        watch = Watch(self._page, self._check_members, self._accuse, self._timeout_s)
         own = self.view.members.index(self.me)
         self.now = MultiHostGroup(watch, own, self._home(ranks), tell, ranks, self.ends.among(ranks))
 

@@ -108,7 +108,7 @@ class PageViews(Views):
     def check(self) -> None:
         self._check()
 
-    def check_members(self) -> None:
+    def _check_members(self) -> None:
         for rank, _ in self.view.members:
             if self.is_gone(rank):
                 raise MemberLost(rank)
