@@ -18,6 +18,10 @@ class _Task:
         self.ended = threading.Event()
         self.error: BaseException | None = None
 
+    def fail(self, error: BaseException) -> None:
+        """Notes why the call has failed."""
+        self.error = error
+
 
 class BackgroundThread:
     """Runs one task at a time in a daemon thread, which is started at once, and ends by `close` or with this object.
@@ -94,6 +98,6 @@ def _work(tasks: SimpleQueue[_Task | None]) -> None:
         try:
             task.call()
         except BaseException as error:  # raised again by `wait`
-            task.error = error
+            task.fail(error)
         task.ended.set()
         del task
