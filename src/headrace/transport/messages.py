@@ -6,7 +6,6 @@ who sends   DEALER ── CURVE ──► ROUTER   who listens, and may answer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import zmq
 
@@ -15,15 +14,6 @@ from headrace.transport.zeromq import Keys, listen, make_socket, waits
 
 _NAMED = 16
 """Addresses of strangers that are named; more would fill the console."""
-
-
-@dataclass(frozen=True)
-class IncomingMessage:
-    """What has come: from where to answer to, and by which connection; None for one that has ended meanwhile."""
-
-    sender: bytes
-    connection: Connection | None
-    parts: Sequence[bytes]
 
 
 class MessageListener:
@@ -51,20 +41,20 @@ class MessageListener:
             self.close()
             raise
 
-    def messages(self) -> Iterator[IncomingMessage]:
-        """Yields what has come."""
+    def messages(self) -> Iterator[tuple[Connection | None, bytes, list[bytes]]]:
+        """Yields what has come: the connection, None for one that has ended meanwhile, the sender, and the parts."""
         while waits(self._socket):
             sender, *frames = self._socket.recv_multipart(copy=False)
             connection = self._guard.find(int(frames[-1].get(zmq.SRCFD)))
             if connection is not None:
                 self._guard.greet(connection)
                 connection.taken += sum(wire_bytes(len(frame)) for frame in frames)
-            yield IncomingMessage(sender.bytes, connection, [frame.bytes for frame in frames])
+            yield connection, sender.bytes, [frame.bytes for frame in frames]
 
-    def refuse(self, message: IncomingMessage) -> None:
+    def refuse(self, connection: Connection | None) -> None:
         """Ends the connection by which a wrong message has come, and nothing else."""
-        if message.connection is not None:
-            self._guard.disconnect(message.connection)
+        if connection is not None:
+            self._guard.disconnect(connection)
 
     def ended(self) -> list[Connection]:
         """Returns the connections that have ended; called when all messages were taken, which are from before."""

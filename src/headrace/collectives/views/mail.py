@@ -103,13 +103,13 @@ class MemberMail:
     def receive(self) -> Iterator[Mail]:
         """Yields the messages that have come."""
         # One whose connection has ended meanwhile was authenticated, too, and may have said why it ended.
-        for message in self._listener.messages():
+        for connection, _, parts in self._listener.messages():
             try:
-                sender, kind, content, known = json.loads(message.parts[0])
+                sender, kind, content, known = json.loads(parts[0])
                 self.learn({(int(rank), int(incarnation)): str(address) for rank, incarnation, address in known})
                 yield from_plain(Member, sender), str(kind), content  # type: ignore[arg-type]
             except (ValueError, IndexError, TypeError, KeyError, struct.error):
-                self._listener.refuse(message)
+                self._listener.refuse(connection)
         for member, events in self._events.items():
             if any(event in ENDS for event, _ in events.read()):
                 self.gone.add(member)

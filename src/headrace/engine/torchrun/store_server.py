@@ -29,7 +29,7 @@ from headrace.engine.torchrun.key_value import (
     failure_of,
 )
 from headrace.transport.connections import Connection
-from headrace.transport.messages import IncomingMessage, MessageListener
+from headrace.transport.messages import MessageListener
 from headrace.transport.zeromq import Keys
 
 _Caller = TypeVar("_Caller")
@@ -105,7 +105,7 @@ class StoreServer:
     ) -> None:
         self._values = dict(values)
         self._waiting: list[tuple[bytes, int, list[bytes]]] = []
-        self._left: dict[Connection | None, tuple[bytes, bytes]] = {}
+        self._left: dict[Connection, tuple[bytes, bytes]] = {}
         self._meetings: Meetings[tuple[bytes, int]] = Meetings()
         self._ending: list[tuple[bytes, int]] = []
         self._reason: bytes | None = None
@@ -131,21 +131,22 @@ class StoreServer:
             poll.register(watched, zmq.POLLIN)
         while not self._closing:
             poll.poll(_TIDY_MS)
-            for message in self._listener.messages():
-                if message.connection is None:
+            for connection, client, parts in self._listener.messages():
+                if connection is None:
                     continue  # it has ended meanwhile
                 try:
-                    self._handle(message)
+                    self._handle(connection, client, *decode(parts))
                 except (ValueError, IndexError, struct.error):
-                    self._listener.refuse(message)
+                    self._listener.refuse(connection)
             for connection in self._listener.ended():
                 if connection in self._left:
                     key, value = self._left.pop(connection)
                     self._values[key] = value
                     self._answer()
 
-    def _handle(self, message: IncomingMessage) -> None:
-        client, (operation, number, fields) = message.sender, decode(message.parts)
+    def _handle(
+        self, connection: Connection, client: bytes, operation: bytes, number: int, fields: list[bytes]
+    ) -> None:
         if operation == MEET:
             key, name, value, *members = fields
             self._end_meetings(self._meetings.arrive((client, number), key, name, value, members))
@@ -158,7 +159,7 @@ class StoreServer:
             self._values[key] = value
         elif operation == LEAVE:
             key, value = fields
-            self._left[message.connection] = key, value
+            self._left[connection] = key, value
         elif operation == LOSE:
             (name,) = fields
             self._end_meetings(self._meetings.lose(name))
