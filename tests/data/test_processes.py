@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -58,6 +59,7 @@ def test_batches_arrive_as_they_are() -> None:
         "turned": torch.arange(6).view(2, 3).t(),
         "nothing": torch.zeros(0, 4),
         7: ["a", 1, None, 2.5, (torch.tensor(3), [])],
+        "raw": (b"ab", np.array([1.5, 2.5])),
     }
     found = sent(batch)
     assert list(found) == list(batch)
@@ -67,6 +69,8 @@ def test_batches_arrive_as_they_are() -> None:
     assert found[7][:4] == ["a", 1, None, 2.5]
     assert isinstance(found[7][4], tuple)
     assert found[7][4][0] == 3
+    assert found["raw"][0] == b"ab"  # type: ignore[index]
+    assert found["raw"][1].tolist() == [1.5, 2.5]  # type: ignore[index]
     # It is this process's own memory now.
     found["image"].zero_()
     assert found["image"].sum() == 0
