@@ -96,13 +96,19 @@ class Recorder(fx.Tracer):
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Lets proxies into `isinstance`, `training`, attributes of modules and functions with their own backward."""
+        """Lets proxies into `isinstance`, `training`, attributes of modules and functions with their own backward.
+
+        torch has no hooks for these. Proxies that are tensors (a subclass with `__torch_function__`) would need no
+        `isinstance`, but what is not dispatched to them (`as_tensor`, `vmap`, scripts) would compute with their memory,
+        and its results would be recorded as constants. Here it fails, and the module is kept whole.
+        """
         apply = vars(torch.autograd.Function)["apply"]
         setting, keep = nn.Module.__setattr__, internals.checkpointed(checkpoint)
 
         def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
             if function is checkpoint.CheckpointFunction and self._listens():
-                return directly(args[0], *args[2:])
+                self.recording.recomputes = True
+                return args[0](*args[2:])
             if any(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values())):
                 return self.create_proxy("call_function", function.apply, args, kwargs)
             return apply.__get__(None, function)(*args, **kwargs)
@@ -125,10 +131,6 @@ class Recorder(fx.Tracer):
                 return keep(*args, **kwargs)
             self.recording.recomputes = True
             return (None for _ in range(1))
-
-        def directly(function: Callable[..., Any], *args: Any) -> Any:
-            self.recording.recomputes = True
-            return function(*args)
 
         with ExitStack() as stack:
             stack.enter_context(_replaced(builtins, "isinstance", is_instance))
