@@ -131,9 +131,9 @@ def words(node: ast.AST) -> list[str]:
     return []
 
 
-def floors(contributing: str) -> tuple[frozenset[str], ...]:
-    """Returns the rooms of each floor, the lowest first, from the table in CONTRIBUTING.md; "" for the front door."""
-    rows = re.findall(r"^\| *(-?\d+) *\|(.*)\|$", contributing, re.MULTILINE)
+def floors(page: str) -> tuple[frozenset[str], ...]:
+    """Returns the rooms of each floor, the lowest first, as docs/architecture.md has them; "" for the front door."""
+    rows = re.findall(r"^\| *(-?\d+) *\|(.*)\|$", page, re.MULTILINE)
     found = {int(floor): re.findall(r"`([\w.]+?)(?:/|\.py)`", cells) for floor, cells in rows}
     return tuple(frozenset("" if name == "__init__" else name for name in found[floor]) for floor in sorted(found))
 

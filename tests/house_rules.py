@@ -13,7 +13,7 @@ from house import PACKAGE, Import, Module, Modules, Rule, complaint, definitions
 
 __all__ = ["RULES"]
 
-FLOORS = floors((Path(__file__).resolve().parent.parent / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+FLOORS = floors((Path(__file__).resolve().parent.parent / "docs" / "architecture.md").read_text(encoding="utf-8"))
 FLOOR = {name: floor for floor, rooms in enumerate(FLOORS) for name in rooms}
 LOOSE = {"batches", "metrics", "targets", "tasks", "trees"}
 """Files that stand in no folder: those of one floor are one room."""

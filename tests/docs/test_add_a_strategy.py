@@ -27,8 +27,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     forgotten = shutil.ignore_patterns("docs", ".*")
     for folder in ("src", "tests", "examples", "benchmarks"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=forgotten)
-    for name in ("pyproject.toml", "CONTRIBUTING.md"):
-        shutil.copy(ROOT / name, copy)
+    (copy / "docs").mkdir()
+    for name in ("pyproject.toml", "docs/architecture.md"):
+        shutil.copy(ROOT / name, copy / name)
     for block in blocks(PAGE):
         if block.language in ("python", "diff"):
             apply(block, copy)
