@@ -136,11 +136,16 @@ class BadExample(Dataset[tuple[Tensor, Tensor]]):
 
 
 class BadStep(torch.optim.SGD):
-    """Fails when it updates (a part of) the model of `make_job`; not on the longer tensors that it is tried on."""
+    """Fails in its eighth step, the last of an epoch of `make_job`: where an optimizer is tried it makes fewer."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.steps_left = 7
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if any(0 < tensor.numel() <= 4 for group in self.param_groups for tensor in group["params"]):
+        if not self.steps_left:
             fail()
+        self.steps_left -= 1
         super().step(closure)
 
 
