@@ -155,9 +155,15 @@ def _predict(
             name: torch.from_numpy(np.ascontiguousarray(array[start : start + _SLICE]))
             for name, array in arrays.items()
         }
-        for name, output in _outputs(run, tensors, start).items():
+        stop = min(start + _SLICE, count)
+        try:
+            outputs = run(tensors)
+        except Exception as error:  # of the user's model, or of the runtime, which has a class for each status
+            examples = f"examples {start} to {stop - 1}"
+            raise DataError(f"the model cannot compute {examples}: {first_line(error)}") from error
+        for name, output in outputs.items():
             parts = found.setdefault(name, [])
-            parts.append(_by_example(name, output, len(next(iter(tensors.values()))), parts))
+            parts.append(_by_example(name, output, stop - start, parts))
     if not count:
         raise DataError("there is no example; give one at least")
     whole = {name: torch.cat(parts).numpy() for name, parts in found.items()}
@@ -182,16 +188,6 @@ def _by_example(name: str, output: Tensor, count: int, before: Sequence[Tensor])
         # numpy has no bfloat16.
         return output.float() if output.dtype == torch.bfloat16 else output
     raise DataError(f"the output {name!r} {told}; give the model a method exported() that returns a module without it")
-
-
-def _outputs(
-    run: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]], tensors: Mapping[str, Tensor], start: int
-) -> Mapping[str, Tensor]:
-    try:
-        return run(tensors)
-    except Exception as error:  # of the user's model, or of the runtime, which has a class for each status
-        last = start + len(next(iter(tensors.values()))) - 1
-        raise DataError(f"the model cannot compute examples {start} to {last}: {first_line(error)}") from error
 
 
 def _started(log: EventLog, run_dir: Path) -> RunStarted:

@@ -10,8 +10,6 @@ from statistics import mean, median, stdev
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from headrace.api.checks import JobInfo, check_options, inspect_job
 from headrace.api.fit import fit
 from headrace.api.profiling import measured, with_ready_data, without_end
@@ -357,10 +355,7 @@ class _Measuring:
     def batch(self, size: int) -> Any:
         """Returns the job's first examples, on the device."""
         batch = first_batch(self._info.job, size)
-        return batch if self.device == "cpu" else map_tensors(self._place, batch)
-
-    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device)
+        return batch if self.device == "cpu" else map_tensors(lambda tensor: tensor.to(self.device), batch)
 
 
 def _typical_of(run: Run, quickest: bool) -> _Step:

@@ -146,12 +146,14 @@ def resumption(
     with making_sense(checkpoint.path):
         job = {key: value for key, value in now["job"].items() if key not in ("optimizer", "schedule", "turns")}
         differences = [*_model_differences(checkpoint, info), *_differences("", saved["job"], job)]
-        turned = () if reset_optimizer else tuple(_turns_differences(saved["job"], now["job"]))
-        differences += turned
-        if not (reset_optimizer or turned):
-            for before, after in zip(_each_update(saved["job"]), _each_update(now["job"]), strict=True):
-                differences += _optimizer_differences(before["optimizer"], after["optimizer"])
-                differences += _schedule_differences(before["schedule"], after["schedule"])
+        turns, turns_now = saved["job"].get("turns"), now["job"].get("turns")
+        if turns != turns_now and not reset_optimizer:
+            before, after = _turns_text(turns), _turns_text(turns_now)
+            differences.append(f"sets of parameters that took turns were {before}, are {after}{_LEFT_BEHIND}")
+        elif not reset_optimizer:
+            for old, new in zip(_each_update(saved["job"]), _each_update(now["job"]), strict=True):
+                differences += _optimizer_differences(old["optimizer"], new["optimizer"])
+                differences += _schedule_differences(old["schedule"], new["schedule"])
         changes = tuple(_differences("", saved["training"], now["training"]))
         same = all(saved[key] == now[key] for key in ("strategy", "workers", "options"))
     if differences:
@@ -360,12 +362,6 @@ def _schedule_differences(saved: Mapping[str, Any] | None, now: Mapping[str, Any
     elif saved and now:
         state = {**saved["state"], "every": saved["every"]}
         yield from _differences(" of the schedule", state, {**now["state"], "every": now["every"]}, _NEW_ONE)
-
-
-def _turns_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    before, after = saved.get("turns"), now.get("turns")
-    if before != after:
-        yield f"sets of parameters that took turns were {_turns_text(before)}, are {_turns_text(after)}{_LEFT_BEHIND}"
 
 
 def _turns_text(turns: Sequence[Mapping[str, Any]] | None) -> str:

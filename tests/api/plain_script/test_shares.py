@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from headrace.api.plain_script.draws import CommonDraws
 from headrace.api.plain_script.meeting import Meeting
 from headrace.api.plain_script.shares import ShareLoader, let_others_draw
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
+from headrace.data.pipeline.collator import count_in
 from headrace.errors import UsageError
 
 NUMBERS = TensorDataset(torch.arange(22))
@@ -395,4 +396,4 @@ def test_alone_a_loader_is_as_it_was() -> None:
 
 def test_as_many_features_as_examples_do_not_count_as_examples() -> None:
     left = [torch.zeros(3, 4), torch.zeros(3, 1)]
-    assert ShareLoader._count(cast("ShareLoader", None), left, 4, cast("Any", None)) == 3
+    assert count_in(left, 4, 4)[0] == 3

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.api.probes.carried_state import probe_carried_state
+from headrace.api.probes.parts.sample import Sample
 from headrace.training.user_code.objective import Objective
 
 BATCH = torch.rand(8, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
@@ -66,6 +67,6 @@ def hooked(how: str) -> nn.Module:
     ],
 )
 def test_what_counts_calls_is_said_wherever_it_is(model: nn.Module, loss: Any, where: list[str]) -> None:
-    found = probe_carried_state(model, BATCH, Objective(loss))
+    found = probe_carried_state(Sample(model, BATCH, Objective(loss)))
     assert [each.where for each in found if "each call changes this number" in each.what] == where
     assert (CALLS, OfAll.calls) == (0, 0)

@@ -19,6 +19,7 @@ from api.probes.models import CLASSES, Cache, Codebook, Counting, Examples, Nois
 from headrace.api.checks import inspect_job
 from headrace.api.probes.finding import Finding, Scope
 from headrace.api.probes.layers import modes_text
+from headrace.api.probes.parts.sample import Sample
 from headrace.api.probes.probing import PROBES, probe, said_by
 from headrace.bench.library import declare_operators
 from headrace.errors import JobError, UsageError
@@ -278,7 +279,7 @@ def test_a_probe_leaves_everything_as_it_was(each: Any, model: Callable[[], nn.M
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     modes, before_it = [part.training for part in module.modules()], drawn()
     job = hr.Job(model, lambda _: None, (), 1, loss=nn.CrossEntropyLoss(), steps=1)
-    each(module, rows(8), objective_of(job, module))
+    each(Sample(module, rows(8), objective_of(job, module)))
     assert [part.training for part in module.modules()] == modes
     assert drawn() == before_it
     for name, tensor in module.state_dict().items():

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import headrace as hr
 from headrace.api.probes.layers import probe_draws_and_reads
+from headrace.api.probes.parts.sample import Sample
 from headrace.training.user_code.objective import Objective
 
 INPUTS = torch.randn(16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -76,7 +77,7 @@ CLEAN: dict[str, Forward] = {
 
 
 def said(forward: Forward, loss: Any = F.cross_entropy) -> list[str]:
-    findings = probe_draws_and_reads(Net(forward), (INPUTS, TARGETS), Objective(loss))
+    findings = probe_draws_and_reads(Sample(Net(forward), (INPUTS, TARGETS), Objective(loss)))
     return [each.line for each in findings if "Python reads" in each.what]
 
 

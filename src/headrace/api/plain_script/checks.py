@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from headrace.data.cache.fingerprint import fingerprint
 from headrace.errors import UsageError
 from headrace.hooks import OwnHook
 from headrace.internals import BatchNorm
-from headrace.policies.roles import bounds
+from headrace.policies.roles import split
 
 _COLUMNS = (Tensor, np.ndarray, list, tuple)
 _SAMPLED = 64
@@ -42,7 +42,11 @@ def check_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> No
     devices = {parameter.device.type for parameter in model.parameters()}
     if devices != {"cpu"}:
         raise UsageError(f"setup works on CPU models, this one is on {', '.join(sorted(devices))}; use hr.fit there")
-    _require_hooks(model)
+    for problem, names in problems_of_hooks(model).items():
+        raise UsageError(
+            f"a hook of {names_of(names)} {problem}; change .grad between loss.backward() and optimizer.step(), where "
+            "it is that of the whole batch (torch.nn.utils.clip_grad_value_, clip_grad_norm_)"
+        )
     if optimizer is None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -61,15 +65,6 @@ def check_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> No
         raise UsageError("SparseAdam takes sparse gradients, and setup sums dense ones; use Adam")
 
 
-def _require_hooks(model: nn.Module) -> None:
-    """Raises a UsageError for hooks that make another thing of a share's gradient than of the batch's."""
-    for problem, names in problems_of_hooks(model).items():
-        raise UsageError(
-            f"a hook of {names_of(names)} {problem}; change .grad between loss.backward() and optimizer.step(), where "
-            "it is that of the whole batch (torch.nn.utils.clip_grad_value_, clip_grad_norm_)"
-        )
-
-
 def say_hooks(model: nn.Module, meeting: Meeting) -> None:
     """Says that backward hooks of modules see the gradients of a share."""
     hooked = [name for name, part in model.named_modules() if internals.backward_hooks(part)]
@@ -86,19 +81,15 @@ def facts_of(
 ) -> dict[str, str]:
     """Returns what must be the same in all processes, by name: else they go through different batches."""
     shapes = [(name, tuple(each.shape), str(each.dtype)) for name, each in model.named_parameters()]
-    facts = {
-        "the model": f"{len(shapes)} parameters with digest {fingerprint(shapes)[:12]}",
-    }
+    facts = {"the model": f"{len(shapes)} parameters with digest {fingerprint(shapes)[:12]}"}
     if optimizer is not None:
         facts["the optimizer"] = f"{type(optimizer).__name__} of {len(optimizer.param_groups)} parameter groups"
-    return facts if loader is None else {**facts, **_facts_of_loader(loader)}
-
-
-def _facts_of_loader(loader: DataLoader[Any] | ShareLoader) -> Mapping[str, str]:
+    if loader is None:
+        return facts
     generator: torch.Generator | None = loader.generator
     dataset = loader.dataset
     seed = "none" if generator is None else str(generator.initial_seed())
-    return {
+    return facts | {
         "batch_size": str(loader.batch_size),
         "drop_last": str(loader.drop_last),
         "the sampler": f"{type(loader.batch_sampler).__name__} of {type(loader.sampler).__name__}",
@@ -174,15 +165,11 @@ def guard_batch_norm(model: nn.Module, shares: ShareLoader | None, meeting: Meet
     handles |= {layer: layer.register_forward_pre_hook(OwnHook(check)) for layer in layers}
 
 
-def _last_shares(shares: ShareLoader, world: int) -> tuple[list[int], list[int]] | None:
+def _last_shares(shares: ShareLoader, world: int) -> tuple[Sequence[int], Sequence[int]] | None:
     """Returns how a whole batch and the last one are divided; None where that is not known."""
     batches: Any = shares.batch_sampler
     if type(batches) is not BatchSampler or not isinstance(batches.sampler, Sized):
         return None
     left = len(batches.sampler) % batches.batch_size
     last = batches.batch_size if batches.drop_last or not left else left
-    return _divided(batches.batch_size, world), _divided(last, world)
-
-
-def _divided(count: int, world: int) -> list[int]:
-    return [stop - start for start, stop in bounds(count, (1,) * world)]
+    return split(batches.batch_size, (1,) * world), split(last, (1,) * world)

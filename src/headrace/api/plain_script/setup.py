@@ -162,11 +162,6 @@ class _Script:
         if not encrypt and len(set(launched.hosts)) > 1:
             self.meeting.say(NOT_ENCRYPTED)
 
-    def join_again(self, facts: dict[str, str]) -> None:
-        """Compares what another call of `setup` is given."""
-        self.meeting.meet(SETUP)
-        self.meeting.require_same(facts, "every process needs the same")
-
     def add(
         self,
         model: nn.Module,
@@ -249,7 +244,8 @@ def processes() -> ScriptProcesses:
 
 def _script(timeout_s: float, encrypt: bool, facts: dict[str, str]) -> _Script:
     if _scripts:
-        _scripts[0].join_again(facts)
+        _scripts[0].meeting.meet(SETUP)
+        _scripts[0].meeting.require_same(facts, "every process needs the same")
     else:
         _scripts.append(_Script(timeout_s, encrypt, facts))
     return _scripts[0]

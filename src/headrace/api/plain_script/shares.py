@@ -143,7 +143,9 @@ class ShareLoader:
                 if examples == 0:
                     batch = emptied(batch)
                 elif self.loader.collate_fn is not default_collate:
-                    examples = self._count(batch, examples, meeting)
+                    examples, said = count_in(batch, examples, examples)
+                    if said:
+                        meeting.say(said)
                 share = Delivery(examples, of, batch)
                 deliveries.add(share, epoch, index, order)
                 given = [*(one for one in given if one.lives), share]
@@ -161,12 +163,6 @@ class ShareLoader:
                 "statistics of a copy of the model) is of each process's share. hr.processes().mean(value, examples) "
                 "gives that of all, and a loader that hr.setup is not given has all examples in every process"
             )
-
-    def _count(self, batch: Any, given: int, meeting: Meeting) -> int:
-        examples, said = count_in(batch, given, given)
-        if said:
-            meeting.say(said)
-        return examples
 
     def _divide(self, batches: Iterator[Any], parts: deque[_Part], meeting: Meeting) -> Iterator[list[Any]]:
         sampler: Any = self.loader.batch_sampler

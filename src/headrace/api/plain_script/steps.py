@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,16 +14,19 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from headrace.api.plain_script.gradients import Synchronizer
 from headrace.api.plain_script.meeting import ASSIGNED, LOADED, SAVED, STEP, Meeting
-from headrace.api.plain_script.separable import require_separable
 from headrace.checkpoint.forms import pack, unpack
 from headrace.collectives.base import gather_bytes, gather_texts
 from headrace.collectives.digest import digests, ranks_apart
-from headrace.errors import UsageError
+from headrace.errors import UsageError, in_one_line
 from headrace.hooks import OwnHook
 from headrace.modules import describe
 from headrace.policies.sharding import whole
 from headrace.training.central_storage.exchange import place_parameters, share_parameters
 from headrace.trees import as_json, from_json
+
+_MIRRORED = "use strategy='mirrored', where each process updates all"
+_STEPS = 2
+"""By which it is tried whether an optimizer updates each parameter by itself; the second has the state of the first."""
 
 
 class CentralParameters:
@@ -53,7 +57,7 @@ class CentralParameters:
                 "LBFGS needs all parameters at once, and under central_storage each process updates those it owns; use "
                 "strategy='mirrored'"
             )
-        require_separable(optimizer, self._ids.difference(map(id, self._foreign)))
+        _require_separable(optimizer, self._ids.difference(map(id, self._foreign)))
         self._optimizers.append(optimizer)
         optimizer.register_state_dict_post_hook(self._whole_state)
 
@@ -131,6 +135,51 @@ class CentralParameters:
                 f"{type(optimizer).__name__} steps over parameters of which there is one copy, and every process would "
                 "do its step; give it to hr.setup, too, or use strategy='mirrored'"
             )
+
+
+def _require_separable(optimizer: torch.optim.Optimizer, owned: Container[int]) -> None:
+    """Tries a copy of an optimizer over all parameters, and one over those with the ids `owned`.
+
+    Raises:
+        UsageError: they update these in different ways, or cannot be tried.
+    """
+    # torch's own, but for LBFGS, update each parameter by itself.
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return
+    name = type(optimizer).__name__
+    try:
+        every, before, _ = _stepped(optimizer, None)
+        alone, _, places = _stepped(optimizer, owned)
+    except Exception as error:
+        raise UsageError(
+            f"{name} cannot be tried before the start ({in_one_line(error)}), so whether each process "
+            f"may update some of the parameters by itself is not known; {_MIRRORED}"
+        ) from error
+    if any(not torch.equal(alone[place], (every if place in places else before)[place]) for place in range(len(alone))):
+        raise UsageError(
+            f"{name} updates a parameter by what it sees of others, or without a gradient, and under central_storage "
+            f"each process has the gradients of those that it updates; {_MIRRORED}"
+        )
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer, owned: Container[int] | None
+) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """Returns copies of the parameters after steps on random gradients and before, and the places of the gradients."""
+    memo: dict[int, Any] = {}
+    other = object.__new__(type(optimizer))
+    # A schedule stands in for `step`, and would step the original.
+    vars(other).update({name: copy.deepcopy(value, memo) for name, value in vars(optimizer).items() if name != "step"})
+    originals = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    copies = [parameter for group in other.param_groups for parameter in group["params"]]
+    places = [place for place, original in enumerate(originals) if owned is None or id(original) in owned]
+    drawn = torch.Generator().manual_seed(0)
+    for _ in range(_STEPS):
+        gradients = [torch.randn(each.shape, generator=drawn, dtype=torch.float64).to(each.dtype) for each in copies]
+        for place, parameter in enumerate(copies):
+            parameter.grad = gradients[place] if place in places else None
+        other.step()
+    return [parameter.detach() for parameter in copies], [original.detach() for original in originals], places
 
 
 class SynchronizedSteps:

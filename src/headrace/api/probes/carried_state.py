@@ -15,14 +15,12 @@ from torch import nn
 
 from headrace import internals
 from headrace.api.probes.finding import Finding, Scope, names_of
-from headrace.batches import examples_of
+from headrace.api.probes.parts.sample import Sample
 from headrace.hooks import silenced
 from headrace.metrics import weigh
 from headrace.modules import stateful_modules
-from headrace.training.user_code.objective import Objective
-from headrace.training.user_code.trial import run_forward, trial
+from headrace.training.user_code.trial import run_forward
 from headrace.training.user_code.untouched import Counters, untouched
-from headrace.training.whole_model import cut
 from headrace.worker.attributes import AttributeWalk, attributes_of, copied, same
 from headrace.worker.guards.witness import mean_from_seed
 
@@ -34,8 +32,6 @@ COUNTED = (
     "each forward changes it, and it is neither a parameter nor a buffer, so each worker has its own, it changes with "
     "each micro-batch, and no checkpoint has it"
 )
-
-
 NUMBERED = (
     "each call changes this number (or iterator, or list), which is neither a parameter nor a buffer: each worker has "
     "its own, each micro-batch changes it, and neither checkpoints nor run.model have it"
@@ -43,37 +39,42 @@ NUMBERED = (
 _REMEDY = "keep it in a buffer (register_buffer), or return it from get_extra_state"
 
 
-def probe_carried_state(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
+def probe_carried_state(sample: Sample) -> Sequence[Finding]:
     """Compares the loss of a batch with that after another batch, which the model or the loss has seen."""
-    count = examples_of(batch)
-    half = count // 2
-    if not half:
-        return ()
-    first, second = (cut(batch, start, start + half, count, "a probe") for start in (0, half))
-    alone, _ = _loss_after(module, objective, second, None)
-    least = 8 * _epsilon(module) * abs(alone)
-    after, _ = _loss_after(module, objective, second, first)
-    findings: list[Finding] = []
+    first, second = sample.halves()
+    alone, _ = _loss_after(second, None)
+    types = {each.dtype for each in sample.module.parameters() if each.is_floating_point()}
+    least = 8 * max((torch.finfo(dtype).eps for dtype in types), default=0.0) * abs(alone)
+    after, _ = _loss_after(second, first.batch)
     if abs(after - alone) <= least:
-        findings += _counting(module, objective, first)
+        return list(_counting(first))
+    findings = []
     # Which of the two it is, is asked only where it is one of them.
-    for owner in (module, objective.loss) if abs(after - alone) > least else ():
-        after, changed = _loss_after(module, objective, second, first, owner)
-        if abs(after - alone) > least:
-            findings.append(_of_model(changed) if owner is module else _of_loss(list(changed)))
+    for owner in (sample.module, sample.objective.loss):
+        after, changed = _loss_after(second, first.batch, owner)
+        names = names_of(list(changed))
+        if abs(after - alone) > least and owner is sample.module:
+            counts = changed and all(isinstance(value, int | float) for value in changed.values())
+            where = f"the model's {names}" if changed else "the model"
+            findings.append(Finding(COUNTED if counts else CARRIED, where, _REMEDY, Scope.STATE))
+        elif abs(after - alone) > least:
+            what = "it changes from call to call, so each worker has its own, and no checkpoint has it"
+            remedy = "give an nn.Module as the loss, and keep it there in a buffer (register_buffer)"
+            findings.append(Finding(what, f"the loss ({names})" if changed else "the loss", remedy, Scope.STATE))
     return findings
 
 
-def _counting(module: nn.Module, objective: Objective, batch: Any) -> Iterator[Finding]:
+def _counting(sample: Sample) -> Iterator[Finding]:
     """Yields what counts in forward, in the loss, and in the backward pass, as hooks do: it may act later."""
-    with trial(module), untouched(objective.loss), silenced(list(module.parameters())):
+    module, objective = sample.module, sample.objective
+    with sample.trial(), silenced(list(module.parameters())):
         # What is saved is another matter.
         saved: list[Any] = [*module.parameters(), *module.buffers()]
         saved += [each for _, part in stateful_modules(module) for each in (part, vars(part))]
         models = Counters(module, saved)
         losses = Counters(objective.loss, [*models.seen, *saved])
         with torch.enable_grad():
-            total, _ = weigh(objective.of(module, batch), examples_of(batch))
+            total, _ = weigh(objective.of(module, sample.batch), sample.count)
             trained = [each for each in module.parameters() if each.requires_grad]
             if total.requires_grad:
                 torch.autograd.grad(total, trained, allow_unused=True)
@@ -82,16 +83,15 @@ def _counting(module: nn.Module, objective: Objective, batch: Any) -> Iterator[F
                 yield Finding(NUMBERED, f"{where} {names_of(names)}", _REMEDY, Scope.STATE)
 
 
-def _loss_after(
-    module: nn.Module, objective: Objective, batch: Any, before: Any | None, owner: Any = None
-) -> tuple[float, dict[str, Any]]:
+def _loss_after(sample: Sample, before: Any | None, owner: Any = None) -> tuple[float, dict[str, Any]]:
     """Returns the loss of a batch after one before it, of which the owner, or both, keep what has changed.
 
     Also the attributes of the owner that changed.
     """
+    module, objective = sample.module, sample.objective
     changed: dict[str, Any] = {}
     unsaved: dict[str, Any] = {}
-    with trial(module), untouched(objective.loss):
+    with sample.trial():
         if before is not None:
             states = [(part, part.get_extra_state()) for _, part in stateful_modules(module)]
             with ExitStack() as stack:
@@ -115,7 +115,7 @@ def _loss_after(
             for path, attribute in attributes_of(module).items() if unsaved else ():
                 if path in unsaved:
                     attribute.replace(unsaved[path])
-        return mean_from_seed(module, batch, objective), changed
+        return mean_from_seed(module, sample.batch, objective), changed
 
 
 def _unsaved(module: nn.Module) -> dict[str, Any]:
@@ -135,27 +135,3 @@ def _values(owner: Any) -> Mapping[str, Any]:
         walk.visit("", owner, None)
         found = walk.found
     return {path.lstrip("."): copied(each.value) for path, each in found.items()}
-
-
-def _epsilon(module: nn.Module) -> float:
-    types = {each.dtype for each in module.parameters() if each.is_floating_point()}
-    return max((torch.finfo(dtype).eps for dtype in types), default=0.0)
-
-
-def _of_model(changed: Mapping[str, Any]) -> Finding:
-    counts = changed and all(isinstance(value, int | float) for value in changed.values())
-    return Finding(
-        COUNTED if counts else CARRIED,
-        f"the model's {names_of(list(changed))}" if changed else "the model",
-        _REMEDY,
-        Scope.STATE,
-    )
-
-
-def _of_loss(names: list[str]) -> Finding:
-    return Finding(
-        "it changes from call to call, so each worker has its own, and no checkpoint has it",
-        f"the loss ({names_of(names)})" if names else "the loss",
-        "give an nn.Module as the loss, and keep it there in a buffer (register_buffer)",
-        Scope.STATE,
-    )

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headrace import internals
 from headrace.api.probes.finding import Finding, Scope, names_of
-from headrace.batches import examples_of
+from headrace.api.probes.parts.sample import Sample
 from headrace.checkpoint.forms import extra_states
 from headrace.internals import BatchNorm
 from headrace.modules import restore, same_values, stateful_modules
-from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.trial import loss_of, run_forward, trial
-from headrace.training.whole_model import cut
 
 _LARGE = 7.0
 """Relative change of the weights, so that forward clamps them or makes them shorter, where it ever does."""
@@ -29,48 +26,82 @@ _NUDGE = 1e-2
 """Relative change of the weights, so that a copy of them that follows them in forward has to move."""
 
 
-def probe_changing_buffers(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
+def probe_changing_buffers(sample: Sample) -> Sequence[Finding]:
     """Runs two parts of a batch in the model's own mode, and compares what forward has left."""
-    count = examples_of(batch)
-    if count < 2:
-        return ()
+    module, count = sample.module, sample.count
     watched = _watched(module)
     states = [name for name, _ in stateful_modules(module)]
     if not watched and not states:
         return ()
     start = {name: tensor.detach().clone() for name, tensor in watched.items()}
     before = extra_states(module)
-    results, kept = [], []
+    results, after = [], []
     with torch.no_grad(), _nudged(module):
         # Of other lengths, because a buffer may count examples.
         for low, high in ((0, count // 2), (count // 2 - 1, count)):
             # Both begin with the same buffers and the same random numbers.
             with trial(module):
                 versions = {name: internals.version(tensor) for name, tensor in watched.items()}
-                run_forward(module, cut(batch, low, high, count, "a probe"), objective)
+                run_forward(module, sample.part(low, high), sample.objective)
                 results.append(_changed(module, watched, versions, start))
-                kept.append(extra_states(module))
+                after.append(extra_states(module))
     first, second = results
     names = [name for name in watched if name in first or name in second]
-    differing = [name for name in names if not same_values(first.get(name, start[name]), second.get(name, start[name]))]
-    return (
-        *_findings(module, differing, [name for name in names if name not in differing]),
-        *_stateful_findings(states, before, *kept),
+    differing = {name for name in names if not same_values(first.get(name, start[name]), second.get(name, start[name]))}
+    frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    changed = [name for name in states if any(_differ(name, before, each) for each in after)]
+    by_what_it_sees = {name for name in changed if _differ(name, *after)}
+    found = (
+        (_BUFFERS_BY_SHARE, [name for name in names if name in differing - frozen]),
+        (_BUFFERS_BY_FORWARD, [name for name in names if name not in differing | frozen]),
+        (_FROZEN, [name for name in names if name in frozen]),
+        (_STATE_BY_SHARE, [name for name in changed if name in by_what_it_sees]),
+        (_STATE_BY_FORWARD, [name for name in changed if name not in by_what_it_sees]),
     )
+    return [Finding(what, names_of(names), remedy, scope) for (what, remedy, scope), names in found if names]
 
 
-def probe_written_parameters(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
+_BUFFERS_BY_SHARE = (
+    "forward changes these buffers by what it sees, which is its own share on each worker, and each micro-batch by "
+    "itself",
+    "Options(sync_buffers='mean') or 'first' (rank 0's, as DDP) makes them one on all workers that have a share; "
+    "against micro-batches (accumulate, pipeline) helps one a share alone: accumulate=1, Pipeline(micro_batches=1)",
+    Scope.SHARES,
+)
+_BUFFERS_BY_FORWARD = (
+    "each forward moves these buffers, and a micro-batch is a forward of its own",
+    "with one micro-batch a share (accumulate=1, Pipeline(micro_batches=1)) they move as on one device",
+    Scope.PIECES,
+)
+_FROZEN = (
+    "forward changes these parameters, which are frozen; workers do not exchange those",
+    "keep them as buffers (register_buffer) and use Options(sync_buffers='first')",
+    Scope.SHARES,
+)
+_STATE_BY_SHARE = (
+    "forward changes what get_extra_state returns by what it sees, which is its own share on each worker",
+    "rank 0's is saved; what all workers must agree on can be a buffer, with Options(sync_buffers='mean')",
+    Scope.SHARES,
+)
+_STATE_BY_FORWARD = (
+    "each forward changes what get_extra_state returns, and a micro-batch is a forward of its own",
+    "with one micro-batch a share (accumulate=1, Pipeline(micro_batches=1)) it changes as on one device",
+    Scope.PIECES,
+)
+
+
+def probe_written_parameters(sample: Sample) -> Sequence[Finding]:
     """Runs forward and loss, and looks which parameters that are trained they have written to."""
-    count = examples_of(batch)
+    module, count = sample.module, sample.count
     trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
-    if count < 2 or any(each.is_meta for each in trained.values()):
+    if any(each.is_meta for each in trained.values()):
         return ()
 
     def run(*pieces: tuple[int, int]) -> dict[str, Tensor]:
         """Returns what they have left of the parameters that they have written to."""
         before = {name: (internals.version(each), each.detach().clone()) for name, each in trained.items()}
-        for low, high in pieces:
-            loss_of(module, cut(batch, low, high, count, "a probe"), objective)
+        for bounds in pieces:
+            loss_of(module, sample.part(*bounds), sample.objective)
         now = dict(module.named_parameters())
         pairs = ((name, now.get(name, each), before[name]) for name, each in trained.items())
         return {
@@ -108,77 +139,10 @@ def _close(one: Tensor, other: Tensor) -> bool:
     return bool(torch.allclose(one, other, rtol=1e-5, atol=1e-7 * float(one.abs().max()) if one.numel() else 0.0))
 
 
-def _stateful_findings(
-    modules: Sequence[str], before: Mapping[str, Tensor], first: Mapping[str, Tensor], second: Mapping[str, Tensor]
-) -> Sequence[Finding]:
-    """Tells of which modules a forward changes the extra state, and whether by what it sees."""
-    changed = [name for name in modules if _differ(name, before, first) or _differ(name, before, second)]
-    differing = [name for name in changed if _differ(name, first, second)]
-    alike = [name for name in changed if name not in differing]
-    findings = []
-    if differing:
-        findings.append(
-            Finding(
-                "forward changes what get_extra_state returns by what it sees, which is its own share on each worker",
-                names_of(differing),
-                "rank 0's is saved; what all workers must agree on can be a buffer, with Options(sync_buffers='mean')",
-                Scope.SHARES,
-            )
-        )
-    if alike:
-        findings.append(
-            Finding(
-                "each forward changes what get_extra_state returns, and a micro-batch is a forward of its own",
-                names_of(alike),
-                "with one micro-batch a share (accumulate=1, Pipeline(micro_batches=1)) it changes as on one device",
-                Scope.PIECES,
-            )
-        )
-    return findings
-
-
 def _differ(module: str, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     """Tells whether two extra states of a module differ."""
     entries = {entry for entry in (*one, *other) if entry.startswith(f"extra/{module}|")}
     return any(entry not in one or entry not in other or not same_values(one[entry], other[entry]) for entry in entries)
-
-
-def _findings(module: nn.Module, differing: list[str], alike: list[str]) -> Sequence[Finding]:
-    parameters = dict(module.named_parameters())
-    frozen = [name for name in (*differing, *alike) if name in parameters]
-    differing, alike = ([name for name in names if name not in parameters] for names in (differing, alike))
-    findings = []
-    if differing:
-        findings.append(
-            Finding(
-                "forward changes these buffers by what it sees, which is its own share on each worker, and each "
-                "micro-batch by itself",
-                names_of(differing),
-                "Options(sync_buffers='mean') or 'first' (rank 0's, as DDP) makes them one on all workers that have a "
-                "share; against micro-batches (accumulate, pipeline) helps one a share alone: accumulate=1, "
-                "Pipeline(micro_batches=1)",
-                Scope.SHARES,
-            )
-        )
-    if alike:
-        findings.append(
-            Finding(
-                "each forward moves these buffers, and a micro-batch is a forward of its own",
-                names_of(alike),
-                "with one micro-batch a share (accumulate=1, Pipeline(micro_batches=1)) they move as on one device",
-                Scope.PIECES,
-            )
-        )
-    if frozen:
-        findings.append(
-            Finding(
-                "forward changes these parameters, which are frozen; workers do not exchange those",
-                names_of(frozen),
-                "keep them as buffers (register_buffer) and use Options(sync_buffers='first')",
-                Scope.SHARES,
-            )
-        )
-    return findings
 
 
 def _watched(module: nn.Module) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from headrace.api.probes.finding import Finding, Scope, names_of
 from headrace.api.probes.parts.reads import reads_of
+from headrace.api.probes.parts.sample import Sample
 from headrace.batches import call
 from headrace.data.loading.loader import Loader, as_pipeline
 from headrace.errors import JobError, UsageError
@@ -24,21 +25,19 @@ from headrace.strategies import Strategy
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.embeddings.local import LocalRows
 from headrace.training.shared_buffers.batch_norm import NO_STATISTICS
-from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.trial import drawn, loss_of, trial
 from headrace.training.user_code.watching import Operations
 
 
-def probe_draws_and_reads(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
+def probe_draws_and_reads(sample: Sample) -> Sequence[Finding]:
     """Tells whether forward or loss draws random numbers, and which lines read numbers of the batch."""
-    with trial(module):
+    with trial(sample.module):
         before = drawn()
-        with reads_of(batch) as lines:
-            loss_of(module, batch, objective)
+        with reads_of(sample.batch) as lines:
+            loss_of(sample.module, sample.batch, sample.objective)
         draws = drawn() != before
-    dropouts = [
-        name for name, layer in module.named_modules() if isinstance(layer, DropoutNd) and layer.training and layer.p
-    ]
+    layers = sample.module.named_modules()
+    dropouts = [name for name, layer in layers if isinstance(layer, DropoutNd) and layer.training and layer.p]
     reading = Finding(
         f"Python reads a number of the batch ({names_of(lines)}): each worker reads its share's, each micro-batch its "
         "own, and where it decides for several examples, the result is not that of one device",
@@ -55,11 +54,11 @@ def probe_draws_and_reads(module: nn.Module, batch: Any, objective: Objective) -
     return [finding for finding, is_found in ((reading, lines), (drawing, draws)) if is_found]
 
 
-def probe_rows(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
+def probe_rows(sample: Sample) -> Sequence[Finding]:
     """Tells which sparse embeddings begin with other random numbers than torch would draw for them."""
     found = [
         layer.spec.name
-        for layer in sparse_layers(module)
+        for layer in sparse_layers(sample.module)
         if isinstance(layer.source, LocalRows) and not len(layer.source.table) and layer.spec.init.kind != "constant"
     ]
     if not found:

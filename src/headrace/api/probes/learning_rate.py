@@ -235,11 +235,7 @@ def _base_rate(optimizer: Optimizer) -> float:
 
 
 def _rising(base: float, least: float, most: float, steps: int, optimizer: Optimizer) -> LambdaLR:
-    return LambdaLR(optimizer, partial(_factor, least / base, most / least, steps))
-
-
-def _factor(first: float, times: float, steps: int, step: int) -> float:
-    return first * float(times ** (step / (steps - 1)))
+    return LambdaLR(optimizer, lambda step: least / base * float((most / least) ** (step / (steps - 1))))
 
 
 def _judged(found: Sequence[tuple[float, float | None]]) -> LearningRates:

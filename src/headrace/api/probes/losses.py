@@ -13,15 +13,14 @@ import torch
 from torch import nn
 
 from headrace.api.probes.finding import Finding, Scope
-from headrace.batches import call, examples_of, select_target
+from headrace.api.probes.parts.sample import Sample
+from headrace.batches import call, select_target
 from headrace.errors import JobError, UsageError
 from headrace.metrics import weigh
 from headrace.report.format import plural
 from headrace.spec.job import Job, Share
-from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.trial import drawn, trial
 from headrace.training.user_code.untouched import reachable, untouched
-from headrace.training.whole_model import cut
 from headrace.worker.evaluations.loss import LossOfModel
 from headrace.worker.guards.witness import mean_from_seed, same_value
 from headrace.worker.session import objectives_of
@@ -114,21 +113,21 @@ def check_loss_of_copy(job: Job, given: nn.Module, module: nn.Module, sample: Ca
             )
 
 
-def probe_left_behind(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
+def probe_left_behind(sample: Sample) -> Sequence[Finding]:
     """Computes the loss of the same outputs again, after a forward of other examples, which another thread may run."""
-    count = examples_of(batch)
-    if count < 2 or objective.model is not None:
+    module, objective = sample.module, sample.objective
+    if objective.model is not None:
         return ()
-    first, second = (cut(batch, *bounds, count, "a probe") for bounds in ((0, count // 2), (count // 2, count)))
-    with trial(module), untouched(objective.loss):
+    first, second = sample.halves()
+    with sample.trial():
         before = drawn()
-        output, target = call(module, first, objective.inputs), select_target(first, objective.target)
+        output, target = call(module, first.batch, objective.inputs), select_target(first.batch, objective.target)
         values = []
         for _ in range(2):
             with untouched(objective.loss):
-                total, weight = weigh(objective.loss(output, target), examples_of(first))
+                total, weight = weigh(objective.loss(output, target), first.count)
             values.append(float(total) / max(float(weight), 1e-30))
-            call(module, second, objective.inputs)
+            call(module, second.batch, objective.inputs)
         if drawn() != before or same_value(values[1], values[0], module):
             return ()
     what = (

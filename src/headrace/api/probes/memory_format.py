@@ -13,7 +13,7 @@ import torch
 from headrace.api.checks import JobInfo
 from headrace.api.probes.sets import plan_of
 from headrace.batches import examples_of
-from headrace.errors import HeadraceError, JobError, UsageError
+from headrace.errors import HeadraceError, JobError, UsageError, in_one_line
 from headrace.machine.allocator import give_back
 from headrace.modules import copy_module
 from headrace.pipeline.layer_cost import clock
@@ -57,7 +57,9 @@ def settle_memory_format(
     wanted = info.job.options.memory_format
     if wanted == "preserve":
         return info, plan
-    obstacle = strategy.refuses_channels_last() or _without_images(info)
+    obstacle = strategy.refuses_channels_last()
+    if not obstacle and all(len(each.shape) != 4 for each in info.model.parameters):
+        obstacle = "it orders weights of 4 dims, those of convolutions over two dims, and the model has none"
     if wanted == "channels_last":
         if obstacle:
             raise UsageError(f"memory_format='channels_last': {obstacle}; or leave memory_format out")
@@ -79,12 +81,6 @@ def settle_memory_format(
         return info, plan
     info = replace(info, model=info.model.in_channels_last())
     return info, plan_of(strategy, info.model, cluster, info.sets)
-
-
-def _without_images(info: JobInfo) -> str:
-    if any(len(each.shape) == 4 for each in info.model.parameters):
-        return ""
-    return "it orders weights of 4 dims, those of convolutions over two dims, and the model has none"
 
 
 def _require_step(info: JobInfo, device: str) -> None:
@@ -115,8 +111,7 @@ def _choose(info: JobInfo, plan: Plan, device: str) -> FormatChoice:
     except HeadraceError:
         raise
     except Exception as error:  # whatever a user's model raises
-        said = " ".join(str(error).split())
-        line = f"memory_format: the model's own; a step to measure failed: {type(error).__name__}: {said:.200}"
+        line = f"memory_format: the model's own; a step to measure failed: {in_one_line(error)}"
         return FormatChoice(channels_last=False, line=line)
     finally:
         # The allocator of a launcher would keep it for ever.

@@ -19,11 +19,12 @@ from headrace.api.probes.layers import probe_batch_norm, probe_draws_and_reads, 
 from headrace.api.probes.losses import probe_left_behind
 from headrace.api.probes.parts.gradients import probe_gradients
 from headrace.api.probes.parts.hooks import probe_parameter_hooks
+from headrace.api.probes.parts.sample import Sample
 from headrace.api.probes.parts.split_loss import probe_split_loss, probe_split_metrics
 from headrace.api.probes.reading import probe_reading
 from headrace.batches import call, select_target
 from headrace.data.loading.loader import Loader, as_pipeline
-from headrace.errors import DataError, JobError, UsageError
+from headrace.errors import DataError, JobError, UsageError, in_one_line
 from headrace.policies.roles import pieces_of
 from headrace.spec.job import Job, Share
 from headrace.spec.plan import Plan, cuts_shares, has_stages
@@ -33,8 +34,7 @@ from headrace.training.whole_model import cut
 from headrace.worker.evaluations.accumulated import accumulates
 from headrace.worker.session import objectives_of
 
-Probe = Callable[[nn.Module, Any, Objective], Sequence[Finding]]
-"""Takes the model, a small batch and the objective; leaves the model as it was."""
+Probe = Callable[[Sample], Sequence[Finding]]
 
 PROBES: tuple[Probe, ...] = (
     probe_split_loss,
@@ -86,12 +86,13 @@ def probe(job: Job, module: nn.Module, *objectives: Objective, probes: Iterable[
         if is_plain and each not in _OF_ANY:
             continue
         try:
-            findings += each(module, share.batch, objective)
+            findings += each(Sample(module, share.batch, objective))
         except Exception as error:  # whatever a user's model raises
             findings.append(_left_out(f"the model failed on part of a batch of {share.examples} examples", error))
     if job.task is None and probe_split_loss in probes and not findings:
         # One batch of the data may be all alike; the loss of a task is a mean of any.
-        findings += [each for other in others for each in probe_split_loss(module, other.batch, objectives[0])]
+        samples = [Sample(module, other.batch, objectives[0]) for other in others]
+        findings += [each for sample in samples for each in probe_split_loss(sample)]
     # What two losses both show is said once.
     return tuple(dict.fromkeys(findings))
 
@@ -135,9 +136,8 @@ def _some_shares(job: Job, data: Any, module: nn.Module | None, most: int) -> li
 
 
 def _left_out(reason: str, error: Exception) -> Finding:
-    said = " ".join(str(error).split())
     return Finding(
-        f"{reason}: {type(error).__name__}: {said:.200}",
+        f"{reason}: {in_one_line(error)}",
         "not probed",
         "compare a short run with one_device yourself",
         Scope.EQUALITY,

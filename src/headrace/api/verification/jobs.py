@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol, runtime_checkable
@@ -24,7 +24,7 @@ from headrace.spec.options import Options
 from headrace.spec.parameter_sets import ParameterSet
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.user_code.untouched import untouched
-from headrace.trees import map_leaves
+from headrace.trees import map_leaves, tensors_of
 from headrace.worker.attributes import attributes_of, copied, same
 from headrace.worker.evaluations.loss import with_loss
 from headrace.worker.session import build_module, seed_torch
@@ -61,22 +61,15 @@ def shorten(job: Job, rounds: int, batch: int | None = None, examples: int | Non
     )
 
 
-@dataclass(frozen=True)
-class _Built:
-    """Builds a job's model, and changes it."""
-
-    build: Callable[[], nn.Module]
-    change: Change
-
-    def __call__(self) -> nn.Module:
-        return self.change(self.build())
+def _build_changed(build: Callable[[], nn.Module], change: Change) -> nn.Module:
+    return change(build())
 
 
 def with_model(job: Job, change: Change) -> Job:
     """Returns the job whose model is changed when it is built; of one that is given, it is a copy."""
     if isinstance(job.model, nn.Module):
         return replace(job, model=change(copy_module(job.model)))
-    return replace(job, model=_Built(job.model, change))
+    return replace(job, model=partial(_build_changed, job.model, change))
 
 
 def doubled(job: Job) -> Job:
@@ -111,19 +104,12 @@ def _in_double(data: Any) -> InputPipeline:
     collator = pipeline.batching.collate
     if collator is None or isinstance(collator.function, _Keeps):
         return pipeline
-    return replace(
-        pipeline, batching=replace(pipeline.batching, collate=replace(collator, function=_Wide(collator.function)))
-    )
+    wide = replace(collator, function=partial(_collate_widened, collator.function))
+    return replace(pipeline, batching=replace(pipeline.batching, collate=wide))
 
 
-@dataclass(frozen=True)
-class _Wide:
-    """A collator whose batches are in double precision."""
-
-    function: Callable[..., Any]
-
-    def __call__(self, examples: Any, **given: Any) -> Any:
-        return _widened(self.function(examples, **given))
+def _collate_widened(function: Callable[..., Any], examples: Any, **given: Any) -> Any:
+    return _widened(function(examples, **given))
 
 
 @runtime_checkable
@@ -187,17 +173,10 @@ def affordable_batch(job: Job, module: nn.Module, seconds: float) -> int:
     with torch.random.fork_rng(devices=[]):
         began = perf_counter()
         output = call(module, share.batch, job.inputs)
-        tensors = [each for each in _leaves(output) if each.requires_grad]
+        tensors = [each for each in tensors_of(output) if each.requires_grad]
         torch.autograd.backward([each.sum() for each in tensors])
         each_s = (perf_counter() - began) / share.examples
     return min(job.global_batch_size, max(_TIMED, int(seconds / each_s)))
-
-
-def _leaves(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    parts = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, tuple | list) else ()
-    return [leaf for part in parts for leaf in _leaves(part)]
 
 
 def random_layers(module: nn.Module) -> str:
@@ -241,32 +220,14 @@ def _without_optimizer(job: Job) -> Job:
 
 def _mean_square(output: Any, target: Any) -> Tensor:
     """A loss without a state, a mean over examples: of the squares of every number that the model returns."""
-    if isinstance(output, Tensor):
-        return output.square().mean()
-    parts = output.values() if isinstance(output, Mapping) else output
-    return torch.stack([_mean_square(part, None) for part in parts if _holds(part)]).sum()
+    return torch.stack([each.square().mean() for each in tensors_of(output) if each.is_floating_point()]).sum()
 
 
-def _holds(tree: Any) -> bool:
-    if isinstance(tree, Tensor):
-        return tree.is_floating_point()
-    return isinstance(tree, Mapping | tuple | list) and bool(tree)
-
-
-def _without_loss(job: Job) -> Job:
-    return replace(job, task=None, loss=_mean_square, metrics=None, eval_data=None)
-
-
-@dataclass(frozen=True)
-class _Pinned:
-    """A hook that gives modules, after each forward, the attributes that they had at the start."""
-
-    values: Mapping[str, Mapping[str, Any]]
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        parts = dict(module.named_modules())
-        for name, values in self.values.items():
-            parts[name].__dict__.update(copy.deepcopy(values))
+def _pin(values: Mapping[str, Mapping[str, Any]], module: nn.Module, inputs: Any, output: Any) -> None:
+    """Gives modules, after each forward, the attributes that they had at the start."""
+    parts = dict(module.named_modules())
+    for name, own in values.items():
+        parts[name].__dict__.update(copy.deepcopy(own))
 
 
 def with_pinned_attributes(module: nn.Module) -> nn.Module:
@@ -280,7 +241,7 @@ def with_pinned_attributes(module: nn.Module) -> nn.Module:
         }
         for name, part in module.named_modules()
     }
-    module.register_forward_hook(_Pinned(values))
+    module.register_forward_hook(partial(_pin, values))
     return module
 
 
@@ -298,12 +259,15 @@ SUSPECTS: Mapping[str, tuple[str, Callable[[Job], Job]]] = {
     "hooks": ("hooks on the model's parameters and modules", lambda job: with_model(job, without_hooks)),
     "options": ("the job's options (clipping, schedule, averages ...)", lambda job: replace(job, options=Options())),
     "optimizer": ("the job's optimizer: with plain SGD they are equal", _without_optimizer),
-    "loss": ("the job's loss: with the mean of the squared outputs they are equal", _without_loss),
+    "loss": (
+        "the job's loss: with the mean of the squared outputs they are equal",
+        lambda job: replace(job, task=None, loss=_mean_square, metrics=None, eval_data=None),
+    ),
     "attributes": (
         "attributes that forward changes: with those of the start they are equal",
         lambda job: with_model(job, with_pinned_attributes),
     ),
-    "the data": ("the data: on examples that are read once they are equal", lambda job: frozen_data(job)),
+    "the data": ("the data: on examples that are read once they are equal", frozen_data),
     "random layers": (
         "BatchNorm or dropout layers: in eval mode they are equal",
         lambda job: with_model(job, without_random_layers),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.api.run import Run
-from headrace.api.verification.recording import KINDS, OF_RANKS, Tensors, Trained, numbers_in, tensors_in
+from headrace.api.verification.recording import KINDS, OF_RANKS, Tensors, Trained, by_kind, numbers_in, tensors_in
 from headrace.checkpoint import CheckpointFolder
 from headrace.spec.events import Stepped
 from headrace.training.embeddings.pieces import blocks_of, is_row_piece
@@ -23,25 +23,25 @@ def read_run(run: Run) -> Trained:
     folder = CheckpointFolder(run.run_dir / "checkpoints")
     for step in folder.steps():
         checkpoint = folder.open(step)
-        by_kind: dict[str, Tensors] = {kind: {} for kind in KINDS}
+        state: dict[str, Tensors] = {kind: {} for kind in KINDS}
         pieces = []
         settings = json.dumps(checkpoint.description["settings"]).encode()
-        by_kind[OF_RANKS] = {"settings": torch.frombuffer(bytearray(settings), dtype=torch.uint8)}
+        state[OF_RANKS] = {"settings": torch.frombuffer(bytearray(settings), dtype=torch.uint8)}
         for rank in reversed(checkpoint.ranks):
             tensors = checkpoint.read(rank)
             extra = numbers_in(tensors)
-            by_kind["extra state"] |= extra
-            by_kind[OF_RANKS] |= {f"rank {rank}/{name}": each for name, each in extra.items()}
+            state["extra state"] |= extra
+            state[OF_RANKS] |= {f"rank {rank}/{name}": each for name, each in extra.items()}
+            for kind, named in by_kind(tensors).items():
+                state[kind] |= named
             for name, tensor in tensors.items():
                 kind, _, own = name.partition("/")
-                if kind in ("parameter", "buffer"):
-                    by_kind[f"{kind}s"][own] = tensor
-                elif kind == "state":
+                if kind == "state":
                     pieces.append(StatePiece.parse(own, tensor))
                 if kind in ("own", "local") or AVERAGE in name:
-                    by_kind[OF_RANKS][f"rank {rank}/{own}"] = tensor
-        by_kind["optimizer state"] = _joined(pieces)
-        found.rounds[step] = by_kind
+                    state[OF_RANKS][f"rank {rank}/{own}"] = tensor
+        state["optimizer state"] = _joined(pieces)
+        found.rounds[step] = state
     found.model = tensors_in(run.model)
     return found
 

@@ -176,11 +176,6 @@ class Workers:
                 buffer.copy_(value)
 
 
-def _usual(worker: PlainWorker) -> None:
-    for batch in worker.batches():
-        worker.step(batch)
-
-
 def train_plainly(
     job: Job,
     module: nn.Module,
@@ -219,7 +214,12 @@ def train_plainly(
         examine(job, module, found)
         return found.metrics
 
-    (train or _usual)(PlainWorker(job, module, loops, rounds, loaders[0].rounds_per_epoch, note, measure))
+    worker = PlainWorker(job, module, loops, rounds, loaders[0].rounds_per_epoch, note, measure)
+    if train is not None:
+        train(worker)
+    else:
+        for batch in worker.batches():
+            worker.step(batch)
     adopt_averages(loops.values())
     found.model = tensors_in(module)
     found.drew = workers.drew
@@ -263,10 +263,17 @@ def tensors_in(module: nn.Module) -> Tensors:
 
 def tensors_of(module: nn.Module) -> dict[str, Tensors]:
     """Returns copies of a model's parameters, of the buffers that belong to its state, and of its extra state."""
-    found: dict[str, Tensors] = {"parameters": {}, "buffers": {}, "extra state": numbers_in(extra_states(module))}
-    for name, tensor in parameters_and_buffers(module):
+    copies = {name: tensor.detach().clone() for name, tensor in parameters_and_buffers(module)}
+    return {**by_kind(copies), "extra state": numbers_in(extra_states(module))}
+
+
+def by_kind(tensors: Mapping[str, Tensor]) -> dict[str, Tensors]:
+    """Returns the parameters and the buffers among tensors that are named as checkpoints name them."""
+    found: dict[str, Tensors] = {"parameters": {}, "buffers": {}}
+    for name, tensor in tensors.items():
         kind, _, own = name.partition("/")
-        found[f"{kind}s"][own] = tensor.detach().clone()
+        if kind in ("parameter", "buffer"):
+            found[f"{kind}s"][own] = tensor
     return found
 
 
@@ -292,21 +299,21 @@ def numbers_in(saved: Mapping[str, Tensor]) -> Tensors:
 
 def examine(job: Job, module: nn.Module, found: Trained) -> None:
     """Notes what a trained model gives: metrics of the evaluation data, and the outputs of the first examples."""
-    data = as_pipeline(job.data if job.eval_data is None else job.eval_data)[0]
-    loader = Loader(data, job.seed, min(job.global_batch_size, len(data)), (1,), 0, ordered=True)
     with evaluating(module), torch.no_grad():
-        output = call(module, first_batch(job, loader), job.inputs)
+        output = call(module, first_batch(job), job.inputs)
         found.outputs = flat(job.task.activation(output) if job.task else output)
         if job.eval_data is not None:
-            found.metrics = evaluate(job, module, loader, found.note)
+            found.metrics = evaluate(job, module, _examined(job), found.note)
 
 
-def first_batch(job: Job, loader: Loader | None = None) -> Any:
+def first_batch(job: Job) -> Any:
     """Returns a batch of the first examples of the evaluation data, or else of the training data."""
-    if loader is None:
-        data = as_pipeline(job.data if job.eval_data is None else job.eval_data)[0]
-        loader = Loader(data, job.seed, min(job.global_batch_size, len(data)), (1,), 0, ordered=True)
-    return next(share.batch for share in loader.sweep(alone=True) if share.examples)
+    return next(share.batch for share in _examined(job).sweep(alone=True) if share.examples)
+
+
+def _examined(job: Job) -> Loader:
+    data = as_pipeline(job.data if job.eval_data is None else job.eval_data)[0]
+    return Loader(data, job.seed, min(job.global_batch_size, len(data)), (1,), 0, ordered=True)
 
 
 def evaluate(job: Job, module: nn.Module, loader: Loader, note: Callable[[str, Any], None]) -> dict[str, float]:

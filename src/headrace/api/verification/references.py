@@ -45,15 +45,15 @@ class Copies:
         pipeline = as_pipeline(job.data)[0]
         self.models = [build() for _ in shares]
         lent = [Workers(model, job.seed, [rank], apart=True) for rank, model in enumerate(self.models)]
-        self._loops: list[PlainLoop] = []
         loaders = [Loader(pipeline, job.seed, job.global_batch_size, shares, rank) for rank in range(len(shares))]
-        for model, workers in zip(self.models, lent, strict=True):
-            self._loops.append(
-                PlainLoop(job, model, own_objective(job, model), loaders[0].rounds_per_epoch, workers.lend)
-            )
+        epoch = loaders[0].rounds_per_epoch
+        self._loops = [
+            PlainLoop(job, model, own_objective(job, model), epoch, workers.lend)
+            for model, workers in zip(self.models, lent, strict=True)
+        ]
         self._shares = zip(*(loader.rounds(0, job.steps) for loader in loaders), strict=True)
         self.mean = copy_module(self.models[0])
-        self.recording.rounds[0] = self._tensors(self.mean)
+        self.recording.rounds[0] = tensors_of(self.mean)
         self.weights = [0.0] * len(shares)
 
     def rounds(self, mixed: Callable[[int], None] = lambda done: None) -> Iterator[int]:
@@ -94,16 +94,13 @@ class Copies:
 
     def note(self, done: int, model: nn.Module) -> None:
         """Notes the trained model as it is after so many rounds."""
-        self.recording.rounds[done] = self._tensors(model)
+        self.recording.rounds[done] = tensors_of(model)
 
     def result(self, model: nn.Module) -> Trained:
         """Returns the recording of a training whose result is such a model."""
         self.recording.model = tensors_in(model)
         examine(self._job, model, self.recording)
         return self.recording
-
-    def _tensors(self, model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-        return tensors_of(model)
 
 
 def averaging(strategy: ParameterAveraging, job: Job, build: Callable[[], nn.Module], shares: Sequence[int]) -> Trained:
@@ -138,8 +135,10 @@ def averaging(strategy: ParameterAveraging, job: Job, build: Callable[[], nn.Mod
             for pulled, mean in zip(center.parameters(), copies.mean.parameters(), strict=True):
                 pulled.grad = pulled.detach() - mean.detach()
             step.step()
-            for model in copies.models:
-                _copy(center, model)
+            with torch.no_grad():
+                for model in copies.models:
+                    for one, other in zip(center.parameters(), model.parameters(), strict=True):
+                        other.copy_(one)
         since = [0.0] * len(shares)
         copies.note(done, center)
     return copies.result(center)
@@ -152,12 +151,6 @@ def _pull(center: nn.Module, models: Sequence[nn.Module], alpha: float) -> None:
             for each, distance in zip(every, apart, strict=True):
                 each -= alpha * distance
             pulled += alpha * torch.stack(apart).sum(0)
-
-
-def _copy(source: nn.Module, target: nn.Module) -> None:
-    with torch.no_grad():
-        for one, other in zip(source.parameters(), target.parameters(), strict=True):
-            other.copy_(one)
 
 
 def gossip(strategy: Gossip, job: Job, build: Callable[[], nn.Module], shares: Sequence[int]) -> Trained:

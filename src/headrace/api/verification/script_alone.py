@@ -54,9 +54,13 @@ def _verify_instead(
     # What runs below trains.
     fit.instead = None
     end_verified_steps()
+
+    def say(line: str) -> None:
+        sys.stderr.write(f"{line}\n")
+
     # There the caller deletes it, also where this process is killed.
     runs = folder / "runs"
-    found = verify(job, chosen, train=train, rounds=rounds, run_dir=runs, engine=arguments.engine, say=_say)
+    found = verify(job, chosen, train=train, rounds=rounds, run_dir=runs, engine=arguments.engine, say=say)
     notes = ["compared: the first call of hr.fit or hr.launch; the script ended there"]
     ignored: Mapping[str, Any] = {"callbacks": arguments.callbacks, "resume": arguments.resume}
     notes += [f"{name}=... of that call had no part in it" for name, value in ignored.items() if value]
@@ -64,10 +68,6 @@ def _verify_instead(
     values = finite(to_plain(replace(found, notes=(*found.notes, *notes))))
     (folder / _FOUND).write_text(json.dumps(values), encoding="utf-8")
     raise SystemExit(0)
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from headrace.api.verification.differences import BY_DEFINITION, DIFFERS, DOUBLE, EXACT, SINGLE, Row, compare_recordings
 from headrace.api.verification.jobs import random_layers
-from headrace.api.verification.recording import Trained
+from headrace.api.verification.recording import Trained, by_kind
 from headrace.api.verification.verification import Verification
 from headrace.errors import RunFailed
 from headrace.machine.identity import verified_steps
@@ -76,8 +76,12 @@ def compare_scripts(script: Path, alone: Path, launched: Path, workers: int) -> 
         raise RunFailed(f"{script} calls neither hr.setup nor hr.fit or hr.launch, so there is nothing to compare")
     rows: list[Row] = []
     for model in models:
+        folders = (alone / "rank-0", *(launched / f"rank-{rank}" for rank in range(workers)))
         plain, *ranks = (
-            _trained(folder / model) for folder in (alone / "rank-0", *(launched / f"rank-{r}" for r in range(workers)))
+            Trained(
+                rounds={int(path.stem): by_kind(load_file(path)) for path in (folder / model).glob("*.safetensors")}
+            )
+            for folder in folders
         )
         facts = json.loads((launched / "rank-0" / model / _FACTS).read_text(encoding="utf-8"))
         double = all(each.dtype != torch.float32 for each in plain.rounds[0]["parameters"].values())
@@ -99,14 +103,3 @@ def compare_scripts(script: Path, alone: Path, launched: Path, workers: int) -> 
         reference="the script alone, in one process",
         rows=tuple(rows),
     )
-
-
-def _trained(folder: Path) -> Trained:
-    found = Trained()
-    for path in sorted(folder.glob("*.safetensors")):
-        kinds: dict[str, dict[str, torch.Tensor]] = {"parameters": {}, "buffers": {}}
-        for name, tensor in load_file(path).items():
-            kind, _, own = name.partition("/")
-            kinds[f"{kind}s"][own] = tensor
-        found.rounds[int(path.stem)] = kinds
-    return found

@@ -108,11 +108,7 @@ class LossWatch:
             require_sum(loss, examples)
             return
         require_mean(mean_check(self._meeting), loss, examples, of, gradient)
-        if loss.numel() == 1:
-            self._look(loss, examples)
-
-    def _look(self, loss: Tensor, examples: int) -> None:
-        for last, _ in self._models:
+        for last, _ in self._models if loss.numel() == 1 else ():
             outputs = last.take(examples)
             for line in () if outputs is None else findings_of(loss, outputs):
                 self._meeting.say(line)

@@ -16,15 +16,13 @@ from torch import Tensor, nn
 
 from headrace import internals
 from headrace.api.probes.finding import Finding, Scope, names_of
+from headrace.api.probes.parts.sample import Sample
 from headrace.api.probes.parts.split_loss import probe_split_loss, use_running_statistics
-from headrace.batches import examples_of
 from headrace.hooks import emptied, owners_of, silenced
 from headrace.internals import BatchNorm
 from headrace.metrics import weigh
-from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.trial import drawn, trial
 from headrace.training.user_code.untouched import untouched
-from headrace.training.whole_model import cut
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
 _HALF_TOLERANCE = 0.05
@@ -41,10 +39,10 @@ class _Sums:
     random: bool
 
 
-def probe_gradients(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
+def probe_gradients(sample: Sample) -> Sequence[Finding]:
     """Compares loss and gradients of a batch with the sums of those of its halves, each times another factor."""
-    count = examples_of(batch)
-    if count < 2 or objective.model is not None:
+    module, objective, count = sample.module, sample.objective, sample.count
+    if objective.model is not None:
         return ()
     trained = _some(parameter for parameter in module.parameters() if parameter.requires_grad)
     hooks = [table for part in module.modules() for table in _tables(part)]
@@ -54,7 +52,7 @@ def probe_gradients(module: nn.Module, batch: Any, objective: Objective) -> Sequ
         with trial(module), torch.enable_grad(), untouched(*touched):
             use_running_statistics(module)
             before = drawn()
-            total, _ = weigh(objective.of(module, cut(batch, low, high, count, "a probe")), high - low)
+            total, _ = weigh(objective.of(module, sample.part(low, high)), high - low)
             found = torch.autograd.grad(total * factor, trained, allow_unused=True) if total.requires_grad else ()
             gradients = [None if each is None else each / factor for each in found]
             return _Sums(total.detach(), gradients, drawn() != before)
@@ -73,7 +71,7 @@ def probe_gradients(module: nn.Module, batch: Any, objective: Objective) -> Sequ
                 with _modes(module, False):
                     found = found if _differ(*three(1e3, 1e-3)) else _OTHER_LOSS
             # What is another loss in eval mode, too, is said of the loss.
-            said = found is None or (not found.refused and probe_split_loss(module, batch, objective))
+            said = found is None or (not found.refused and probe_split_loss(sample))
             return () if found is None or said else [found]
     return ()
 

@@ -11,14 +11,13 @@ import contextlib
 import io
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headrace.api.probes.finding import Finding, Scope, names_of
+from headrace.api.probes.parts.sample import Sample
 from headrace.hooks import hooks_of, owners_of
-from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.trial import drawn, trial
 from headrace.training.user_code.untouched import untouched
 
@@ -32,11 +31,11 @@ _REMEDY = (
 )
 
 
-def probe_parameter_hooks(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
+def probe_parameter_hooks(sample: Sample) -> Sequence[Finding]:
     """Returns what `problems_of_hooks` does, as findings."""
     return [
         Finding(f"a hook of this parameter {problem}", names_of(names), _REMEDY, Scope.WORKERS, refused=True)
-        for problem, names in problems_of_hooks(module).items()
+        for problem, names in problems_of_hooks(sample.module).items()
     ]
 
 
@@ -75,7 +74,8 @@ def _problem(module: nn.Module, parameter: nn.Parameter) -> str:
         before = drawn()
         with torch.random.fork_rng(devices=[]):
             # As a hook that draws would leave them.
-            _called_apart(module, parameter, make(1.0))
+            with untouched(module, *owners_of(chain(*hooks_of(parameter))), but=(parameter,)), torch.no_grad():
+                _called(parameter, make(1.0))
             draws = drawn() != before
         if draws:
             return "draws random numbers, others on each worker"
@@ -99,11 +99,6 @@ def _problem(module: nn.Module, parameter: nn.Parameter) -> str:
         with torch.no_grad():
             parameter.copy_(value)
         parameter.grad = held
-
-
-def _called_apart(module: nn.Module, parameter: nn.Parameter, gradient: Tensor) -> None:
-    with untouched(module, *owners_of(chain(*hooks_of(parameter))), but=(parameter,)), torch.no_grad():
-        _called(parameter, gradient)
 
 
 def _called(parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:

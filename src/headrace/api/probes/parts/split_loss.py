@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from headrace import internals
 from headrace.api.probes.finding import Finding, Scope
+from headrace.api.probes.parts.sample import Sample
 from headrace.batches import call, examples_of, select_target
+from headrace.errors import in_one_line
 from headrace.internals import BatchNorm
 from headrace.metrics import Mean, weigh
 from headrace.spec.job import Share
@@ -39,26 +41,23 @@ _RANDOM = 0.25
 """How far from 2 the ratio of two sums may be, whose random numbers differ."""
 
 
-def probe_split_loss(module: nn.Module, batch: Any, objective: Objective) -> Sequence[Finding]:
+def probe_split_loss(sample: Sample) -> Sequence[Finding]:
     """Compares the loss of a batch with the weighted mean of those of its parts."""
-    count = examples_of(batch)
-    if count < 2:
-        return ()
+    module, batch, objective, count = sample.module, sample.batch, sample.objective, sample.count
     with trial(module):
         use_running_statistics(module)
         before = drawn()
         loss = _settled(module, batch, objective)
         if drawn() != before:
             # Two runs on the same batch would differ.
-            ratio = _ratio_of_twice(module, batch, objective, count)
+            ratio = _ratio_of_twice(sample)
             if abs(ratio - 2) < _RANDOM:
                 return (_sum(f"that of a batch and the same once more is {ratio:.3g} times that of the batch"),)
             return (_undecided("the model draws random numbers in eval mode, too"),)
         whole = _value(loss, count)
 
         def value(low: int, high: int) -> tuple[float, float]:
-            part = cut(batch, low, high, count, "a probe")
-            return _value(loss_of(module, part, objective), high - low)
+            return _value(loss_of(module, sample.part(low, high), objective), high - low)
 
         try:
             parts = _of_parts(value, count)
@@ -70,7 +69,7 @@ def probe_split_loss(module: nn.Module, batch: Any, objective: Objective) -> Seq
             total, added = apart[0], sum(value / length for value, length in parts)
             if abs(total - added) <= tolerance * abs(total):
                 return (_sum(f"that of a batch of {count} examples, {total:.6g}, is the sum of its parts' losses"),)
-        apart = apart or _compare_elsewhere(module, batch, objective, count, tolerance)
+        apart = apart or _compare_elsewhere(sample, tolerance)
     return (_finding(isinstance(loss, Mean), count, *apart),) if apart else ()
 
 
@@ -88,15 +87,14 @@ def loss_apart(
         return _compare(_value(loss, whole.examples), values, _tolerance(module, loss))
 
 
-def _compare_elsewhere(
-    module: nn.Module, batch: Any, objective: Objective, count: int, tolerance: float
-) -> tuple[float, float] | None:
+def _compare_elsewhere(sample: Sample, tolerance: float) -> tuple[float, float] | None:
     """Compares the losses of other outputs, on the way to smaller ones: where all are alike at first, or a limit is met
     later. The model runs once."""
+    batch, objective, count = sample.batch, sample.objective, sample.count
     # A task's loss is a mean of any outputs.
     if objective.model is not None or is_ours(objective.loss):
         return None
-    output, target = call(module, batch, objective.inputs), select_target(batch, objective.target)
+    output, target = call(sample.module, batch, objective.inputs), select_target(batch, objective.target)
 
     def value(low: int, high: int) -> tuple[Any, float]:
         with untouched(objective.loss):
@@ -153,19 +151,19 @@ def _settled(module: nn.Module, batch: Any, objective: Objective) -> Any:
         return loss_of(module, batch, objective)
 
 
-def _ratio_of_twice(module: nn.Module, batch: Any, objective: Objective, count: int) -> float:
+def _ratio_of_twice(sample: Sample) -> float:
     """Returns the loss of a batch and the same once more over that of the batch: 1 for a mean, 2 for a sum."""
 
     def mean_of(given: Any, examples: int) -> float:
         values = []
         for seed in range(_DRAWS):
             seed_torch(seed)
-            total, weight = _value(loss_of(module, given, objective), examples)
+            total, weight = _value(loss_of(sample.module, given, sample.objective), examples)
             values.append(total / weight if weight else math.nan)
         return sum(values) / len(values)
 
-    once = mean_of(batch, count)
-    twice = mean_of(map_tensors(lambda tensor: torch.cat([tensor, tensor]), batch), 2 * count)
+    once = mean_of(sample.batch, sample.count)
+    twice = mean_of(map_tensors(lambda tensor: torch.cat([tensor, tensor]), sample.batch), 2 * sample.count)
     return twice / once if once else math.nan
 
 
@@ -258,10 +256,9 @@ def _sum(found: str) -> Finding:
 
 
 def _failed(count: int, error: Exception) -> Finding:
-    said = " ".join(str(error).split())
     return Finding(
         f"it fails on half of {count} examples, so it is not known whether it is a mean over them, as shares take it "
-        f"for: {type(error).__name__}: {said:.200}",
+        f"for: {in_one_line(error)}",
         _WHERE,
         "compare a short run with one_device yourself",
         Scope.SHARES,
