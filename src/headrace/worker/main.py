@@ -34,7 +34,6 @@ from headrace.worker.events import EventWriter, InputReporter
 from headrace.worker.guards.caller import take_settings
 from headrace.worker.guards.witness import require_same_results
 from headrace.worker.loops.base import Loop
-from headrace.worker.loops.leased import LeasedLoop
 from headrace.worker.loops.rounds import LockstepLoop, PeriodicLoop
 from headrace.worker.run_spec import RunSpec, model_path
 from headrace.worker.session import (
@@ -148,6 +147,8 @@ def _build(
 def _loop_of(session: WorkerSession, control: RunControl) -> Loop:
     match session.replica.sync:
         case DataLeases() as leases:
+            from headrace.worker.loops.leased import LeasedLoop
+
             return LeasedLoop(session, control, leases)
         case PeriodicSync() as sync:
             return PeriodicLoop(session, control, sync)

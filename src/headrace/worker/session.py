@@ -33,16 +33,15 @@ from headrace.spec.plan import Plan, Role, exchanges_in_host_memory, name_of
 from headrace.strategies.context import BatchInfo, WorkerContext
 from headrace.training.embeddings.constructing import deferred_tables, put_tables
 from headrace.training.exchange import Replica, UpdatingExchange
-from headrace.training.turns import TurnsCompute, TurnsExchange, TurnsState
 from headrace.training.user_code.objective import Objective
 from headrace.training.whole_model import use_channels_last
-from headrace.worker.evaluations.evaluation import Evaluation
 from headrace.worker.evaluations.loss import loss_in, with_loss
 from headrace.worker.events import EventWriter, InputReporter
 from headrace.worker.run_spec import RENDEZVOUS, RunSpec
 
 if TYPE_CHECKING:
     from headrace.parameter_server.replication.directory import ServerDirectory
+    from headrace.worker.evaluations.evaluation import Evaluation
 
 
 class DeviceGroup:
@@ -249,6 +248,8 @@ def build_replica(
     if order is None:
         context = build_context(run, role, page, module, loader, devices, closing)
         return strategy.replica(run.plan, role.rank, context)
+    from headrace.training.turns import TurnsCompute, TurnsExchange, TurnsState
+
     parts = parts_of(module, names_of_sets(module, run.job.sets))
     holders = {name: part for part, own in parts.items() for name, _ in own.named_parameters()}
     replicas = {}
@@ -288,6 +289,8 @@ def build_evaluation(run: RunSpec, role: Role, replica: Replica, group: ProcessG
     job, plan = run.job, run.plan
     if job.eval_data is None:
         return None
+    from headrace.worker.evaluations.evaluation import Evaluation
+
     pipeline, _ = as_pipeline(job.eval_data)
     budget = _cpu_budget(plan, role)
 

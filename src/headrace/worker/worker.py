@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from time import monotonic, perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,13 @@ from headrace.spec.events import Evaluated, Notice
 from headrace.spec.job import Share
 from headrace.training.compute import Computed
 from headrace.worker.control import RunControl
-from headrace.worker.guards.losses import LossGuard
 from headrace.worker.guards.write_guard import GradientWrites, WriteGuard, guard_of_loop
 from headrace.worker.loops.base import Loop
 from headrace.worker.losses import NonFiniteHandler
 from headrace.worker.session import WorkerSession
+
+if TYPE_CHECKING:
+    from headrace.worker.guards.losses import LossGuard
 
 
 def train(worker: Worker) -> None:
@@ -76,7 +78,11 @@ class Worker:
             self._guard.look()
         self._in_round = self._begun = self._sends = self._done = False
         self._gradients = GradientWrites(session) if run.train is not None else None
-        self._loss_guard = LossGuard(session) if run.train is not None else None
+        self._loss_guard: LossGuard | None = None
+        if run.train is not None:
+            from headrace.worker.guards.losses import LossGuard
+
+            self._loss_guard = LossGuard(session)
         self._times = [0.0, 0.0, 0.0, 0.0]
         control.places.look()
 

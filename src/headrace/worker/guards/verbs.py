@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -21,9 +21,11 @@ from headrace.errors import UsageError
 from headrace.metrics import Mean
 from headrace.spec.events.run import Notice
 from headrace.spec.plan import has_stages
-from headrace.training.user_code.loss_graph import SEARCHES, Made, made_of, otherwise_made
 from headrace.worker.guards.draws import DrawGuard
 from headrace.worker.session import WorkerSession
+
+if TYPE_CHECKING:
+    from headrace.training.user_code.loss_graph import Made
 
 _VERBS = ("step", "evaluate")
 _MOST = 1 << 20
@@ -54,7 +56,11 @@ class VerbGuard:
         self._made: list[Made] = []
         self._written = 0
         self._rounds: dict[int, tuple[list[Made], int]] = {}
-        self._searches = SEARCHES
+        self._searches = 0
+        if self._compares:
+            from headrace.training.user_code.loss_graph import SEARCHES
+
+            self._searches = SEARCHES
         self._said: set[str] = set()
         self.draws = DrawGuard(session, self._compares and (self._in_lockstep or self._in_rounds))
 
@@ -74,6 +80,8 @@ class VerbGuard:
         self.draws.end()
         total = loss.total if isinstance(loss, Mean) else loss
         if isinstance(total, Tensor) and total.grad_fn is not None:
+            from headrace.training.user_code.loss_graph import made_of
+
             self._made.append(made_of(total))
             if self._in_rounds:
                 progress = self._session.progress
@@ -127,6 +135,8 @@ class VerbGuard:
 
     def _compare_losses(self, rounds: Mapping[int, tuple[list[Made], int]]) -> None:
         """Says where workers have made the losses of a round otherwise, of those that they have done."""
+        from headrace.training.user_code.loss_graph import otherwise_made
+
         members = self._session.group.members
         self._searches -= 1
         of_ranks = [json.loads(text) for text in gather_texts(self._session.group, json.dumps(rounds))]

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,8 +23,10 @@ from headrace.training.synchronization import PeriodicSync, SyncResult
 from headrace.worker.balance import ShareBalancer
 from headrace.worker.control import RunControl
 from headrace.worker.loops.base import Loop, StepOutcome, Update
-from headrace.worker.loops.members import MemberChanges
 from headrace.worker.session import WorkerSession
+
+if TYPE_CHECKING:
+    from headrace.worker.loops.members import MemberChanges
 
 
 class RoundLoop(Loop):
@@ -41,6 +43,8 @@ class RoundLoop(Loop):
         self._control = control
         self._changes: MemberChanges | None = None
         if not session.group.fixed:
+            from headrace.worker.loops.members import MemberChanges
+
             self._changes = MemberChanges(session, control)
 
     def __enter__(self) -> None:
