@@ -5,7 +5,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from headrace.errors import UsageError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 T = TypeVar("T")
 
@@ -27,34 +32,51 @@ class Registry(Mapping[str, T]):
 
     def __init__(self, group: str, places: Mapping[str, str]) -> None:
         self.group = group
-        self.own_places = dict(places)
+        self.places = dict(sorted(places.items()))
 
     @cached_property
-    def places(self) -> Mapping[str, str]:
-        """Every "module:Name" by name, those of other packages too; a name of this package stays this package's."""
+    def added(self) -> Mapping[str, tuple[EntryPoint, ...]]:
+        """The entry points of other packages by name; a name of this package stays this package's."""
         # Not at the top: it takes longer to import than the rest of `import headrace`.
         from importlib.metadata import entry_points
 
-        added = {point.name: point.value for point in entry_points(group=self.group)}
-        return dict(sorted({**added, **self.own_places}.items()))
+        points: dict[str, tuple[EntryPoint, ...]] = {}
+        for point in entry_points(group=self.group) if self.group else ():
+            if point.name not in self.places and point not in points.get(point.name, ()):
+                points[point.name] = (*points.get(point.name, ()), point)
+        return points
 
     def __getitem__(self, name: str) -> T:
-        thing: T = imported(self.own_places.get(name) or self.places[name])
+        thing: T = imported(self.places[name]) if name in self.places else self._load(*self.added[name])
         return thing
 
     def __contains__(self, name: object) -> bool:
-        return name in self.own_places or name in self.places
-
-    def place(self, thing: str) -> str | None:
-        """Returns the place of what has this name in its module, "Mirrored"; None if there is none."""
-        own = {place.rpartition(":")[2]: place for place in self.own_places.values()}
-        return own.get(thing) or next((place for place in self.places.values() if place.endswith(f":{thing}")), None)
+        return name in self.places or name in self.added
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.places)
+        return iter((*self.places, *sorted(self.added)))
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.places) + len(self.added)
+
+    def find(self, thing: str, added: bool) -> T | None:
+        """Returns what has this name in its module, "Mirrored", of this package or `added`; None if there is none."""
+        if added:
+            things = {point.attr: name for name, (point, *_) in self.added.items()}
+        else:
+            things = {place.rpartition(":")[2]: name for name, place in self.places.items()}
+        return self[things[thing]] if thing in things else None
+
+    def _load(self, point: EntryPoint, *others: EntryPoint) -> Any:
+        what = f"the entry point {point.name} = {point.value!r} of the group {self.group!r}"
+        if others:
+            raise UsageError(f"{what} is {others[0].value!r} in another installed package; uninstall one of the two")
+        try:
+            return point.load()
+        except (ImportError, AttributeError) as error:
+            raise UsageError(
+                f"{what} cannot be loaded: {type(error).__name__}: {error}; mend or uninstall the package that has it"
+            ) from error
 
 
 def imported(place: str) -> Any:
@@ -67,11 +89,13 @@ def lazy_names(package: str, places: Mapping[str, str], *tables: Registry[Any]) 
     """Returns the `__getattr__` of a package (PEP 562), which imports a name, or what a table has, at its first use."""
 
     def find(name: str) -> Any:
-        place = places.get(name)
-        if place is None and name[:1].isupper():
-            place = next(filter(None, (table.place(name) for table in tables)), None)
-        if place is None:
+        if name in places:
+            return imported(places[name])
+        # Those of this package first: the others are asked for names that are unknown here alone.
+        things = (table.find(name, added) for added in (False, True) for table in tables if name[:1].isupper())
+        thing = next((thing for thing in things if thing is not None), None)
+        if thing is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return imported(place)
+        return thing
 
     return find

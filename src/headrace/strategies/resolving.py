@@ -57,6 +57,8 @@ def _made(call: Call, workers: int | None) -> Strategy:
     if call.name not in kinds:
         raise UnknownName("strategy", call.name, (*STRATEGIES, *SHORT_NAMES))
     kind = kinds[call.name]
+    if kinds is STRATEGIES and not (isinstance(kind, type) and issubclass(kind, Strategy)):
+        raise UsageError(f"the entry point {call.name!r} of an installed package is {kind!r}, which is no hr.Strategy")
     known = inspect.signature(kind).parameters
     options = _options(call, list(known))
     for option in COUNTS:

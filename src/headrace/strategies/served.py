@@ -53,6 +53,9 @@ class ServedStrategy(Strategy):
     sharding: str | None = None
     placement: str = "greedy"
 
+    def imports(self) -> tuple[str, ...]:
+        return "headrace.worker.server", "headrace.worker.loops.leased"
+
     def refusals(self) -> tuple[Refusal, ...]:
         return served(self.name)
 

@@ -69,7 +69,7 @@ class Strategy(ABC):
         return ()
 
     def imports(self) -> tuple[str, ...]:
-        """Returns modules that all its workers need and that take seconds to import; most strategies have none."""
+        """Returns modules that its processes need besides its own, and that are imported once for all of them."""
         return ()
 
     def inspect_model(self, model: ModelSpec, probe: ModelProbe) -> ModelSpec:

@@ -37,7 +37,7 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
 """Every strategy by its name."""
 
 SHORT_NAMES: Registry[Callable[..., Strategy]] = Registry(
-    "headrace.short_names",
+    "",
     {
         "diloco": f"{_ROOM}.parameter_averaging:DiLoCo",
         "easgd": f"{_ROOM}.parameter_averaging:EASGD",

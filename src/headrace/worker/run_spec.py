@@ -142,6 +142,18 @@ class RunSpec:
     callbacks: tuple[Callback, ...] = ()
     caller: CallerProcess | None = None
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Modules of headrace that this run's workers need beside those of every run."""
+        needed = {
+            type(self.strategy).__module__: True,
+            "headrace.worker.evaluations.evaluation": self.job.eval_data is not None,
+            "headrace.worker.guards.losses": self.train is not None,
+            "headrace.worker.loops.members": self.plan.min_workers is not None,
+            "headrace.training.turns": self.job.turns is not None,
+        }
+        return tuple(name for name, needs in needed.items() if needs and name.startswith("headrace."))
+
     def of_set(self, job: Job, names: Collection[str]) -> RunSpec:
         """Returns the run of a job that trains the parameters of these names alone."""
         parameters = tuple(each for each in self.model.parameters if each.name in names)

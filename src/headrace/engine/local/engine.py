@@ -209,7 +209,7 @@ class ProcessLauncher:
         names = [name for name in sys.modules if name.partition(".")[0] in _LIBRARIES]
         names += [COMPILER] if has_compiler() else []
         names += [COMPILER, INDUCTOR] if spec.job.options.compile else []
-        fork_server.import_modules((*names, *spec.strategy.imports()))
+        fork_server.import_modules((*names, *spec.modules, *spec.strategy.imports()))
         self._code, self._memory, self._length = pack(spec)
         log_path(spec.run_dir, 0).parent.mkdir(parents=True, exist_ok=True)
 

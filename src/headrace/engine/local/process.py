@@ -17,10 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 
 from headrace import internals
-from headrace.collectives.elastic import elastic_on_page, first_members
 from headrace.collectives.shared_memory import SharedMemoryGroup
-from headrace.collectives.views.group import ViewGroup
-from headrace.collectives.views.page import PageViews
 from headrace.engine.base import LivenessProbe
 from headrace.engine.local.environment import take_environment
 from headrace.engine.shipping import unpack
@@ -34,7 +31,6 @@ from headrace.spec.plan import outlives_workers
 from headrace.worker.events import EventWriter
 from headrace.worker.main import work
 from headrace.worker.run_spec import LAST_LOG_LINE, RunSpec
-from headrace.worker.server import serve
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -92,9 +88,15 @@ def _run_worker(request: Mapping[str, Any], descriptors: list[int]) -> int:
             raise PeerLost(lost, plan.role(lost).host, "the launcher ended the run because of it", plan.part_of(lost))
 
     if not plan.role(rank).computes:
+        from headrace.worker.server import serve
+
         serve(spec, rank, page, check)
         return 0
     if outlives_workers(plan):
+        from headrace.collectives.elastic import elastic_on_page, first_members
+        from headrace.collectives.views.group import ViewGroup
+        from headrace.collectives.views.page import PageViews
+
         members = first_members((rank, page.ranks[rank].restarts), plan.workers)
         if plan.replaces:
             work(spec, rank, elastic_on_page(page, rank, members, check), page)
