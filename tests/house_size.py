@@ -7,7 +7,7 @@ from house import PACKAGE, Modules
 LINES = 104_500
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
-CORE = 13_800
+CORE = 13_950
 """Of the files that docs/architecture.md names as the core."""
 
 CLOSURES = {
