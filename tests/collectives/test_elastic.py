@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from collectives.mortals import check, lives
 from headrace.collectives.elastic import ElasticGroup, MemberLost, PageBarrier, elastic_on_page
@@ -51,6 +53,34 @@ def test_a_member_that_was_lost_after_it_had_come_is_met() -> None:
     assert group.members == [0, 1]
     assert group.together(lambda: group.sum([1.0])) == [1.0]
     assert group.members == [0]
+
+
+def test_numbers_stay_until_all_have_come_to_the_barrier_of_a_loss() -> None:
+    page = ControlPage.create(3)
+    members = [(place, 0) for place in range(3)]
+    ends = FinishedRanks([record.heartbeat for record in page.ranks])
+    quick, slow = (PageBarrier(page, place, lambda: None, ends) for place in range(2))
+    page.ranks[2].elastic_counter = 1
+    came = threading.Event()
+
+    def go_on() -> None:
+        quick.meet(members, torch.tensor([5.0], dtype=torch.float64))
+        page.ranks[2].restarts = 1
+        came.set()
+        for told in (6.0, 7.0):
+            with pytest.raises(MemberLost):
+                quick.meet(members, torch.tensor([told], dtype=torch.float64))
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    seen, *_ = slow.meet(members, torch.tensor([1.0], dtype=torch.float64))
+    assert came.wait(10.0)
+    thread.join(0.3)
+    assert seen.tolist() == [5.0], "it reads late, before it comes to the next barrier"
+    for told in (2.0, 3.0):
+        with pytest.raises(MemberLost):
+            slow.meet(members, torch.tensor([told], dtype=torch.float64))
+    thread.join()
 
 
 def test_another_one_in_the_same_place_is_no_member_before_the_next_meeting() -> None:

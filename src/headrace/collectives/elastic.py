@@ -84,7 +84,12 @@ class PageBarrier(ElasticBarrier):
             self._numbers[self._place][self._turn][:count].copy_(numbers)
         self._incarnations = dict(members)
         self._barrier.peers = [rank for rank, _ in members if rank != self._place]
-        self._barrier.meet()
+        try:
+            self._barrier.meet()
+        except MemberLost:
+            # The next numbers take the place of those that others may still read before they come here.
+            self._barrier.await_others()
+            raise
         return [self._numbers[rank][self._turn][:count] for rank, _ in members]
 
     def is_gone(self, member: int, incarnation: int) -> bool:

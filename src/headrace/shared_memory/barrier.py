@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import c_int32
+from functools import partial
 from time import perf_counter
 
 from headrace.shared_memory import futex
@@ -69,6 +70,17 @@ class Barrier:
                 self._await(peer, target)
         futex.fence()
 
+    def await_others(self) -> None:
+        """Returns when every other rank has come to this rank's last barrier, too, or is lost."""
+        target = self._own.value
+        for peer in self.peers:
+            counter = self._counters[peer]
+            while not reached(seen := counter.value, target) and not self._is_gone(peer):
+                futex.wait(self._addresses[peer], seen, _SLICE_S)
+                self._check()
+                self._ends.check(peer, self._rank, partial(self._has_come, peer, target))
+        futex.fence()
+
     def notice(self) -> None:
         """Raises the MemberLost of the next barrier, if it is sure: a rank is lost, and has not come to it."""
         self._check_lost((self._own.value + 1) & 0x7FFFFFFF)
@@ -97,13 +109,16 @@ class Barrier:
             if not reached(seen, target) and perf_counter() - began > _SLICE_S:
                 self._check()
                 self._check_lost(target)
-                self._ends.check(peer, self._rank, lambda: reached(counter.value, target))
+                self._ends.check(peer, self._rank, partial(self._has_come, peer, target))
         self._spin.slept(perf_counter() - began)
+
+    def _has_come(self, peer: int, target: int) -> bool:
+        return reached(self._counters[peer].value, target)
 
     def _check_lost(self, target: int) -> None:
         for peer in self.peers:
             # Asked first: a lost rank may have come before it was lost.
-            if self._is_gone(peer) and not reached(self._counters[peer].value, target):
+            if self._is_gone(peer) and not self._has_come(peer, target):
                 raise MemberLost(peer)
 
 
