@@ -98,13 +98,13 @@ def follow_run(spec: RunSpec, info: JobInfo, notices: tuple[str, ...], engine: E
 
     served: dict[int, ServerStats] = {}
     log = LogTail(log_path(spec.run_dir, 0), until=LAST_LOG_LINE, new_only=True)
-    disk = DiskMonitor(spec.run_dir, show.line)
+    monitor = DiskMonitor(spec.run_dir, show.line)
     copier = copier_of(spec)
 
     def follow(progress: RunProgress | None = None) -> None:
         if progress:
             show.update(progress.step, progress.loss, progress.examples)
-        disk.check()
+        monitor.check()
         for line in log.read():
             show.line(line)
         for event in tail.read():

@@ -52,7 +52,9 @@ def local_steps(name: str, when: str) -> tuple[Refusal, ...]:
             "on_nonfinite", "rollback", f"on_nonfinite={why}", "use 'skip', which leaves out the one step, or 'raise'"
         ),
         Refusal(
-            *("batch_norm", "sync", f"batch_norm={why}"),
+            "batch_norm",
+            "sync",
+            f"batch_norm={why}",
             "use batch_norm='local', whose statistics are averaged with the parameters",
         ),
         Refusal(
