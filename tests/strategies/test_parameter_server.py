@@ -22,6 +22,7 @@ from headrace.errors import InfeasiblePlan, NonFiniteGradient, NonFiniteLoss, Un
 from headrace.parameter_server.server.optimizer import Remedies
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import NonFinite, ServerStats, Stepped
+from headrace.strategies.refusals import refuse
 from strategies.contract_models import ADAM, BATCH, COUNTS, MODELS, SGD, VARIANTS, Bang, Case, dense, verb_by_verb
 from strategies.contract_options import BF16, BF16_NAMES, OPTIONS
 from strategies.contract_runs import CLUSTER, MODEL, distance, train
@@ -324,7 +325,7 @@ def test_options_that_make_workers_meet_are_refused(options: dict[str, Any], rea
 
 def test_a_loss_scale_of_each_worker_is_refused() -> None:
     with pytest.raises(UsageError, match="use precision='bf16'"):
-        hr.ParameterServer(2).check(hr.Options(precision="fp16"))
+        refuse(hr.ParameterServer(2).refusals(), hr.Options(precision="fp16"))
 
 
 @pytest.mark.parametrize(

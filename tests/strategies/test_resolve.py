@@ -52,3 +52,8 @@ def test_a_hybrid_is_written_with_its_strategies() -> None:
         resolve("hybrid(2, pipeline(2))")
     with pytest.raises(UsageError, match=r"hybrid needs inner; write it as hybrid\(outer, inner\)"):
         resolve("hybrid(mirrored(2))")
+
+
+def test_a_strategy_whose_refusals_would_not_be_asked_for_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"Old.check\(options\) would not be called; .* refusals"):
+        type("Old", (hr.Strategy,), {"check": lambda self, options: None})

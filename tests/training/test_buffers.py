@@ -13,6 +13,7 @@ import headrace as hr
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import UsageError
 from headrace.spec.events import Notice
+from headrace.strategies.refusals import refuse
 from headrace.training.shared_buffers.synced import synced_buffers
 
 THREADS = hr.ThreadEngine()
@@ -110,7 +111,7 @@ def test_buffers_whose_sizes_differ_are_refused() -> None:
 @pytest.mark.parametrize("strategy", [hr.ParameterServer(2), hr.Downpour(2), hr.ParameterAveraging(2), hr.Gossip(2)])
 def test_strategies_without_common_rounds_refuse_it(strategy: hr.Strategy) -> None:
     with pytest.raises(UsageError, match=r"sync_buffers='first' .*use mirrored, or sync_buffers='local'"):
-        strategy.check(hr.Options(sync_buffers="first"))
+        refuse(strategy.refusals(), hr.Options(sync_buffers="first"))
 
 
 def test_which_buffers() -> None:

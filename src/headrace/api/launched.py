@@ -1,4 +1,14 @@
-"""What `fit` does besides in each of a launcher's processes: torchrun's, SLURM's, MPI's."""
+"""What `fit` does besides in each of a launcher's processes: torchrun's, SLURM's, MPI's.
+
+rank 0                           the others
+locks the directory
+agree(its begin, as JSON) ─────► agree("")          or "refused", with the exit code
+ranks_where(False) ◄───────────► ranks_where(blind) who does not see the directory is an error
+runs, and follows the events     runs
+agree("written") ◄─────────────► agree("written")   all events are written
+                                 copies the files, if its directory is another one
+agree("read") ◄────────────────► agree("read")      nothing is read any more: a temporary directory may go
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
+from headrace.errors import UsageError
 from headrace.policies.behaviour import Behaviour
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
@@ -35,8 +36,7 @@ class Strategy(ABC):
         keeps_memory: whether parameters stay in the memory that the model has for them.
         divided: whether several devices hold one replica, so that none computes on examples of its own.
         snapshots: whether servers' snapshots that are taken at different moments can be used together.
-        alone: the options with which one worker's updates are those of one device, of a strategy whose updates differ
-            from these by the order of pushes alone.
+        alone: where only the order of pushes differs from one device: the options with which one worker equals it.
 
     Examples:
         >>> hr.Mirrored(workers=2).equals_one_device, hr.Downpour(workers=2).equals_one_device
@@ -58,6 +58,10 @@ class Strategy(ABC):
     snapshots: ClassVar[bool] = True
     whole_model: ClassVar[bool] = True
     alone: ClassVar[Mapping[str, object] | None] = None
+
+    def __init_subclass__(cls) -> None:
+        if "check" in vars(cls):
+            raise UsageError(f"{cls.__name__}.check(options) would not be called; return what it refuses in refusals()")
 
     @property
     @abstractmethod

@@ -104,8 +104,9 @@ def refuse_share_of_one(job: Job, module: nn.Module, plan: Plan, examples: int, 
             if NO_STATISTICS not in str(error):
                 return
     parts = pieces[ones[0]]
-    synced = replace(job.options, batch_norm="sync")
-    refused = any(refusal.text(synced) for refusal in strategy.refusals())
+    # Not beside micro-batches, which have no layer of the whole batch.
+    synced = replace(job.options, batch_norm="sync", accumulate=1)
+    refused = job.options.accumulate > 1 or any(refusal.text(synced) for refusal in strategy.refusals())
     sync = ", or Options(batch_norm='sync')" if len(parts) > 1 and not refused else ""
     which = "each batch" if ones[0] == batch else "the last batch of an epoch"
     raise UsageError(
