@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
 import subprocess
+import sys
+import types
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import headrace as hr
 from docs.pages import ROOT, Block, blocks
 from warm.programs import PYTHON, programs
 
@@ -152,3 +158,28 @@ sys.exit(run(sys.argv[1:]))
     assert told
     # An example near the border falls on either side by the last bits of a processor's sums; 360 are evaluated.
     assert abs(float(accuracy[1]) - float(told[1])) <= 2 / 360
+
+
+def test_a_loop_of_ones_own_under_the_strategy_is_one_device() -> None:
+    code = next(block.text for block in blocks(PAGE) if "class FirstWorker(Strategy)" in block.text)
+    module = types.ModuleType("first_worker_of_the_page")
+    sys.modules[module.__name__] = module
+    exec(code, vars(module))
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(9, 4, generator=generator, dtype=torch.float64)
+    loss, sgd = nn.MSELoss(), functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    job = hr.Job(
+        model=lambda: nn.Linear(4, 1).double(), loss=loss, optimizer=sgd, data=(inputs, inputs.sum(1, keepdim=True)),
+        global_batch_size=4, epochs=3,
+    )  # fmt: skip
+
+    def loop(worker: hr.Worker) -> None:
+        for batch, target in worker.batches():
+            output = worker.model(batch)
+            worker.backward(loss(output, target) if len(target) else output.sum())
+            worker.update()
+
+    one = hr.fit(job, engine=hr.ThreadEngine()).model
+    for workers in (1, 2, 3):
+        own = hr.launch(loop, job, module.FirstWorker(workers), engine=hr.ThreadEngine()).model
+        assert torch.allclose(own.weight, one.weight, rtol=0, atol=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -72,10 +73,15 @@ class ReducingExchange(UpdatingExchange):
         missing = self._used.settle()
         measured, held = self.reduce()
         decision = self._clipper.clip(measured, held, finite)
-        if missing != self._missing:
+        if missing != self._missing or self._are_elsewhere():
             self._missing = missing
             self._put()
         return decision
+
+    def _are_elsewhere(self) -> bool:
+        # `worker.backward` of a loop of the user's own leaves this worker's gradients there, and sends them.
+        present = (place for place, index in enumerate(self._indices) if index not in self._missing)
+        return any(self._parameters[place].grad is not self._gradients[place] for place in itertools.islice(present, 1))
 
     def update(self, round_: int) -> None:
         super().update(round_)
