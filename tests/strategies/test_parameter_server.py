@@ -17,13 +17,14 @@ from torch import Tensor, nn
 import headrace as hr
 from belongings import belongings, left_since
 from cover import in_turn
+from engine.victims import BadStep
 from headrace.data import Loader, as_pipeline
 from headrace.errors import InfeasiblePlan, NonFiniteGradient, NonFiniteLoss, UnknownName, UsageError, WorkerFailed
 from headrace.parameter_server.server.optimizer import Remedies
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.events import NonFinite, ServerStats, Stepped
 from headrace.strategies.refusals import refuse
-from strategies.contract_models import ADAM, BATCH, COUNTS, MODELS, SGD, VARIANTS, Bang, Case, dense, verb_by_verb
+from strategies.contract_models import ADAM, BATCH, COUNTS, MODELS, SGD, VARIANTS, Case, dense, verb_by_verb
 from strategies.contract_options import BF16, BF16_NAMES, OPTIONS
 from strategies.contract_runs import CLUSTER, MODEL, distance, train
 from strategies.test_contract import (
@@ -380,24 +381,10 @@ def test_optimizers_that_need_whole_matrices_get_them_whole() -> None:
     assert_equal(outcome, on_one_device(VARIANTS["muon"], "tiny", torch.float64, None), DOUBLE)
 
 
-class Breaking(torch.optim.SGD):
-    """Fails in its eighth step: where an optimizer is tried it makes fewer."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr)
-        self.steps_left = 7
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if not self.steps_left:
-            raise Bang("no step")
-        self.steps_left -= 1
-        super().step(closure)
-
-
 @pytest.mark.slow
 def test_many_servers_and_workers_leave_nothing_behind() -> None:
     before = belongings()
     train(CASES["mlp"].job(COUNTS["tiny"]), hr.ParameterServer(4, servers=3, sharding="max_size:64B"))
-    with pytest.raises(WorkerFailed, match=r"rank 2 .* Bang: no step"):
-        train(CASES["mlp"].job(COUNTS["tiny"], optimizer=partial(Breaking, lr=0.1)), hr.ParameterServer(2))
+    with pytest.raises(WorkerFailed, match=r"rank 2 .* planted at"):
+        train(CASES["mlp"].job(COUNTS["tiny"], optimizer=BadStep), hr.ParameterServer(2))
     assert left_since(before, within_s=10) == {}
