@@ -16,9 +16,9 @@ INSIDE = {"torch._dynamo", "torch._inductor", "torch._C", "torch._ops", "torch.u
 
 
 def private_names(modules: Modules) -> list[str]:
-    """A private name of another library stands in `internals.py` alone."""
+    """A private name of another library stands in `internals` alone."""
     return [
-        complaint(module, line, f"{name} is private: internals.py alone has such names")
+        complaint(module, line, f"{name} is private: internals alone has such names")
         for module in modules.values()
         if module.name != HOME
         for line, name in sorted(_private(module))

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 104_000
+LINES = 107_000
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
-CORE = 13_950
+CORE = 13_980
 """Of the files that docs/architecture.md names as the core."""
 
 CLOSURES = {
     "data": 800,
     "data.loading.loader": 6_200,
-    "strategies.one_device": 9_000,
-    "strategies.mirrored": 10_000,
-    "strategies.central_storage": 11_900,
-    "worker.main": 18_700,
+    "strategies.one_device": 9_100,
+    "strategies.mirrored": 10_200,
+    "strategies.central_storage": 12_100,
+    "worker.main": 19_000,
     "engine.local.process": 20_200,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_850,

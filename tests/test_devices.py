@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 import headrace as hr
 from headrace import devices
-from headrace.collectives.torch_distributed import TorchDistributed
+from headrace.collectives.accelerators.torch_distributed import TorchDistributed
 from headrace.devices import DEVICES, DeviceKind, choose, explain_auto, found, kind_of, notice_of_auto
 from headrace.errors import InfeasiblePlan, UnfitMachine, UnknownName, UsageError
 from headrace.machine.identity import detect

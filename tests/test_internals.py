@@ -50,6 +50,15 @@ def one_dataset() -> Any:
     return pytest.importorskip("datasets").Dataset.from_dict({"x": [1]})
 
 
+def lone_group() -> Any:
+    distributed = importlib.import_module("torch.distributed")
+    return distributed.ProcessGroupGloo(distributed.HashStore(), 0, 1)
+
+
+def group_options() -> Any:
+    return importlib.import_module("torch._C._distributed_c10d").Backend.Options("gloo")
+
+
 OWNERS: dict[str, Callable[[], Any]] = {
     "torch:Tensor": lambda: torch.zeros(2).to_sparse(),
     "torch:UntypedStorage": lambda: torch.zeros(0).untyped_storage(),
@@ -63,6 +72,8 @@ OWNERS: dict[str, Callable[[], Any]] = {
     "torch.autograd:forward_ad": lambda: forward_ad,
     "torch.utils:checkpoint": lambda: checkpoint,
     "torch.distributed.tensor:DTensor": lambda: importlib.import_module("torch.distributed.tensor").DTensor,
+    "torch._C._distributed_c10d:Backend": lone_group,
+    "torch._C._distributed_c10d:Backend.Options": group_options,
     "datasets:Dataset": one_dataset,
 }
 """An object that has the attribute, by the class that the table names."""

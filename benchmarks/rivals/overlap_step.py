@@ -19,9 +19,9 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from workloads import EXAMPLES_A_WORKER, MODELS, examples
 
+from headrace.collectives.accelerators.torch_distributed import TorchDistributed
 from headrace.collectives.base import ProcessGroup
 from headrace.collectives.shared_memory import SharedMemoryGroup
-from headrace.collectives.torch_distributed import TorchDistributed
 from headrace.modules import describe
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import FileStore
 
-from headrace.collectives.base import HostMap, gather_texts
+from headrace.collectives.accelerators.torch_distributed import TorchDistributed
+from headrace.collectives.base import HostMap, gather_texts, moved_bytes_of
 from headrace.collectives.multi_host import MultiHostGroup, Watch
 from headrace.collectives.shared_memory import SharedMemoryGroup
-from headrace.collectives.torch_distributed import TorchDistributed
 from headrace.errors import PeerLost, UsageError
 from headrace.modules import describe
 from headrace.shared_memory.control_page import ControlPage
@@ -280,7 +280,7 @@ def meet_in_groups(host: SharedMemoryGroup, page: ControlPage, store: str) -> li
         told = torch.tensor([host.rank])
         group.broadcast(told)
         sums.append([group.rank, group.world, float(tensor[0]), float(tensor[-1]), number, int(told)])
-    moved = whole.all_moved_bytes > whole.moved_bytes > 0
+    moved = moved_bytes_of(whole) > whole.moved_bytes > 0
     if store:
         sums.append(own.stop_after)
     else:

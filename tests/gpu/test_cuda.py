@@ -12,8 +12,8 @@ from torch import nn
 
 import headrace as hr
 from headrace import devices, errors
+from headrace.collectives.accelerators.torch_distributed import TorchDistributed
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
-from headrace.collectives.torch_distributed import TorchDistributed
 from headrace.engine.local.engine import LocalEngine
 from headrace.machine.versions import minor_of
 from headrace.modules import describe

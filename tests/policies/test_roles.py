@@ -38,7 +38,12 @@ def test_every_rank_is_where_the_launcher_has_started_it() -> None:
         (None, CLUSTER, False, "some works on one host, this cluster has 3: a, b, c; use mirrored or"),
         (4, Cluster(CLUSTER.hosts), True, "some works on one host, this cluster has 3: a, b, c; start a process on"),
         (3, CLUSTER, True, "some asks for 3 workers and the launcher started 4 processes"),
-        (None, Cluster(CLUSTER.hosts, 4, "cuda"), True, "the device is cuda; use device='cpu', or one host"),
+        (
+            None,
+            Cluster(CLUSTER.hosts, 4, "cuda"),
+            True,
+            "asks for 2 workers on cuda and a has 0 such",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(workers: int | None, cluster: Cluster, spread: bool, message: str) -> None:

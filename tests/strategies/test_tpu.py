@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore, _create_work_from_future
 from torch.futures import Future
 
 import headrace as hr
-from headrace.collectives.torch_distributed import TorchDistributed
+from headrace.collectives.accelerators.torch_distributed import TorchDistributed
 from headrace.devices import DEVICES
 from headrace.errors import DataError, InfeasiblePlan, JobError, UsageError
 from headrace.spec.cluster import Cluster, Host

@@ -285,6 +285,7 @@ def _planned(
     refuse(chosen.refusals(), job.options)
     if launched:
         cluster = launched.joined(info, chosen, cluster, arguments.encrypt)
+    cluster = replace(cluster, trusted=not arguments.encrypt)
     for kind in cluster.kinds:
         check_options(job.options, kind)
     if known and len(cluster.hosts) > 1:

@@ -7,7 +7,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,9 @@ class Collective(ABC):
     world: int
     moved_bytes = 0
     """Bytes that this rank has written for others and read from them so far."""
+
+    groups: Sequence[Collective] = ()
+    """Those of some of the ranks that this one has returned; they are closed with it."""
 
     bucket_bytes = (25 << 20, 25 << 20)
     """Of gradients that are summed while backward runs: the first bucket's, and the most; enough for full speed."""
@@ -93,6 +96,13 @@ class Collective(ABC):
         every = self.sum(among)
         return [every[count * rank : count * (rank + 1)] for rank in range(self.world)]
 
+    def among(self, group: ProcessGroup, members: Sequence[int]) -> Collective | None:
+        """Returns what carries tensors as this does, among some of its ranks alone, whose processes are `group`.
+
+        None for the memory that these share. Only these ranks call it.
+        """
+        return None if group.one_memory else group
+
     def _count_ring(self, tensor: Tensor) -> None:
         # A ring sends and receives 2 (world - 1) / world of the tensor.
         self.moved_bytes += 4 * (self.world - 1) * tensor.nbytes // self.world
@@ -103,11 +113,12 @@ class Collective(ABC):
 
 
 class ProcessGroup(Collective):
-    """The processes of a run; `groups` are those that `subgroup` has returned, and are closed with it.
+    """The processes of a run.
 
     `one_memory` tells whether they exchange through shared memory: where not, `home` has their hosts. `fixed` tells
     whether the members stay the same, `votes` whether a `commit` may ask for approval. `in_memory` is what `share` is
-    left to, of processes that may lie on several hosts and are all on one.
+    left to, of processes that may lie on several hosts and are all on one. `store` returns a store of torch.distributed
+    where processes on several hosts have one, which only they can read.
     """
 
     one_memory: bool = True
@@ -116,16 +127,11 @@ class ProcessGroup(Collective):
     ends: FinishedRanks
     home: HostMap | None = None
     in_memory: ProcessGroup | None = None
-    groups: Sequence[ProcessGroup] = ()
+    store: Callable[[], Any] | None = None
 
     def subgroup(self, members: Sequence[int]) -> ProcessGroup:
         """Returns a group of some of the ranks; every rank calls it at the same time, for the one it belongs to."""
         raise NotImplementedError("this group has no groups in it")
-
-    @property
-    def all_moved_bytes(self) -> int:
-        """Bytes moved by this group and by those in it."""
-        return self.moved_bytes + sum(group.all_moved_bytes for group in self.groups)
 
     @property
     def members(self) -> list[int]:
@@ -176,6 +182,11 @@ class ProcessGroup(Collective):
         if self.in_memory:
             return self.in_memory.share(nbytes)
         raise NotImplementedError("processes on several hosts share no memory; they exchange by collectives")
+
+
+def moved_bytes_of(group: Collective) -> int:
+    """Returns the bytes moved by a group and by those in it."""
+    return group.moved_bytes + sum(map(moved_bytes_of, group.groups))
 
 
 def add_in_order(values: Iterable[float]) -> float:

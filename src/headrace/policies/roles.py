@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from headrace.devices import NAMED, kind_of
+from headrace.devices import HOST
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.policies.segments import everywhere
 from headrace.spec.cluster import Cluster, Host
@@ -40,18 +40,7 @@ def worker_roles(strategy: str, workers: int | None, cluster: Cluster, spread: b
         return _spread_roles(strategy, workers, cluster, spread)
     (host,) = cluster.hosts
     count = _count(strategy, workers, cluster)
-    if host.worker_devices:
-        _require_names(strategy, host, count)
-        devices = list(host.worker_devices)
-    elif cluster.device == "cpu":
-        devices = ["cpu"] * count
-    elif count > len(host.accelerators):
-        raise InfeasiblePlan(
-            f"{strategy} asks for {count} workers on {cluster.device} and {host.name} has "
-            f"{len(host.accelerators)} such devices; use workers={len(host.accelerators)} or device='cpu'"
-        )
-    else:
-        devices = list(host.accelerators[:count])
+    devices = _devices(strategy, host, count, cluster)
     threads = threads_per_worker(host.cores, count)
     return tuple(Role(rank, "worker", host.name, devices[rank], threads, rank) for rank in range(count))
 
@@ -85,7 +74,6 @@ def worker_and_server_roles(
         )
     among = tuple(replace(host, ranks=tuple(rank for rank in host.ranks if rank < left)) for host in cluster.hosts)
     if len(cluster.hosts) > 1:
-        _require_host_memory(strategy, cluster)
         for part in among:
             _require_names(strategy, part, len(part.ranks))
         among = tuple(host for host in among if host.ranks)
@@ -165,14 +153,6 @@ def elastic_plan(plan: Plan, min_workers: int | None, max_workers: int | None, c
     return replace(plan, elastic=True, min_workers=min_workers, max_workers=max_workers or 0)
 
 
-def require_cpu(strategy: str, cluster: Cluster) -> None:
-    """Refuses accelerators with an `InfeasiblePlan`."""
-    if cluster.device != "cpu":
-        raise InfeasiblePlan(
-            f"{strategy} runs on CPUs, and the devices are {kind_of(cluster.device).row()}; use device='cpu'"
-        )
-
-
 def require_memory(strategy: str, needed_bytes: int, cluster: Cluster) -> None:
     """Refuses a plan that needs more host memory than there is.
 
@@ -210,13 +190,11 @@ def _spread_roles(strategy: str, workers: int | None, cluster: Cluster, spread: 
         names = ", ".join(host.name for host in cluster.hosts)
         remedy = "start a process on each by a launcher" if spread else "use mirrored or parameter_averaging there"
         raise InfeasiblePlan(f"{strategy} works on one host, this cluster has {len(cluster.hosts)}: {names}; {remedy}")
-    _require_host_memory(strategy, cluster)
     _count(strategy, workers, cluster)
     roles = []
     for host in cluster.hosts:
-        _require_names(strategy, host, len(host.ranks))
         threads = threads_per_worker(host.cores, len(host.ranks))
-        devices = host.worker_devices or ("cpu",) * len(host.ranks)
+        devices = _devices(strategy, host, len(host.ranks), cluster)
         roles += [
             Role(rank, "worker", host.name, device, threads, rank)
             for rank, device in zip(host.ranks, devices, strict=True)
@@ -224,13 +202,19 @@ def _spread_roles(strategy: str, workers: int | None, cluster: Cluster, spread: 
     return tuple(sorted(roles, key=lambda role: role.rank))
 
 
-def _require_host_memory(strategy: str, cluster: Cluster) -> None:
-    if cluster.device != "cpu" and not cluster.names_devices:
+def _devices(strategy: str, host: Host, workers: int, cluster: Cluster) -> Sequence[str]:
+    """Returns the devices of a host's workers: those that are named, or one accelerator each, or CPUs."""
+    if host.worker_devices:
+        _require_names(strategy, host, workers)
+        return host.worker_devices
+    if cluster.device == HOST or cluster.names_devices:
+        return (HOST,) * workers
+    if workers > (count := len(host.accelerators)):
         raise InfeasiblePlan(
-            f"{strategy} exchanges between hosts what lies in host memory, and the device is {cluster.device}; "
-            f"use device='cpu', or one host, or name the devices of each host's workers, {NAMED}, whose tensors are "
-            "then copied to host memory"
+            f"{strategy} asks for {workers} workers on {cluster.device} and {host.name} has {count} such devices; use "
+            f"workers={count} or device='cpu'"
         )
+    return host.accelerators[:workers]
 
 
 def _require_names(strategy: str, host: Host, workers: int) -> None:

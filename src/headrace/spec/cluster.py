@@ -77,6 +77,7 @@ class Cluster:
         link_bytes_per_s: bandwidth between two hosts that no link names; 1 Gbit/s is an assumption.
         link_latency_s: latency between them.
         links: between hosts, as measured or as said.
+        trusted: whether accelerators may exchange between hosts by themselves, without encryption.
 
     Examples:
         >>> cluster = hr.Cluster.load("cluster.toml")
@@ -90,6 +91,7 @@ class Cluster:
     link_bytes_per_s: float = 125e6
     link_latency_s: float = 0.0
     links: tuple[Link, ...] = ()
+    trusted: bool = False
 
     @property
     def accelerators(self) -> int:

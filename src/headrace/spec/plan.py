@@ -106,6 +106,7 @@ class Plan:
         min_workers: with so many workers, that exchange gradients in every round, the run goes on where others are
             lost; 0 where it ends with the first that is lost.
         max_workers: to so many it may grow, by replacements of lost workers, too; 0 where lost ones are not replaced.
+        trusted: whether accelerators of several hosts exchange by themselves, over a network that may read it.
         moves_rows: whether rows of tables move between servers, so that snapshots of different moments do not fit.
     """
 
@@ -122,6 +123,7 @@ class Plan:
     min_workers: int = 0
     max_workers: int = 0
     moves_rows: bool = False
+    trusted: bool = False
 
     @property
     def workers(self) -> int:
@@ -204,11 +206,11 @@ def spans_hosts(plan: Plan) -> bool:
 def exchanges_in_host_memory(plan: Plan) -> bool:
     """Whether what workers on accelerators exchange goes through host memory, because no backend carries all of theirs.
 
-    Their devices are of several kinds, or on several hosts, or one is shared by several workers.
+    Their devices are of several kinds, or on several hosts whose network is not trusted, or several share one.
     """
     places = [(role.host, role.device) for role in plan.roles if role.computes and role.device != "cpu"]
     shared = len(set(places)) < len(places)
-    return bool(places) and (shared or len(device_kinds(plan)) > 1 or spans_hosts(plan))
+    return bool(places) and (shared or len(device_kinds(plan)) > 1 or (spans_hosts(plan) and not plan.trusted))
 
 
 def cuts_shares(plan: Plan) -> bool:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from headrace.collectives.accelerators.through_host import ThroughHost
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective
-from headrace.collectives.through_host import ThroughHost
 from headrace.errors import UsageError
 from headrace.internals import DropoutNd
 from headrace.spec.cluster import Cluster
@@ -181,6 +181,16 @@ class WorkerContext:
                     f"{name!r} draws random numbers, and the workers of ThreadEngine share one generator, so that "
                     "parts of one model would disagree; leave out engine=, and they are processes"
                 )
+
+
+def among(context: WorkerContext, group: ProcessGroup, members: Sequence[int]) -> Callable[[], Collective | None]:
+    """Returns what connects the devices of some of the workers, whose processes are `group`."""
+
+    def connect() -> Collective | None:
+        every = context.device_group()
+        return every.among(group, members) if every else None
+
+    return connect
 
 
 def summing_of(context: WorkerContext) -> tuple[Collective | None, torch.device]:

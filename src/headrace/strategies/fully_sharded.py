@@ -114,7 +114,7 @@ class FullySharded(Strategy):
         context: WorkerContext,
         within: ProcessGroup,
         carrier: Collective | None,
-        mates: ProcessGroup | None = None,
+        mates: Collective | None = None,
     ) -> Replica:
         """Returns what a rank runs where ranks `within` shard a replica, and `mates` hold the same part of others.
 
@@ -159,7 +159,7 @@ class FullySharded(Strategy):
         from headrace.fully_sharded.stages import DividedCompute, DividedExchange, DividedParameters, PartialSums
 
         group, held = context.group, context.model.parameters
-        broadcast(context.module, group)
+        broadcast(context.module, context.device_group() or group)
         whole = _named(context)
         named = dict(context.module.named_parameters())
         divided = DividedParameters({each.name: named[each.name] for each in held}, group)

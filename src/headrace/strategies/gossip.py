@@ -95,7 +95,7 @@ class Gossip(Strategy):
         return Behaviour(NeighbourMean(self.topology, self.period))
 
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
-        broadcast(context.module, context.group)
+        broadcast(context.module, context.device_group() or context.group)
         local = LocalExchange(plan.segments, context, first=rank)
         mixing = NeighbourMixing(self, context, local)
         compute = context.whole_model(local_shares=len(plan.shares))

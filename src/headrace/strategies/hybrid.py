@@ -16,22 +16,21 @@ Each rank talks of parameters to those alone that hold the same ones: so did the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass, replace
 
-from headrace.collectives.base import Collective, ProcessGroup
+from headrace.collectives.base import ProcessGroup
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.parameter_server.server.server import Server
 from headrace.pipeline.staged import StagedReplica
 from headrace.policies.behaviour import Behaviour
-from headrace.policies.roles import require_cpu, require_memory, worker_and_server_roles, worker_roles
+from headrace.policies.roles import require_memory, worker_and_server_roles, worker_roles
 from headrace.policies.segments import evenly, everywhere
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.compute import LayerSpec
 from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.plan import EVERY_WORKER, Plan, ProcessCounts, Role, Segment
 from headrace.strategies.checks import refuse_derived_state, refuse_parts
-from headrace.strategies.context import ModelProbe, WorkerContext
+from headrace.strategies.context import ModelProbe, WorkerContext, among
 from headrace.strategies.fully_sharded import FullySharded, require_sliceable, sharded_plan
 from headrace.strategies.mirrored import Mirrored
 from headrace.strategies.parameter_averaging import ParameterAveraging
@@ -164,7 +163,6 @@ class Hybrid(ServedStrategy):
         if isinstance(self.outer, Mirrored):
             self.outer.require_network(self.name, cluster)
         if isinstance(self.inner, FullySharded):
-            require_cpu(self.name, cluster)
             return sharded_plan(self.name, describe_options(self), replicas * devices, model, cluster, replicas)
         roles = self._roles(cluster, replicas * devices)
         inner = self.inner.plan(model, _alone(cluster, devices))
@@ -178,7 +176,6 @@ class Hybrid(ServedStrategy):
             # In a round each replica has parameters and gradients, and all together the parts and their state.
             needed, segments = max(len(roles), 2 * replicas + model.copies), _divided(inner, model, replicas)
         require_memory(self.name, needed * model.trainable_bytes, cluster)
-        require_cpu(self.name, cluster)
         return replace(
             inner,
             strategy=self.name,
@@ -244,13 +241,15 @@ class Hybrid(ServedStrategy):
         within = [other.rank for other in workers if other.data_rank == role.data_rank]
         across = [other.rank for other in workers if other.stage == role.stage]
         group, mates = everyone.subgroup(within), everyone.subgroup(across)
-        near = replace(context, group=group, device_group=_itself(group))
+        near = replace(context, group=group, device_group=among(context, group, within))
         inside = (
             self.inner.inside(near, everyone, mates)
             if isinstance(self.inner, TensorParallel)
             else self._stages(plan, near, everyone, mates)
         )
-        own = replace(context, model=inside.model, group=mates, device_group=_itself(mates), inside=inside)
+        own = replace(
+            context, model=inside.model, group=mates, device_group=among(context, mates, across), inside=inside
+        )
         if isinstance(self.outer, Served):
             # Replicas that are threads share one generator, and while one is traced no other may go on and draw.
             everyone.barrier()
@@ -268,9 +267,10 @@ class Hybrid(ServedStrategy):
         # One of both numbers is given: else there is no plan.
         devices = inner.workers or plan.workers // (self.outer.workers or 1)
         first, place = rank - rank % devices, rank % devices
-        within = context.group.subgroup(range(first, first + devices))
-        mates = context.group.subgroup(range(place, plan.workers, devices))
-        return inner.in_replicas(plan, context, within, None if within.one_memory else within, mates)
+        inside, across = range(first, first + devices), range(place, plan.workers, devices)
+        within, mates = context.group.subgroup(inside), context.group.subgroup(across)
+        carrier = among(context, within, inside)()
+        return inner.in_replicas(plan, context, within, carrier, among(context, mates, across)() or mates)
 
     def server(self, plan: Plan, rank: int, context: ServerContext) -> Server:
         model = in_parts(context.model, plan.workers // plan.replicas)
@@ -315,10 +315,6 @@ def _divided(inner: Plan, model: ModelSpec, replicas: int) -> tuple[Segment, ...
         replace(each, owner=each.owner * inner.workers + stages[each.parameter])
         for each in evenly(model.parameters, replicas)
     )
-
-
-def _itself(group: ProcessGroup) -> Callable[[], Collective | None]:
-    return lambda: None if group.one_memory else group
 
 
 def _alone(cluster: Cluster, devices: int) -> Cluster:

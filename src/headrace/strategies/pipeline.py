@@ -183,7 +183,7 @@ class Pipeline(Strategy):
         if self.recompute != "never":
             context.require_own_generators()
         # This also makes threads wait: one that builds its model while another traces would build something else.
-        broadcast(context.module, group)
+        broadcast(context.module, context.device_group() or group)
         with TRACING:
             sample = map_tensors(lambda tensor: tensor.to(device), context.sample())
             # The cuts were checked before the start.

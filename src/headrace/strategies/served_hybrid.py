@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.parameter_server.planning import assign_shards
-from headrace.policies.roles import require_cpu, require_memory, worker_and_server_roles
+from headrace.policies.roles import require_memory, worker_and_server_roles
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan, Role, Segment
@@ -88,7 +88,6 @@ def served_plan(
             f"{outer.servers}; use servers={len(stages)}{more}"
         )
     roles = worker_and_server_roles(strategy, replicas * devices, outer.servers, cluster)
-    require_cpu(strategy, cluster)
     copies = 6 if isinstance(outer, Downpour) and outer.overlap else 4
     # Each rank builds the whole model before it keeps a part.
     require_memory(strategy, (replicas * (devices + copies) + 1) * model.trainable_bytes, cluster)

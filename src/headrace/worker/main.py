@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from headrace.checkpoint import CheckpointFolder
 from headrace.checkpoint.forms import extra_states, pack, unpack
 from headrace.checkpoint.trained_model import save_model
-from headrace.collectives.base import ProcessGroup
+from headrace.collectives.base import ProcessGroup, moved_bytes_of
 from headrace.errors import HeadraceError, PeerLost, UsageError, user_traceback
 from headrace.machine.limits import explained
 from headrace.machine.resources import peak_resident_bytes, resident_bytes
@@ -135,6 +135,7 @@ def _build(
     """Builds the replica and the data of a worker."""
     loader, reporter = build_loader(run, role, group, events)
     devices = DeviceGroup(run, role, group)
+    closing.callback(devices.close)
     replica = build_replica(run, role, page, module, loader, devices, closing)
     for line in replica.compute.notes:
         events.write(Notice(role.rank, events.now(), line))
@@ -206,7 +207,7 @@ def _finish(session: WorkerSession, control: RunControl, loop: Loop) -> None:
 
 def _ended(session: WorkerSession, moved_bytes: int, runtime_bytes: int) -> WorkerEnded:
     rank, group, replica, events = session.rank, session.group, session.replica, session.events
-    moved = group.all_moved_bytes + replica.compute.moved_bytes + moved_bytes
+    moved = moved_bytes_of(group) + replica.compute.moved_bytes + moved_bytes
     held = replica.exchange.memory()
     return WorkerEnded(rank, events.now(), session.progress.done, moved, peak_resident_bytes(), *held, runtime_bytes)
 

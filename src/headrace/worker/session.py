@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -13,9 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from headrace.collectives.base import Collective, ProcessGroup
+from headrace.collectives.accelerators.through_host import ThroughHost
+from headrace.collectives.base import Collective, ProcessGroup, moved_bytes_of
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
-from headrace.collectives.through_host import ThroughHost
 from headrace.data.loading.loader import Loader, as_pipeline
 from headrace.data.loading.reader import CpuBudget
 from headrace.data.pipeline.order import Hosts
@@ -40,8 +41,13 @@ from headrace.worker.events import EventWriter, InputReporter
 from headrace.worker.run_spec import RENDEZVOUS, RunSpec
 
 if TYPE_CHECKING:
+    from headrace.collectives.accelerators.torch_distributed import TorchDistributed
     from headrace.parameter_server.replication.directory import ServerDirectory
     from headrace.worker.evaluations.evaluation import Evaluation
+
+
+COLLECTIVE_TIMEOUT_S = 600.0
+"""How long devices wait for each other: a rank may be late, and one that is lost is noticed by its heartbeat."""
 
 
 class DeviceGroup:
@@ -51,6 +57,8 @@ class DeviceGroup:
         self.group = group
         self._run, self._role = run, role
         self._connected: Collective | None = None
+        self._made: TorchDistributed | None = None
+        self._store: Any = None
 
     def __call__(self) -> Collective | None:
         if self._connected is None:
@@ -61,7 +69,17 @@ class DeviceGroup:
     def moved_bytes(self) -> int:
         """Bytes that this collective has moved; the group counts its own."""
         connected = self._connected
-        return connected.moved_bytes if connected is not None and connected is not self.group else 0
+        return moved_bytes_of(connected) if connected is not None and connected is not self.group else 0
+
+    def close(self) -> None:
+        """Leaves the collective; where this worker has failed, without the others, which may not come."""
+        if self._made:
+            if sys.exc_info()[0]:
+                self._made.abort()
+            else:
+                self._made.close()
+        if self.group.store and self._store:
+            self._store.close()
 
     def _connect(self) -> Collective | None:
         run, role, group = self._run, self._role, self.group
@@ -74,10 +92,11 @@ class DeviceGroup:
         # Here, because importing torch.distributed costs what a CPU run need not pay.
         from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-        from headrace.collectives.torch_distributed import TorchDistributed
+        from headrace.collectives.accelerators.torch_distributed import TorchDistributed
 
-        store = FileStore(str(run.run_dir / RENDEZVOUS), group.world)
-        return TorchDistributed(store, role.rank, group.world, role.device, run.timeout_s)
+        self._store = group.store() if group.store else FileStore(str(run.run_dir / RENDEZVOUS), group.world)
+        self._made = TorchDistributed(self._store, role.rank, group.world, role.device, COLLECTIVE_TIMEOUT_S)
+        return self._made
 
 
 @dataclass

@@ -104,7 +104,7 @@ _NOT_IN_TURNS = {
 
 def plan_of(strategy: Strategy, model: ModelSpec, cluster: Cluster, sets: Sets) -> Plan:
     """Returns the strategy's plan; of sets that take turns each is divided by itself, so that all have a part of it."""
-    plan = strategy.plan(model, cluster)
+    plan = replace(strategy.plan(model, cluster), trusted=cluster.trusted)
     if not sets:
         return plan
     holders = {parameter: name for name, own in sets.items() for parameter in own}

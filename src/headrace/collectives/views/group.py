@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from headrace.collectives.base import ProcessGroup
+from headrace.collectives.base import ProcessGroup, moved_bytes_of
 from headrace.collectives.compression import PLAIN, Compression
 from headrace.errors import UnfitMachine
 from headrace.policies.views import Member, MemberView
@@ -137,7 +137,7 @@ class ViewGroup(ForwardingGroup):
 
     def adopt(self) -> None:
         """Goes on with the members of the present view."""
-        self.moved_bytes += sum(group.all_moved_bytes for group in self.groups)
+        self.moved_bytes += sum(map(moved_bytes_of, self.groups))
         self.now = self.views.now
         self.groups = (self.now,)
         self.rank, self.world = self.now.rank, self.now.world

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from time import monotonic
+from typing import Any
 
 import torch
 
@@ -115,6 +116,7 @@ def join_group(timeout_s: float, encrypt: bool = True, relays: bool = False) -> 
         host: ProcessGroup = _on_one_host(page, rank, watch)
     else:
         host = _on_several_hosts(Watch(page, watch.check, watch.accuse, timeout_s), me, home)
+        host.store = partial(_device_store, prefix)
     group = LaunchedGroup(me, hosts, host, page, prefix, watch, relay, passed_s)
     begun.set()
     show_alive()
@@ -125,6 +127,13 @@ def join_group(timeout_s: float, encrypt: bool = True, relays: bool = False) -> 
         group.close()
         raise
     return group
+
+
+def _device_store(prefix: str) -> Any:
+    # Here, because it imports torch.distributed, which CPUs do without.
+    from headrace.collectives.accelerators.run_store import RunStore
+
+    return RunStore(launched_store().clone(), f"{prefix}/devices/", start_timeout_s())
 
 
 def _segment(rank: int, world: int, shared: bool) -> SharedSegment:

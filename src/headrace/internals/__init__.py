@@ -11,13 +11,11 @@ import atexit
 import functools
 import importlib
 import importlib.metadata
-import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import UnfitMachine
+from headrace.internals.guards import PrivateAttribute, PrivateName, one_by_one
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +44,8 @@ if TYPE_CHECKING:
     HttpToolsProtocol = httptools_impl.HttpToolsProtocol
     Store = _distributed_c10d.Store
     at_end_of_backward: Any
+    backend_options: Any
+    backend_plugins: Any
     compiler_backend: Any
     current_backward: Any
     dispatch_mode_at: Any
@@ -79,93 +79,9 @@ SAVED = "_saved_"  # how an attribute is called that holds what a node of autogr
 ABC_STATE = "_abc_impl"  # what Python keeps in an abstract class about its subclasses
 
 
-@dataclass(frozen=True)
-class PrivateName:
-    """A name that an import finds.
-
-    Attributes:
-        path: "module:name".
-        purpose: what headrace needs it for.
-        without: what headrace does where it is missing; "refused: FEATURE" if the feature is.
-        substitute: what stands in its place there.
-    """
-
-    path: str
-    purpose: str
-    without: str
-    substitute: Callable[[], Any] | None = None
-
-    def find(self) -> Any:
-        """Returns what the name stands for, or what headrace does with instead; never raises."""
-        module, _, name = self.path.partition(":")
-        try:
-            return operator.attrgetter(name)(importlib.import_module(module))
-        except (ImportError, AttributeError):
-            return self.substitute() if self.substitute else _absent(self)
-
-
-@dataclass(frozen=True)
-class PrivateAttribute:
-    """An attribute of objects of another library, as a function of the object.
-
-    Attributes:
-        name: of the attribute.
-        of: the class whose objects have it, "torch:Tensor".
-        purpose, feature: what headrace needs it for, and what is refused without it.
-        newer: the name in newer releases, which may keep the other for those who still call it.
-    """
-
-    name: str
-    of: str
-    purpose: str
-    feature: str
-    newer: str = ""
-
-    def name_in(self, owner: Any) -> str:
-        """Returns the name by which `owner` has it and uses it."""
-        return self.newer if self.newer and getattr(owner, self.newer, None) is not None else self.name
-
-    def __call__(self, owner: Any) -> Any:
-        """Returns the attribute of `owner`; raises UnfitMachine if this version of the library has none."""
-        try:
-            return getattr(owner, self.name_in(owner))
-        except AttributeError:
-            raise UnfitMachine(_refusal(self.feature, f"{self.of}.{self.name}")) from None
-
-
-def _refusal(feature: str, path: str) -> str:
-    library = path.partition(":")[0].partition(".")[0]
-    installed = importlib.metadata.version(library)
-    remedy = f"an older release may have it: pip install '{library}<{installed}'"
-    if library == "torch":
-        remedy = "`headrace doctor` lists the versions that the tests ran with: install one of them"
-    return f"{feature} needs {path.replace(':', '.')}, which {library} {installed} lacks; {remedy}"
-
-
-def _absent(name: PrivateName) -> Any:
-    """Returns what can be imported, subclassed and caught in the place of a missing name, but not used."""
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise UnfitMachine(_refusal(name.without.removeprefix("refused: "), name.path))
-
-    return type(name.path.rpartition(":")[2], (Exception,), {"__new__": refuse, "__init__": refuse})
-
-
-def _one_by_one(method: str) -> Callable[..., list[Any]]:
-    """Returns what calls a method of each tensor: the same numbers, slower."""
-
-    def run(tensors: Any, *arguments: Any, **options: Any) -> list[Any]:
-        def of(at: int) -> list[Any]:
-            return [one[at] if isinstance(one, list | tuple) else one for one in arguments]
-
-        return [getattr(tensor, method)(*of(at), **options) for at, tensor in enumerate(tensors)]
-
-    return run
-
-
 def _foreach(*methods: str) -> Iterator[tuple[str, PrivateName]]:
     for method in methods:
-        substitute = functools.partial(_one_by_one, method)
+        substitute = functools.partial(one_by_one, method)
         path = f"torch:_foreach_{method}"
         yield f"foreach_{method}", PrivateName(path, "one call for many tensors", "one by one, slower", substitute)
 
@@ -257,6 +173,17 @@ NAMES: Mapping[str, PrivateName] = {
         )
         for verb in ("register", "unregister")
     },
+    "backend_plugins": PrivateName(
+        "torch.distributed:Backend._plugins",
+        "collectives of packages, such as torch_tpu",
+        "there are those of torch itself alone",
+        dict,
+    ),
+    "backend_options": PrivateName(
+        "torch._C._distributed_c10d:_DistributedBackendOptions",
+        "what the collectives of a package connect by",
+        "refused: workers on devices of such a package",
+    ),
     "compiler_backend": PrivateName(
         "torch._dynamo.backends.registry:lookup_backend", "compiles a whole step", "refused: hr.TPU"
     ),
@@ -274,6 +201,7 @@ NAMES: Mapping[str, PrivateName] = {
 """By the name under which this module has it."""
 
 _TENSOR, _MODULE, _OPERATOR = "torch:Tensor", "torch.nn:Module", "torch._ops:OpOverload"
+_BACKEND = "torch._C._distributed_c10d:Backend"
 
 version = PrivateAttribute("_version", _TENSOR, "counts what is written to a tensor", "following writes to tensors")
 base = PrivateAttribute("_base", _TENSOR, "the tensor that a view is of", "hr.FullySharded")
@@ -308,6 +236,10 @@ schema = PrivateAttribute("_schema", _OPERATOR, "whether an operation writes", "
 kernels_found = PrivateAttribute("_dispatch_cache", _OPERATOR, "forgets a kernel", "exporting recurrent layers")
 forward_level = PrivateAttribute(
     "_current_level", "torch.autograd:forward_ad", "derivatives in the forward direction", "gradients of a layer"
+)
+gather_into = PrivateAttribute("_allgather_base", _BACKEND, "gathers into one tensor", "an exchange of accelerators")
+group_timeout = PrivateAttribute(
+    "_timeout", f"{_BACKEND}.Options", "how long a call may take", "an exchange of accelerators"
 )
 fingerprint = PrivateAttribute("_fingerprint", "datasets:Dataset", "tells data sets apart", "a Hugging Face data set")
 

@@ -38,6 +38,9 @@ class ThroughHost(Collective):
     def all_to_all(self, pieces: Tensor) -> Tensor:
         return self._group.all_to_all(pieces.cpu()).to(pieces.device)
 
+    def among(self, group: ProcessGroup, members: Sequence[int]) -> Collective | None:
+        return ThroughHost(group)
+
     def sum(self, values: Sequence[float]) -> list[float]:
         return self._group.sum(values)
 

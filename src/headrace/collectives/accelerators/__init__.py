@@ -1,0 +1,1 @@
+"""What carries the tensors of accelerators: their own backend, or host memory."""
