@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import types
 from collections.abc import Callable, Sequence
@@ -77,8 +78,8 @@ def test_a_new_device_is_a_row(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(InfeasiblePlan, match=r"asks for 3 workers on fake and .* has 2 such devices"):
         hr.Mirrored(3).plan(MODEL, cluster)
     assert [role.device for role in hr.FullySharded(2).plan(MODEL, cluster).roles] == ["fake:0", "fake:1"]
-    with pytest.raises(InfeasiblePlan, match=r"hybrid runs on CPUs, and the devices are fake \(collect"):
-        hr.Hybrid(hr.FullySharded(1), hr.Pipeline(2)).plan(STAGES, cluster)
+    plan = hr.Hybrid(hr.FullySharded(1), hr.Pipeline(2)).plan(STAGES, cluster)
+    assert [role.device for role in plan.roles] == ["fake:0", "fake:1"]
     assert devices.device_names(kind_of("fake:1")) == ["Fake 0", "Fake 1"]
     monkeypatch.setattr(torch, "device", lambda name: types.SimpleNamespace(index=int(name[-1])))
     devices.use("fake:1")
@@ -336,9 +337,15 @@ def test_each_host_brings_its_own(fake: Fake) -> None:
     served = hr.ParameterServer().plan(MODEL, on_two_hosts(("fake:0", "fake:1"), (), servers=1))
     assert [(role.host, role.device) for role in served.roles] == [("a", "fake:0"), ("a", "fake:1"), ("b", "cpu")]
     far = on_two_hosts(("fake:0",), ("fake:0",))
-    assert exchanges_in_host_memory(hr.Mirrored().plan(MODEL, far))
-    with pytest.raises(InfeasiblePlan, match=r"gossip exchanges .* fake \(collectives: gloo\) on several hosts; give"):
-        check_device(hr.Gossip(), hr.Gossip().plan(MODEL, far), far)
+    for strategy in (hr.Mirrored(), hr.Gossip()):
+        plan = strategy.plan(MODEL, far)
+        check_device(strategy, plan, far)
+        assert exchanges_in_host_memory(plan)
+        assert not exchanges_in_host_memory(dataclasses.replace(plan, trusted=True))
+        assert exchanges_in_host_memory(dataclasses.replace(plan, trusted=True, min_workers=1))
+    mixed = on_two_hosts(("fake:0",), ("cpu",))
+    with pytest.raises(InfeasiblePlan, match=r"gossip exchanges .* of one kind, .* fake \(collectives: gloo\) and cpu"):
+        check_device(hr.Gossip(), hr.Gossip().plan(MODEL, mixed), mixed)
     with pytest.raises(InfeasiblePlan, match="device names 1 device on b, cpu, and parameter_server has 0 workers"):
         hr.ParameterServer().plan(MODEL, on_two_hosts(("fake:0",), ("cpu",)))
 

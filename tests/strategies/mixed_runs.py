@@ -211,7 +211,6 @@ CASES: Mapping[str, Callable[[], Any]] = {
     "tensor parallel": lambda: refused(hr.TensorParallel()),
     "hybrid": lambda: refused(hr.Hybrid(hr.Mirrored(1), hr.Pipeline(2))),
     "tpu": lambda: refused(hr.TPU(compiler="eager")),
-    "come and go": lambda: refused(hr.Mirrored(min_workers=1)),
     "half precision": lambda: refused(hr.Mirrored(), dtype=torch.float32, options=hr.Options(precision="fp16")),
     "more workers": lambda: refused(hr.Mirrored(3)),
     "not here": lambda: refused(hr.Mirrored(), ["fake:7", HOST]),

@@ -24,8 +24,8 @@ from headrace.api.run import Run
 from headrace.api.run_directory import TemporaryRunDir
 from headrace.api.supervision import supervise
 from headrace.data.loading.loader import as_pipeline
-from headrace.devices import AUTO, notice_of_auto
-from headrace.engine.base import LEFT, NOT_ENCRYPTED, TERMINATED, Engine, Terminated, require_no_global_hooks
+from headrace.devices import AUTO, HOST, kind_of, notice_of_auto
+from headrace.engine.base import FASTER, LEFT, NOT_ENCRYPTED, TERMINATED, Engine, Terminated, require_no_global_hooks
 from headrace.engine.local.engine import kept_engine
 from headrace.engine.torchrun.address import launched_ranks
 from headrace.errors import HeadraceError, UsageError
@@ -351,7 +351,11 @@ def _here(measured: Callable[[], str]) -> str:
 def _inspected(job: Job, info: JobInfo, strategy: Strategy, cluster: Cluster, encrypt: bool, once: _Once) -> JobInfo:
     """Lets the strategy inspect the model."""
     objective = objectives_of(job, info.module, info.weighed)[0]
-    notices = [] if encrypt or len(cluster.hosts) == 1 else [NOT_ENCRYPTED]
+    notices = []
+    if len(cluster.hosts) > 1 and not encrypt:
+        notices.append(NOT_ENCRYPTED)
+    elif len(cluster.hosts) > 1 and (backend := kind_of(cluster.device).backend) and cluster.device != HOST:
+        notices.append(f"{cluster.device}: between hosts tensors go through host memory, encrypted; {FASTER} {backend}")
 
     def layers(request: ProfileRequest) -> tuple[LayerSpec, ...]:
         # What does so may hold a graph, or what the trace of forward has left.

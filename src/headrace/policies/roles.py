@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from headrace.devices import HOST
+from headrace.devices import HOST, kind_of
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.policies.segments import everywhere
 from headrace.spec.cluster import Cluster, Host
@@ -127,15 +127,10 @@ def elastic_plan(plan: Plan, min_workers: int | None, max_workers: int | None, c
     """Returns a plan with workers that may be lost, join and leave; as it is without `min_workers`.
 
     Raises:
-        InfeasiblePlan: they are not on CPUs, fewer than `min_workers`, or a launcher's, and more are to join.
+        InfeasiblePlan: they are fewer than `min_workers`, or a launcher's, and more are to join.
     """
     if min_workers is None:
         return plan
-    if cluster.device != "cpu":
-        raise InfeasiblePlan(
-            f"min_workers={min_workers} needs workers on CPUs, and the devices are {cluster.device}; leave out "
-            "min_workers"
-        )
     if cluster.ranks is not None and (max_workers or 0) > cluster.ranks:
         raise InfeasiblePlan(
             f"max_workers={max_workers}, and the launcher has started {cluster.ranks} processes, to which headrace "
@@ -151,6 +146,14 @@ def elastic_plan(plan: Plan, min_workers: int | None, max_workers: int | None, c
     if max_workers and workers > max_workers:
         raise InfeasiblePlan(f"{there}, more than max_workers={max_workers}; {how}{max_workers}, or leave it out")
     return replace(plan, elastic=True, min_workers=min_workers, max_workers=max_workers or 0)
+
+
+def require_cpu(strategy: str, cluster: Cluster) -> None:
+    """Refuses accelerators with an `InfeasiblePlan`, for a strategy of one's own that does not know them."""
+    if cluster.device != HOST:
+        raise InfeasiblePlan(
+            f"{strategy} runs on CPUs, and the devices are {kind_of(cluster.device).row()}; use device='cpu'"
+        )
 
 
 def require_memory(strategy: str, needed_bytes: int, cluster: Cluster) -> None:

@@ -206,11 +206,12 @@ def spans_hosts(plan: Plan) -> bool:
 def exchanges_in_host_memory(plan: Plan) -> bool:
     """Whether what workers on accelerators exchange goes through host memory, because no backend carries all of theirs.
 
-    Their devices are of several kinds, or on several hosts whose network is not trusted, or several share one.
+    Their devices are of several kinds, or on several hosts whose network is not trusted, or several share one; or
+    workers come and go, who would have to connect their devices anew.
     """
     places = [(role.host, role.device) for role in plan.roles if role.computes and role.device != "cpu"]
-    shared = len(set(places)) < len(places)
-    return bool(places) and (shared or len(device_kinds(plan)) > 1 or (spans_hosts(plan) and not plan.trusted))
+    apart = len(set(places)) < len(places) or len(device_kinds(plan)) > 1
+    return bool(places) and (apart or plan.min_workers > 0 or (spans_hosts(plan) and not plan.trusted))
 
 
 def cuts_shares(plan: Plan) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headrace.devices import HOST
 from headrace.errors import InfeasiblePlan
 from headrace.policies.behaviour import Behaviour, GradientSum
 from headrace.policies.roles import data_parallel_plan, elastic_plan
@@ -86,6 +87,12 @@ class CentralStorage(Strategy):
                 f"{names}; between hosts it would send what mirrored sends, so use mirrored there"
             )
         refuse_elastic_tables(model, self.min_workers)
+        if self.min_workers is not None and cluster.device != HOST:
+            raise InfeasiblePlan(
+                f"min_workers={self.min_workers} lets workers come and go, and those of {self.name} then compute with "
+                f"the one copy itself, in host memory, where {cluster.device} cannot; leave out min_workers, or use "
+                "mirrored"
+            )
         if self.min_workers is not None and not model.sliceable:
             raise InfeasiblePlan(
                 f"min_workers={self.min_workers} lets workers come and go, and the slices of the one copy change with "

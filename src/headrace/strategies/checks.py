@@ -7,11 +7,11 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from headrace.devices import DEVICES, HOST, DeviceKind, kind_of, one_each
+from headrace.devices import DEVICES, DeviceKind, kind_of, one_each
 from headrace.errors import InfeasiblePlan, UnknownName, UsageError
 from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
-from headrace.spec.plan import MOST_MEMBERS, Plan, ProcessCounts, device_kinds, exchanges_in_host_memory, spans_hosts
+from headrace.spec.plan import MOST_MEMBERS, Plan, ProcessCounts, device_kinds, exchanges_in_host_memory
 
 BALANCES = ("equal", "speed")
 """How a global batch is split."""
@@ -156,12 +156,10 @@ def check_device(strategy: DeviceNeeds, plan: Plan, cluster: Cluster) -> None:
             shape and the steps have several, it has no collectives, or its processes must be a launcher's.
     """
     kinds = [kind_of(name) for name in device_kinds(plan)]
-    far = spans_hosts(plan) and kinds != [DEVICES[HOST]]
-    if (far or len(kinds) > 1) and not strategy.mixes_devices:
-        where = " on several hosts" * spans_hosts(plan)
+    if len(kinds) > 1 and not strategy.mixes_devices:
         raise InfeasiblePlan(
-            f"{strategy.name} exchanges tensors among devices of one kind and host, and those of the workers are "
-            f"{' and '.join(kind.row() for kind in kinds)}{where}; give all workers one kind, or use mirrored, "
+            f"{strategy.name} exchanges tensors among devices of one kind, and those of the workers are "
+            f"{' and '.join(kind.row() for kind in kinds)}; give all workers one kind, or use mirrored, "
             "parameter_server, downpour or parameter_averaging, which exchange in host memory"
         )
     for kind in kinds:

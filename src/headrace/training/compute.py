@@ -116,7 +116,12 @@ class Compute(ABC):
         return True
 
     def place(self, batch: Any) -> Any:
-        """Returns a batch on the model's device."""
-        if self.device.type == "cpu":
-            return batch
-        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
+        """Returns a batch as a step takes it: on the model's device, unless it is padded on the host first."""
+        return placed(batch, self.device)
+
+
+def placed(batch: Any, device: torch.device) -> Any:
+    """Returns a batch on a device."""
+    if device.type == "cpu":
+        return batch
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)

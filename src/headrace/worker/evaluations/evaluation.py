@@ -16,6 +16,7 @@ from headrace.metrics import weigh
 from headrace.modules import evaluating
 from headrace.spec.job import Job, Share
 from headrace.spec.parameter_sets import loss_name
+from headrace.training.compute import placed
 from headrace.training.exchange import Replica
 from headrace.training.shared_buffers.batch_norm import averaged_buffers
 from headrace.training.shared_buffers.synced import average_by_weight
@@ -84,8 +85,8 @@ class Evaluation:
         output = compute.predict(share.batch)
         if not compute.counts:
             return
-        target = compute.place(select_target(share.batch, self._job.target))
-        batch = compute.place(share.batch) if losses else None
+        target = placed(select_target(share.batch, self._job.target), compute.device)
+        batch = placed(share.batch, compute.device) if losses else None
         # With gradients, which a loss may be made of (a penalty on them).
         values = {name: loss(compute.module, batch) for name, loss in losses.items()}
         values |= {name: measure(output, target) for name, measure in measures.items()}
