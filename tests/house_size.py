@@ -17,7 +17,7 @@ CLOSURES = {
     "strategies.mirrored": 10_200,
     "strategies.central_storage": 12_100,
     "worker.main": 19_000,
-    "engine.local.process": 20_200,
+    "engine.local.process": 20_300,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_850,
     "api.fit": 31_800,

@@ -17,6 +17,7 @@ from headrace import devices
 from headrace.collectives.accelerators.torch_distributed import TorchDistributed
 from headrace.devices import DEVICES, DeviceKind, choose, explain_auto, found, kind_of, notice_of_auto
 from headrace.errors import InfeasiblePlan, UnfitMachine, UnknownName, UsageError
+from headrace.machine import generators
 from headrace.machine.identity import detect
 from headrace.modules import move
 from headrace.spec.cluster import Cluster, Host
@@ -84,7 +85,9 @@ def test_a_new_device_is_a_row(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch, "device", lambda name: types.SimpleNamespace(index=int(name[-1])))
     devices.use("fake:1")
     devices.synchronize(types.SimpleNamespace(type="fake"))  # type: ignore[arg-type]
-    devices.set_random_states({"fake": torch.ones(3)} | {name: s + 1 for name, s in devices.random_states().items()})
+    generators.set_random_states(
+        {"fake": torch.ones(3)} | {name: s + 1 for name, s in generators.random_states().items()}
+    )
     assert [fake.asked[0], len(fake.asked)] == [1, 2]
     assert fake.state.tolist() == [1, 2, 3]
 
@@ -226,7 +229,7 @@ def test_a_device_without_collectives_connects_nothing(fake: Fake, monkeypatch: 
 @pytest.mark.parametrize("draw", [torch.rand, torch.randn])
 def test_random_numbers_come_back(draw: Callable[[int], torch.Tensor]) -> None:
     torch.manual_seed(3)
-    with devices.forked_generators(nn.Linear(2, 1)):
+    with generators.forked_generators(nn.Linear(2, 1)):
         inside = draw(2)
     assert torch.equal(draw(2), inside)
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from headrace.errors import UnfitMachine, UnknownName, UsageError
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
 HOST = "cpu"
 """The device whose memory processes share."""
@@ -44,6 +43,9 @@ class DeviceKind:
         registers: whether host memory that processes share can be registered for its copies.
         fixed_shapes: whether it compiles a program for every new shape, so that all steps must have the same shapes.
         launched: whether each process must know its rank before it imports torch, as under torchrun.
+        visible: the variable that says which of them a process sees; "" if there is none.
+        part: how a part of one is called there, of which a process uses one alone; "" if it has none.
+        interface: the variable that says by which network interface its backend connects; "" if there is none.
     """
 
     name: str
@@ -59,6 +61,9 @@ class DeviceKind:
     registers: bool = False
     fixed_shapes: bool = False
     launched: bool = False
+    visible: str = ""
+    part: str = ""
+    interface: str = ""
 
     def row(self) -> str:
         """Returns the row as a message says it: "mps (collectives: none)"."""
@@ -80,6 +85,9 @@ _ROWS = (
         streams=True,
         binds=True,
         registers=True,
+        visible="CUDA_VISIBLE_DEVICES",
+        part="MIG-",
+        interface="NCCL_SOCKET_IFNAME",
     ),
     DeviceKind(
         "tpu",
@@ -91,12 +99,15 @@ _ROWS = (
         fixed_shapes=True,
         launched=True,
     ),
-    DeviceKind("xpu", "XPU", backend="xccl", remedy="an XPU build of torch", streams=True),
+    DeviceKind("xpu", "XPU", "xccl", remedy="an XPU build of torch", streams=True, visible="ZE_AFFINITY_MASK"),
     DeviceKind("mps", "MPS device", remedy="a Mac, on which headrace does not run"),
 )
 
 DEVICES: dict[str, DeviceKind] = {each.name: each for each in _ROWS}
 """The device table, by name; device="auto" takes the first accelerator of which there is one, in this order."""
+
+_NONE = ("", "-1", "NoDevFiles")
+"""Values by which a launcher, or a user, lets a process see no device."""
 
 AUTO = "auto"
 
@@ -162,11 +173,16 @@ def found(kind: DeviceKind) -> tuple[str, ...]:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != kind.name:
         return ()
+    # Of parts torch counts one, and the first question binds the process to it.
+    count = len(parts_of_devices(kind)) or torch.accelerator.device_count()
     # A process that a launcher has given a device sees that one alone, as its current one.
-    names = (
-        kind.name if kind.launched else f"{kind.name}:{index}" for index in range(torch.accelerator.device_count())
-    )
-    return tuple(names)
+    return tuple(kind.name if kind.launched else f"{kind.name}:{index}" for index in range(count))
+
+
+def parts_of_devices(kind: DeviceKind) -> tuple[str, ...]:
+    """Returns the parts of devices that this process was given, by their UUIDs."""
+    given = os.environ.get(kind.visible, "").split(",") if kind.part else []
+    return tuple(each.strip() for each in given if each.strip().startswith(kind.part))
 
 
 def choose(device: str, fixed_shapes: bool = True) -> tuple[str, tuple[str, ...]]:
@@ -274,10 +290,21 @@ def device_names(kind: DeviceKind) -> list[str]:
     return [runtime_of(kind.name).get_device_name(index) for index in range(len(devices))]
 
 
-def use(device: str) -> None:
-    """Makes a device the current one of this process."""
+def use(device: str, identity: str = "") -> None:
+    """Makes a device the current one of this process; a part of one, whose `identity` is its UUID, the only one.
+
+    Raises an `UnfitMachine` where this process has begun to use another part.
+    """
     import torch
 
+    kind = kind_of(device)
+    if kind.part and identity.startswith(kind.part) and os.environ.get(kind.visible) != identity:
+        if runtime_of(kind.name).is_initialized():
+            raise UnfitMachine(
+                f"this process has begun to use a {kind.title}, and the run gives it {identity}: a process uses one "
+                f"part of a device alone; set {kind.visible} to one of them in each process, or use it later"
+            )
+        os.environ[kind.visible] = identity
     if (index := torch.device(device).index) is not None:
         torch.accelerator.set_device_index(index)
 
@@ -288,56 +315,6 @@ def synchronize(device: torch.device) -> None:
         import torch
 
         torch.accelerator.synchronize(device)
-
-
-def random_state(device: torch.device) -> Tensor:
-    """Returns the state of an accelerator's generator, in host memory."""
-    if kind_of(device.type).package:
-        import torch
-        from torch.utils.checkpoint import get_device_states
-
-        _, (state,) = get_device_states(torch.empty(1, device=device))
-        return state
-    own: Tensor = runtime_of(device.type).get_rng_state(device)
-    return own
-
-
-def set_random_state(state: Tensor, device: torch.device) -> None:
-    """Sets the state of an accelerator's generator."""
-    if kind_of(device.type).package:
-        from torch.utils.checkpoint import set_device_states
-
-        set_device_states([device.index or 0], [state], device_type=device.type)
-        return
-    runtime_of(device.type).set_rng_state(state, device)
-
-
-def random_states() -> Mapping[str, Tensor]:
-    """Returns the states of the generators of the accelerators that this process has begun to use, by kind."""
-    runtimes = {kind.name: _runtime(kind.name) for kind in accelerators() if not kind.package}
-    # A runtime that cannot be asked has nothing to begin.
-    begun = {name: each for name, each in runtimes.items() if getattr(each, "is_initialized", bool)()}
-    return {name: each.get_rng_state() for name, each in begun.items()}
-
-
-def set_random_states(states: Mapping[str, Tensor]) -> None:
-    """Sets what `random_states` returned."""
-    for name, state in states.items():
-        runtime_of(name).set_rng_state(state)
-
-
-@contextmanager
-def forked_generators(module: nn.Module) -> Iterator[None]:
-    """Gives random numbers back as they were: the CPU's, and those of the accelerators that hold the parameters."""
-    import torch
-
-    devices = {parameter.device for parameter in module.parameters() if parameter.device.type not in (HOST, "meta")}
-    kind = {device.type for device in devices}
-    if len(kind) > 1:
-        raise UsageError(f"the model lies on devices of several kinds, {', '.join(sorted(kind))}; move it to one")
-    indices = sorted(device.index or 0 for device in devices)
-    with torch.random.fork_rng(devices=indices, device_type=kind.pop() if kind else GPU):
-        yield
 
 
 def autocast_states() -> list[bool]:
@@ -382,10 +359,21 @@ def _installed(kind: DeviceKind) -> str:
         return ""
 
 
+def hidden(kind: DeviceKind) -> str:
+    """Returns in a clause that the environment hides all devices of a kind from this process; "" if it does not."""
+    if not kind.visible or os.environ.get(kind.visible, "0").strip() not in _NONE:
+        return ""
+    return f"{kind.visible}={os.environ[kind.visible]!r} hides every {kind.title} from this process"
+
+
 def _why_not(kind: DeviceKind) -> str:
+    if said := hidden(kind):
+        return said
     return package_problem(kind) or f"torch sees no {kind.title} here" + f", with {kind.package}" * bool(kind.package)
 
 
 def _remedy(kind: DeviceKind) -> str:
+    if hidden(kind):
+        return f"unset it, or use device={HOST!r}"
     # What is wrong with a package says its remedy.
     return "or use device='cpu'" if package_problem(kind) else f"use device='cpu', or {kind.remedy}"

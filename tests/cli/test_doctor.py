@@ -76,7 +76,9 @@ def fake_torch(monkeypatch: pytest.MonkeyPatch, version: str, devices: tuple[str
 
     module = types.ModuleType("torch")
     module.__version__ = version  # type: ignore[attr-defined]
-    module.cuda = types.SimpleNamespace(get_device_name=devices.__getitem__)  # type: ignore[attr-defined]
+    module.cuda = types.SimpleNamespace(  # type: ignore[attr-defined]
+        get_device_name=devices.__getitem__, get_device_properties=lambda index: types.SimpleNamespace(total_memory=8e9)
+    )
     module.accelerator = types.SimpleNamespace(  # type: ignore[attr-defined]
         current_accelerator=lambda: types.SimpleNamespace(type="cuda"),
         device_count=lambda: len(devices),
@@ -87,10 +89,26 @@ def fake_torch(monkeypatch: pytest.MonkeyPatch, version: str, devices: tuple[str
 
 
 def test_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    fake_torch(monkeypatch, "2.13.0", ("NVIDIA A", "NVIDIA A"))
+    assert lines("_torch")["accelerators"].found == "2 x NVIDIA A, 8 GB"
+    assert lines("_torch")["accelerators"].verdict is Verdict.OK
+    # This torch has no NCCL.
+    assert lines("_torch")["collectives"].found.startswith("torch is built without nccl, by which workers on several")
     fake_torch(monkeypatch, "2.13.0", ("NVIDIA A", "NVIDIA B"))
-    assert lines("_torch")["accelerators"].found == "NVIDIA A, NVIDIA B"
+    assert lines("_torch")["accelerators"].found == "1 x NVIDIA A, 8 GB; 1 x NVIDIA B, 8 GB"
+    assert "Mirrored(balance='speed')" in lines("_torch")["accelerators"].remedy
     fake_torch(monkeypatch, "2.13.0+cpu", warn="the driver is too old")
     assert lines("_torch")["accelerators"].remedy == "update the driver"
+
+
+def test_accelerators_that_the_environment_hides(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_torch(monkeypatch, "2.13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    first = next(line for line in BY_NAME["_torch"]() if line.name == "accelerators")
+    said = "CUDA_VISIBLE_DEVICES='' hides every CUDA device from this process"
+    assert (first.verdict, first.found) == (Verdict.WARNING, said)
+    assert first.remedy == "unset CUDA_VISIBLE_DEVICES to use them"
 
 
 def test_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,12 +35,14 @@ def test_the_links_are_those_that_rank_0_knows() -> None:
 
 
 def test_devices_of_two_kinds_are_refused() -> None:
-    gpu = Cluster((Host("b", 2, 2**30, ("cuda:0",)),), 2, "cuda")
+    gpu, other = (
+        Cluster((Host(name, 2, 2**30, (f"{kind}:0",)),), 2, kind) for name, kind in (("b", "cuda"), ("a", "xpu"))
+    )
     with pytest.raises(
         InfeasiblePlan,
-        match=r"different devices: cpu on a, cuda on b; say the same device= on all, or name those of each",
+        match=r"different devices: xpu on a, cuda on b; say the same device= on all, or name those of each",
     ):
-        joined([seen("a", "a")[0], gpu])
+        joined([other, gpu])
 
 
 def named(host: str, *devices: str, kind: str = "cpu", world: int = 2) -> Cluster:

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 
 from headrace.cli.jobfile import load_job
 from headrace.cli.verdict import Check, ok, problem, warning
+from headrace.devices import HOST, kind_of
 from headrace.errors import HeadraceError, UsageError
 from headrace.machine import disk
+from headrace.machine.accelerators import backend_version, device_title
 from headrace.report.format import byte_count
 from headrace.spec.cluster import Cluster, Link
 
@@ -26,6 +28,9 @@ _CLOCK_S = 0.1
 _SLOW = 0.7
 """Of what is usual."""
 _MISSING = "nothing"
+ACCELERATORS = "accelerators"
+SPEED = "give each what it does in the same time, Mirrored(balance='speed'); equal shares wait for the slowest"
+"""The remedy for devices of different kinds."""
 _LESS = 0.8
 """Of what the cluster's file says."""
 
@@ -37,6 +42,11 @@ def own_facts(path: Path | None, settings: Sequence[str]) -> HostFacts:
     from headrace.machine.identity import detect, versions
 
     facts = dict(versions())
+    cluster = detect("auto")
+    if cluster.device != HOST:
+        kind = kind_of(cluster.device)
+        facts[kind.backend] = backend_version(kind) or f"{_MISSING}: torch is built without it"
+        facts[ACCELERATORS] = listed(cluster.hosts[0].accelerators)
     if path is not None:
         from headrace.data.datasets import digest_of
 
@@ -44,7 +54,13 @@ def own_facts(path: Path | None, settings: Sequence[str]) -> HostFacts:
         facts["data"] = _data(path, settings)
     folder = Path("/dev/shm")
     free = shutil.disk_usage(folder).free if disk.is_folder(folder) else 0
-    return HostFacts(detect("auto").hosts[0], facts, free)
+    return HostFacts(cluster.hosts[0], facts, free)
+
+
+def listed(devices: Sequence[str]) -> str:
+    """Returns what devices are, with their memory, each once: "8 x NVIDIA H100 80GB HBM3, 85 GB"."""
+    counts = Counter(map(device_title, devices))
+    return "; ".join(f"{count} x {title}" for title, count in counts.items())
 
 
 def _data(path: Path, settings: Sequence[str]) -> str:
@@ -93,7 +109,7 @@ def _hosts(hosts: Sequence[HostFacts]) -> Iterator[Check]:
 
 
 def _different(hosts: Sequence[HostFacts]) -> Iterator[Check]:
-    for key in hosts[0].facts:
+    for key in dict.fromkeys(key for each in hosts for key in each.facts):
         values = {each.host.name: each.facts.get(key, _MISSING) for each in hosts}
         (usual, count), *others = Counter(values.values()).most_common()
         if not others:
@@ -102,6 +118,9 @@ def _different(hosts: Sequence[HostFacts]) -> Iterator[Check]:
         apart = {name: value for name, value in values.items() if value != usual or count * 2 <= len(values)}
         found = ", ".join(f"{name} has {value}" for name, value in apart.items())
         rest = f"; the others have {usual}" if len(apart) < len(values) else ""
+        if key == ACCELERATORS:
+            yield warning(key, f"not the same on all hosts: {found}{rest}", SPEED)
+            continue
         yield problem(key, f"not the same on all hosts: {found}{rest}", f"give all hosts the same {key}")
 
 

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TextIO
 
-from headrace.devices import choose, choose_each, one_each
+from headrace.devices import HOST, choose, choose_each, kind_of, one_each, parts_of_devices, runtime_of
 from headrace.errors import UnfitMachine
 from headrace.machine.resources import cores, spare_memory_bytes
 from headrace.spec.cluster import Cluster, Host
@@ -65,8 +65,28 @@ def detect(device: str | Sequence[str], ranks: int | None = None, fixed_shapes: 
     require_linux()
     named = one_each(device)
     kind, found = choose_each(named) if named else choose(str(device), fixed_shapes)
-    host = Host(host_name(), cores(), spare_memory_bytes(), found, worker_devices=named)
+    parts = parts_of_devices(kind_of(kind))
+    identities: Sequence[str] = ()
+    if parts or (ranks or 1) > 1:
+        identities = [_identity(each, parts) for each in named or found]
+    if parts:
+        # A process sees the one that it is given alone.
+        found, named = (tuple(HOST if each == HOST else f"{kind}:0" for each in names) for names in (found, named))
+    host = Host(
+        *(host_name(), cores(), spare_memory_bytes(), found), worker_devices=named, identities=tuple(identities)
+    )
     return Cluster((host,), ranks, kind)
+
+
+def _identity(device: str, parts: Sequence[str]) -> str:
+    """Returns the UUID of a device of this process, or of this host's `parts` of devices; "" where it has none."""
+    name, _, index = device.partition(":")
+    if name == HOST or not index:
+        return ""
+    if parts:
+        return parts[int(index)]
+    # This initialises the device's runtime: a process that a launcher has started computes on it anyway.
+    return str(getattr(runtime_of(name).get_device_properties(int(index)), "uuid", ""))
 
 
 @cache

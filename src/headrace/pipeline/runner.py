@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.devices import random_states, set_random_states
 from headrace.errors import UnfitMachine
+from headrace.machine.generators import random_states, set_random_states
 from headrace.machine.resources import resident_bytes
 from headrace.pipeline.backward import WeightGradient, run_backward
 from headrace.pipeline.buffers import HeldState, RunningStatistics

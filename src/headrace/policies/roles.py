@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from headrace.devices import HOST, kind_of
+from headrace.devices import HOST, NAMED, kind_of
 from headrace.errors import InfeasiblePlan, UsageError
 from headrace.policies.segments import everywhere
 from headrace.spec.cluster import Cluster, Host
@@ -40,9 +40,7 @@ def worker_roles(strategy: str, workers: int | None, cluster: Cluster, spread: b
         return _spread_roles(strategy, workers, cluster, spread)
     (host,) = cluster.hosts
     count = _count(strategy, workers, cluster)
-    devices = _devices(strategy, host, count, cluster)
-    threads = threads_per_worker(host.cores, count)
-    return tuple(Role(rank, "worker", host.name, devices[rank], threads, rank) for rank in range(count))
+    return _with_own_devices(strategy, _roles_on(strategy, host, range(count), cluster), cluster)
 
 
 def worker_and_server_roles(
@@ -194,15 +192,28 @@ def _spread_roles(strategy: str, workers: int | None, cluster: Cluster, spread: 
         remedy = "start a process on each by a launcher" if spread else "use mirrored or parameter_averaging there"
         raise InfeasiblePlan(f"{strategy} works on one host, this cluster has {len(cluster.hosts)}: {names}; {remedy}")
     _count(strategy, workers, cluster)
-    roles = []
-    for host in cluster.hosts:
-        threads = threads_per_worker(host.cores, len(host.ranks))
-        devices = _devices(strategy, host, len(host.ranks), cluster)
-        roles += [
-            Role(rank, "worker", host.name, device, threads, rank)
-            for rank, device in zip(host.ranks, devices, strict=True)
-        ]
+    roles = [role for host in cluster.hosts for role in _roles_on(strategy, host, host.ranks, cluster)]
+    return _with_own_devices(strategy, roles, cluster)
+
+
+def _with_own_devices(strategy: str, roles: Sequence[Role], cluster: Cluster) -> tuple[Role, ...]:
+    """Returns the workers by rank; raises an `InfeasiblePlan` where one lacks a device, or two were given one."""
+    if cluster.device != HOST and not cluster.names_devices:
+        from headrace.policies.own_devices import require_own_devices
+
+        require_own_devices(strategy, roles, cluster.device)
     return tuple(sorted(roles, key=lambda role: role.rank))
+
+
+def _roles_on(strategy: str, host: Host, ranks: Sequence[int], cluster: Cluster) -> list[Role]:
+    """Returns the workers of a host."""
+    devices, threads = _devices(strategy, host, len(ranks), cluster), threads_per_worker(host.cores, len(ranks))
+    # Those that are named follow each other, and so do accelerators.
+    identities = host.identities[: len(ranks)] if devices[:1] != (HOST,) or host.worker_devices else ()
+    return [
+        Role(rank, "worker", host.name, device, threads, rank, identity=identity)
+        for rank, device, identity in zip(ranks, devices, identities or ("",) * len(ranks), strict=True)
+    ]
 
 
 def _devices(strategy: str, host: Host, workers: int, cluster: Cluster) -> Sequence[str]:
@@ -215,7 +226,8 @@ def _devices(strategy: str, host: Host, workers: int, cluster: Cluster) -> Seque
     if workers > (count := len(host.accelerators)):
         raise InfeasiblePlan(
             f"{strategy} asks for {workers} workers on {cluster.device} and {host.name} has {count} such devices; use "
-            f"workers={count} or device='cpu'"
+            f"workers={count} or device='cpu', or name the device of each, {NAMED}: workers that share one exchange "
+            "through host memory"
         )
     return host.accelerators[:workers]
 

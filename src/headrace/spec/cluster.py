@@ -31,6 +31,8 @@ class Host:
         speed: of its devices, relative to the one that the model was measured on.
         hours_between_failures: on average; 0 if it never fails.
         worker_devices: of each of its workers, in the order of their ranks, where the user has named them; else ().
+        identities: UUIDs of `worker_devices`, or else of `accelerators`, where a name does not say which device it is:
+            processes that each see a device of their own all call it "cuda:0". () where names do.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Host:
     speed: float = 1.0
     hours_between_failures: float = 0.0
     worker_devices: tuple[str, ...] = ()
+    identities: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ class Role:
         data_rank: which share of a global batch it computes, the same on all ranks of one replica; -1 for none.
         stage: which part of its replica it holds: a stage of a pipeline, or a slice of each split layer; of a
             server, which part of all replicas its shards belong to.
+        identity: the device's UUID, where its name does not say which one it is; else "".
     """
 
     rank: int
@@ -31,6 +32,7 @@ class Role:
     threads: int
     data_rank: int
     stage: int = 0
+    identity: str = ""
 
     @property
     def computes(self) -> bool:
@@ -203,13 +205,18 @@ def spans_hosts(plan: Plan) -> bool:
     return len({role.host for role in plan.roles if role.computes}) > 1
 
 
+def place_of(role: Role) -> tuple[str, str]:
+    """Returns what is another one for each device: its UUID, or where names say which it is, its host and name."""
+    return ("", role.identity) if role.identity else (role.host, role.device)
+
+
 def exchanges_in_host_memory(plan: Plan) -> bool:
     """Whether what workers on accelerators exchange goes through host memory, because no backend carries all of theirs.
 
     Their devices are of several kinds, or on several hosts whose network is not trusted, or several share one; or
     workers come and go, who would have to connect their devices anew.
     """
-    places = [(role.host, role.device) for role in plan.roles if role.computes and role.device != "cpu"]
+    places = [place_of(role) for role in plan.roles if role.computes and role.device != "cpu"]
     apart = len(set(places)) < len(places) or len(device_kinds(plan)) > 1
     return bool(places) and (apart or plan.min_workers > 0 or (spans_hosts(plan) and not plan.trusted))
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective
-from headrace.devices import HOST, random_state, set_random_state
+from headrace.devices import HOST
 from headrace.errors import UsageError
+from headrace.machine.generators import random_state, set_random_state
 from headrace.metrics import Mean
 from headrace.modules import parameters_and_buffers
 from headrace.spec.job import Share

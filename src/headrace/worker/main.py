@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from headrace.checkpoint import CheckpointFolder
 from headrace.checkpoint.forms import extra_states, pack, unpack
 from headrace.checkpoint.trained_model import save_model
-from headrace.collectives.base import ProcessGroup, moved_bytes_of
+from headrace.collectives.base import ProcessGroup, gather_texts, moved_bytes_of
+from headrace.devices import HOST
 from headrace.errors import HeadraceError, PeerLost, UsageError, user_traceback
 from headrace.machine.limits import explained
 from headrace.machine.resources import peak_resident_bytes, resident_bytes
@@ -22,7 +23,7 @@ from headrace.modules import is_dense, parameters_and_buffers, stateful_modules
 from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Failed, Notice, RowsHeld, RowsRead, WorkerEnded, WorkerStarted
 from headrace.spec.model import ModelSpec
-from headrace.spec.plan import Role
+from headrace.spec.plan import Plan, Role, device_kinds
 from headrace.training.compute import Compute
 from headrace.training.embeddings.layer import local_stats, rows_of_layers, sparse_layers
 from headrace.training.shared_buffers.batch_norm import averaged_buffers
@@ -97,19 +98,29 @@ def work(
             _finish(session, control, loop)
             group.together(lambda: leave_model(run, rank, group, compute))
         _tell_rows(session)
-        ended = _ended(session, loop.moved_bytes + session.devices.moved_bytes, runtime_bytes)
-        events.write_last(ended, page.ranks[rank].last_event)
+        events.write_last(_ended(session, loop.moved_bytes, runtime_bytes), page.ranks[rank].last_event)
         if stays:
             group.together(loop.end)
     except PeerLost:
         raise
     except BaseException as error:
-        events.write_last(_failed(rank, session, events, error), page.ranks[rank].last_event)
-        raise
+        better = _explained(error, run.plan.role(rank))
+        events.write_last(_failed(rank, session, events, better), page.ranks[rank].last_event)
+        raise better from (error.__cause__ if better is error else error)
     finally:
         events.flush()
         closing.close()
         events.close()
+
+
+def _explained(error: BaseException, role: Role) -> BaseException:
+    """Returns a better error where a device has failed; else the same."""
+    if role.device == HOST:
+        return error
+    from headrace.machine.accelerators import explained_by_device
+
+    name = f"{role.device} ({role.identity})" if role.identity else role.device
+    return explained_by_device(error, name, f"rank {role.rank} on {role.host}")
 
 
 @contextmanager
@@ -137,12 +148,24 @@ def _build(
     devices = DeviceGroup(run, role, group)
     closing.callback(devices.close)
     replica = build_replica(run, role, page, module, loader, devices, closing)
-    for line in replica.compute.notes:
+    for line in (*replica.compute.notes, *_unlike_devices(run.plan, role, group)):
         events.write(Notice(role.rank, events.now(), line))
     evaluation = build_evaluation(run, role, replica, group)
     session = WorkerSession(run, role.rank, replica, loader, evaluation, group, page, events, devices)
     _require_same_changes(session)
     return session, reporter
+
+
+def _unlike_devices(plan: Plan, role: Role, group: ProcessGroup) -> Iterator[str]:
+    """Yields on rank 0 what is to be said where workers' accelerators are not alike; all call it together."""
+    if plan.workers == 1 or not plan.assigns_data or device_kinds(plan) == (HOST,):
+        return
+    # Here, because runs on CPUs need none of it.
+    from headrace.machine.accelerators import device_title, unlike
+
+    titles = gather_texts(group, "" if role.device == HOST else device_title(role.device))
+    if role.rank == 0 and (said := unlike(titles, plan.balances)):
+        yield said
 
 
 def _loop_of(session: WorkerSession, control: RunControl) -> Loop:
@@ -207,7 +230,7 @@ def _finish(session: WorkerSession, control: RunControl, loop: Loop) -> None:
 
 def _ended(session: WorkerSession, moved_bytes: int, runtime_bytes: int) -> WorkerEnded:
     rank, group, replica, events = session.rank, session.group, session.replica, session.events
-    moved = moved_bytes_of(group) + replica.compute.moved_bytes + moved_bytes
+    moved = moved_bytes_of(group) + replica.compute.moved_bytes + moved_bytes + session.devices.moved_bytes
     held = replica.exchange.memory()
     return WorkerEnded(rank, events.now(), session.progress.done, moved, peak_resident_bytes(), *held, runtime_bytes)
 

@@ -260,7 +260,7 @@ def build_replica(
     order, strategy = run.job.turns, run.strategy
     # Before the model is divided, so that what the parts do not have is there, too.
     if role.device != "cpu":
-        use(role.device)
+        use(role.device, role.identity)
         move(module, role.device)
     if run.job.options.memory_format == "channels_last":
         use_channels_last(module)

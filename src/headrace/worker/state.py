@@ -18,8 +18,9 @@ from headrace.checkpoint import Checkpoint
 from headrace.checkpoint.forms import extra_states, load_extra_states
 from headrace.checkpoint.spool import Spool
 from headrace.data.pipeline.order import derived
-from headrace.devices import HOST, random_state, set_random_state
+from headrace.devices import HOST
 from headrace.errors import CorruptCheckpoint, HeadraceError
+from headrace.machine.generators import random_state, set_random_state
 from headrace.modules import parameters_and_buffers, restore
 from headrace.spec.plan import EVERY_WORKER, Plan
 from headrace.training.compute import Compute

@@ -22,11 +22,21 @@ from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.listening import Listener, listeners
 from headrace.cli.options import ClusterOption, SettingsOption, SshOption
 from headrace.cli.output import Answer, ExitCode
-from headrace.cli.survey import checks_of, measured, own_facts
+from headrace.cli.survey import ACCELERATORS, SPEED, checks_of, listed, measured, own_facts
 from headrace.cli.verdict import Check, Verdict, ok, problem, table, warning, warning_if, worst
-from headrace.devices import HOST, accelerators, device_names, explain_auto, package_problem
+from headrace.devices import (
+    HOST,
+    DeviceKind,
+    accelerators,
+    device_names,
+    explain_auto,
+    hidden,
+    package_problem,
+    parts_of_devices,
+)
 from headrace.errors import HeadraceError, UsageError
 from headrace.machine import disk
+from headrace.machine.accelerators import backend_version
 from headrace.machine.extras import extras, half_installed, installed, lacks, remedy, requirements
 from headrace.machine.resources import core_quota, cores, memory_limit_bytes, spare_memory_bytes
 from headrace.machine.versions import TESTED_PYTHON, TESTED_TORCH, TORCH_REMEDY, minor_of, too_old, untested
@@ -87,7 +97,7 @@ def _torch() -> Iterator[Check]:
     yield warning_if(
         bool(untested(torch.__version__)), "torch", tested, f"pip install torch=={TESTED_TORCH[-1]}, if something fails"
     )
-    yield _accelerators()
+    yield from _accelerators()
 
 
 def _processor() -> Iterator[Check]:
@@ -106,18 +116,38 @@ def _processor() -> Iterator[Check]:
         yield ok("processor", f"torch uses {capability}")
 
 
-def _accelerators() -> Check:
+def _accelerators() -> Iterator[Check]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         names = {kind.name: device_names(kind) for kind in accelerators()}
-    if any(names.values()):
-        return ok("accelerators", ", ".join(name for every in names.values() for name in every))
-    if caught:
-        return warning("accelerators", f"not usable: {caught[0].message}", "update the driver")
     for kind in accelerators():
-        if kind.driver and disk.exists(Path(kind.driver)):
-            return warning("accelerators", f"a driver ({kind.driver}), but torch finds no {kind.title}", kind.remedy)
-    return ok("accelerators", f"none; {explain_auto(HOST)}")
+        if names[kind.name]:
+            yield from _usable(kind, names[kind.name])
+        elif said := hidden(kind):
+            yield warning(ACCELERATORS, said, f"unset {kind.visible} to use them")
+    if any(names.values()):
+        return
+    if caught:
+        yield warning(ACCELERATORS, f"not usable: {caught[0].message}", "update the driver")
+        return
+    for kind in accelerators():
+        if kind.driver and disk.exists(Path(kind.driver)) and not hidden(kind):
+            yield warning(ACCELERATORS, f"a driver ({kind.driver}), but torch finds no {kind.title}", kind.remedy)
+            return
+    yield ok(ACCELERATORS, f"none; {explain_auto(HOST)}")
+
+
+def _usable(kind: DeviceKind, names: Sequence[str]) -> Iterator[Check]:
+    """Says what the devices of a kind are, and by what they exchange."""
+    devices = [f"{kind.name}:{index}" for index in range(len(names))]
+    found = listed(devices) if not parts_of_devices(kind) else f"{len(names)} x a part of {names[0]}"
+    yield warning_if(len(set(names)) > 1, ACCELERATORS, found, SPEED)
+    version = backend_version(kind)
+    if kind.backend and not version:
+        missing = f"torch is built without {kind.backend}, by which workers on several of them exchange"
+        yield warning("collectives", missing, kind.remedy)
+    elif kind.backend:
+        yield ok("collectives", f"{kind.backend} {version}")
 
 
 def _packages() -> Iterator[Check]:

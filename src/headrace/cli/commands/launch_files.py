@@ -15,6 +15,7 @@ from headrace.cli.launch_files.kubernetes import Form, PodSettings, manifests, y
 from headrace.cli.launch_files.scripts import LaunchRequest, sbatch_script, scheduler_name, torchrun_script
 from headrace.cli.options import job_name
 from headrace.cli.output import Answer, writing
+from headrace.devices import GPU
 from headrace.errors import UnknownName, UsageError
 
 _EXAMPLES = """
@@ -28,7 +29,7 @@ _ENDINGS = {"slurm": "slurm.sh", "kubernetes": "kubernetes.yaml", "torchrun": "t
 _WITHOUT_PLACE = {
     "slurm": ("--form", "--image", "--claim"),
     "kubernetes": ("--time",),
-    "torchrun": ("--cores", "--memory-gb", "--save-s", "--time", "--form", "--image", "--claim"),
+    "torchrun": ("--cores", "--memory-gb", "--gpus", "--save-s", "--time", "--form", "--image", "--claim"),
 }
 _OWN = ("--run-dir", "--resume", "--resume-if-saved", "--resume-from", "--workers")
 """Options of `train` that the file has already."""
@@ -48,6 +49,7 @@ def launch_files(
     run_dir: Annotated[str, option("--run-dir DIR", "Seen by all hosts. Default: a folder in runs.")] = "",
     cores: Annotated[int, option("--cores", "Of each process.", min=1)] = 1,
     memory_gb: Annotated[float | None, option("--memory-gb", "Of each process.", min=0.1, max=1_000_000)] = None,
+    gpus: Annotated[int, option("--gpus", "Of each process: 1, or 0 for CPUs alone.", min=0, max=1)] = 0,
     save_s: Annotated[int, option("--save-s", "Seconds that a round and a checkpoint may take.", min=1)] = 90,
     time_limit: Annotated[str, option("--time", "SLURM: the limit of each attempt.")] = "24:00:00",
     form: Annotated[Form, option("--form", "Kubernetes: what the cluster starts.")] = Form.JOB,
@@ -69,10 +71,12 @@ def launch_files(
     name = scheduler_name(job_name(job))
     path = output or Path(f"{name}.{_ENDINGS[scheduler]}")
     strategy = () if _has(given, "--strategy") else ("--strategy", "mirrored")
-    train = (*strategy, *given)
+    # A process that was given none must not quietly train on the CPU.
+    device = () if not gpus or _has(given, "--device") else ("--device", GPU)
+    train = (*strategy, *given, *device)
     cyclic = has_backups(given)
     wanted = LaunchRequest(
-        job, name, workers, hosts, train, run_dir, cores, memory_gb, save_s, cyclic=cyclic, file=path
+        *(job, name, workers, hosts, train, run_dir, cores, memory_gb, save_s), cyclic=cyclic, file=path, gpus=gpus
     )
     if scheduler == "slurm":
         text = sbatch_script(wanted, time_limit)

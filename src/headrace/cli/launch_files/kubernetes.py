@@ -22,6 +22,7 @@ _START_S = 600
 _LEFT_S = 30
 """Of the time to end, for what comes after the checkpoint."""
 _RETRIES = 10
+_GPU = "nvidia.com/gpu"
 
 Manifest = Mapping[str, Any]
 
@@ -186,11 +187,12 @@ def _secret_variable(wanted: LaunchRequest) -> Mapping[str, Any]:
 
 
 def _resources(wanted: LaunchRequest, processes: int) -> Mapping[str, Any]:
-    cores = {"cpu": str(wanted.cores * processes)}
-    if wanted.memory_gb is None:
-        return {"requests": cores, "limits": cores}
-    both = {**cores, "memory": f"{round(1024 * wanted.memory_gb * processes)}Mi"}
-    return {"requests": both, "limits": both}
+    both = {"cpu": str(wanted.cores * processes)}
+    if wanted.memory_gb is not None:
+        both["memory"] = f"{round(1024 * wanted.memory_gb * processes)}Mi"
+    # What a device plugin adds is never shared, and requested by its limit.
+    gpus = {_GPU: str(wanted.gpus * processes)} if wanted.gpus else {}
+    return {"requests": both, "limits": both | gpus}
 
 
 def _mount() -> Mapping[str, Any]:

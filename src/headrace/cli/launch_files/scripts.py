@@ -29,6 +29,7 @@ class LaunchRequest:
         save_s: seconds that the end of a round and a checkpoint may take.
         cyclic: whether processes are dealt out to the hosts by turns.
         file: where it is written.
+        gpus: of each process.
     """
 
     job: Path
@@ -42,6 +43,7 @@ class LaunchRequest:
     save_s: int
     cyclic: bool
     file: Path
+    gpus: int = 0
 
     def train(self, run_dir: str) -> list[str]:
         """Returns the command of each process; a second attempt goes on from what the first one has saved."""
@@ -82,7 +84,7 @@ run_dir={run_dir}
 
 # scancel and preemption tell this shell, too. It waits for the tasks, which save.
 trap : TERM
-srun --cpus-per-task={cores} --kill-on-bad-exit=0 \\
+srun --cpus-per-task={cores} {gpus}--kill-on-bad-exit=0 \\
     {command}
 code=$?
 
@@ -104,6 +106,7 @@ def sbatch_script(wanted: LaunchRequest, time_limit: str) -> str:
         "nodes": wanted.hosts or 1,
         "ntasks": wanted.workers,
         "cpus-per-task": wanted.cores,
+        **({"gpus-per-task": wanted.gpus} if wanted.gpus else {}),
         **memory,
         **({"distribution": "cyclic"} if wanted.cyclic else {}),
         "time": time_limit,
@@ -117,6 +120,7 @@ def sbatch_script(wanted: LaunchRequest, time_limit: str) -> str:
         options="\n".join(lines),
         run_dir=shell([wanted.run_dir]) if wanted.run_dir else f"runs/{wanted.name}-$SLURM_JOB_ID",
         cores=wanted.cores,
+        gpus=f"--gpus-per-task={wanted.gpus} " if wanted.gpus else "",
         command=shell(wanted.train("$run_dir")),
         save_s=wanted.save_s,
     )

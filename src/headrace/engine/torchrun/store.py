@@ -26,6 +26,7 @@ from headrace.engine.torchrun.secret import HOW_TO_MAKE, ask, given_secret, hand
 from headrace.engine.torchrun.store_server import StoreServer
 from headrace.errors import HeadraceError, InfeasiblePlan, RunFailed, UsageError, WorkerFailed
 from headrace.machine.identity import host_name
+from headrace.policies.own_devices import with_own_devices
 from headrace.spec.cluster import Cluster
 from headrace.spec.plain import from_plain, to_plain
 
@@ -158,19 +159,26 @@ def first_failed(host: str, code: int) -> WorkerFailed:
 def join(cluster: Cluster) -> Cluster:
     """Returns the cluster of all the launcher's processes, from what each sees; all call it together.
 
-    Raises InfeasiblePlan where some have devices of another kind that the user has not named, or those of a host name
-    different ones.
+    Raises InfeasiblePlan where some have accelerators of another kind that the user has not named, or those of a host
+    name different ones.
     """
     if cluster.ranks in (None, 1):
         return cluster
-    return joined([from_plain(Cluster, json.loads(text)) for text in gather(json.dumps(to_plain(cluster)))])
+    local = os.environ.get("LOCAL_RANK", "")
+    told = [json.loads(text) for text in gather(json.dumps([to_plain(cluster), local]))]
+    return joined([from_plain(Cluster, seen) for seen, _ in told], [local for _, local in told])
 
 
-def joined(seen: Sequence[Cluster]) -> Cluster:
-    """Returns the cluster of which each rank sees its own host alone; raises InfeasiblePlan as `join`."""
+def joined(seen: Sequence[Cluster], local: Sequence[str] = ()) -> Cluster:
+    """Returns the cluster of which each rank sees its own host alone; raises InfeasiblePlan as `join`.
+
+    `local` are the ranks' numbers on their hosts, as the launcher says (LOCAL_RANK).
+    """
     named = any(each.names_devices for each in seen)
     kinds = {each.device: each.hosts[0].name for each in seen}
-    if len(kinds) > 1 and not named:
+    # A process that sees no device may be a server; that of a worker is refused when it is planned.
+    device = next((kind for kind in kinds if kind != HOST), HOST)
+    if len(kinds.keys() - {HOST}) > 1 and not named:
         found = ", ".join(f"{kind} on {name}" for kind, name in kinds.items())
         raise InfeasiblePlan(
             f"the launcher's processes have different devices: {found}; say the same device= on all, or name those of "
@@ -181,10 +189,14 @@ def joined(seen: Sequence[Cluster]) -> Cluster:
         ranks.setdefault(each.hosts[0].name, []).append(rank)
     if named:
         _require_same_names(seen, ranks)
+    hosts = tuple(
+        with_own_devices([seen[rank].hosts[0] for rank in own], [local[rank] for rank in own] if local else [])
+        for own in ranks.values()
+    )
     if len(ranks) == 1:
-        return seen[0]
-    hosts = tuple(replace(seen[each[0]].hosts[0], ranks=tuple(each)) for each in ranks.values())
-    return replace(seen[0], hosts=hosts, ranks=len(seen), device=next((kind for kind in kinds if kind != HOST), HOST))
+        return replace(seen[0], hosts=hosts, device=device)
+    hosts = tuple(replace(host, ranks=tuple(own)) for host, own in zip(hosts, ranks.values(), strict=True))
+    return replace(seen[0], hosts=hosts, ranks=len(seen), device=device)
 
 
 def _require_same_names(seen: Sequence[Cluster], ranks: Mapping[str, Sequence[int]]) -> None:

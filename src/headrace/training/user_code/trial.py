@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from headrace.batches import call
-from headrace.devices import forked_generators
 from headrace.machine.dynamo import has_compiler
+from headrace.machine.generators import forked_generators
 from headrace.modules import stateful_modules
 from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.untouched import same_generators, untouched

@@ -1,0 +1,76 @@
+"""What accelerators are, and what carries their tensors between processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.devices import DeviceKind, runtime_of
+from headrace.errors import RunFailed
+
+
+def device_title(device: str) -> str:
+    """Returns what a device's maker calls it, with its memory: "NVIDIA H100 80GB HBM3, 85 GB"."""
+    runtime, index = runtime_of(device), int(device.partition(":")[2] or 0)
+    ask = getattr(runtime, "get_device_properties", None)
+    memory = getattr(ask(index), "total_memory", 0) if ask else 0
+    return str(runtime.get_device_name(index)) + f", {memory / 1e9:.0f} GB" * bool(memory)
+
+
+def unlike(titles: Sequence[str], balances: bool) -> str:
+    """Returns what is to be said where workers' accelerators are not alike; "" if they are.
+
+    `titles` are theirs by rank, "" of a worker on the CPU; `balances` says whether their shares follow their speed.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, title in enumerate(titles):
+        if title:
+            ranks.setdefault(title, []).append(rank)
+    if len(ranks) < 2:
+        return ""
+    each = "; ".join(f"rank{'s' * (len(own) > 1)} {', '.join(map(str, own))}: {title}" for title, own in ranks.items())
+    how = "their shares follow their speed" if balances else "equal shares wait for the slowest: balance='speed'"
+    return f"the workers' accelerators are not alike ({each}); {how}"
+
+
+def backend_version(kind: DeviceKind) -> str:
+    """Returns the version of the library that carries a device's tensors between processes; "" if torch has none."""
+    import torch.distributed as dist
+
+    if not kind.backend or not dist.is_available() or not dist.is_backend_available(kind.backend):
+        return ""
+    library = getattr(runtime_of(kind.name), kind.backend, None)
+    return ".".join(map(str, library.version())) if library else "of torch"
+
+
+_BROKEN = ("uncorrectable ecc error", "device lost", "device_lost", "gpu is lost", "fallen off the bus")
+_KERNEL = ("unspecified launch failure", "an illegal memory access", "hardware stack error")
+_TAKEN = ("busy or unavailable", "-capable device is detected")
+"""What CUDA and SYCL say of a device that has failed, of one or of what it computes, and of one that is not there."""
+
+
+def explained_by_device(error: BaseException, device: str, where: str) -> BaseException:
+    """Returns a better error where one says that a device has failed, with the remedy; else the same.
+
+    `where` says whose device it is: "rank 1 on b". Nothing can be asked of the device any more.
+    """
+    said = " ".join(str(error).split()).lower() if isinstance(error, RuntimeError) else ""
+    if any(each in said for each in _BROKEN):
+        remedy = (
+            "its hardware or driver has failed, see the system's log (dmesg, Xid) and nvidia-smi -q; start without it "
+            "or its host, and go on from the last checkpoint with resume=True (--resume)"
+        )
+    elif any(each in said for each in _KERNEL):
+        remedy = (
+            "a kernel went beyond its memory, or the device has failed: if it is this device alone (dmesg, Xid), "
+            "start without it; else CUDA_LAUNCH_BLOCKING=1 shows the operation. resume=True goes on from the last "
+            "checkpoint"
+        )
+    elif any(each in said for each in _TAKEN):
+        remedy = (
+            "another process has it for itself (nvidia-smi shows which, and the compute mode), or it was taken from "
+            "this one: end that process, or give this one another device"
+        )
+    else:
+        return error
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return RunFailed(f"{device} of {where} cannot be used: {first:.200}; {remedy}")
