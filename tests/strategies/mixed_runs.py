@@ -22,13 +22,13 @@ from torch import Tensor
 import headrace as hr
 from engine.networks import go_there
 from engine.ranks import say
-from fake_accelerator import cross_entropy
 from headrace.engine.local.scaling import ask_for_workers
 from headrace.report.model.training import StepTimes
 from headrace.report.views.answers import workers_answer
 from headrace.report.views.table import run_rows
 from headrace.spec.events import Event, SharesBalanced, Stepped, WorkerStarted
 from headrace.strategies import Strategy
+from simulated.accelerator import cross_entropy
 from strategies.contract_models import ADAM, Case, Tied, dense, normalised, text, vectors
 from strategies.contract_runs import distance
 
