@@ -7,7 +7,7 @@ from house import PACKAGE, Modules
 LINES = 107_000
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
-CORE = 13_980
+CORE = 14_010
 """Of the files that docs/architecture.md names as the core."""
 
 CLOSURES = {

@@ -138,6 +138,11 @@ def kind_of(device: str) -> DeviceKind:
     return DEVICES[name]
 
 
+def captures(device: str) -> bool:
+    """Whether the kernels of a step can be captured, and launched as one."""
+    return kind_of(device).name == GPU
+
+
 def check_name(device: str, *more: str) -> None:
     """Raises a `UsageError` unless a device has a row, or is one of `more` names."""
     names = [*more, *DEVICES]

@@ -13,8 +13,9 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 import headrace as hr
-from headrace.api.checks import check_options, inspect_job
+from headrace.api.checks import inspect_job
 from headrace.errors import DataError, JobError, UsageError
+from headrace.spec.options import check_options
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 

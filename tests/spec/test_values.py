@@ -91,7 +91,7 @@ def test_a_cluster_counts_the_accelerators_of_all_hosts() -> None:
         ({"schedule": 0.1}, "schedule must take an optimizer and return a scheduler, got 0.1; for example functools"),
         ({"schedule_every": "batch"}, "schedule_every is 'step' or 'epoch', got 'batch'"),
         ({"precision": "half"}, "precision is 'fp32' or 'bf16' or 'fp16', got 'half'"),
-        ({"compile": "yes"}, "compile must be True or False, got 'yes'"),
+        ({"compile": "yes"}, "compile is True, False, 'auto' or .*, got 'yes'"),
         ({"ema_decay": 1}, "ema_decay must be a number between 0 and 1, got 1; None switches it off"),
         ({"ema_decay": float("nan")}, "ema_decay must be a number between 0 and 1, got nan"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite is 'raise' or 'skip' or 'rollback', got 'ignore'"),

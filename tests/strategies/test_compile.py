@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,14 @@ from torch import Tensor, nn
 
 import headrace as hr
 from belongings import belongings, left_since
+from headrace.api.probes import measured
 from headrace.engine.local.engine import LocalEngine
-from headrace.errors import JobError, WorkerFailed
+from headrace.errors import JobError, UsageError, WorkerFailed
+from headrace.spec.events import Notice
+from headrace.spec.job import Share
+from headrace.spec.options import check_options
 from headrace.training.fixed_shapes.graph_mode import CompiledModule
+from headrace.training.user_code.objective import Objective
 from strategies.contract_models import COUNTS, MODELS, VARIANTS, Case, dense
 from strategies.contract_runs import distance, drive, train
 from strategies.test_contract import DOUBLE, ROWS, assert_equal, on_one_device
@@ -43,8 +49,8 @@ PAIRS = [(case, *WORKERS[index % 3]) for index, case in enumerate(sorted(CASES))
 """To compile takes seconds, so each case goes with one strategy."""
 
 
-def compiled(case: Case) -> Case:
-    return dataclasses.replace(case, options=dataclasses.replace(case.options, compile=True))
+def compiled(case: Case, how: bool | str = True) -> Case:
+    return dataclasses.replace(case, options=dataclasses.replace(case.options, compile=how))
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +112,84 @@ def test_the_first_batch_may_be_the_short_one() -> None:
     graph = CompiledModule(module, 4)
     chosen = [graph.forward(examples) is module for examples in (3, 4, 4, 3, 4)]
     assert chosen == [True, False, False, True, False]
+
+
+class Reused(nn.Module):
+    """Stands in for a model in a CUDA graph: each call writes to the same memory."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.memory = module, torch.zeros(())
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        self.memory.detach_().copy_(self.module(*batch).detach())
+        return self.memory.view_as(self.memory)
+
+
+@pytest.mark.parametrize(
+    ("how", "arguments", "same"),
+    [
+        (True, {}, True),
+        ("reduce-overhead", {"mode": "reduce-overhead"}, False),
+        ("max-autotune", {"mode": "max-autotune"}, False),
+        ("max-autotune-no-cudagraphs", {"mode": "max-autotune-no-cudagraphs"}, True),
+        ("cudagraphs", {"backend": "cudagraphs"}, False),
+    ],
+)
+def test_torch_gets_the_mode_and_a_loss_outlives_its_graph(
+    how: bool | str, arguments: dict[str, str], same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, begun = [], []
+
+    def compile_it(module: nn.Module, **chosen: str) -> nn.Module:
+        given.append(chosen)
+        return Reused(module)
+
+    monkeypatch.setattr(torch, "compile", compile_it)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(len(begun)))
+    graph = CompiledModule(Reused(nn.Sequential(nn.Linear(2, 1), nn.Flatten(0), Total())), 2, how)
+    losses = []
+    for value in (1.0, 2.0):
+        x = torch.full((2, 2), value)
+        losses.append(graph.loss(Objective(lambda output, target: output), (x, x), Share((x, x), 2, 2, 0)))
+    assert given == [arguments]
+    assert torch.equal(*losses) == same
+    assert len(begun) == (0 if same else 2)
+
+
+class Total(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"compile": "fast"}, "compile is True, False, 'auto' or 'cudagraphs' or 'reduce-overhead' or .*, got 'fast'"),
+        ({"compile": 1}, "compile is True, False, 'auto' or .*, got 1"),
+        ({"compile": "reduce-overhead", "accumulate": 2}, "next micro-batch overwrites the gradients of a graph; use"),
+        ({"compile": "auto", "memory_format": "auto"}, "memory_format='auto' with compile='auto'"),
+    ],
+)
+def test_ways_of_compiling_that_cannot_be(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        hr.Options(**options)
+
+
+def test_graphs_are_for_devices_that_have_them() -> None:
+    check_options(hr.Options(compile="cudagraphs"), "cuda")
+    with pytest.raises(UsageError, match="compile='cudagraphs' is for CUDA, and the device is cpu; use compile=True"):
+        check_options(hr.Options(compile="cudagraphs"), "cpu")
+
+
+@pytest.mark.parametrize(("slower", "chosen"), [(0.5, True), (2.0, False)])
+def test_what_is_measured_decides(slower: float, chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda module: module)
+    monkeypatch.setattr(measured, "_in_turn", lambda own, last, share: (1.0, slower))
+    job = compiled(CASES["mlp"], "auto").job(COUNTS["even"])
+    run = hr.fit(job, hr.OneDevice(), engine=hr.ThreadEngine(), check=False)
+    notices = [event.text for event in run.events if isinstance(event, Notice)]
+    assert any(f"compile: {chosen}; {1e3 * slower:.2f} ms a step with True, after" in each for each in notices)
 
 
 eagerly: list[int] = []

@@ -311,15 +311,6 @@ def _check_early_stopping(job: Job) -> None:
         raise UnknownName("metric for early stopping", option.metric, names)
 
 
-def check_options(options: Options, device: str) -> None:
-    """Raises UsageError for options that a kind of device does not support."""
-    if options.precision == "fp16" and device == "cpu":
-        raise UsageError(
-            "precision='fp16' is for GPUs, and the device is the CPU; use precision='bf16', which needs no loss scale, "
-            "or 'fp32'"
-        )
-
-
 def _check_trained(module: nn.Module) -> None:
     if any(parameter.requires_grad for parameter in module.parameters()):
         return

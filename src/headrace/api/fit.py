@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from headrace.api.arguments import FitArguments, check_arguments, checkpoints_of, resume_request
-from headrace.api.checks import JobInfo, check_options, check_split, inspect_job
+from headrace.api.checks import JobInfo, check_split, inspect_job
 from headrace.api.probes.layers import refuse_share_of_one
 from headrace.api.probes.probing import require_outputs_alone, run_probes
 from headrace.api.probes.sets import plan_of, require_turns
@@ -38,7 +38,7 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.compute import LayerSpec
 from headrace.spec.job import Job
 from headrace.spec.model import ModelSpec, ProfileRequest
-from headrace.spec.options import Checkpoints
+from headrace.spec.options import Checkpoints, check_options
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, resolve
@@ -308,9 +308,13 @@ def _planned(
     check_split(job, info, plan)
     refuse_share_of_one(job, info.module, plan, info.examples, chosen)
     if job.options.memory_format != "preserve":
-        from headrace.api.probes.memory_format import settle_memory_format
+        from headrace.api.probes.measured import settle_memory_format
 
         info, plan = settle_memory_format(info, chosen, plan, cluster, once)
+    if job.options.compile == "auto":
+        from headrace.api.probes.measured import settle_compile
+
+        info = settle_compile(info, plan, cluster.device, once)
     threads = arguments.engine is not None and arguments.engine.in_caller
     told = run_probes(info, plan, chosen.equals_one_device, threads) if arguments.check else ()
     return replace(info, notices=(*info.notices, *told)), plan

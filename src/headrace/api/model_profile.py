@@ -10,7 +10,7 @@ from statistics import mean, median, stdev
 from time import perf_counter
 from typing import Any
 
-from headrace.api.checks import JobInfo, check_options, inspect_job
+from headrace.api.checks import JobInfo, inspect_job
 from headrace.api.fit import fit
 from headrace.api.profiling import measured, with_ready_data, without_end
 from headrace.api.run import Run
@@ -35,7 +35,7 @@ from headrace.spec.compute import BatchProfile, ComputeProfile, LayerSpec
 from headrace.spec.events import Stepped, WorkerEnded
 from headrace.spec.job import Job
 from headrace.spec.model import ModelSpec
-from headrace.spec.options import require_count
+from headrace.spec.options import check_options, require_count
 from headrace.spec.parameter_sets import one_optimizer
 from headrace.strategies import OneDevice, Strategy, Unconnected
 from headrace.training.optimizer import build

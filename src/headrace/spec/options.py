@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.devices import captures
 from headrace.errors import UsageError
 
 
@@ -58,7 +59,10 @@ class Options:
         schedule gives.
     precision: "fp32" computes in the types of the parameters; "bf16" and "fp16" compute forward under autocast,
         fp16 (CUDA alone) with a loss scale. Parameters and updates keep their types.
-    compile: compiles the model (`torch.compile`).
+    compile: True compiles the model (`torch.compile`), or the name of one of its modes does: "reduce-overhead",
+        "max-autotune", "max-autotune-no-cudagraphs"; "cudagraphs" (CUDA alone) replays the model's own kernels as CUDA
+        graphs, which costs no launches. "auto" measures before the run, and compiles where a step gets at least 3 %
+        shorter.
     memory_format: order in memory of 4-d weights (those of convolutions over two dims) and of 4-d inputs of the
         model: "preserve" leaves both as they come; "channels_last"; "auto" measures both for about a second before
         the run and takes "channels_last" where a step gets at least 3 % shorter. Numbers are equal up to rounding,
@@ -95,7 +99,7 @@ class Options:
     schedule_every: str = "step"
     warmup: int = 0
     precision: str = "fp32"
-    compile: bool = False
+    compile: bool | str = False
     memory_format: str = "preserve"
     batch_norm: str = "local"
     sync_buffers: str = "local"
@@ -122,7 +126,12 @@ class Options:
             if getattr(self, name) is not None:
                 require_count(name, getattr(self, name))
         if not isinstance(self.compile, bool):
-            raise UsageError(f"compile must be True or False, got {self.compile!r}")
+            _check_choice("compile", self.compile, ("auto", CUDAGRAPHS, *COMPILE_MODES), "True, False, ")
+        if self.compile in OVERWRITING and self.accumulate > 1:
+            raise UsageError(
+                f"compile={self.compile!r} with accumulate={self.accumulate}: the next micro-batch overwrites the "
+                "gradients of a graph; use compile=True, or 'max-autotune-no-cudagraphs'"
+            )
         if self.schedule is not None and not callable(self.schedule):
             raise UsageError(
                 f"schedule must take an optimizer and return a scheduler, got {self.schedule!r:.60}; "
@@ -135,13 +144,13 @@ class Options:
             raise UsageError(f"early_stopping must be hr.EarlyStopping(...), got {self.early_stopping!r:.60}")
         if self.compile and self.memory_format == "auto":
             raise UsageError(
-                "memory_format='auto' with compile=True: what is measured for a second is not the compiled model, "
-                "which takes longer to compile; use 'channels_last' or 'preserve'"
+                f"memory_format='auto' with compile={self.compile!r}: what is measured for a second is not the "
+                "compiled model, which takes longer to compile; use 'channels_last' or 'preserve'"
             )
         if self.compile and self.batch_norm == "sync":
             raise UsageError(
-                "batch_norm='sync' with compile=True: layers that talk to other workers cut the model into pieces that "
-                "are too small to gain by graph mode; use one of the two"
+                f"batch_norm='sync' with compile={self.compile!r}: layers that talk to other workers cut the model "
+                "into pieces that are too small to gain by graph mode; use one of the two"
             )
         if self.accumulate > 1 and self.batch_norm == "sync":
             raise UsageError(
@@ -150,9 +159,9 @@ class Options:
             )
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: object, choices: tuple[str, ...], more: str = "") -> None:
     if value not in choices:
-        raise UsageError(f"{name} is {' or '.join(map(repr, choices))}, got {value!r}")
+        raise UsageError(f"{name} is {more}{' or '.join(map(repr, choices))}, got {value!r}")
 
 
 def require_count(name: str, value: object, least: int = 1) -> None:
@@ -176,6 +185,13 @@ def is_url(value: object) -> bool:
     """Whether `value` is text with a scheme, "s3://bucket/runs/a"."""
     return isinstance(value, str) and _URL.fullmatch(value) is not None
 
+
+COMPILE_MODES = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""Of `torch.compile`, beside its default."""
+CUDAGRAPHS = "cudagraphs"
+"""The backend of `torch.compile` that captures eager kernels."""
+OVERWRITING = (CUDAGRAPHS, "reduce-overhead", "max-autotune")
+"""What may capture CUDA graphs, which write their results to the same memory each time."""
 
 _URL = re.compile(r"[A-Za-z][\w+.:-]*://[^\n]*[^/\n][^\n]*")
 _PASSWORD = re.compile(r".*://[^/@]*:[^/@]*@")
@@ -233,3 +249,16 @@ def require_plain_forward(options: Options) -> None:
                 f"Options({name}={value!r}) says how forward is run, and worker.backward(loss) comes after it; "
                 f"use worker.step(batch), or leave {name} out and do as much in the loop"
             )
+
+
+def check_options(options: Options, device: str) -> None:
+    """Raises UsageError for options that a kind of device does not support."""
+    if options.precision == "fp16" and device == "cpu":
+        raise UsageError(
+            "precision='fp16' is for GPUs, and the device is the CPU; use precision='bf16', which needs no loss scale, "
+            "or 'fp32'"
+        )
+    if options.compile == CUDAGRAPHS and not captures(device):
+        raise UsageError(
+            f"compile={CUDAGRAPHS!r} is for CUDA, and the device is {device}; use compile=True, or leave compile out"
+        )

@@ -116,7 +116,7 @@ class WorkerContext:
             if self.options.compile:
                 from headrace.training.fixed_shapes.graph_mode import CompiledModule
 
-                graph = CompiledModule(self.module, self.batches.full // max(1, local_shares))
+                graph = CompiledModule(self.module, self.batches.full // max(1, local_shares), self.options.compile)
             total: Callable[[Sequence[float]], list[float]] = list if local_shares else self.group.sum
             return WholeModel(self.module, self.objective, sink, total, always, self.options, self.scale, graph)
 

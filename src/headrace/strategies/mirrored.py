@@ -160,7 +160,7 @@ def _leaves_at_end(context: WorkerContext) -> bool:
     """Tells whether gradients leave only when backward is over."""
     # Of micro-batches only the sum leaves, and a compiled backward gives all gradients at its end.
     piecewise = context.inside is not None and context.inside.piecewise
-    return context.options.accumulate > 1 or context.options.compile or piecewise
+    return context.options.accumulate > 1 or bool(context.options.compile) or piecewise
 
 
 MultiWorkerMirrored = Mirrored

@@ -10,7 +10,7 @@ from time import perf_counter
 
 import torch
 
-from headrace.api.checks import check_options, inspect_job
+from headrace.api.checks import inspect_job
 from headrace.api.fit import fit
 from headrace.api.rehearsal.setup import RehearsalSetup
 from headrace.api.run import Run
@@ -24,6 +24,7 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.events import LAUNCHER
 from headrace.spec.job import Job
 from headrace.spec.model import ModelSpec
+from headrace.spec.options import check_options
 from headrace.strategies import OneDevice, Strategy, made_again, resolve
 from headrace.strategies.refusals import refuse
 from headrace.worker.run_spec import events_path

@@ -18,6 +18,7 @@ from headrace.errors import JobError, UnfitMachine
 from headrace.machine.versions import minor_of
 from headrace.metrics import Mean
 from headrace.spec.job import Share
+from headrace.spec.options import CUDAGRAPHS, OVERWRITING
 from headrace.training.user_code.objective import Objective
 
 
@@ -78,13 +79,15 @@ class CompiledModule(GraphMode):
     """A module and its compiled form, which runs batches of at least `full` examples.
 
     Compiled kernels differ by a last bit from eager ones, so which form runs depends on the round alone. The parameters
-    must lie where they will stay.
+    must lie where they will stay. `how` is `Options.compile`.
     """
 
-    def __init__(self, module: nn.Module, full: int) -> None:
+    def __init__(self, module: nn.Module, full: int, how: bool | str = True) -> None:
         one_compiling_process()
         self._module = module
-        self._compiled: Callable[..., Any] = torch.compile(module)
+        self._overwrites = how in OVERWRITING
+        chosen: Any = {} if how is True else {"backend" if how == CUDAGRAPHS else "mode": how}
+        self._compiled: Callable[..., Any] = torch.compile(module, **chosen)
         self._full = full
 
     def forward(self, examples: int) -> Callable[..., Any]:
@@ -93,7 +96,16 @@ class CompiledModule(GraphMode):
         return self._compiled if examples >= self._full else self._module
 
     def loss(self, objective: Objective, batch: Any, share: Share) -> Tensor | Mean:
-        return objective.of(self.forward(share.of), batch)
+        if not self._overwrites:
+            return objective.of(self.forward(share.of), batch)
+        # What the last step has returned is done with, and this one may write to the same memory.
+        torch.compiler.cudagraph_mark_step_begin()
+        loss = objective.of(self.forward(share.of), batch)
+        # A loss that is the model's own output would be overwritten before it is read.
+        if isinstance(loss, Mean):
+            weight = loss.weight.clone() if isinstance(loss.weight, Tensor) else loss.weight
+            return Mean(loss.total.clone(), weight)
+        return loss.clone()
 
     def errors(self) -> AbstractContextManager[None]:
         return compiler_errors("use compile=False")
