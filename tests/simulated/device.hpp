@@ -101,6 +101,12 @@ struct Block {
   std::set<int> recorded;
 };
 
+struct Freed {  // memory that a stream gets again, while others may still use it
+  int stream;
+  size_t bytes;
+  std::vector<Access> accesses;
+};
+
 struct Delivery {  // a copy to pinned memory, which is there after a wait; or from it, until which it must stay
   int stream;
   uint64_t number;
@@ -128,6 +134,7 @@ struct Simulation {
   std::array<Memory, kDevices> memory;
   Moment host;
   std::map<char*, Block> blocks;
+  std::vector<Freed> freed;
   std::map<char*, size_t> pinned;
   std::vector<Delivery> deliveries;
   std::map<int64_t, std::shared_ptr<Gate>> gates;
@@ -279,6 +286,32 @@ class Launch {
   uint64_t number_ = 0;
 };
 
+// Whether a stream knows that another's operation is done.
+inline bool knows(Simulation& all, int stream, const Access& other) {
+  auto done = std::max(all.streams[stream].done[other.stream], all.host.done[other.stream]);
+  return other.stream == stream || done >= other.number;
+}
+
+// Raises where memory may be what was freed before its last use was done: that is known by now, or may go wrong.
+inline void require_free(Simulation& all, int stream, size_t bytes) {
+  auto known = [&](Freed& one) {
+    auto& left = one.accesses;
+    auto done = [&](const Access& other) { return knows(all, stream, other); };
+    if (one.stream == stream) left.erase(std::remove_if(left.begin(), left.end(), done), left.end());
+    return left.empty();
+  };
+  all.freed.erase(std::remove_if(all.freed.begin(), all.freed.end(), known), all.freed.end());
+  for (const auto& one : all.freed) {
+    if (one.stream != stream || one.bytes < bytes) continue;
+    Access other = one.accesses.front();
+    all.freed.clear();
+    count(kFaults);
+    TORCH_CHECK(
+        false, "simulated: memory of ", stream_name(stream), " was freed and is given out again while ", *other.name,
+        " on ", stream_name(other.stream), " may still use it: call record_stream, or wait for that stream");
+  }
+}
+
 inline void* allocate(size_t bytes, int device) {
   auto& all = simulation();
   int64_t rounded = int64_t(bytes + 511) / 512 * 512;
@@ -288,10 +321,11 @@ inline void* allocate(size_t bytes, int device) {
       OutOfMemoryError, memory.current + rounded <= memory.most, "fake out of memory. Tried to allocate ", rounded,
       " bytes. fake:", device, " has a total capacity of ", memory.most, " bytes of which ",
       memory.most - memory.current, " bytes are free.");
+  int stream = current_stream(device);
+  require_free(all, stream, bytes);
   char* there = static_cast<char*>(std::malloc(bytes));
   memory.current += rounded;
   memory.peak = std::max(memory.peak, memory.current);
-  int stream = current_stream(device);
   static const std::string name = "the allocation";
   auto& own = all.streams[stream];
   own.join(all.host);
@@ -308,14 +342,11 @@ inline void release(void* there) {
   auto found = all.blocks.find(real(there));
   auto& block = found->second;
   all.memory[block.device].current -= int64_t(block.bytes + 511) / 512 * 512;
-  auto& own = all.streams[block.stream];
+  Freed freed{block.stream, block.bytes, {}};
   for (const auto& one : block.accesses) {
-    bool ordered = std::max(own.done[one.stream], all.host.done[one.stream]) >= one.number;
-    if (one.stream == block.stream || ordered || block.recorded.count(one.stream)) continue;
-    note_fault(
-        all, "simulated: memory of " + stream_name(block.stream) + " was freed while " + *one.name + " on " +
-                 stream_name(one.stream) + " may still use it: call record_stream, or wait for that stream");
+    if (!knows(all, block.stream, one) && !block.recorded.count(one.stream)) freed.accesses.push_back(one);
   }
+  if (!freed.accesses.empty()) all.freed.push_back(std::move(freed));
   std::free(real(there));
   all.blocks.erase(found);
 }
