@@ -303,8 +303,9 @@ def use(device: str, identity: str = "") -> None:
     import torch
 
     kind = kind_of(device)
-    if kind.part and identity.startswith(kind.part) and os.environ.get(kind.visible) != identity:
-        if runtime_of(kind.name).is_initialized():
+    if kind.part and identity.startswith(kind.part):
+        # A runtime that has begun is bound to the first of those that it was given.
+        if parts_of_devices(kind)[:1] != (identity,) and runtime_of(kind.name).is_initialized():
             raise UnfitMachine(
                 f"this process has begun to use a {kind.title}, and the run gives it {identity}: a process uses one "
                 f"part of a device alone; set {kind.visible} to one of them in each process, or use it later"

@@ -305,6 +305,10 @@ def _planned(
     check_device(chosen, plan, cluster)
     if arguments.device == AUTO and cluster.hosts[0].name == host_name() and (said := notice_of_auto(cluster.device)):
         info = replace(info, notices=(*info.notices, said))
+    if cluster.device != HOST:
+        from headrace.policies.own_devices import shared_devices
+
+        info = replace(info, notices=(*info.notices, *shared_devices(plan)))
     check_split(job, info, plan)
     refuse_share_of_one(job, info.module, plan, info.examples, chosen)
     if job.options.memory_format != "preserve":

@@ -8,7 +8,7 @@ from dataclasses import replace
 from headrace.devices import HOST, kind_of
 from headrace.errors import InfeasiblePlan
 from headrace.spec.cluster import Host
-from headrace.spec.plan import Role, place_of
+from headrace.spec.plan import Plan, Role, place_of
 
 _Device = tuple[str, str]
 """What its process calls it, and its UUID."""
@@ -58,6 +58,20 @@ def _one_each(every: Sequence[Sequence[_Device]]) -> list[_Device]:
         free = [device for device in every[place] if device not in chosen.values()]
         chosen[place] = next(iter(free or every[place]), (HOST, ""))
     return [chosen[place] for place in range(len(every))]
+
+
+def shared_devices(plan: Plan) -> list[str]:
+    """Returns a line for each device that several workers compute on."""
+    takers: dict[tuple[str, str], list[Role]] = {}
+    for role in plan.roles:
+        if role.computes and role.device != HOST:
+            takers.setdefault(place_of(role), []).append(role)
+    return [
+        f"ranks {', '.join(str(role.rank) for role in roles)} share {roles[0].device} on {roles[0].host}: what they "
+        "exchange goes through host memory; give each a device of its own, where there are as many"
+        for roles in takers.values()
+        if len(roles) > 1
+    ]
 
 
 def require_own_devices(strategy: str, roles: Sequence[Role], device: str) -> None:

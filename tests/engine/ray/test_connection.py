@@ -33,7 +33,7 @@ def test_ray_address_is_what_auto_means(monkeypatch: pytest.MonkeyPatch) -> None
     ("arguments", "said"),
     [
         ({"placement": "CLOSE"}, "placement is one of PACK, SPREAD"),
-        ({"gpus_per_worker": 2}, "gpus_per_worker is 0 or 1, got 2"),
+        ({"gpus_per_worker": 2}, "a part of one, gpus_per_worker is from 0 to 1, got 2"),
         ({"cpus_per_worker": 0}, "cpus_per_worker must be at least 1, got 0"),
     ],
 )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from headrace.engine.ray.nodes import arrange, cluster_of, names_of, require_versions
+import headrace as hr
+from headrace.engine.ray.nodes import arrange, cluster_of, device_of, names_of, require_versions
 from headrace.errors import UnfitMachine
 from headrace.machine.identity import installed_versions
+from headrace.spec.model import ModelSpec, ParameterSpec
+from headrace.spec.plan import Plan, exchanges_in_host_memory
+from headrace.strategies import Strategy
 
 NAMES = {"1" * 8: "a", "2" * 8: "b", "3" * 8: "c"}
 
@@ -47,12 +52,49 @@ def test_the_cluster_has_the_cores_of_its_nodes_or_those_that_were_reserved() ->
     assert (free.ranks, free.device) == (4, "cpu")
 
 
+def planned(agents: list[dict[str, Any]], workers: int, strategy: Strategy) -> Plan:
+    places = arrange(agents, NAMES, "1" * 8, workers)
+    return strategy.plan(ModelSpec((ParameterSpec("weight", (4,)),)), cluster_of(places, agents, workers, None))
+
+
 def test_ranks_of_a_node_see_all_its_gpus_in_their_order() -> None:
     agents = [told("1", ("3",)), told("1", ("5",)), told("1")]
     places = arrange(agents, NAMES, "1" * 8, workers=2)
     assert [place.gpus for place in places] == ["3,5"] * 3
     cluster = cluster_of(places, agents, 2, None)
     assert (cluster.device, cluster.hosts[0].accelerators) == ("cuda", ("cuda:0", "cuda:1"))
+    plan = planned(agents, 2, hr.ParameterServer(2))
+    assert [role.device for role in plan.roles] == ["cuda:0", "cuda:1", "cpu"]
+
+
+def test_gpus_of_several_nodes() -> None:
+    plan = planned([told("2", ("0",)), told("1", ("1",)), told("1", ("0",)), told("2", ("7",))], 4, hr.Mirrored(4))
+    assert [(role.host, role.device) for role in plan.roles] == [
+        *(("a", "cuda:0"), ("a", "cuda:1"), ("b", "cuda:0"), ("b", "cuda:1"))
+    ]
+    assert not exchanges_in_host_memory(replace(plan, trusted=True))
+
+
+def test_workers_with_fractions_share_a_gpu_and_are_named() -> None:
+    agents = [told("1", ("3",)), told("1", ("3",)), told("1", ("5",)), told("2", ("0",))]
+    assert [place.gpus for place in arrange(agents, NAMES, "1" * 8, 4)] == ["3,5"] * 3 + ["0"]
+    plan = planned(agents, 4, hr.Mirrored(4))
+    assert [role.device for role in plan.roles] == ["cuda:0", "cuda:0", "cuda:1", "cuda:0"]
+    assert exchanges_in_host_memory(replace(plan, trusted=True))
+    served = planned([*agents, told("2")], 4, hr.ParameterServer(4))
+    assert [role.device for role in served.roles] == ["cuda:0", "cuda:0", "cuda:1", "cuda:0", "cpu"]
+
+
+def test_each_worker_is_given_its_own_part_of_a_gpu() -> None:
+    plan = planned([told("1", ("MIG-a",)), told("1", ("MIG-b",))], 2, hr.Mirrored(2))
+    assert [(role.device, role.identity) for role in plan.roles] == [("cuda:0", "MIG-a"), ("cuda:0", "MIG-b")]
+    assert not exchanges_in_host_memory(plan)
+
+
+def test_a_process_that_comes_back_calls_the_gpu_that_it_is_given_then_the_first() -> None:
+    assert device_of(["5"], ["5"]) == ("cuda:0", "")
+    assert device_of(["MIG-a"], ["MIG-a"]) == ("cuda:0", "MIG-a")
+    assert device_of([], []) == ("cpu", "")
 
 
 def node(key: str, name: str, address: str = "10.0.0.1", machine: str = "vm") -> dict[str, str]:

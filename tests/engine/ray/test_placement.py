@@ -21,7 +21,7 @@ def test_workers_are_packed_and_servers_spread() -> None:
     ("counts", "worker", "asked", "placement"),
     [
         (ProcessCounts(2, one_host=True), ONE_CPU, "SPREAD", "STRICT_PACK"),
-        (ProcessCounts(2), {"CPU": 1.0, "GPU": 1.0}, None, "STRICT_PACK"),
+        (ProcessCounts(2), {"CPU": 1.0, "GPU": 1.0}, None, "PACK"),
         (ProcessCounts(2), ONE_CPU, "SPREAD", "SPREAD"),
     ],
 )

@@ -42,7 +42,7 @@ class Ranks:
         self.started: list[tuple[int, str, str]] = []
         self.stopped: list[int] = []
         self.flag = SimpleNamespace(stop=0)
-        self.node = {"node": "spare-id", "versions": installed_versions()}
+        self.node = {"node": "spare-id", "versions": installed_versions(), "gpus": []}
         self.hosts: dict[str, str] = {}
         self._folder = folder
         self._now: dict[int, Iterator[Told]] = {}
@@ -74,7 +74,7 @@ class Ranks:
         path = events_path(self._folder, -1)
         return path.read_text() if path.exists() else ""
 
-    def _start(self, rank: int, store: str, node: str) -> Reference:
+    def _start(self, rank: int, store: str, node: str, gpus: str) -> Reference:
         self.started.append((rank, store, node))
         self._now[rank] = self.told[rank].pop(0)
         return self._next(rank)
@@ -160,7 +160,7 @@ def test_no_worker_is_started_again_when_the_run_comes_to_its_end(
         # That rank 0 has ended may be told after the first look.
         if not ended or next(asked) < 2:
             raise RayError("Ray has not restarted it yet")
-        return {"node": "spare-id", "versions": installed_versions()}
+        return {"node": "spare-id", "versions": installed_versions(), "gpus": []}
 
     def killed() -> Iterator[Told]:
         yield TRAINS

@@ -55,7 +55,7 @@ class RayEngine(Engine):
             cluster stays connected to it.
         cpus_per_worker: CPUs that a worker reserves, and threads that it computes with; None reserves one, and
             computes with the node's cores, divided by the run's processes there.
-        gpus_per_worker: 1 for a GPU each, on one node.
+        gpus_per_worker: 1 for a GPU each; 0.5 for workers of which two share one, and exchange through host memory.
         resources: what a worker reserves besides, by Ray's names.
         placement: of the workers: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD"; None as the strategy needs it.
         runtime_env: packages and files that nodes need, as Ray describes them.
@@ -77,7 +77,7 @@ class RayEngine(Engine):
         address: str = "auto",
         *,
         cpus_per_worker: int | None = None,
-        gpus_per_worker: int = 0,
+        gpus_per_worker: float = 0,
         resources: Mapping[str, float] | None = None,
         placement: str | None = None,
         runtime_env: Mapping[str, Any] | None = None,
@@ -85,8 +85,11 @@ class RayEngine(Engine):
     ) -> None:
         if placement not in (None, *PLACEMENTS):
             raise UsageError(f"placement is one of {', '.join(sorted(PLACEMENTS))}, got {placement!r}")
-        if gpus_per_worker not in (0, 1):
-            raise UsageError(f"a worker computes on one GPU, gpus_per_worker is 0 or 1, got {gpus_per_worker!r}")
+        if not 0 <= gpus_per_worker <= 1:
+            raise UsageError(
+                f"a worker computes on one GPU, or on a part of one, gpus_per_worker is from 0 to 1, got "
+                f"{gpus_per_worker!r}"
+            )
         if cpus_per_worker is not None and cpus_per_worker < 1:
             raise UsageError(f"cpus_per_worker must be at least 1, got {cpus_per_worker!r}")
         self._address, self._runtime_env = address, runtime_env
@@ -118,7 +121,7 @@ class RayEngine(Engine):
         import ray
 
         on_gpus = device == GPU or (device == AUTO and self._gpus > 0)
-        worker = {"CPU": self._cpus or 1, **({"GPU": 1} if on_gpus else {}), **self._resources}
+        worker = {"CPU": self._cpus or 1, **({"GPU": self._gpus or 1} if on_gpus else {}), **self._resources}
         groups = bundle_groups(strategy.processes(), worker, self._placement)
         nodes = [node for node in ray.nodes() if node["Alive"]]
         names = names_of(nodes)

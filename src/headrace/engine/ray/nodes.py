@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import Any
 
-from headrace.devices import GPU, HOST
+from headrace.devices import DEVICES, GPU, HOST
 from headrace.errors import UnfitMachine
 from headrace.machine.identity import installed_versions
 from headrace.spec.cluster import Cluster, Host
@@ -24,7 +24,9 @@ class RankPlace:
         agent: the number of its agent, in the order of their start.
         host: the node's name in the run.
         node: its id, which no other node ever has.
-        gpus: the ids that Ray has given to all ranks of the node, by rank; "" for none.
+        gpus: the ids that Ray has given to the ranks of the node, each once; "" for none.
+        device: this rank's among them, as its process calls it.
+        identity: its UUID, where it is a part of a GPU, of which a process sees its own alone.
     """
 
     agent: int
@@ -32,6 +34,8 @@ class RankPlace:
     address: str
     gpus: str
     node: str
+    device: str = HOST
+    identity: str = ""
 
 
 def names_of(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -65,14 +69,26 @@ def arrange(told: Sequence[Description], names: Mapping[str, str], first: str, w
         *(agent for turn in zip_longest(*_by_node(told, range(workers, len(told)), first)) for agent in turn),
     ]
     order = [agent for agent in order if agent is not None]
-    gpus: dict[str, list[str]] = {}
+    # A GPU that Ray has given to several, each a fraction, once.
+    gpus: dict[str, dict[str, None]] = {}
     for agent in order:
-        gpus.setdefault(told[agent]["node"], []).extend(told[agent]["gpus"])
+        gpus.setdefault(told[agent]["node"], {}).update(dict.fromkeys(told[agent]["gpus"]))
     return [
-        RankPlace(agent, names[each["node"]], each["address"], ",".join(gpus[each["node"]]), each["node"])
+        RankPlace(
+            *(agent, names[each["node"]], each["address"], ",".join(gpus[each["node"]]), each["node"]),
+            *device_of(each["gpus"], [*gpus[each["node"]]]),
+        )
         for agent in order
         for each in [told[agent]]
     ]
+
+
+def device_of(own: Sequence[str], visible: Sequence[str]) -> tuple[str, str]:
+    """Returns what a process that sees these GPUs calls its own, and its UUID if it is a part of one."""
+    if not own:
+        return HOST, ""
+    part = DEVICES[GPU].part
+    return (f"{GPU}:0", own[0]) if own[0].startswith(part) else (f"{GPU}:{visible.index(own[0])}", "")
 
 
 def _by_node(told: Sequence[Description], agents: range, first: str) -> list[list[int]]:
@@ -84,15 +100,27 @@ def _by_node(told: Sequence[Description], agents: range, first: str) -> list[lis
 
 def cluster_of(places: Sequence[RankPlace], told: Sequence[Description], workers: int, cpus: int | None) -> Cluster:
     """Returns the cluster of the ranks; with `cpus` a host has so many cores for each of its workers."""
-    return Cluster(tuple(_hosts(places, told, workers, cpus)), len(places), GPU if places[0].gpus else HOST)
+    given = [(place.node, place.device, place.identity) for place in places[:workers]]
+    shared = bool(places[0].gpus) and len(set(given)) < workers
+    hosts = tuple(_hosts(places, told, workers, cpus, shared))
+    return Cluster(hosts, len(places), GPU if places[0].gpus else HOST)
 
 
-def _hosts(places: Sequence[RankPlace], told: Sequence[Description], workers: int, cpus: int | None) -> Iterator[Host]:
+def _hosts(
+    places: Sequence[RankPlace], told: Sequence[Description], workers: int, cpus: int | None, shared: bool
+) -> Iterator[Host]:
+    """Yields the nodes; where workers share GPUs, each worker's is named."""
     for name in dict.fromkeys(place.host for place in places):
         ranks = tuple(rank for rank, place in enumerate(places) if place.host == name)
         place = places[ranks[0]]
         each = told[place.agent]
         cores = cpus * max(1, sum(rank < workers for rank in ranks)) if cpus else each["cores"]
-        count = len(place.gpus.split(",")) if place.gpus else 0
-        devices = tuple(f"{GPU}:{index}" for index in range(count))
-        yield Host(name, cores, each["memory_bytes"], devices, ranks, place.address)
+        computing = [places[rank] for rank in ranks if rank < workers and place.gpus]
+        devices = tuple(each.device for each in computing)
+        identities = tuple(each.identity for each in computing) if any(each.identity for each in computing) else ()
+        yield Host(
+            *(name, cores, each["memory_bytes"], tuple(dict.fromkeys(devices)) if shared else devices, ranks),
+            *(place.address,),
+            worker_devices=devices if shared else (),
+            identities=identities,
+        )

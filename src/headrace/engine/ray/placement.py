@@ -39,7 +39,7 @@ def bundle_groups(counts: ProcessCounts, worker: Resources, placement: str | Non
     Workers on few nodes, because those of one node share memory; on one, where they must. Servers and backups on many,
     so that a node takes few of them with it.
     """
-    chosen = STRICT_PACK if counts.one_host or worker.get("GPU") else placement or PACK
+    chosen = STRICT_PACK if counts.one_host else placement or PACK
     groups = [BundleGroup("worker", counts.workers, worker, chosen)]
     if counts.serving:
         groups.append(BundleGroup("server", counts.serving, {"CPU": 1}, SPREAD))

@@ -107,6 +107,10 @@ def _unpacked(request: Mapping[str, Any], code: bytes, data: bytes) -> RunSpec:
     if request["node"]:
         # It shares memory with none of those that were on its rank's node.
         roles[rank] = replace(roles[rank], host=request["node"])
+    if request["device"]:
+        # Ray has given it another one.
+        device, identity = request["device"]
+        roles[rank] = replace(roles[rank], device=device, identity=identity)
     plan = replace(spec.plan, roles=tuple(roles))
     return replace(spec, run_dir=Path(request["run_dir"]), started=started, plan=plan)
 

@@ -14,10 +14,11 @@ from typing import Any
 import ray
 from ray.util.metrics import Gauge
 
+from headrace.devices import DEVICES, GPU
 from headrace.engine.base import RunProgress, Stoppable
 from headrace.engine.ray.connection import answers
 from headrace.engine.ray.mirror import FolderMirror
-from headrace.engine.ray.nodes import RankPlace
+from headrace.engine.ray.nodes import RankPlace, device_of
 from headrace.engine.ray.watch import RankWatch
 from headrace.engine.schedulers.environment import LAUNCHER
 from headrace.engine.shipping import pack
@@ -103,15 +104,16 @@ class RayRun:
             self.mirror.finish(_ANSWER_S)
             self._mark.close()
 
-    def _start(self, rank: int, store: str, node: str) -> Any:
+    def _start(self, rank: int, store: str, node: str, gpus: str = "") -> Any:
         """Has a rank's process begin, which joins the others at a `store` other than rank 0's where one is named.
 
-        `node` is where it is; "" for the one of the plan. Returns what its agent will tell.
+        `node` is where it is; "" for the one of the plan. `gpus` are those that Ray has given to an agent that it has
+        started again. Returns what its agent will tell.
         """
         place, spec = self._places[rank], self._spec
         environment = {**self._launched, "RANK": str(rank), "HEADRACE_HOST": place.host}
         if place.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = place.gpus
+            environment[DEVICES[GPU].visible] = gpus or place.gpus
         if store:
             environment[STORE] = store
         request = {
@@ -121,6 +123,7 @@ class RayRun:
             "machine": machine_identity().partition(" ")[0],
             "passed_s": monotonic() - spec.started,
             "node": node,
+            "device": device_of([*gpus.split(",")], gpus.split(",")) if gpus else (),
             "run_dir": self._wanted[0],
             "mark": self._wanted[1],
             "encrypt": self._encrypt,

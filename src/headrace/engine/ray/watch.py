@@ -82,9 +82,9 @@ class RankReturns:
 class RankWatch:
     """Follows the processes of one run.
 
-    `start` takes a rank, the store to join at ("" for rank 0's) and the node ("" for the plan's), has the process
-    begin, and returns what its agent will tell. `write_to` takes a rank, and the folder that its process writes to.
-    `hosts` are the names of the plan's nodes, by id.
+    `start` takes a rank, the store to join at ("" for rank 0's), the node and the GPU ("" for the plan's), has the
+    process begin, and returns what its agent will tell. `write_to` takes a rank, and the folder that its process writes
+    to. `hosts` are the names of the plan's nodes, by id.
 
     Attributes:
         status: of rank 0, once it has ended in order.
@@ -95,7 +95,7 @@ class RankWatch:
         spec: RunSpec,
         agents: Sequence[Any],
         flag: Stoppable,
-        start: Callable[[int, str, str], Any],
+        start: Callable[[int, str, str, str], Any],
         progress: Callable[[RunProgress], None],
         write_to: Callable[[int, str], object],
         hosts: Mapping[str, str],
@@ -108,7 +108,7 @@ class RankWatch:
         self._elastic = spec.plan.min_workers > 0
         several = len({role.host for role in spec.plan.roles}) > 1
         self._expendable = expendable_ranks(spec.plan) if several or self._elastic else frozenset()
-        self._waits = {start(rank, "", ""): rank for rank in range(len(agents))}
+        self._waits = {start(rank, "", "", ""): rank for rank in range(len(agents))}
         self._starts = [1] * len(agents)
         self._stopped: int | None = None
         self._failure: WorkerFailed | None = None
@@ -243,17 +243,17 @@ class RankWatch:
             except UnfitMachine as error:
                 self._note(f"rank {rank} is not started again: {error}")
                 continue
-            self._start_again(rank, names[described["node"]], store)
+            self._start_again(rank, names[described["node"]], store, ",".join(described["gpus"]))
 
-    def _start_again(self, rank: int, name: str, store: str) -> None:
-        """Starts a lost worker's process on the node that Ray has chosen."""
+    def _start_again(self, rank: int, name: str, store: str, gpus: str) -> None:
+        """Starts a lost worker's process on the node, and with the GPU, that Ray has chosen."""
         was = self._spec.plan.role(rank).host
         mates = sum(role.host == was for role in self._spec.plan.roles)
         if self._elastic and name != was and mates > 1:
             why = f"it was one of {mates} that share the memory of {was}, and Ray has room for it on {name}"
             self._note(f"rank {rank} is not started again: {why}")
             return
-        self._waits[self._start(rank, store, name if name != was else "")] = rank
+        self._waits[self._start(rank, store, name if name != was else "", gpus)] = rank
         self._starts[rank] += 1
         if name != was:
             self._note(f"rank {rank} was on {was} and is started again on {name}")
