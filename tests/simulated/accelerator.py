@@ -228,7 +228,10 @@ def on_device(loss: Callable[..., Any], *arguments: Any) -> Any:
 
 def row(**fields: Any) -> DeviceKind:
     """The device's row of headrace's table."""
-    known: Mapping[str, Any] = {"title": "fake accelerator", "remedy": "a C++ compiler", "streams": True, **fields}
+    known: Mapping[str, Any] = {
+        **{"title": "fake accelerator", "remedy": "a C++ compiler", "streams": True, "visible": "FAKE_VISIBLE_DEVICES"},
+        **fields,
+    }
     return DeviceKind(NAME, **known)
 
 
