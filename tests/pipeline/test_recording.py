@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import headrace as hr
 from headrace.errors import JobError
-from headrace.pipeline.frames import functions_with_backward, running
+from headrace.pipeline.trace.frames import functions_with_backward, running
 
 
 def decorated(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ import headrace as hr
 from collectives.seats import together
 from headrace.api.checks import inspect_job
 from headrace.api.verification.left import losses_of
+from headrace.collectives.base import Collective
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data import Loader, as_pipeline
 from headrace.engine.base import Engine
@@ -59,6 +60,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+Wires = Callable[[ThreadGroup, int], Collective]
 
 GIGABYTE = 2**30
 CLUSTER = Cluster((Host("here", cores=4, memory_bytes=GIGABYTE),))
@@ -237,7 +239,7 @@ def drive(
     start: int,
     stop: int,
     saved: Saved | None = None,
-    wired: bool = False,
+    wired: bool | Wires = False,
     estranged: bool = False,
 ) -> list[Saved]:
     """Does the rounds `[start, stop)` verb by verb; returns what each rank holds at the end.
@@ -245,7 +247,7 @@ def drive(
     Args:
         job, strategy, workers, start, stop: what to do.
         saved: what to begin from.
-        wired: gives the replicas a wire, as if they were on devices of their own.
+        wired: gives the replicas a wire, as if they were on devices of their own; what makes them, or True.
         estranged: lets every rank but the first come with other weights and buffers.
     """
 
@@ -270,7 +272,7 @@ def with_replicas(
     workers: int,
     act: Callable[[int, Replica, Loader], T],
     saved: Saved | None = None,
-    wired: bool = False,
+    wired: bool | Wires = False,
     estranged: bool = False,
     first: int = 0,
 ) -> list[T]:
@@ -309,7 +311,8 @@ def with_replicas(
             module.load_state_dict(dict(saved.tensors))
         for tensor in (*module.parameters(), *module.buffers()) if estranged and host.rank else ():
             tensor.data.fill_(1)
-        devices = functools.cache(lambda: ThreadCollective(meeting, host.rank) if wired else None)
+        wire = ThreadCollective if wired is True else wired
+        devices = functools.cache(lambda: wire(meeting, host.rank) if wire else None)
         place = plan.role(host.rank).data_rank
         loader = Loader(as_pipeline(job.data)[0], job.seed, job.global_batch_size, plan.shares, place)
         epoch = loader.rounds_per_epoch

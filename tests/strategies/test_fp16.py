@@ -5,6 +5,7 @@ Public runs have it on GPUs alone; autocast to float16 works on a CPU too, and s
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import islice
 
 import pytest
@@ -18,6 +19,7 @@ from strategies.contract_models import COUNTS, Case, Partial, dense
 from strategies.contract_runs import Saved, distance, drive, held, step, with_replicas
 from strategies.test_contract import ROWS
 from strategies.test_nonfinite import Poison, Syringe, same
+from strategies.test_pipeline import merged
 from strategies.test_state import SYNCHRONOUS
 
 ROUNDS = 9
@@ -114,3 +116,28 @@ def test_the_scale_is_saved_and_goes_on(saver: tuple[str, int], loader: tuple[st
     resumed, uninterrupted = run(loader, 5, ROUNDS, middle), run(loader, 1, ROUNDS, begun)
     assert resumed.settings == uninterrupted.settings
     assert distance(resumed.tensors, uninterrupted.tensors) <= (0.0 if saver == loader else HALF)
+
+
+STAGED = {
+    "1f1b": hr.Pipeline(2, 4, "1f1b"),
+    "recomputed": hr.Pipeline(2, 4, recompute="always"),
+    "late-weights": hr.Pipeline(2, 4, "zb_h1"),
+    "replicas": hr.Hybrid(hr.Mirrored(2), hr.Pipeline(2, 2)),
+}
+
+
+@pytest.mark.parametrize("how", sorted(STAGED))
+@pytest.mark.parametrize("value", [2.0**10, 2.0**28], ids=["fits", "overflows"])
+def test_stages_decide_on_one_scale_and_train_as_one_device(how: str, value: float) -> None:
+    """Whose micro-batches are the same, since gradients of other pieces overflow at other scales."""
+    options = hr.Options(precision="fp16", clip_norm=0.3)
+    job = Case(dense, options=options).job(COUNTS["even"], torch.float32)
+    begun = scaled(drive(job, hr.OneDevice(), 1, 0, 0)[0], value)
+    workers = 4 if how == "replicas" else 2
+    ranks = drive(job, STAGED[how], workers, 0, 2 * ROUNDS, begun)
+    pieces = dataclasses.replace(job, options=dataclasses.replace(options, accumulate=4))
+    (reference,) = drive(pieces, hr.OneDevice(), 1, 0, 2 * ROUNDS, begun)
+    assert all(rank.settings["scale"] == reference.settings["scale"] for rank in ranks)
+    assert (reference.settings["scale"]["value"] < value) == (value == 2.0**28)
+    assert distance(merged(ranks), reference.tensors) < HALF / 10
+    assert distance(reference.tensors, begun.tensors) > 10 * HALF

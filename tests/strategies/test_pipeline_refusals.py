@@ -90,7 +90,6 @@ def test_what_an_optimizer_keeps_counts_against_the_limit() -> None:
     [
         (hr.Options(accumulate=2), "Options\\(accumulate=2\\) does so too; leave accumulate out"),
         (hr.Options(compile=True), "the stages of a pipeline are not compiled"),
-        (hr.Options(precision="fp16"), "no loss scale; use Options\\(precision='bf16'\\)"),
         (hr.Options(batch_norm="sync"), "use batch_norm='local', or Pipeline\\(micro_batches=1\\)"),
     ],
 )

@@ -32,6 +32,20 @@ class HostMap:
     silent_s: float = 0.0
 
 
+class Peers(ABC):
+    """The ranks of a group, that send to each other."""
+
+    @abstractmethod
+    def exchange(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> Callable[[], None]:
+        """Begins to send contiguous tensors and to receive others, each with its rank; returns a function that waits.
+
+        It is one operation, which ends when all has been sent and received, and the next begins then. What goes from
+        one rank to another comes in the order in which it is sent. The caller counts the bytes.
+        """
+
+
 class Collective(ABC):
     """A group of `world` ranks that communicate.
 
@@ -46,6 +60,9 @@ class Collective(ABC):
 
     groups: Sequence[Collective] = ()
     """Those of some of the ranks that this one has returned; they are closed with it."""
+
+    peers: Peers | None = None
+    """What sends from one rank to another; None where nothing does."""
 
     bucket_bytes = (25 << 20, 25 << 20)
     """Of gradients that are summed while backward runs: the first bucket's, and the most; enough for full speed."""

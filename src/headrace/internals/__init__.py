@@ -238,6 +238,10 @@ forward_level = PrivateAttribute(
     "_current_level", "torch.autograd:forward_ad", "derivatives in the forward direction", "gradients of a layer"
 )
 gather_into = PrivateAttribute("_allgather_base", _BACKEND, "gathers into one tensor", "an exchange of accelerators")
+begin_batch, end_batch = (
+    PrivateAttribute(f"_{verb}_coalescing", _BACKEND, "makes calls one operation", "hr.Pipeline on accelerators")
+    for verb in ("start", "end")
+)
 group_timeout = PrivateAttribute(
     "_timeout", f"{_BACKEND}.Options", "how long a call may take", "an exchange of accelerators"
 )

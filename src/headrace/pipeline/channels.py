@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,12 @@ from headrace.collectives.base import ProcessGroup
 from headrace.errors import UsageError
 from headrace.shared_memory.layout import places
 from headrace.spec.model import ITEM_BYTES
+
+Form = dict[str, Any]
+"""What a note says of each value, by name."""
+
+Track = Callable[[Tensor, bool], Tensor]
+"""Takes a tensor that has come, and whether its gradient is to go back; returns what is to stand for it."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +47,29 @@ class Edge:
     slots: int = 1
 
 
-class Channel:
-    """One edge, as a rank sees it; without sender and receiver where the rank holds both stages."""
+class Channel(ABC):
+    """One edge, as a rank sees it."""
+
+    @abstractmethod
+    def send(
+        self, values: Mapping[str, Any], tracked: Callable[[Tensor], bool] = lambda _: False, about: Hashable = None
+    ) -> None:
+        """Sends values by name; see `pack`.
+
+        `about` is given on both sides, or on none: what they know of a message that goes in no pass of a schedule.
+        """
+
+    @abstractmethod
+    def receive(self, track: Track = lambda tensor, _: tensor, about: Hashable = None) -> dict[str, Any]:
+        """Waits for the next message and returns its values; see `send`."""
+
+    @abstractmethod
+    def moved_bytes(self) -> int:
+        """Returns the bytes that this rank has written and read so far."""
+
+
+class MailChannel(Channel):
+    """An edge through the memory of hosts; without sender and receiver where the rank holds both stages."""
 
     def __init__(self, device: torch.device, sender: Outbox | None = None, receiver: Inbox | None = None) -> None:
         self._device = device
@@ -49,8 +77,9 @@ class Channel:
         self._receiver = receiver
         self._own: deque[tuple[dict[str, Any], list[bool]]] = deque()
 
-    def send(self, values: Mapping[str, Any], tracked: Callable[[Tensor], bool] = lambda _: False) -> None:
-        """Sends values by name; see `pack`."""
+    def send(
+        self, values: Mapping[str, Any], tracked: Callable[[Tensor], bool] = lambda _: False, about: Hashable = None
+    ) -> None:
         if self._sender:
             self._sender.send(*pack(values, tracked))
             return
@@ -58,8 +87,7 @@ class Channel:
         detached = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
         self._own.append((detached, marks))
 
-    def receive(self, track: Callable[[Tensor, bool], Tensor] = lambda tensor, _: tensor) -> dict[str, Any]:
-        """Waits for the next message and returns its values; `track` is what `unpack` receives tensors with."""
+    def receive(self, track: Track = lambda tensor, _: tensor, about: Hashable = None) -> dict[str, Any]:
         if self._receiver:
             # A copy, so that the next message can be written meanwhile.
             def copied(tensor: Tensor, tracked: bool) -> Tensor:
@@ -73,11 +101,10 @@ class Channel:
         }
 
     def moved_bytes(self) -> int:
-        """Returns the bytes that this rank has written and read so far."""
         return sum(end.moved_bytes for end in (self._sender, self._receiver) if end)
 
 
-class Channels:
+class Channels(ABC):
     """All channels that begin or end at one rank. Every rank makes them at the same time, with the same edges."""
 
     def __init__(self, edges: Iterable[Edge], group: ProcessGroup, device: torch.device) -> None:
@@ -86,10 +113,21 @@ class Channels:
         self._mailboxes = Mailboxes([Route(*edge.ranks, edge.slots) for edge in edges], group)
         outboxes, inboxes = self._mailboxes.outboxes, self._mailboxes.inboxes
         self._channels = {
-            (edge.source, edge.target, edge.kind): Channel(device, outboxes.get(index), inboxes.get(index))
+            (edge.source, edge.target, edge.kind): self._make(edge, outboxes.get(index), inboxes.get(index))
             for index, edge in enumerate(edges)
             if group.rank in edge.ranks
         }
+
+    @abstractmethod
+    def begin(self, inputs: Mapping[int, Mapping[str, Tensor]], evaluates: bool = False, trains: bool = True) -> None:
+        """Begins a batch of these micro-batches, or one for an evaluation; `trains` is the mode of the model.
+
+        All ranks know the inputs of all micro-batches.
+        """
+
+    @abstractmethod
+    def meet(self) -> None:
+        """Sends and receives what is due before the next pass of this rank, or behind the last one."""
 
     def channel(self, source: int, target: int, kind: str) -> Channel:
         """Returns a channel that begins or ends here."""
@@ -103,6 +141,23 @@ class Channels:
         """Releases memory and connections."""
         self._mailboxes.close()
 
+    @abstractmethod
+    def _make(self, edge: Edge, sender: Outbox | None, receiver: Inbox | None) -> Channel:
+        """Returns a channel, of which these are the ends of its mailbox."""
+
+
+class MailChannels(Channels):
+    """Channels through the memory of hosts, where a message waits for its receiver."""
+
+    def begin(self, inputs: Mapping[int, Mapping[str, Tensor]], evaluates: bool = False, trains: bool = True) -> None:
+        """Does nothing."""
+
+    def meet(self) -> None:
+        """Does nothing."""
+
+    def _make(self, edge: Edge, sender: Outbox | None, receiver: Inbox | None) -> Channel:
+        return MailChannel(self.device, sender, receiver)
+
 
 def pack(values: Mapping[str, Any], tracked: Callable[[Tensor], bool]) -> tuple[bytes, list[Tensor]]:
     """Returns a note about tensors, numbers, shapes and None, and the tensors, detached.
@@ -115,21 +170,32 @@ def pack(values: Mapping[str, Any], tracked: Callable[[Tensor], bool]) -> tuple[
     return json.dumps(form, separators=(",", ":")).encode(), tensors
 
 
-def unpack(note: bytes, data: Tensor, receive: Callable[[Tensor, bool], Tensor]) -> dict[str, Any]:
+def unpack(note: bytes, data: Tensor, receive: Track) -> dict[str, Any]:
     """Returns the values of a message, by name; `data` is `(nbytes,)` uint8, the tensors' bytes by `places`.
 
-    `receive` takes a tensor that lies in `data`, and whether it is tracked, and returns what is to stand for it. Raises
-    a `ValueError` if the note is none.
+    `receive` takes the tensors as they lie in `data`. Raises a `ValueError` if the note is none.
     """
-    form: dict[str, Any] = json.loads(note)
-    forms = [each for each in form.values() if isinstance(each, list) and len(each) == 3]
+    form: Form = json.loads(note)
+    forms = _tensor_forms(form)
     sizes = [math.prod(shape) * ITEM_BYTES[word] for word, shape, _ in forms]
     begins, _ = places(sizes)
-    tensors = iter(
-        receive(data[begin : begin + size].view(_type(word)).view(shape), tracked)
-        for begin, size, (word, shape, tracked) in zip(begins, sizes, forms, strict=True)
+    tensors = (
+        data[begin : begin + size].view(_type(word)).view(shape)
+        for begin, size, (word, shape, _) in zip(begins, sizes, forms, strict=True)
     )
-    return {name: _value(each, tensors) for name, each in form.items()}
+    return values_of(form, tensors, receive)
+
+
+def tensors_of(form: Form, device: torch.device) -> list[Tensor]:
+    """Returns memory for the tensors of a message whose note says this."""
+    return [torch.empty(shape, dtype=_type(word), device=device) for word, shape, _ in _tensor_forms(form)]
+
+
+def values_of(form: Form, tensors: Iterable[Tensor], receive: Track) -> dict[str, Any]:
+    """Returns the values of a message whose note says this, by name; these are its tensors."""
+    marks = (tracked for _, _, tracked in _tensor_forms(form))
+    received = iter(receive(tensor, tracked) for tensor, tracked in zip(tensors, marks, strict=True))
+    return {name: _value(each, received) for name, each in form.items()}
 
 
 def _form(name: str, value: Any, tracked: Callable[[Tensor], bool]) -> Any:
@@ -143,6 +209,10 @@ def _form(name: str, value: Any, tracked: Callable[[Tensor], bool]) -> Any:
         f"{name} is a {type(value).__name__} and is needed behind a cut; tensors, numbers and shapes cross one; cut "
         "elsewhere (partition), or put what makes it and what uses it into one submodule"
     )
+
+
+def _tensor_forms(form: Form) -> list[Any]:
+    return [each for each in form.values() if isinstance(each, list) and len(each) == 3]
 
 
 def _value(form: Any, tensors: Any) -> Any:

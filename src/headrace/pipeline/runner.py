@@ -111,14 +111,17 @@ class Runner:
         present = {index: each for index, each in enumerate(micro_batches) if each is not None}
         self._count = len(present)
         actions = [action for action in self._actions if action.micro_batch in present]
+        self._channels.begin({index: each.inputs for index, each in present.items()})
         try:
             for action, after in zip(actions, [*actions[1:], None], strict=True):
+                self._channels.meet()
                 began, self._waited = monotonic(), 0.0
                 what = f"{action.kind} of micro-batch {action.micro_batch}"
                 with self._explaining(action.stage, what, _LESS):
                     self._do(action, after, present[action.micro_batch])
                 place, part = (action.stage, action.micro_batch, action.backward), _PARTS.get(action.kind, "")
                 self.passes.append(StagePass(*place, began, monotonic(), self._waited, part))
+            self._channels.meet()
         finally:
             self._saved.clear()
             self._weights.clear()
@@ -130,13 +133,16 @@ class Runner:
     def predict(self, inputs: Mapping[str, Tensor], training: bool = False) -> Any:
         """Returns the model's output on the rank of the last stage, None elsewhere; every rank calls it."""
         output = None
+        self._channels.begin({0: inputs}, evaluates=True, trains=training)
         for _, stage in sorted(self._stages.items()):
+            self._channels.meet()
             stage = stage if training else stage.evaluated
             with self._explaining(stage.index, "forward of an evaluation", _FEWER), self._autocast():
                 values, _ = self._receive_values(stage, inputs)
                 outputs = stage.run(values)
             self._send(stage, outputs)
             output = outputs.get(OUTPUT)
+        self._channels.meet()
         return output
 
     def _do(self, action: Action, after: Action | None, micro_batch: MicroBatch) -> None:

@@ -60,28 +60,28 @@ class StageModule:
         """Gives every holder of a parameter the sum of all holders' gradients: the first adds them up in order."""
         parameters = self.parameters()
         for name, holders in self._tied.items():
-            parameter, first = parameters[name], holders[0]
+            parameter, first, about = parameters[name], holders[0], f"the gradient of {name}"
             if self._rank != first:
-                channels.channel(self._rank, first, "tied").send({name: parameter.grad})
-                parameter.grad = channels.channel(first, self._rank, "tied").receive()[name]
+                channels.channel(self._rank, first, "tied").send({name: parameter.grad}, about=about)
+                parameter.grad = channels.channel(first, self._rank, "tied").receive(about=about)[name]
                 continue
             for other in holders[1:]:
-                gradient = channels.channel(other, first, "tied").receive()[name]
+                gradient = channels.channel(other, first, "tied").receive(about=about)[name]
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
             for other in holders[1:]:
-                channels.channel(first, other, "tied").send({name: parameter.grad})
+                channels.channel(first, other, "tied").send({name: parameter.grad}, about=about)
 
     def spread_tied(self, channels: Channels) -> None:
         """Gives every holder of a parameter the first one's values."""
         parameters = self.parameters()
         for name, (first, *others) in self._tied.items():
             if self._rank != first:
-                value = channels.channel(first, self._rank, "tied").receive()[name]
+                value = channels.channel(first, self._rank, "tied").receive(about=name)[name]
                 parameters[name].data.copy_(value)
                 continue
             for other in others:
-                channels.channel(first, other, "tied").send({name: parameters[name].data})
+                channels.channel(first, other, "tied").send({name: parameters[name].data}, about=name)
 
 
 def edges(stages: Sequence[Stage], placement: Sequence[int]) -> list[Edge]:

@@ -25,7 +25,7 @@ from headrace.policies.roles import bounds
 from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
-from headrace.training.clipping import GradientClipper, StepDecision
+from headrace.training.clipping import GradientClipper, LossScale, StepDecision
 from headrace.training.compute import Compute, Computed
 from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import GradientSink, assign, divide, require_graph
@@ -46,7 +46,7 @@ class StagedModel(Compute):
     holds the parameter; of a parameter that several ranks hold, each has the whole gradient.
 
     `tied` are the names of those of them that other ranks hold, too. `sink` takes the gradients of this rank's
-    parameters; None leaves them in `.grad`.
+    parameters; None leaves them in `.grad`. `scale` is that of the loss, None for none.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class StagedModel(Compute):
         objective: Objective,
         micro_batches: int,
         total: Callable[[Sequence[float]], list[float]],
+        scale: LossScale | None = None,
     ) -> None:
         self.module, self.device = part.module, channels.device
         self.runner = runner
@@ -69,6 +70,7 @@ class StagedModel(Compute):
         self._micro_batches = micro_batches
         self._total = total
         self.sink: GradientSink | None = None
+        self.scale = scale
         self.parameters, self.tied = frozenset(part.parameters()), part.tied()
         self.mates = ThreadCollective(ThreadGroup(1), 0)
         self.trained = {name: each for name, each in part.parameters().items() if each.requires_grad}
@@ -158,7 +160,8 @@ class StagedModel(Compute):
             require_graph(total)
         losses[index] = total.detach(), float(weight)
         # What a part of a `Mean` is all_weight is known when all have been weighed.
-        return total if isinstance(loss, Mean) else total / share.of
+        part = total if isinstance(loss, Mean) else total / share.of
+        return part if self.scale is None else part * self.scale.value
 
 
 class StagedReplica(ModelParallelGroup):
@@ -174,8 +177,8 @@ class StagedReplica(ModelParallelGroup):
         self.model = replace(model, parameters=held)
         self._compute = compute
 
-    def compute(self, whole: Callable[[], WholeModel], sink: GradientSink | None) -> Compute:
-        self._compute.sink = sink
+    def compute(self, whole: Callable[[], WholeModel], sink: GradientSink | None, scale: LossScale | None) -> Compute:
+        self._compute.sink, self._compute.scale = sink, scale
         return self._compute
 
     def spread(self) -> None:

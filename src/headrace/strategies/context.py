@@ -120,7 +120,7 @@ class WorkerContext:
             total: Callable[[Sequence[float]], list[float]] = list if local_shares else self.group.sum
             return WholeModel(self.module, self.objective, sink, total, always, self.options, self.scale, graph)
 
-        return self.inside.compute(whole, sink) if self.inside else whole()
+        return self.inside.compute(whole, sink, self.scale) if self.inside else whole()
 
     def clipper(self, gradients: Mapping[str, Tensor] | None = None) -> GradientClipper:
         """Returns what decides over summed gradients: by parameter, if several ranks hold a replica."""

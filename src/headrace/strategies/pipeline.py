@@ -19,12 +19,13 @@ from headrace.collectives.base import ProcessGroup
 from headrace.errors import UnknownName, UsageError
 from headrace.modules import TRACING
 from headrace.pipeline.buffers import RunningStatistics
-from headrace.pipeline.channels import Channels
+from headrace.pipeline.channels import Channels, MailChannels
 from headrace.pipeline.partition import COSTS, Terms, costs, is_partition, read, split
 from headrace.pipeline.runner import RECOMPUTE, Runner
 from headrace.pipeline.schedules import SCHEDULES
 from headrace.pipeline.schedules.schedule import PipelineSchedule, held_by_stage
-from headrace.pipeline.stage import cut
+from headrace.pipeline.schedules.transfers import check_schedule
+from headrace.pipeline.stage import Stage, cut
 from headrace.pipeline.stage_module import StageModule, edges
 from headrace.pipeline.staged import PipelineExchange, StagedModel
 from headrace.pipeline.trace.tracing import trace
@@ -121,6 +122,7 @@ class Pipeline(Strategy):
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         roles = worker_roles(self.name, self.stages, cluster, spread=True)
         ranks = len(roles)
+        check_schedule(self.schedule, self.schedule_of(ranks))
         if ranks > 1:
             refuse_coupled(self.name, model)
             if model.optimizer.gradients:
@@ -195,12 +197,12 @@ class Pipeline(Strategy):
         placement, count = schedule.placement(), schedule.micro_batches
         part = StageModule(context.module, stages, placement, group.rank)
         part.release()
-        channels = Channels(edges(stages, placement), group, device)
+        channels = _channels(schedule, stages, context)
         context.closing.callback(channels.close)
         statistics = RunningStatistics(context.module, self.deferred_batch_norm and count > 1)
         half, actions = HALF.get(context.options.precision), schedule.actions(group.rank)
         runner = Runner(part.stages, channels, actions, self.recompute, statistics, part.trained_stages(), half)
-        return StagedModel(traced, part, runner, channels, context.objective, count, total or group.sum)
+        return StagedModel(traced, part, runner, channels, context.objective, count, total or group.sum, context.scale)
 
     def _count(self, ranks: int) -> int:
         return self.micro_batches if isinstance(self.micro_batches, int) else MICRO_BATCHES_A_STAGE * ranks
@@ -224,3 +226,14 @@ class Pipeline(Strategy):
             # The first stage has no cut before it.
             link_bytes_per_s=(math.inf, *cluster.bandwidths(list(pairwise(hosts)))),
         )
+
+
+def _channels(schedule: PipelineSchedule, stages: Sequence[Stage], context: WorkerContext) -> Channels:
+    """Returns the channels of a rank: between devices where these are connected, else through the hosts' memory."""
+    devices, found = context.device_group(), edges(stages, schedule.placement())
+    if devices is None or devices.peers is None:
+        return MailChannels(found, context.group, context.device)
+    # Not on CPUs.
+    from headrace.pipeline.device_channels import DeviceChannels
+
+    return DeviceChannels(found, context.group, context.device, devices.peers, schedule, stages)

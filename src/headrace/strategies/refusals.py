@@ -135,7 +135,6 @@ STAGES = (
         "leave accumulate out, and give Pipeline(micro_batches=...)",
     ),
     Refusal("compile", None, "the stages of a pipeline are not compiled", "use Options(compile=False)"),
-    Refusal("precision", "fp16", "a pipeline has no loss scale", "use Options(precision='bf16'), which needs none"),
 )
 
 WHOLE_BATCH_NORM = Refusal(

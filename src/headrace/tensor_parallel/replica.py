@@ -21,6 +21,7 @@ from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.tensor_parallel.collectives import all_gather
 from headrace.tensor_parallel.rules import any_number
+from headrace.training.clipping import LossScale
 from headrace.training.compute import Compute, Computed
 from headrace.training.gradients import GradientSink
 from headrace.training.optimizer import StatePiece
@@ -175,7 +176,7 @@ class SlicedReplica(ModelParallelGroup):
         self._mates = mates
         self.repeated = split.repeated
 
-    def compute(self, whole: Callable[[], WholeModel], sink: GradientSink | None) -> Compute:
+    def compute(self, whole: Callable[[], WholeModel], sink: GradientSink | None, scale: LossScale | None) -> Compute:
         compute = SplitModel(whole(), self._split, self._mates)
         if self.everyone.rank == 0:
             compute.notes = (str(self._split), *self._split.notices)

@@ -329,8 +329,8 @@ class ModelParallelGroup(ABC):
     model: ModelSpec
 
     @abstractmethod
-    def compute(self, whole: Callable[[], WholeModel], sink: GradientSink | None) -> Compute:
-        """Returns what computes this rank's part; `whole` returns how one rank would compute all."""
+    def compute(self, whole: Callable[[], WholeModel], sink: GradientSink | None, scale: LossScale | None) -> Compute:
+        """Returns what computes this rank's part; `whole` returns how one rank would compute all, `scale` included."""
 
     @abstractmethod
     def spread(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headrace import internals
 from headrace.collectives.accelerators.backends import connect
-from headrace.collectives.base import Collective, ProcessGroup
+from headrace.collectives.base import Collective, Peers, ProcessGroup
 from headrace.collectives.compression import PLAIN, Compression
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.devices import kind_of
@@ -42,6 +42,9 @@ class TorchDistributed(Collective):
         self.groups: list[TorchDistributed] = []
         self._among: dict[tuple[int, ...], Collective] = {}
         self._backend = connect(kind, store, (rank, world), timeout_s, self._device, ranks)
+        # Of others each send waits for the other side before the next call. A backend of somebody else may not say.
+        batches = getattr(self._backend, "supports_coalescing", False)
+        self.peers = TorchPeers(self._backend) if batches else None
 
     def among(self, group: ProcessGroup, members: Sequence[int]) -> Collective | None:
         key = tuple(members)
@@ -112,3 +115,26 @@ class TorchDistributed(Collective):
     def _gather_into(self, every: Tensor, own: Tensor) -> None:
         work: Any = internals.gather_into(self._backend)(every, own)
         work.wait()
+
+
+class TorchPeers(Peers):
+    """Send and receive of a backend of torch.distributed."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def exchange(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> Callable[[], None]:
+        # In one batch, so that neither of two ranks that send to each other waits for the other.
+        internals.begin_batch(self._backend)()
+        for tensor, peer in sends:
+            self._backend.send([tensor], peer, 0)
+        for tensor, peer in receives:
+            self._backend.recv([tensor], peer, 0)
+        work: Any = internals.end_batch(self._backend)()
+
+        def wait() -> None:
+            work.wait()
+
+        return wait

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from headrace import internals
 from headrace.modules import memory_of
-from headrace.pipeline.frames import frames_cleared, functions_with_backward, running, running_checkpoints
 from headrace.pipeline.replay.interception import intercepted
 from headrace.pipeline.replay.structure import leaves_of, map_parts, template
+from headrace.pipeline.trace.frames import frames_cleared, functions_with_backward, running, running_checkpoints
 from headrace.training.user_code.trial import drawn_without_torch
 from headrace.training.user_code.watching import Functions, Operations
 from headrace.trees import tensors_of

@@ -24,7 +24,7 @@ from torch.utils import checkpoint
 from headrace import internals
 from headrace.devices import autocast_states
 from headrace.errors import in_one_line
-from headrace.pipeline.frames import frames_cleared, functions_with_backward, running
+from headrace.pipeline.trace.frames import frames_cleared, functions_with_backward, running
 from headrace.pipeline.trace.proxies import ValueProxy, is_instance, item_of, value_of
 from headrace.pipeline.trace.recorded_forward import Recording, Untraceable, answer, execute
 from headrace.training.user_code.trial import drawn

@@ -1,0 +1,156 @@
+"""The order in which all ranks of a pipeline send and receive, so that none waits for ever.
+
+Between devices a send ends when the other side receives, and what a rank has asked for first ends first. So all ranks
+take their part of one common order of all passes and transfers:
+
+    rank 0   F0  >v0  F1  >v1  <g0  B0          > sends, < receives; v are values, g their gradients
+    rank 1   <v0  F0  <v1  B0  >g0  F1
+
+It is the order of time, where each pass takes as long as its kind does and a transfer begins when its value is made. No
+rank waits for ever in it: of what is not done, take the first of the common order. All that stands before it on the
+ranks that take part in it is done, so they have come to it, and what it needs has been made. This also holds where a
+rank does what lies between two passes at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from headrace.errors import UsageError
+from headrace.pipeline.schedules.schedule import Action, PassKind, PipelineSchedule
+
+_UNITS = {PassKind.FORWARD: 1, PassKind.BACKWARD: 2, PassKind.BACKWARD_INPUT: 1, PassKind.BACKWARD_WEIGHT: 1}
+_HALVES = {PassKind.BACKWARD_INPUT, PassKind.BACKWARD_WEIGHT}
+
+_Made = tuple[int, int, bool]
+"""What a pass makes: of a stage and a micro-batch the values, or (True) the gradients."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A micro-batch's values on their way to a later stage, or the gradients of such on their way back."""
+
+    source: int
+    target: int
+    micro_batch: int
+
+    @property
+    def kind(self) -> str:
+        """The kind of its channel: "values" or "gradients"."""
+        return "values" if self.source < self.target else "gradients"
+
+
+Program = tuple[tuple[Transfer, ...], ...]
+"""Of one rank: the transfers before each of its passes, in order, and those behind the last one."""
+
+
+def programs(
+    orders: Sequence[Iterable[Action]], edges: Collection[tuple[int, int]], placement: Sequence[int]
+) -> tuple[Program, ...]:
+    """Returns what each rank sends and receives.
+
+    Args:
+        orders: the passes of each rank.
+        edges: the stages between which values cross, the earlier one first.
+        placement: the rank of each stage.
+
+    Raises:
+        ValueError: the ranks wait for each other's passes, with what each waits to do.
+    """
+    gaps: list[list[list[Transfer]]] = [[[]] for _ in orders]
+    # At one time transfers are first: what a pass needs may have come when it begins.
+    for _, _, rank, item in sorted(_events(orders, edges), key=lambda event: event[:3]):
+        if isinstance(item, Action):
+            gaps[rank].append([])
+            continue
+        for end in {placement[item.source], placement[item.target]}:
+            if placement[item.source] != placement[item.target]:
+                gaps[end][-1].append(item)
+    return tuple(tuple(tuple(gap) for gap in own) for own in gaps)
+
+
+def _events(
+    orders: Sequence[Iterable[Action]], edges: Collection[tuple[int, int]]
+) -> Iterator[tuple[int, bool, int, Action | Transfer]]:
+    """Yields when each pass begins and each transfer, in units, whether it is a pass, and a place among equals."""
+    left = [deque(order) for order in orders]
+    last = max((action.stage for order in left for action in order), default=0)
+    to = {stage: sorted(b for a, b in edges if a == stage) for stage in range(last + 1)}
+    back = {stage: sorted(a for a, b in edges if b == stage) for stage in range(last + 1)}
+    made: dict[_Made, int] = {}
+    free = [0] * len(left)
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(left):
+            while order and all(each in made for each in _needs(order[0], last)):
+                action, moved = order.popleft(), True
+                begin = max([free[rank], *(made[each] for each in _needs(action, last))])
+                free[rank] = begin + _UNITS[action.kind]
+                yield begin, True, rank, action
+                if action.kind is PassKind.BACKWARD_WEIGHT:
+                    continue
+                made[action.stage, action.micro_batch, action.backward] = free[rank]
+                for target in (back if action.backward else to)[action.stage]:
+                    yield free[rank], False, action.stage, Transfer(action.stage, target, action.micro_batch)
+    if any(left):
+        waiting = (
+            f"rank {rank} for the {order[0].kind} of micro-batch {order[0].micro_batch} in stage {order[0].stage}"
+            for rank, order in enumerate(left)
+            if order
+        )
+        raise ValueError(f"{sum(map(len, left))} passes are never done: {', '.join(waiting):.300}")
+
+
+def _needs(action: Action, last: int) -> list[_Made]:
+    stage, micro_batch = action.stage, action.micro_batch
+    if action.kind is PassKind.FORWARD:
+        return [(stage - 1, micro_batch, False)] if stage else []
+    if action.kind is PassKind.BACKWARD_WEIGHT:
+        return [(stage, micro_batch, True)]
+    return [(stage, micro_batch, False), *([(stage + 1, micro_batch, True)] if stage < last else [])]
+
+
+@lru_cache(maxsize=64)
+def check_schedule(name: str, schedule: PipelineSchedule) -> None:
+    """Refuses a schedule that leaves passes out, does them twice or on other ranks, or whose ranks wait for ever.
+
+    Raises:
+        UsageError: with the pass, and what is wrong with it.
+    """
+    found: dict[tuple[int, int], set[PassKind]] = {}
+    orders, stages = schedule.orders(), schedule.stages()
+    for rank, order in enumerate(orders):
+        for action in order:
+            where = f"the {action.kind} of micro-batch {action.micro_batch} in stage {action.stage}"
+            kinds = found.setdefault((action.stage, action.micro_batch), set())
+            if not (0 <= action.stage < stages and 0 <= action.micro_batch < schedule.micro_batches):
+                raise _wrong(
+                    name, f"has {where}, and there are {stages} stages and {schedule.micro_batches} micro-batches"
+                )
+            if schedule.rank_of(action.stage) != rank:
+                raise _wrong(name, f"does {where} on rank {rank}, and rank_of says {schedule.rank_of(action.stage)}")
+            if action.kind in kinds:
+                raise _wrong(name, f"does {where} twice")
+            kinds.add(action.kind)
+    for stage in range(stages):
+        for micro_batch in range(schedule.micro_batches):
+            kinds = found.get((stage, micro_batch), set())
+            if kinds not in ({PassKind.FORWARD, PassKind.BACKWARD}, {PassKind.FORWARD, *_HALVES}):
+                there = ", ".join(sorted(kinds)) or "nothing"
+                raise _wrong(
+                    name,
+                    f"does {there} with micro-batch {micro_batch} in stage {stage}, and that must be a forward pass "
+                    "and a backward pass, or its two parts",
+                )
+    try:
+        programs(orders, (), schedule.placement())
+    except ValueError as error:
+        raise _wrong(name, f"lets its ranks wait for each other for ever: {error}") from None
+
+
+def _wrong(name: str, what: str) -> UsageError:
+    return UsageError(f"schedule={name!r} {what}; correct its actions(), or use schedule='1f1b'")

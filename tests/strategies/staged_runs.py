@@ -1,0 +1,85 @@
+"""Pipelines on simulated devices, in programs of their own: each function prints a line of JSON a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import headrace as hr
+from engine.ranks import say
+from headrace.pipeline.schedules import SCHEDULES
+from headrace.strategies import Strategy
+from headrace.worker import losses
+from simulated.accelerator import counted, cross_entropy
+from strategies.contract_models import MODELS, VARIANTS, Case
+from strategies.contract_runs import distance
+from strategies.hosts_models import Deep
+
+BATCH, EPOCHS = 8, 2
+COUNT = 19
+"""The last batch of an epoch has three examples."""
+READS = ("items", "reads", "pinned_reads")
+"""Copies from a device to the host."""
+
+
+def make_job(case: Case = Case(Deep), dtype: torch.dtype = torch.float64, **changes: Any) -> hr.Job:  # noqa: B008
+    job = dataclasses.replace(case, loss=cross_entropy).job(COUNT, dtype)
+    return dataclasses.replace(job, global_batch_size=BATCH, epochs=EPOCHS, **changes)
+
+
+def watched(folder: Path, worker: hr.Worker) -> None:
+    """A loop that writes down what each step has counted; losses are read at the end."""
+    losses._READ_EVERY_S = math.inf
+    steps = []
+    for batch in worker.batches():
+        with counted() as rise:
+            worker.step(batch)
+        steps.append(rise)
+    (folder / str(worker.rank)).write_text(json.dumps(steps))
+
+
+def on_devices(name: str, job: hr.Job, strategy: Strategy, like: Mapping[str, torch.Tensor]) -> None:
+    """Prints how far a run is from one device, and what its steps have read from devices, each of every rank."""
+    folder = Path.cwd() / f"steps {name}"
+    folder.mkdir(exist_ok=True)
+    run = hr.launch(partial(watched, folder), job, strategy, device="fake")
+    if int(os.environ.get("RANK", "0")):
+        return
+    steps = [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
+    reads = [[sum(step[each] for each in READS) for step in own] for own in steps]
+    waits = [[step["waits"] for step in own] for own in steps]
+    apart = distance(run.model.state_dict(), like)
+    say(name=name, apart=apart, reads=reads, waits=waits)
+
+
+def one_device(job: hr.Job) -> Mapping[str, torch.Tensor]:
+    run = hr.fit(job, hr.OneDevice(), device="cpu", engine=hr.ThreadEngine(), check=False)
+    tensors: Mapping[str, torch.Tensor] = run.model.state_dict()
+    return tensors
+
+
+def schedules(stages: int) -> None:
+    job = make_job()
+    like = one_device(job)
+    for name in sorted(SCHEDULES):
+        on_devices(name, job, hr.Pipeline(stages, 4, name), like)
+
+
+def models(stages: int = 2) -> None:
+    """What there is to sum, to weigh and to recompute."""
+    for name, case, how in (
+        ("tied", MODELS["tied"], hr.Pipeline(stages, 4, "1f1b")),
+        ("lstm", MODELS["lstm"], hr.Pipeline(stages, 4, "zb_h1")),
+        ("clipped", VARIANTS["clipped"], hr.Pipeline(stages, 4, recompute="always")),
+        ("except last", Case(Deep), hr.Pipeline(stages, 4, "1f1b", "except_last")),
+    ):
+        job = make_job(case)
+        on_devices(name, job, how, one_device(job))

@@ -1,0 +1,42 @@
+"""Pipelines on simulated devices: the numbers of one device, and nothing read from a device in a step."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.pipeline.schedules import SCHEDULES
+from simulated.cluster import on_hosts
+from strategies.contract_checks import DOUBLE
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.slow,
+    pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler here, which the simulated accelerator needs"),
+]
+
+
+def ran(call: str, folder: Path, hosts: int = 1, devices: int = 2) -> dict[str, Any]:
+    """Returns what a function of `staged_runs` says of its runs, by their names."""
+    program = f"from simulated import nccl\nfrom strategies import staged_runs\nstaged_runs.{call}"
+    ended = on_hosts(program, folder, hosts, devices)
+    assert not any(ended.codes), ended.errors
+    assert not any(counters["faults"] for counters in ended.counters.values())
+    return {run["name"]: run for run in ended.said[0]}
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_every_schedule_is_one_device_and_reads_nothing(stages: int, tmp_path: Path) -> None:
+    found = ran(f"schedules({stages})", tmp_path, devices=stages)
+    assert sorted(found) == sorted(SCHEDULES)
+    for run in found.values():
+        assert run["apart"] <= DOUBLE
+        assert run["reads"] == [[0] * 6] * stages
+
+
+def test_what_there_is_to_sum_and_to_weigh(tmp_path: Path) -> None:
+    for run in ran("models()", tmp_path).values():
+        assert run["apart"] <= DOUBLE
