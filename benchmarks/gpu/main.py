@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -44,6 +45,7 @@ def parts(device: str, quick: bool) -> list[Part]:
     sizes = ["--device", device, *(("--rounds", "1", "--seconds", "1.5") if quick else ())]
     overhead, parallel = here / "cuda-overhead", here / "gpu"
     devices = torch.cuda.device_count() if device == "cuda" else 2
+    large = ["gpt2", *(["resnet50"] if find_spec("torchvision") else [])]
     headrace = [python, "-m", "headrace"]
     return [
         Part("doctor", [*headrace, "doctor", "--json"]),
@@ -53,6 +55,18 @@ def parts(device: str, quick: bool) -> list[Part]:
             lacks="" if device == "cuda" else "they need a CUDA device",
         ),
         Part("overhead", [python, str(overhead / "main.py"), *sizes], [overhead / "results"]),
+        Part(
+            "large",
+            [python, str(overhead / "main.py"), *sizes, "--workloads", *large],
+            [overhead / "results"],
+            lacks="" if device == "cuda" else "models of 25 and 124 million parameters need a CUDA device",
+        ),
+        Part("waits", [python, str(parallel / "waits.py"), "--device", device], [parallel / "results"]),
+        Part(
+            "checkpoints",
+            [python, str(parallel / "checkpoints.py"), "--device", device, *(("--millions", "20") if quick else ())],
+            [parallel / "results"],
+        ),
         Part(
             "data parallel",
             [python, str(parallel / "data_parallel.py"), *sizes],
