@@ -229,7 +229,10 @@ def on_device(loss: Callable[..., Any], *arguments: Any) -> Any:
 def row(**fields: Any) -> DeviceKind:
     """The device's row of headrace's table."""
     known: Mapping[str, Any] = {
-        **{"title": "fake accelerator", "remedy": "a C++ compiler", "streams": True, "visible": "FAKE_VISIBLE_DEVICES"},
+        "title": "fake accelerator",
+        "remedy": "a C++ compiler",
+        "streams": True,
+        "visible": "FAKE_VISIBLE_DEVICES",
         **fields,
     }
     return DeviceKind(NAME, **known)
