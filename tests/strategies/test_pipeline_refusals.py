@@ -145,7 +145,8 @@ HELD = r"when the process held [0-9,]+ bytes, of which 168 are the stage's param
 
 def test_a_stage_that_runs_out_of_memory_says_what_it_held() -> None:
     with pytest.raises(
-        UnfitMachine, match=rf"stage 1 ran out of memory in the forward of micro-batch 0, {HELD} .* use more"
+        UnfitMachine,
+        match=rf"^cpu of \S+, step 2: stage 1 ran out of memory in the forward of micro-batch 0, {HELD} .* use more",
     ):
         train(job(Case(hungry)), hr.Pipeline(2, 4, partition=[1, 2]), loop=starve)
 

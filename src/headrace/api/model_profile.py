@@ -22,10 +22,10 @@ from headrace.engine.base import Engine
 from headrace.errors import HeadraceError, JobError, UnfitMachine, UsageError
 from headrace.machine.allocator import give_back
 from headrace.machine.identity import detect
+from headrace.machine.limits import out_of_memory
 from headrace.machine.resources import cores
 from headrace.pipeline.profile import first_batch
 from headrace.pipeline.profile import profile as profile_layers
-from headrace.pipeline.runner import out_of_memory
 from headrace.policies.measurement import doubts
 from headrace.policies.roles import threads_per_worker
 from headrace.prediction.profiling.origin import digest_of, origin_here

@@ -14,6 +14,7 @@ from headrace.averaging.local_steps import LocalStepsSync
 from headrace.averaging.outer_steps import OuterStep
 from headrace.averaging.worker_average import ExtraState, WorkerAverage
 from headrace.collectives.base import ProcessGroup
+from headrace.devices import HOST
 from headrace.errors import RunFailed, UsageError
 from headrace.policies.period import AutoPeriod, Measured, Period, first_period, next_period
 from headrace.spec.model import ModelSpec
@@ -173,7 +174,8 @@ class ParameterAverager(LocalStepsSync):
             return
         self._swapped_s = perf_counter()
         if self.stretch.rounds or not self._config.outer.agrees:
-            self._saved = self.average.own.clone()
+            # A device has no room for it.
+            self._saved = self.average.own.to(HOST, copy=True)
             self.average.publish()
             finite = all_finite(self.average.elements)
             weights, _, _ = self._agree(self.stretch.synced + self.stretch.rounds, finite, 0.0)
@@ -212,9 +214,9 @@ class ParameterAverager(LocalStepsSync):
             self._group.barrier()
 
     def pieces(self, key: str, region: Tensor) -> list[StatePiece]:
-        """Returns copies of what a region has of each parameter."""
+        """Returns what a region has of each parameter."""
         layout = self.average.layout
-        return [StatePiece(name, key, 0, layout.view(region, name).flatten().clone()) for name in layout.names]
+        return [StatePiece.of(name, key, 0, layout.view(region, name)) for name in layout.names]
 
     def _agree(self, done: int, finite: bool, train_s: float) -> tuple[list[float], float, float]:
         """Returns every copy's weight in the mean, the slowest worker's time since the last synchronization, and the

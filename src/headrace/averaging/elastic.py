@@ -12,6 +12,7 @@ what they were at it: then every example has been trained on once, as if the wor
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -37,7 +38,11 @@ class AveragedState(ElasticState):
 
     def keep(self) -> None:
         regions = [region.clone() for region in self._regions]
-        self._kept = regions, self._averager.stretch, self._local.state(), self._local.settings()
+        pieces = tuple(
+            replace(piece, value=piece.flat.clone(), in_place=False) if piece.in_place else piece
+            for piece in self._local.state()
+        )
+        self._kept = regions, self._averager.stretch, pieces, self._local.settings()
 
     def bring_back(self) -> None:
         assert self._kept is not None

@@ -23,6 +23,7 @@ from headrace.averaging.local_steps import LocalStepsSync
 from headrace.averaging.shown import Reads, ShownBytes
 from headrace.averaging.worker_average import squared
 from headrace.collectives.base import ProcessGroup
+from headrace.devices import HOST
 from headrace.errors import RunFailed
 from headrace.training.clipping import all_finite
 from headrace.training.gradients import FlatLayout
@@ -124,7 +125,8 @@ class ParameterMixing(LocalStepsSync):
                 own.copy_(kept)
             self._saved = None
             return
-        self._saved = [own.clone() for own in self.tensors]
+        # A device has no room for them.
+        self._saved = [own.to(HOST, copy=True) for own in self.tensors]
         self._show()
         region = self._bytes.regions[self.group.rank]
         for span in self._layout.spans:
@@ -136,7 +138,7 @@ class ParameterMixing(LocalStepsSync):
 
     def own(self) -> tuple[StatePiece, ...]:
         pieces = [
-            StatePiece(name, _STATISTIC if name in self._statistics else PARAMETER, 0, own.flatten().clone())
+            StatePiece.of(name, _STATISTIC if name in self._statistics else PARAMETER, 0, own)
             for name, own in self._named.items()
         ]
         # Rank 0's optimizer is in the checkpoint for workers that find no state of their own.

@@ -78,14 +78,14 @@ def _bytes(front: bytes, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tupl
     """Yields the file's content in pieces, each with whether it is a copy of a tensor's memory."""
     yield memoryview(front), False
     for _, tensor in tensors:
-        for chunk in _chunks(tensor.detach()):
+        for chunk in chunks(tensor.detach()):
             dense = chunk.resolve_conj().resolve_neg().contiguous().cpu()
             own = tensor.is_contiguous() and dense.data_ptr() == chunk.data_ptr()
             # One element is contiguous with any stride, but cannot be viewed as bytes with any.
             yield dense.as_strided(dense.shape, (1,)).view(torch.uint8).numpy().data, not own
 
 
-def _chunks(tensor: Tensor) -> Iterator[Tensor]:
+def chunks(tensor: Tensor) -> Iterator[Tensor]:
     """Yields flat pieces of about `CHUNK` bytes in row-major order, without copying a contiguous tensor."""
     most = CHUNK // tensor.element_size()
     if tensor.is_contiguous() or tensor.numel() <= most:
@@ -95,7 +95,7 @@ def _chunks(tensor: Tensor) -> Iterator[Tensor]:
     rows = most * len(tensor) // tensor.numel()
     if rows == 0:
         for row in tensor:
-            yield from _chunks(row)
+            yield from chunks(row)
     else:
         for part in tensor.split(rows):
             yield part.reshape(-1)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from headrace.devices import DeviceKind, runtime_of
 from headrace.errors import RunFailed
+
+if TYPE_CHECKING:
+    import torch
 
 
 def device_title(device: str) -> str:
@@ -14,6 +20,13 @@ def device_title(device: str) -> str:
     ask = getattr(runtime, "get_device_properties", None)
     memory = getattr(ask(index), "total_memory", 0) if ask else 0
     return str(runtime.get_device_name(index)) + f", {memory / 1e9:.0f} GB" * bool(memory)
+
+
+def memory_in_use(device: torch.device) -> tuple[int, int]:
+    """Returns the bytes of this process's tensors on a device, and those that are free there; zeros where not known."""
+    runtime = runtime_of(device.type)
+    used, info = getattr(runtime, "memory_allocated", None), getattr(runtime, "mem_get_info", None)
+    return (int(used(device)), int(info(device)[0])) if used and info else (0, 0)
 
 
 def unlike(titles: Sequence[str], balances: bool) -> str:
@@ -74,3 +87,52 @@ def explained_by_device(error: BaseException, device: str, where: str) -> BaseEx
         return error
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     return RunFailed(f"{device} of {where} cannot be used: {first:.200}; {remedy}")
+
+
+_LIBRARY = "libnvidia-ml.so.1"
+"""NVIDIA's management library."""
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+def memories(kind: DeviceKind) -> tuple[int, ...]:
+    """Returns the bytes of memory of each device of a kind that this process may see, or () where not known.
+
+    NVIDIA's management library says it without beginning to use a device, so that processes may still be forked.
+    """
+    if not kind.visible:
+        return ()
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+    except OSError:
+        return ()
+    if library.nvmlInit_v2() != 0:
+        return ()
+    try:
+        found = [_memory(library, name) for name in _visible(library, kind.visible)]
+    finally:
+        library.nvmlShutdown()
+    # Where one is not known, neither is which of the others is the smallest.
+    return tuple(found) if all(found) else ()
+
+
+def _visible(library: ctypes.CDLL, variable: str) -> list[str]:
+    count = ctypes.c_uint()
+    library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    every = [str(index) for index in range(count.value)]
+    named = os.environ.get(variable)
+    return every if named is None else [name.strip() for name in named.split(",") if name.strip()]
+
+
+def _memory(library: ctypes.CDLL, name: str) -> int:
+    """Returns that of a GPU, given by its number or its UUID; 0 where it is not known."""
+    handle, memory = ctypes.c_void_p(), _Memory()
+    if name.isdecimal():
+        problem = library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(name)), ctypes.byref(handle))
+    else:
+        problem = library.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle))
+    if problem or library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)):
+        return 0
+    return int(memory.total)

@@ -14,6 +14,16 @@ _NO_THREAD = ("can't start new thread", "Resource temporarily unavailable (src/t
 _NO_KERNEL = "could not create a primitive"
 """What oneDNN says, by which torch computes on the CPU."""
 
+_NO_MEMORY = ("allocate memory", "out of memory", "ALLOC_FAILED", "OUT_OF_MEMORY")
+"""What libraries say: torch's allocators, CUDA, cuBLAS, NCCL."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Tells whether an error says that memory ran out; torch's are RuntimeErrors."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(said in str(error) for said in _NO_MEMORY)
+    )
+
 
 def explained(error: BaseException) -> BaseException:
     """Returns a better error where one says only what the machine refuses, a disk, a file, a thread; else the same."""

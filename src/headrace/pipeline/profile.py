@@ -29,12 +29,12 @@ from headrace.batches import select_target
 from headrace.data.loading.loader import Loader, as_pipeline
 from headrace.errors import JobError, UnfitMachine, UsageError
 from headrace.machine.allocator import give_back
+from headrace.machine.limits import out_of_memory
 from headrace.metrics import weigh
 from headrace.modules import set_train_modes
 from headrace.pipeline.backward import run_backward
 from headrace.pipeline.digest import digest
 from headrace.pipeline.layer_cost import LayerTiming, between, clock, kept_bytes, place, typical
-from headrace.pipeline.runner import out_of_memory
 from headrace.pipeline.stage import OUTPUT, Stage, TracedModel, at_once, cut
 from headrace.pipeline.trace.tracing import trace
 from headrace.spec.compute import LayerSpec

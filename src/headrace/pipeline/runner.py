@@ -20,6 +20,7 @@ from torch import Tensor
 
 from headrace.errors import UnfitMachine
 from headrace.machine.generators import random_states, set_random_states
+from headrace.machine.limits import out_of_memory
 from headrace.machine.resources import resident_bytes
 from headrace.pipeline.backward import WeightGradient, run_backward
 from headrace.pipeline.buffers import HeldState, RunningStatistics
@@ -289,8 +290,3 @@ def explain_out_of_memory(where: str, held: Callable[[], str], remedy: str) -> I
         raise UnfitMachine(
             f"{where}, when the process held {resident:,} bytes, {held()}: {str(error) or 'no more memory'}; {remedy}"
         ) from error
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Returns whether an error says that memory ran out."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)

@@ -125,7 +125,7 @@ class RewrittenModel:
                     f"on of the {math.prod(part):,} on this rank, and parts of parts cannot be joined; use an outer "
                     "strategy whose workers update whole parameters: mirrored"
                 )
-            joined.append(replace(piece, value=self._join(piece.value.view(part), cut).flatten()))
+            joined.append(replace(piece, value=self._join(piece.value.reshape(part), cut).flatten(), in_place=False))
         return tuple(joined)
 
     def mark(self, pieces: Iterable[StatePiece]) -> tuple[StatePiece, ...]:

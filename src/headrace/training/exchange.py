@@ -25,10 +25,12 @@ class Exchange(SwappableWeights):
         pulled: versions of the servers' parameters that this worker took over at the begin of the round, as of
             `Stepped`; () without servers.
         keeps_writes: whether what user code writes to this worker's parameters between rounds stays.
+        gradient_bytes: that this rank keeps for the sum of gradients, which may be in `.grad`.
     """
 
     pulled: tuple[int, ...] = ()
     keeps_writes: bool = True
+    gradient_bytes: int = 0
 
     @abstractmethod
     def begin(self, round_: int) -> None:

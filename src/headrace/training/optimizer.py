@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace import internals
+from headrace.devices import HOST
 from headrace.errors import UsageError
 from headrace.spec.plan import Segment
 from headrace.trees import as_json, from_json, map_tensors, nbytes
@@ -188,7 +189,8 @@ class StatePiece:
     Attributes:
         start: first element of the flattened parameter that `value` covers; -1 if `value` belongs to the whole
             parameter (a step count, the statistics of its rows).
-        value: flat; in its own shape where it belongs to the whole parameter.
+        value: flat; in its own shape where it belongs to the whole parameter, or is on a device and no copy.
+        in_place: whether `value` is what the next update changes, and no copy of it.
     """
 
     parameter: str
@@ -196,6 +198,18 @@ class StatePiece:
     start: int
     value: Tensor
     kind: str = "tensor"
+    in_place: bool = False
+
+    @classmethod
+    def of(cls, parameter: str, key: str, start: int, tensor: Tensor, copies: bool = True) -> StatePiece:
+        """Returns a piece of what training changes: a copy, flat; in place without `copies`, and on a device."""
+        value, in_place = _taken(tensor, copies)
+        return cls(parameter, key, start, value, in_place=in_place)
+
+    @property
+    def flat(self) -> Tensor:
+        """The value as it is saved."""
+        return self.value.flatten() if self.start >= 0 else self.value
 
     @property
     def name(self) -> str:
@@ -268,7 +282,7 @@ def state_pieces(
 ) -> tuple[StatePiece, ...]:
     """Returns the state of the pieces that this process updates: tensors, numbers, texts, and collections of them.
 
-    Without `copies` the next update changes it. Raises a `UsageError` where it is something else.
+    Without `copies`, and on a device, the pieces are in place. Raises a `UsageError` where it is something else.
     """
     found: list[StatePiece] = []
     for prefix, store in state_stores(optimizer):
@@ -295,12 +309,18 @@ def _pieces_of(segment: Segment, key: str, value: Any, tensor: Tensor, copies: b
         yield StatePiece(segment.parameter, key, -1, torch.tensor(list(form.encode()), dtype=torch.uint8), _TREE)
         keys = (f"{key}~{index}" for index in range(len(tensors)))
     for name, each in zip(keys, tensors, strict=True):
-        kept = each.detach().clone() if copies else each.detach()
-        if kept.dim() == 0 or kept.shape not in (tensor.shape, (tensor.numel(),)):
-            yield StatePiece(segment.parameter, name, -1, kept)
-        else:
-            form = "tensor" if kept.shape == tensor.shape else _FLAT
-            yield StatePiece(segment.parameter, name, segment.start, kept.flatten(), form)
+        sized = each.dim() > 0 and each.shape in (tensor.shape, (tensor.numel(),))
+        kept, in_place = _taken(each, copies, flat=sized)
+        form = _FLAT if sized and each.shape != tensor.shape else "tensor"
+        yield StatePiece(segment.parameter, name, segment.start if sized else -1, kept, form, in_place)
+
+
+def _taken(tensor: Tensor, copies: bool, flat: bool = True) -> tuple[Tensor, bool]:
+    """Returns what a piece has of a tensor, and whether it is the tensor itself: on a device, or without `copies`."""
+    if tensor.device.type != HOST:
+        return tensor.detach(), True  # a flat form might be a copy
+    kept = tensor.detach().clone() if copies else tensor.detach()
+    return kept.flatten() if flat else kept, not copies
 
 
 def first_state(optimizer: torch.optim.Optimizer) -> list[tuple[str, StateStore]]:

@@ -54,6 +54,7 @@ class ReducingExchange(UpdatingExchange):
     def _attach(self, used: UsedParameters, gradients: Sequence[Tensor]) -> None:
         self._used = used
         self._gradients = gradients
+        self.gradient_bytes = sum(each.nbytes for each in gradients)
         self._missing: tuple[int, ...] = ()
         self._put()
 

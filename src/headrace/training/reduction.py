@@ -59,7 +59,7 @@ class Reduction(ABC):
         raise NotImplementedError("the members of this reduction stay the same")
 
     def residuals(self) -> Iterator[StatePiece]:
-        """Yields copies of what a codec has rounded and will send later."""
+        """Yields what a codec has rounded and will send later."""
         if not self.compression.parts:
             return
         kept = self.compression.residuals
@@ -70,7 +70,7 @@ class Reduction(ABC):
                 low, high = max(start, begin), min(stop, begin + flat.nbytes)
                 if low < high:
                     first = (low - begin) // size
-                    yield StatePiece(name, RESIDUAL, first, flat[first : (high - begin) // size].clone())
+                    yield StatePiece.of(name, RESIDUAL, first, flat[first : (high - begin) // size])
 
     def load_residuals(self, pieces: Iterable[StatePiece]) -> None:
         """Loads those that belong to this rank."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from headrace.devices import HOST
 from headrace.errors import UsageError
 from headrace.internals import foreach_lerp_
 from headrace.spec.options import Options
@@ -313,34 +314,31 @@ class Updater:
             average.copy_(kept)
 
     def state(self, index: int | None = None, copies: bool = True) -> tuple[StatePiece, ...]:
-        """Returns the optimizer's state and the moving averages, of all pieces or of one.
-
-        Without `copies` the next update changes it.
-        """
+        """Returns the optimizer's state and the moving averages, of all or one; without `copies` they are in place."""
         indices = range(len(self.owned)) if index is None else (index,)
         owned = [self.owned[each] for each in indices]
-        averages = ((segment, self.averages[each].detach().flatten())
-                    for each, (segment, _) in zip(indices, owned, strict=True) if each in self.averages)  # fmt: skip
         kept = (
-            StatePiece(segment.parameter, AVERAGE, segment.start, average.clone() if copies else average)
-            for segment, average in averages
-        )
+            StatePiece.of(segment.parameter, AVERAGE, segment.start, self.averages[each], copies)
+            for each, (segment, _) in zip(indices, owned, strict=True) if each in self.averages
+        )  # fmt: skip
         return (*state_pieces(self.optimizer, owned, copies), *kept, *self._evaluated(owned))
 
     def _evaluated(self, owned: Sequence[tuple[Segment, Tensor]]) -> Iterator[StatePiece]:
         """Yields the parameters that the optimizer evaluates with, which an exported checkpoint has."""
         if not self._modes or self._decay is not None or self.swapped:
             return
-        # In memory of its own: what is trained may be shared with processes that read it meanwhile.
+        # In memory of its own: what is trained may be shared with processes that read it meanwhile. A device has no
+        # room for that, and shares nothing: what it trains waits in host memory.
         trained = [tensor.data for tensor in self.parameters]
-        for tensor in self.parameters:
-            tensor.data = tensor.data.clone()
+        apart = [each.clone() if each.device.type == HOST else each.cpu() for each in trained]
+        for tensor, copy in zip(self.parameters, apart, strict=True):
+            tensor.data = copy if tensor.device.type == HOST else tensor.data
         self._modes.eval()
         for segment, tensor in owned:
-            yield StatePiece(segment.parameter, AVERAGE, segment.start, tensor.detach().flatten().clone())
+            yield StatePiece(segment.parameter, AVERAGE, segment.start, tensor.detach().flatten().to(HOST, copy=True))
         self._modes.train()
-        for tensor, before in zip(self.parameters, trained, strict=True):
-            tensor.data = before
+        for tensor, place, copy in zip(self.parameters, trained, apart, strict=True):
+            tensor.data = place if place.device.type == HOST else place.copy_(copy)
 
     def load(
         self, pieces: Iterable[StatePiece], settings: Mapping[str, Any] | None = None, index: int | None = None

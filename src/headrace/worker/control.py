@@ -122,4 +122,7 @@ class RunControl:
         self.losses.read()
         done = self._progress.done
         self.guard.compare(evaluates=False)
+        if self.state.copies:
+            # Their memory is used again.
+            self._saver.wait()
         self._saver.save(done, self.state.take(done, self.statistics_weight), began)

@@ -16,8 +16,8 @@ from headrace.checkpoint.forms import extra_states, pack, unpack
 from headrace.checkpoint.trained_model import save_model
 from headrace.collectives.base import ProcessGroup, gather_texts, moved_bytes_of
 from headrace.devices import HOST
-from headrace.errors import HeadraceError, PeerLost, UsageError, user_traceback
-from headrace.machine.limits import explained
+from headrace.errors import HeadraceError, PeerLost, UnfitMachine, UsageError, user_traceback
+from headrace.machine.limits import explained, out_of_memory
 from headrace.machine.resources import peak_resident_bytes, resident_bytes
 from headrace.modules import is_dense, parameters_and_buffers, stateful_modules
 from headrace.shared_memory.control_page import ControlPage
@@ -73,10 +73,7 @@ def work(
         stored = LoadedCheckpoint(CheckpointFolder(run.resume.folder).open(run.resume.step)) if run.resume else None
         with building or nullcontext():
             module = build_module(run.job)
-        require_same_results(run, module)
-        if stored:
-            with making_sense(stored.path):
-                stored.load_module(module)
+        _begin_as(run, module, stored)
         session, reporter = group.together(lambda: _build(run, role, group, page, module, events, closing))
         compute, control = session.replica.compute, RunControl(session, closing)
         loop = _loop_of(session, control)
@@ -104,7 +101,7 @@ def work(
     except PeerLost:
         raise
     except BaseException as error:
-        better = _explained(error, run.plan.role(rank))
+        better = _explained(error, run, rank, session)
         events.write_last(_failed(rank, session, events, better), page.ranks[rank].last_event)
         raise better from (error.__cause__ if better is error else error)
     finally:
@@ -113,14 +110,32 @@ def work(
         events.close()
 
 
-def _explained(error: BaseException, role: Role) -> BaseException:
-    """Returns a better error where a device has failed; else the same."""
+def _explained(error: BaseException, run: RunSpec, rank: int, session: WorkerSession | None) -> BaseException:
+    """Returns a better error where memory ran out, or a device has failed; else the same."""
+    role = run.plan.role(rank)
+    cause = error.__cause__ if isinstance(error, UnfitMachine) else error
+    if cause is not None and out_of_memory(cause):
+        # Here, because few runs need it.
+        from headrace.worker.guards.memory import explained as with_amounts
+
+        better = with_amounts(error, run, role, session)
+        # For the event, which is written first.
+        better.__cause__ = cause
+        return better
     if role.device == HOST:
         return error
     from headrace.machine.accelerators import explained_by_device
 
     name = f"{role.device} ({role.identity})" if role.identity else role.device
     return explained_by_device(error, name, f"rank {role.rank} on {role.host}")
+
+
+def _begin_as(run: RunSpec, module: nn.Module, stored: LoadedCheckpoint | None) -> None:
+    """Gives a model that was built from the seed a checkpoint's values, if there is one."""
+    require_same_results(run, module)
+    if stored:
+        with making_sense(stored.path):
+            stored.load_module(module)
 
 
 @contextmanager

@@ -17,8 +17,6 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any
 
-from torch import Tensor
-
 from headrace.checkpoint import Checkpoint, CheckpointFolder, FileRecord
 from headrace.checkpoint.manifest import file_name
 from headrace.collectives.base import ProcessGroup
@@ -31,6 +29,8 @@ from headrace.worker.run_spec import RunSpec
 from headrace.worker.state import TakenState
 
 _LOOK_EVERY_S = 0.002
+_TORN = -2
+"""In the place of the system's error number, where what was copied to host memory is not of one round."""
 
 
 class Saver:
@@ -141,9 +141,7 @@ class Saver:
                 rows = " (saving needs room for the rows of sparse embeddings twice)" if incomplete else ""
                 self._news.append(self._warning(done, f"{text}{rows}"))
             return
-        self._thread.start(
-            functools.partial(self._write, done, rank, members, taken.tensors, taken.description, stall_s)
-        )
+        self._thread.start(functools.partial(self._write, done, rank, members, taken, stall_s))
 
     def wait(self) -> None:
         """Waits until this rank's thread has ended; on rank 0 the checkpoint is then on disk, or was abandoned."""
@@ -169,22 +167,24 @@ class Saver:
         done: int,
         rank: int,
         members: Sequence[int],
-        tensors: Mapping[str, Tensor],
-        description: Mapping[str, Any],
+        taken: TakenState,
         stall_s: float,
     ) -> None:
         began = monotonic()
-        self._write_part(done, rank, members[rank], tensors)
+        self._write_part(done, rank, members[rank], taken)
         if rank == 0:
-            self._commit(done, members, description, stall_s, began)
+            self._commit(done, members, taken.description, stall_s, began)
 
-    def _write_part(self, done: int, rank: int, member: int, tensors: Mapping[str, Tensor]) -> None:
+    def _write_part(self, done: int, rank: int, member: int, taken: TakenState) -> None:
         saved = self._page.ranks[member].saved
         error = 0
         try:
-            record = self.folder.write(done, rank, tensors)
-            saved.digest[:] = list(bytes.fromhex(record.sha256))
-            saved.nbytes = record.bytes
+            if taken.copied and not taken.copied.wait():
+                error = _TORN
+            else:
+                record = self.folder.write(done, rank, taken.tensors)
+                saved.digest[:] = list(bytes.fromhex(record.sha256))
+                saved.nbytes = record.bytes
         except OSError as failure:
             error = failure.errno or -1
         saved.error = error
@@ -196,7 +196,7 @@ class Saver:
     ) -> None:
         lost = self._await(done, members)
         parts = [self._page.ranks[member].saved for member in members]
-        errors = [os.strerror(part.error) for part in parts if part.error]
+        errors = [_said(part.error) for part in parts if part.error]
         if lost is not None or errors:
             self.folder.abandon(done)
             problem = errors[0] if lost is None else f"rank {lost} was lost while it wrote its part"
@@ -241,3 +241,9 @@ class Saver:
             "before it are untouched"
         )
         return Notice(0, self._events.now(), text)
+
+
+def _said(error: int) -> str:
+    if error == _TORN:
+        return "forward wrote to parameters of the model while they were copied to host memory; from now on it waits,"
+    return os.strerror(error)

@@ -103,12 +103,13 @@ class DeviceGroup:
 class Progress:
     """How far a worker is.
 
-    `round` is the current one, from 0; directly after a resume the last one done. `waited_s` are the seconds that the
-    worker waited for the data of its share.
+    `round` is the current one, from 0; directly after a resume the last one done. `begun` is the last that was begun.
+    `waited_s` are the seconds that the worker waited for the data of its share.
     """
 
     rounds: int
     round: int = -1
+    begun: int = -1
     share: Share = field(default_factory=lambda: Share(None, 0, 0, 0))
     waited_s: float = 0.0
     examples: int = 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,10 +22,11 @@ from headrace.data.pipeline.order import derived
 from headrace.devices import HOST
 from headrace.errors import CorruptCheckpoint, HeadraceError
 from headrace.machine.generators import random_state, set_random_state
-from headrace.modules import parameters_and_buffers, restore
+from headrace.modules import memory_of, parameters_and_buffers, restore
 from headrace.spec.plan import EVERY_WORKER, Plan
 from headrace.training.compute import Compute
 from headrace.training.embeddings.pieces import is_row_piece, is_row_value
+from headrace.training.exchange import UpdatingExchange
 from headrace.training.optimizer import StatePiece
 from headrace.training.shared_buffers.batch_norm import averaged_buffers
 from headrace.training.shared_buffers.synced import average_by_weight
@@ -33,21 +35,30 @@ from headrace.worker.attributes import drawn_of
 from headrace.worker.evaluations.early_stopping import EarlyStopper
 from headrace.worker.session import WorkerSession, seed_torch
 
+if TYPE_CHECKING:
+    from headrace.checkpoint.host_copies import Copied, HostCopies
+
 
 @dataclass(frozen=True)
 class TakenState:
     """One worker's part of a checkpoint, before it is written.
 
-    `description` is that of the whole; `problem` tells why the part is incomplete, where the disk took no rows.
+    `description` is that of the whole; `problem` tells why the part is incomplete, where the disk took no rows. Tensors
+    of a device may be on their way to host memory, until `copied` has been waited for.
     """
 
     tensors: dict[str, Tensor]
     description: dict[str, Any]
     problem: OSError | None = None
+    copied: Copied | None = None
 
 
 class WorkerState:
-    """One worker's part of a checkpoint: its replica's state, and that of early stopping."""
+    """One worker's part of a checkpoint: its replica's state, and that of early stopping.
+
+    Attributes:
+        copies: of what is on a device, where `take` uses the memory of the last one again; None on a CPU.
+    """
 
     def __init__(self, session: WorkerSession, stopper: EarlyStopper) -> None:
         self._run = session.run
@@ -61,6 +72,14 @@ class WorkerState:
         self._trained = {name: each for name, each in self._model.named_parameters() if each.requires_grad}
         self._modes = [(name, part, part.training) for name, part in self._model.named_modules()]
         self._device = torch.device(session.run.plan.role(session.rank).device)
+        self.copies: HostCopies | None = None
+        if self._device.type != HOST:
+            from headrace.checkpoint.host_copies import HostCopies
+
+            replica, run = session.replica, session.run
+            # Then nothing but the model's own forward may write to parameters between two updates.
+            usual = run.train is None and not run.callbacks and isinstance(replica.exchange, UpdatingExchange)
+            self.copies = HostCopies(self._device, late=usual and replica.sync is None)
 
     def by_user_code(self) -> dict[str, list[str]]:
         """Returns the parameters that user code has frozen since the run began, and the modules of another mode."""
@@ -79,16 +98,19 @@ class WorkerState:
     def take(self, done: int, weight: float) -> TakenState:
         """Returns copies of this worker's part, and the description of the whole; all workers call it together."""
         rank = self._group.rank
+        if self.copies:
+            self.copies.begin()
         # A thread writes them to the checkpoint while training goes on, which changes the rows.
         with Spool(self._run.run_dir) as spool:
-            tensors = owned_pieces(self._replica.state(), self._run.plan, rank, spool)
+            tensors = owned_pieces(self._replica.state(), self._run.plan, rank, spool, self._value_of)
         tensors |= random_states(self._device)
-        tensors |= {f"own/{piece.name}": piece.value for piece in self._replica.own_state()}
+        tensors |= {f"own/{piece.name}": self._value_of(piece) for piece in self._replica.own_state()}
         with self._replica.trained_weights():
             averaged = {id(buffer): buffer.detach().clone() for buffer in averaged_buffers(self._model)}
             average_by_weight(list(averaged.values()), self._mates, weight)
             leads = self._run.plan.leads(rank)
-            tensors |= model_tensors(self._replica.compute, leads, self._mates.world, averaged)
+            copy = self._copies_of_model()
+            tensors |= model_tensors(self._replica.compute, leads, self._mates.world, averaged, copy)
         tensors |= extra_states(self._model, self._replica.compute.has_state_of)
         description = {
             **self._run.description,
@@ -100,7 +122,23 @@ class WorkerState:
             "by_user_code": self.by_user_code(),
             "saved_at": datetime.now().astimezone().isoformat(timespec="seconds"),
         }
-        return TakenState(tensors, description, spool.problem)
+        return TakenState(tensors, description, spool.problem, self.copies.end() if self.copies else None)
+
+    def _value_of(self, piece: StatePiece) -> Tensor:
+        if self.copies and piece.value.device.type != HOST:
+            return self.copies.copy(piece.value, piece.in_place, flat=piece.start >= 0)
+        return piece.value
+
+    def _copies_of_model(self) -> Callable[[Tensor], Tensor]:
+        # Forward writes to buffers, and a synchronization has put averages into parameters for a moment.
+        lasting = {memory_of(each) for each in self._model.parameters()} if self._replica.sync is None else set()
+
+        def copy(tensor: Tensor) -> Tensor:
+            if self.copies and tensor.device.type != HOST:
+                return self.copies.copy(tensor, memory_of(tensor) in lasting)
+            return tensor.detach().clone()
+
+        return copy
 
     def load(self, stored: LoadedCheckpoint) -> None:
         """Loads this worker's state from a checkpoint."""
@@ -138,20 +176,25 @@ def local_buffers(module: nn.Module, world: int) -> Iterator[tuple[str, Tensor]]
             yield f"local/{name}", buffer
 
 
-def model_tensors(compute: Compute, leads: bool, world: int, averaged: Mapping[int, Tensor]) -> dict[str, Tensor]:
+def model_tensors(
+    compute: Compute, leads: bool, world: int, averaged: Mapping[int, Tensor], copy: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
     """Returns copies of what a rank saves of the model itself: training changes it while it is written.
 
     `leads` is True on the first of the ranks that hold the same part of the model; `averaged` are copies of averaged
     running statistics, by the `id` of the buffer.
     """
-    tensors = {
-        name: averaged[id(each)] if id(each) in averaged else each.detach().clone()
-        for name, each in compute.whole_tensors(leads)
-    }
-    return tensors | {name: buffer.detach().clone() for name, buffer in local_buffers(compute.module, world)}
+    tensors = {name: copy(averaged.get(id(each), each)) for name, each in compute.whole_tensors(leads)}
+    return tensors | {name: copy(buffer) for name, buffer in local_buffers(compute.module, world)}
 
 
-def owned_pieces(pieces: Iterable[StatePiece], plan: Plan, rank: int, spool: Spool | None = None) -> dict[str, Tensor]:
+def owned_pieces(
+    pieces: Iterable[StatePiece],
+    plan: Plan,
+    rank: int,
+    spool: Spool | None = None,
+    value_of: Callable[[StatePiece], Tensor] = attrgetter("value"),
+) -> dict[str, Tensor]:
     """Returns the pieces that this rank saves: the first of the ranks that hold a piece saves it.
 
     Rows of tables, which may be more than fit into memory, are kept in `spool`.
@@ -162,7 +205,7 @@ def owned_pieces(pieces: Iterable[StatePiece], plan: Plan, rank: int, spool: Spo
     copied = {each.parameter for each in workers} - {each.parameter for each in workers if each.owner == rank}
     leads = plan.leads(rank)
     return {
-        f"state/{piece.name}": spool.keep(piece.value) if spool and is_row_piece(piece) else piece.value
+        f"state/{piece.name}": spool.keep(piece.value) if spool and is_row_piece(piece) else value_of(piece)
         for piece in pieces
         if piece.parameter not in copied and (leads or piece.parameter not in shared)
     }

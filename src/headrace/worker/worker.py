@@ -67,6 +67,7 @@ class Worker:
         self._control = control
         self._loop = loop
         self._losses = control.losses
+        self._copies = control.state.copies
         self._nonfinite = NonFiniteHandler(session, control.roll_back, loop.reporter)
         self._compute, self._exchange, self._progress = replica.compute, replica.exchange, session.progress
         self.turn = ""
@@ -124,6 +125,7 @@ class Worker:
             with closing(self._loop.shares()) as shares:
                 for share in shares:
                     self._computed, self._begun, self._in_round, self._done = None, False, True, False
+                    self._progress.begun = self._progress.round
                     if self._turns:
                         self.turn = self._turns.at(self._progress.round)
                     if self._session.run.train is not None:
@@ -210,6 +212,8 @@ class Worker:
         began = perf_counter()
         loss = self._losses.now(computed.loss)
         finite = loss is None or math.isfinite(loss)
+        if self._copies:
+            self._copies.hold()
         if loss is not None and not finite:
             self._nonfinite.tell(self.rank, loss)
         outcome = self._loop.complete(computed, lambda commit: self._synchronize(finite, began, sends, commit))

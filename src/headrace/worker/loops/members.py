@@ -194,7 +194,7 @@ class MemberChanges:
             "by_user_code": control.state.by_user_code(),
         }
         text = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
-        pieces = {f"state/{piece.name}": piece.value for piece in self._elastic.give()}
+        pieces = {f"state/{piece.name}": piece.flat for piece in self._elastic.give()}
         module = session.replica.compute.module
         return {**dict(self._tensors()), **pieces, **extra_states(module, lambda _: True), _VALUES: text}
 
