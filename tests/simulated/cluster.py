@@ -43,18 +43,27 @@ class Ended:
 
 
 def on_hosts(
-    program: str, folder: Path, hosts: int = 1, devices: int = 2, timeout_s: float = 280, **environment: str
+    program: str,
+    folder: Path,
+    hosts: int = 1,
+    devices: int = 2,
+    servers: int = 0,
+    launched: bool = False,
+    timeout_s: float = 280,
+    **environment: str,
 ) -> Ended:
     """Runs a program of Python, once where there is one host, whose engine starts the workers; else a rank a device.
 
     Args:
         program: its text; `simulated.nccl` should be among its imports.
+        servers: how many ranks more the last of several hosts has.
+        launched: also on one host, a rank a device.
         folder: for its files, and the records of all processes.
         environment: more of it, such as SIMULATED_FAULTS.
     """
     records = folder / "records"
     records.mkdir(exist_ok=True)
-    told: Sequence[Mapping[str, str]] = [{}] if hosts == 1 else ranks(hosts, devices)
+    told: Sequence[Mapping[str, str]] = [{}] if hosts == 1 and not launched else ranks(hosts, devices, servers)
     began = [_begin(program, folder, records, devices, {**one, **environment}) for one in told]
     deadline = time.monotonic() + timeout_s
     texts = []
@@ -77,16 +86,25 @@ def own_address() -> str:
     return address
 
 
-def ranks(hosts: int, devices: int) -> list[dict[str, str]]:
+def ranks(hosts: int, devices: int, servers: int = 0) -> list[dict[str, str]]:
     """What a launcher says to each of its processes, of which each host has one a device."""
     everywhere = {
-        "WORLD_SIZE": str(hosts * devices), "LOCAL_WORLD_SIZE": str(devices), "MASTER_ADDR": own_address(),
-        "MASTER_PORT": str(free_port()), "HEADRACE_SECRET": "0123456789abcdef0123456789abcdef",
-    }  # fmt: skip
+        "WORLD_SIZE": str(hosts * devices + servers),
+        "MASTER_ADDR": own_address(),
+        "MASTER_PORT": str(free_port()),
+        "HEADRACE_SECRET": "0123456789abcdef0123456789abcdef",
+    }
+    sizes = [devices] * (hosts - 1) + [devices + servers]
+    places = [(host, own) for host, size in enumerate(sizes) for own in range(size)]
     return [
-        {**everywhere, "RANK": str(host * devices + own), "LOCAL_RANK": str(own), "HEADRACE_HOST": f"host-{host}"}
-        for host in range(hosts)
-        for own in range(devices)
+        {
+            **everywhere,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(own),
+            "LOCAL_WORLD_SIZE": str(sizes[host]),
+            "HEADRACE_HOST": f"host-{host}",
+        }
+        for rank, (host, own) in enumerate(places)
     ]
 
 
