@@ -205,7 +205,7 @@ def use_the_wire(host: SharedMemoryGroup, page: ControlPage, store: str, apart: 
     """Returns which verb of torch.distributed gave the wrong result."""
     wire = between_hosts(host, None) if apart else wire_of(host, store)
     wrong = []
-    for dtype in (torch.float64, torch.float32, torch.int64):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int64):
         for length in (1, 3, 70_001):
             tensors = [made(length, dtype, seed=rank) for rank in range(host.world)]
             expected = tensors[0] + tensors[1]
@@ -219,6 +219,14 @@ def use_the_wire(host: SharedMemoryGroup, page: ControlPage, store: str, apart: 
                 wrong.append(f"sum of {dtype} x {length}")
             if digest(spread) != digest(tensors[0]):
                 wrong.append(f"broadcast of {dtype} x {length}")
+            every = torch.cat(tensors)
+            whole, part = torch.zeros_like(every), torch.zeros_like(summed)
+            wire.all_gather_into(whole, tensors[host.rank])
+            if digest(whole) != digest(every):
+                wrong.append(f"gather of {dtype} x {length}")
+            wire.reduce_scatter(part, torch.cat([summed, tensors[host.rank]]))
+            if not torch.equal(part, expected + expected if host.rank == 0 else expected):
+                wrong.append(f"scatter of {dtype} x {length}")
     own = torch.tensor([200 + host.rank], dtype=torch.uint8)
     if wire.gather(own).tolist() != [[200], [201]]:
         wrong.append("gather")

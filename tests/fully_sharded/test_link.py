@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from collectives.seats import together
-from headrace.collectives.threads import ThreadCollective
+from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import UsageError
 from headrace.fully_sharded.link import CollectiveLink, OwnGradients, SharedLink, UnitGather, UnitLink, UnitScatter
 
 WORLD, UNITS = 3, ("body", "head", "")
 SIZES = (5, 2, 0)
 """Elements of a rank's part of each unit."""
-KINDS = pytest.mark.parametrize("kind", ["shared", "hosts"])
+KINDS = pytest.mark.parametrize("kind", ["shared", "hosts", "devices"])
 
 
 def link_of(kind: str, group: ThreadCollective, own: OwnGradients | None = None) -> UnitLink:
     own = own or OwnGradients()
     if kind == "shared":
         return SharedLink(group, UNITS, own, 8 * WORLD * max(SIZES))
+    if kind == "devices":
+        carrier = group.subgroup(range(WORLD))
+        vars(carrier)["queued"] = True
+        return CollectiveLink(group, UNITS, own, carrier, torch.device("cpu"))
     return CollectiveLink(group, UNITS, own, group, torch.device("cpu"))
 
 
@@ -47,6 +53,8 @@ def test_units_are_gathered_and_summed_in_any_order_that_all_have(kind: str) -> 
             part = scatter.allocate((size,), dtype=torch.float64, device=cpu)
             own_gradients.silent = group.rank == 1 and turn % 2 == 1
             scatter(part, gradient, None, None)  # type: ignore[arg-type]
+            if turn % 3 == 2:
+                link.settle()
             found.append((whole, part))
         return found
 
@@ -56,6 +64,54 @@ def test_units_are_gathered_and_summed_in_any_order_that_all_have(kind: str) -> 
             assert torch.equal(whole, torch.cat([numbers(peer, unit, turn, size) for peer in range(WORLD)]))
             summed = [numbers(peer, unit, turn, WORLD * size) for peer in range(WORLD) if peer != 1 or turn % 2 == 0]
             assert torch.equal(part, sum(summed)[rank * size : (rank + 1) * size])  # type: ignore[index]
+
+
+def test_hosts_of_devices_meet_once_a_step_after_the_first() -> None:
+    def act(group: ThreadCollective) -> list[int]:
+        link, met, counts = link_of("devices", group), [0], []
+        for name in ("barrier", "sum", "gather", "all_reduce"):
+            original = getattr(group, name)
+
+            def counted(*given: object, original: Callable[..., object] = original) -> object:
+                met[0] += 1
+                return original(*given)
+
+            vars(group)[name] = counted
+        for _ in range(3):
+            for unit in (0, 1, 0):
+                whole = torch.zeros(WORLD * SIZES[unit])
+                link.gather(unit, whole, whole[: SIZES[unit]].clone())
+            counts.append(met[0])
+            link.settle()
+            met[0] = 0
+        return counts
+
+    first, *others = zip(*together(WORLD, act), strict=True)
+    assert min(first) >= 3
+    assert others == [(0,) * WORLD] * 2
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ([1], r"rank 0 gathers 'left', and rank 2 gathers 'right': all ranks gather a unit together"),
+        ([0, 0], r"rank 0 has ended the step after 1 calls, and rank 2 gathers 'left': "),
+        ([], r"rank 0 gathers 'left', and rank 2 has ended the step after 0 calls: "),
+    ],
+)
+def test_a_rank_that_runs_other_units_after_the_first_step_is_named(calls: list[int], said: str) -> None:
+    def act(group: ThreadCollective) -> None:
+        carrier = ThreadCollective(ThreadGroup(1), 0)
+        vars(carrier)["queued"] = True
+        link = CollectiveLink(group, ("left", "right"), OwnGradients(), carrier, torch.device("cpu"))
+        link.settle()
+        for unit in calls if group.rank == 2 else [0]:
+            # Among devices each gets wrong parameters, or all wait in vain: no host waits in it.
+            link.gather(unit, torch.zeros(4), torch.zeros(4))
+        link.settle()
+
+    with pytest.raises(UsageError, match=said):
+        together(WORLD, act)
 
 
 @KINDS

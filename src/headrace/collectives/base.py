@@ -46,15 +46,48 @@ class Peers(ABC):
         """
 
 
-class Collective(ABC):
+class _Divided(ABC):
+    """What ranks do with parts of tensors, made of sums of whole ones."""
+
+    rank: int
+    world: int
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replaces a contiguous tensor, of the same shape and type on all ranks, by the sum over ranks."""
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Returns every rank's `(nbytes,)` uint8 tensor, by rank, as `(world, nbytes)`; their lengths are equal."""
+        every = tensor.new_zeros(self.world, len(tensor))
+        every[self.rank] = tensor
+        self.all_reduce(every)
+        return every
+
+    def all_to_all(self, pieces: Tensor) -> Tensor:
+        """Sends row i of a contiguous `(world, nbytes)` uint8 tensor to rank i; returns the rows sent to this rank."""
+        return self.gather(pieces.view(-1)).view(self.world, *pieces.shape)[:, self.rank]
+
+    def all_gather_into(self, every: Tensor, own: Tensor) -> None:
+        """Fills `every` with all ranks' `own`, by rank; both are flat and contiguous. `own` may be its place in it."""
+        if own.nbytes:
+            every.view(torch.uint8).view(self.world, own.nbytes).copy_(self.gather(own.view(torch.uint8)))
+
+    def reduce_scatter(self, own: Tensor, every: Tensor) -> None:
+        """Replaces `own` by the sum over ranks of their `every`, of which part i is rank i's; both are contiguous."""
+        if own.nbytes:
+            first, *others = self.all_to_all(every.view(torch.uint8).view(self.world, own.nbytes)).unbind()
+            own.copy_(first.view(own.dtype))
+            for other in others:
+                own.add_(other.view(own.dtype))
+
+
+class Collective(_Divided):
     """A group of `world` ranks that communicate.
 
     Every wait has an end: where a peer is lost, the others raise `PeerLost`. Sums are taken in rank order, between
     hosts in the order of hosts, so that all ranks, and two runs, get the same bits.
     """
 
-    rank: int
-    world: int
     moved_bytes = 0
     """Bytes that this rank has written for others and read from them so far."""
 
@@ -63,6 +96,9 @@ class Collective(ABC):
 
     peers: Peers | None = None
     """What sends from one rank to another; None where nothing does."""
+
+    queued = False
+    """Whether calls return before they are done, in the order of the device's other work: no rank waits in them."""
 
     bucket_bytes = (25 << 20, 25 << 20)
     """Of gradients that are summed while backward runs: the first bucket's, and the most; enough for full speed."""
@@ -75,10 +111,6 @@ class Collective(ABC):
     def barrier(self) -> None:
         """Returns when every rank has called it."""
 
-    @abstractmethod
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Replaces a contiguous tensor, of the same shape and type on all ranks, by the sum over ranks."""
-
     def start_all_reduce(self, tensor: Tensor, compression: Compression = PLAIN) -> Callable[[], None]:
         """Begins an `all_reduce`; returns a function that waits for the sum. Between hosts it goes by `compression`."""
         # Not in the background, where it would take the cores that compute.
@@ -88,17 +120,6 @@ class Collective(ABC):
     @abstractmethod
     def broadcast(self, tensor: Tensor) -> None:
         """Replaces a contiguous tensor by rank 0's."""
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Returns every rank's `(nbytes,)` uint8 tensor, by rank, as `(world, nbytes)`; their lengths are equal."""
-        every = tensor.new_zeros(self.world, len(tensor))
-        every[self.rank] = tensor
-        self.all_reduce(every)
-        return every
-
-    def all_to_all(self, pieces: Tensor) -> Tensor:
-        """Sends row i of a contiguous `(world, nbytes)` uint8 tensor to rank i; returns the rows sent to this rank."""
-        return self.gather(pieces.view(-1)).view(self.world, *pieces.shape)[:, self.rank]
 
     @abstractmethod
     def sum(self, values: Sequence[float]) -> list[float]:

@@ -7,22 +7,26 @@
               rank 1   │ its gradient of the unit ─► region ─┴─ barrier ──┴─► adds up part 1 of all regions
 
 So among the workers of one host; over several hosts, and among accelerators, a gather is an all-gather, and a scatter
-an all-to-all.
+a reduce-scatter.
 
-Every rank says what it does with which unit first, and looks whether the others do the same.
-Sums are taken in rank order, so that two runs get the same bits.
+Every rank says what it does with which unit first, and looks whether the others do the same. Among accelerators that
+would keep hosts from running ahead, so that from the second step on they compare once a step what they have called.
+Sums in host memory are taken in rank order, so that two runs get the same bits.
 """
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.collectives.base import Collective, ProcessGroup
+from headrace.collectives.base import Collective, ProcessGroup, gather_bytes
 from headrace.errors import UsageError
 from headrace.shared_memory.layout import LINE, on_lines
 
@@ -57,11 +61,9 @@ class UnitLink(ABC):
         self._units = units
         self._meetings = 0
 
+    @abstractmethod
     def gather(self, unit: int, whole: Tensor, own: Tensor) -> None:
-        """Fills a flat tensor with the parts of all ranks, by rank; `own` is this rank's."""
-        rows = whole.view(torch.uint8).view(self._group.world, own.nbytes)
-        for row, part in zip(rows, self.parts(unit, own), strict=True):
-            row.copy_(part)
+        """Fills a flat tensor with the parts of all ranks, by rank; `own` is this rank's, and may lie in it."""
 
     @abstractmethod
     def parts(self, unit: int, own: Tensor) -> Sequence[Tensor]:
@@ -75,14 +77,15 @@ class UnitLink(ABC):
         """Replaces `part` by the sum of this rank's part of all ranks' gradients; `gradient` is what `region` gave."""
         if self._own.silent:
             gradient.zero_()
-        first, *others = self._parts_of(unit, part, gradient)
-        part.copy_(first)
-        for other in others:
-            part.add_(other)
+        self._sum(unit, part, gradient)
 
     @abstractmethod
-    def _parts_of(self, unit: int, part: Tensor, gradient: Tensor) -> list[Tensor]:
-        """Returns this rank's part of every rank's gradient, by rank."""
+    def settle(self) -> None:
+        """Ends a step: raises UsageError if ranks have done different things. All ranks call it."""
+
+    @abstractmethod
+    def _sum(self, unit: int, part: Tensor, gradient: Tensor) -> None:
+        """Does what `scatter` says."""
 
     @abstractmethod
     def _exchange(self, own: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -98,15 +101,21 @@ class UnitLink(ABC):
 
     def _parted(self, peer: int, own: tuple[int, ...], theirs: tuple[int, ...]) -> UsageError:
         there = self._said(theirs) if theirs[0] == own[0] else "does something else"
+        return self._differ(self._group.rank, self._said(own), peer, there)
+
+    def _differ(self, rank: int, here: str, peer: int, there: str) -> UsageError:
         return UsageError(
-            f"rank {self._group.rank} {self._said(own)}, and rank {peer} {there}: all ranks gather a unit together, so "
+            f"rank {rank} {here}, and rank {peer} {there}: all ranks gather a unit together, so "
             "each must run the same units, in the same order and as often, whatever its examples are; put what only "
             "some examples need into a larger unit, or make the whole model one, units=[]"
         )
 
     def _said(self, header: Sequence[int]) -> str:
         _, deed, unit, nbytes = header
-        return f"{_DEEDS[deed]} {self._units[unit] or 'the rest of the model'!r} ({nbytes:,} bytes)"
+        return f"{_DEEDS[deed]} {self._title(unit)} ({nbytes:,} bytes)"
+
+    def _title(self, unit: int) -> str:
+        return repr(self._units[unit] or "the rest of the model")
 
 
 class SharedLink(UnitLink):
@@ -121,6 +130,11 @@ class SharedLink(UnitLink):
         self._regions = group.share(self._part_bytes * group.world)
         self._summed = -1
         self._turn = 0
+
+    def gather(self, unit: int, whole: Tensor, own: Tensor) -> None:
+        rows = whole.view(torch.uint8).view(self._group.world, own.nbytes)
+        for row, part in zip(rows, self.parts(unit, own), strict=True):
+            row.copy_(part)
 
     def parts(self, unit: int, own: Tensor) -> Sequence[Tensor]:
         nbytes = own.nbytes
@@ -141,14 +155,21 @@ class SharedLink(UnitLink):
             self._meet(_AGAIN, unit, 0)
         return self._regions[self._group.rank][: elements * dtype.itemsize].view(dtype)
 
-    def _parts_of(self, unit: int, part: Tensor, gradient: Tensor) -> list[Tensor]:
+    def settle(self) -> None:
+        """Does nothing: each call was compared."""
+
+    def _sum(self, unit: int, part: Tensor, gradient: Tensor) -> None:
         if self._group.world == 1:
-            return [gradient]
+            part.copy_(gradient)
+            return
         self._meet(_SCATTER, unit, gradient.nbytes)
         self._summed = self._meetings
         self._group.moved_bytes += 2 * gradient.nbytes
         start = self._group.rank * part.nbytes
-        return [region[start : start + part.nbytes].view(part.dtype) for region in self._regions]
+        first, *others = (region[start : start + part.nbytes].view(part.dtype) for region in self._regions)
+        part.copy_(first)
+        for other in others:
+            part.add_(other)
 
     def _exchange(self, own: tuple[int, ...]) -> list[tuple[int, ...]]:
         turn = own[0] & 1
@@ -171,20 +192,58 @@ class CollectiveLink(UnitLink):
         super().__init__(group, units, own)
         self._carrier = carrier
         self._device = device
+        # What was called without a meeting since the last `settle`: a deed and a unit, as one number.
+        self._calls = array("i")
+        self._agreed = False
+
+    def gather(self, unit: int, whole: Tensor, own: Tensor) -> None:
+        self._agree(_GATHER, unit, whole.nbytes)
+        self._carrier.all_gather_into(whole, own)
 
     def parts(self, unit: int, own: Tensor) -> Sequence[Tensor]:
-        self._meet(_GATHER, unit, own.nbytes * self._group.world)
-        return self._carrier.gather(own.view(torch.uint8)).unbind()
+        whole = own.new_empty(self._group.world * len(own))
+        self.gather(unit, whole, own)
+        return whole.view(torch.uint8).view(self._group.world, own.nbytes).unbind()
 
     def region(self, unit: int, elements: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(elements, dtype=dtype, device=self._device)
 
-    def _parts_of(self, unit: int, part: Tensor, gradient: Tensor) -> list[Tensor]:
-        self._meet(_SCATTER, unit, gradient.nbytes)
-        if not part.nbytes:
-            return [part]
-        rows = gradient.view(torch.uint8).view(self._group.world, part.nbytes)
-        return [row.view(part.dtype) for row in self._carrier.all_to_all(rows)]
+    def settle(self) -> None:
+        if not self._carrier.queued:
+            return
+        own, self._calls = self._calls, array("i")
+        self._agreed = True
+        digests = self._group.gather_numbers([zlib.crc32(own.tobytes())])
+        if any(digest != digests[0] for digest in digests):
+            self._refuse([array("i", each) for each in gather_bytes(self._group, own.tobytes())])
+
+    def _refuse(self, every: Sequence[array[int]]) -> NoReturn:
+        """Raises UsageError of the first call in which ranks differ."""
+        first = every[0]
+        peer, place = next(
+            (peer, place)
+            for place in range(max(map(len, every)))
+            for peer, calls in enumerate(every)
+            if calls[place : place + 1] != first[place : place + 1]
+        )
+        raise self._differ(0, self._called(first, place), peer, self._called(every[peer], place))
+
+    def _called(self, calls: array[int], place: int) -> str:
+        if place >= len(calls):
+            return f"has ended the step after {len(calls)} calls"
+        unit, deed = divmod(calls[place], len(_DEEDS))
+        return f"{_DEEDS[deed]} {self._title(unit)}"
+
+    def _agree(self, deed: int, unit: int, nbytes: int) -> None:
+        """Sees to it that all ranks are about to do the same, or that `settle` finds out."""
+        if self._agreed:
+            self._calls.append(unit * len(_DEEDS) + deed)
+        else:
+            self._meet(deed, unit, nbytes)
+
+    def _sum(self, unit: int, part: Tensor, gradient: Tensor) -> None:
+        self._agree(_SCATTER, unit, gradient.nbytes)
+        self._carrier.reduce_scatter(part, gradient)
 
     def _exchange(self, own: tuple[int, ...]) -> list[tuple[int, ...]]:
         every = self._group.gather(torch.tensor(own).view(torch.uint8)).view(torch.int64)

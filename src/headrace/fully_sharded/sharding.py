@@ -179,6 +179,7 @@ class ShardedModule:
 
         They are summed over the ranks that hold the same pieces, too, where these are `mates`.
         """
+        self._link.settle()
         found = []
         for name, piece in self.pieces.items():
             gradient = _gradient(self._parameters[name])

@@ -242,6 +242,7 @@ begin_batch, end_batch = (
     PrivateAttribute(f"_{verb}_coalescing", _BACKEND, "makes calls one operation", "hr.Pipeline on accelerators")
     for verb in ("start", "end")
 )
+scatter_sums = PrivateAttribute("_reduce_scatter_base", _BACKEND, "sums the parts of one tensor", "hr.FullySharded")
 group_timeout = PrivateAttribute(
     "_timeout", f"{_BACKEND}.Options", "how long a call may take", "an exchange of accelerators"
 )

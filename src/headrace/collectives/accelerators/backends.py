@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from headrace import internals
-from headrace.devices import DeviceKind
+from headrace.devices import HOST, DeviceKind
 from headrace.errors import UnfitMachine
 
 
@@ -45,12 +45,15 @@ def connect(
         given.store, given.group_rank, given.group_size, given.timeout = store, rank, world, timeout
         given.group_id, given.global_ranks_in_group = "", list(ranks)
         return plugin.creator_fn(given, None)
-    make: Any = getattr(dist, f"ProcessGroup{kind.backend.upper()}", None)
+    named = f"processgroup{kind.backend}"
+    make: Any = next((getattr(dist, name) for name in dir(dist) if name.lower() == named), None)
     if make is None:
         raise UnfitMachine(
             f"torch {importlib.metadata.version('torch')} here has no {kind.backend}, which carries tensors between "
             f"the devices of workers; install {kind.remedy} that has it, or use workers=1"
         )
+    if kind.name == HOST:
+        return make(store, rank, world, timeout)
     options = make.Options()
     setattr(options, internals.group_timeout.name_in(options), timeout)
     options.global_ranks_in_group = list(ranks)

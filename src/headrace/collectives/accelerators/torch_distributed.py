@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headrace import internals
 from headrace.collectives.accelerators.backends import connect
+from headrace.collectives.accelerators.divided import DividedTensors
 from headrace.collectives.base import Collective, Peers, ProcessGroup
 from headrace.collectives.compression import PLAIN, Compression
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from headrace.internals import Store
 
 
-class TorchDistributed(Collective):
+class TorchDistributed(DividedTensors):
     """The ranks that find each other in `store`, each with a device of its own ("cuda:0"), whose tensors it carries.
 
     A call that is not done after `timeout_s` fails. What a call gives is there for what the device does next: only
@@ -81,19 +82,6 @@ class TorchDistributed(Collective):
         self._backend.broadcast([tensor], options).wait()
         self.moved_bytes += tensor.nbytes
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        every = tensor.new_empty(self.world, len(tensor))
-        self._gather_into(every, tensor.contiguous())
-        # It goes to each of the others, and each sends one.
-        self.moved_bytes += 2 * (self.world - 1) * len(tensor)
-        return every
-
-    def all_to_all(self, pieces: Tensor) -> Tensor:
-        given = torch.empty_like(pieces)
-        self._backend.alltoall_base(given, pieces, [], [], dist.AllToAllOptions()).wait()
-        self.moved_bytes += 2 * (self.world - 1) * pieces.shape[1]
-        return given
-
     def sum(self, values: Sequence[float]) -> list[float]:
         own = torch.tensor(list(values), dtype=torch.float64, device=self._device)
         every = own.new_empty(self.world, len(own))
@@ -111,10 +99,6 @@ class TorchDistributed(Collective):
         for group in self.groups:
             group.abort()
         self._backend.abort()
-
-    def _gather_into(self, every: Tensor, own: Tensor) -> None:
-        work: Any = internals.gather_into(self._backend)(every, own)
-        work.wait()
 
 
 class TorchPeers(Peers):

@@ -1,0 +1,49 @@
+"""Exchanges of accelerators by which each rank gives or gets a part of a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from headrace import internals
+from headrace.collectives.base import Collective
+
+
+class DividedTensors(Collective):
+    """By a backend of torch.distributed; what calls give is there for what the device does next."""
+
+    queued = True
+    _backend: Any
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        every = tensor.new_empty(self.world, len(tensor))
+        self._gather_into(every, tensor.contiguous())
+        # It goes to each of the others, and each sends one.
+        self.moved_bytes += 2 * (self.world - 1) * len(tensor)
+        return every
+
+    def all_to_all(self, pieces: Tensor) -> Tensor:
+        given = torch.empty_like(pieces)
+        self._backend.alltoall_base(given, pieces, [], [], dist.AllToAllOptions()).wait()
+        self.moved_bytes += 2 * (self.world - 1) * pieces.shape[1]
+        return given
+
+    def all_gather_into(self, every: Tensor, own: Tensor) -> None:
+        if own.nbytes:
+            # As bytes, because backends lack some types.
+            self._gather_into(every.view(torch.uint8), own.view(torch.uint8))
+            self.moved_bytes += 2 * (self.world - 1) * own.nbytes
+
+    def reduce_scatter(self, own: Tensor, every: Tensor) -> None:
+        if own.nbytes:
+            # Backends lack complex numbers, whose sum is that of both parts.
+            real = [torch.view_as_real(each).view(-1) if each.is_complex() else each for each in (own, every)]
+            internals.scatter_sums(self._backend)(*real, dist.ReduceScatterOptions()).wait()
+            self.moved_bytes += 2 * (self.world - 1) * own.nbytes
+
+    def _gather_into(self, every: Tensor, own: Tensor) -> None:
+        work: Any = internals.gather_into(self._backend)(every.view(-1), own)
+        work.wait()
