@@ -151,7 +151,11 @@ class Mesh:
             raise TimedOut
         for other, sock in list(self._sockets.items()):
             if sock in ready:
-                text, descriptors, _, _ = socket.recv_fds(sock, MOST, 1)
+                try:
+                    text, descriptors, _, _ = socket.recv_fds(sock, MOST, 1)
+                except ConnectionResetError:
+                    # It was killed with what it had not read.
+                    text, descriptors = b"", []
                 if not text:
                     # As with NCCL, who waits for a process that has ended waits until it is told, or its time is over.
                     del self._sockets[other]

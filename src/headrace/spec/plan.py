@@ -214,11 +214,11 @@ def exchanges_in_host_memory(plan: Plan) -> bool:
     """Whether what workers on accelerators exchange goes through host memory, because no backend carries all of theirs.
 
     Their devices are of several kinds, or on several hosts whose network is not trusted, or several share one; or
-    workers come and go, who would have to connect their devices anew.
+    workers of several hosts come and go, whose store may be lost with a host.
     """
     places = [place_of(role) for role in plan.roles if role.computes and role.device != "cpu"]
     apart = len(set(places)) < len(places) or len(device_kinds(plan)) > 1
-    return bool(places) and (apart or plan.min_workers > 0 or (spans_hosts(plan) and not plan.trusted))
+    return bool(places) and (apart or (spans_hosts(plan) and (plan.min_workers > 0 or not plan.trusted)))
 
 
 def cuts_shares(plan: Plan) -> bool:

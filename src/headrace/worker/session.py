@@ -41,6 +41,7 @@ from headrace.worker.events import EventWriter, InputReporter
 from headrace.worker.run_spec import RENDEZVOUS, RunSpec
 
 if TYPE_CHECKING:
+    from headrace.collectives.accelerators.elastic import ElasticDevices
     from headrace.collectives.accelerators.torch_distributed import TorchDistributed
     from headrace.parameter_server.replication.directory import ServerDirectory
     from headrace.worker.evaluations.evaluation import Evaluation
@@ -57,7 +58,7 @@ class DeviceGroup:
         self.group = group
         self._run, self._role = run, role
         self._connected: Collective | None = None
-        self._made: TorchDistributed | None = None
+        self._made: TorchDistributed | ElasticDevices | None = None
         self._store: Any = None
 
     def __call__(self) -> Collective | None:
@@ -70,6 +71,11 @@ class DeviceGroup:
         """Bytes that this collective has moved; the group counts its own."""
         connected = self._connected
         return moved_bytes_of(connected) if connected is not None and connected is not self.group else 0
+
+    def renew(self) -> None:
+        """Ends what is under way with members that were; those that are connect when it is needed."""
+        if self._made:
+            self._made.abort()
 
     def close(self) -> None:
         """Leaves the collective; where this worker has failed, without the others, which may not come."""
@@ -87,15 +93,34 @@ class DeviceGroup:
             return None if group.one_memory else group
         if exchanges_in_host_memory(run.plan):
             return ThroughHost(group)
-        if group.world == 1:
+        if group.world == 1 and group.fixed:
             return ThreadCollective(ThreadGroup(1), 0)
         # Here, because importing torch.distributed costs what a CPU run need not pay.
         from torch.distributed import FileStore  # type: ignore[attr-defined]
 
         from headrace.collectives.accelerators.torch_distributed import TorchDistributed
 
+        if run.plan.min_workers:
+            return self._elastic(group)
         self._store = group.store() if group.store else FileStore(str(run.run_dir / RENDEZVOUS), group.world)
         self._made = TorchDistributed(self._store, role.rank, group.world, role.device, COLLECTIVE_TIMEOUT_S)
+        return self._made
+
+    def _elastic(self, group: ProcessGroup) -> Collective:
+        from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+        from headrace.collectives.accelerators.elastic import ElasticDevices
+        from headrace.collectives.accelerators.torch_distributed import TorchDistributed
+        from headrace.collectives.views.group import ViewGroup
+
+        run, device = self._run, self._role.device
+
+        def connect(view: int, rank: int, world: int) -> TorchDistributed:
+            store = FileStore(f"{run.run_dir / RENDEZVOUS}-{view}", world)
+            return TorchDistributed(store, rank, world, device, COLLECTIVE_TIMEOUT_S)
+
+        assert isinstance(group, ViewGroup)
+        self._made = ElasticDevices(group, torch.device(device), lambda rank: run.plan.role(rank).device, connect)
         return self._made
 
 

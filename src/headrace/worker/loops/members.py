@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from headrace.checkpoint.forms import extra_states, load_extra_states, pack, unpack
 from headrace.collectives.views.group import ViewGroup
+from headrace.machine.generators import random_states, set_random_states
 from headrace.modules import restore
 from headrace.policies.views import Member
 from headrace.shared_memory.barrier import MemberLost
@@ -45,7 +46,7 @@ class _Before:
     done: int
     buffers: list[Tensor]
     extra: dict[str, Tensor]
-    generators: tuple[Tensor, Any, Any]
+    generators: tuple[Tensor, Any, Any, Mapping[str, Tensor]]
     counted: tuple[int, int]
 
 
@@ -164,6 +165,7 @@ class MemberChanges:
 
     def _go_on(self) -> None:
         group = self._group
+        self._session.devices.renew()
         self._elastic.regroup()
         if self._views.view.fresh:
             self._hand_over()
@@ -224,7 +226,7 @@ class MemberChanges:
         """Copies what rounds may change before they count: buffers, extra state and generators of random numbers."""
         session, module = self._session, self._session.replica.compute.module
         buffers, extra = [buffer.detach().clone() for buffer in module.buffers()], extra_states(module)
-        generators = torch.get_rng_state(), random.getstate(), self._numpy.read()
+        generators = torch.get_rng_state(), random.getstate(), self._numpy.read(), random_states()
         counted = session.progress.examples, session.page.ranks[session.rank].heartbeat.examples
         self._before = _Before(session.progress.done, buffers, extra, generators, counted)
         self._elastic.keep()
@@ -232,7 +234,7 @@ class MemberChanges:
     def _bring_back(self) -> None:
         assert self._before is not None
         before, session = self._before, self._session
-        own, python, numpy = before.generators
+        own, python, numpy, devices = before.generators
         with torch.no_grad():
             for buffer, kept in zip(session.replica.compute.module.buffers(), before.buffers, strict=True):
                 restore(buffer, kept)
@@ -240,6 +242,7 @@ class MemberChanges:
         torch.set_rng_state(own)
         random.setstate(python)
         np.random.set_state(numpy)
+        set_random_states(devices)
         session.progress.round = before.done - 1
         session.progress.examples, session.page.ranks[session.rank].heartbeat.examples = before.counted
         self._elastic.bring_back()
