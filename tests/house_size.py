@@ -7,7 +7,7 @@ from house import PACKAGE, Modules
 LINES = 107_000
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
-CORE = 14_090
+CORE = 14_120
 """Of the files that docs/architecture.md names as the core."""
 
 CLOSURES = {
@@ -17,7 +17,7 @@ CLOSURES = {
     "strategies.mirrored": 10_200,
     "strategies.central_storage": 12_100,
     "worker.main": 19_000,
-    "engine.local.process": 20_400,
+    "engine.local.process": 20_600,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_850,
     "api.fit": 31_800,

@@ -45,16 +45,8 @@ class ElasticDevices(Collective):
         connect: Callable[[int, int, int], TorchDistributed],
     ) -> None:
         self._group, self._device, self._device_of, self._connect = group, device, device_of, connect
-        self._view = -1
         self._inner: Collective = ThreadCollective(ThreadGroup(1), 0)
-
-    @property
-    def rank(self) -> int:  # type: ignore[override]
-        return self._group.rank
-
-    @property
-    def world(self) -> int:  # type: ignore[override]
-        return self._group.world
+        self.abort()
 
     def barrier(self) -> None:
         self._group.barrier()
@@ -94,12 +86,13 @@ class ElasticDevices(Collective):
         self._inner.close()
 
     def abort(self) -> None:
-        """Ends what is under way without the others; then nothing writes to its tensors any more."""
+        """Ends what is under way, so that nothing writes to its tensors any more; goes on with the group's members."""
         if isinstance(self._inner, TorchDistributed):
             self._inner.abort()
             synchronize(self._device)
         self.moved_bytes += self._inner.moved_bytes
         self._inner, self._view = ThreadCollective(ThreadGroup(1), 0), -1
+        self.rank, self.world = self._group.rank, self._group.world
 
     def _now(self) -> Collective:
         """Returns the exchange of the present view."""
