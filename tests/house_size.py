@@ -7,20 +7,20 @@ from house import PACKAGE, Modules
 LINES = 107_000
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
-CORE = 14_120
+CORE = 14_660
 """Of the files that docs/architecture.md names as the core."""
 
 CLOSURES = {
     "data": 800,
     "data.loading.loader": 6_200,
-    "strategies.one_device": 9_100,
-    "strategies.mirrored": 10_200,
-    "strategies.central_storage": 12_100,
-    "worker.main": 19_000,
-    "engine.local.process": 20_600,
+    "strategies.one_device": 9_400,
+    "strategies.mirrored": 10_500,
+    "strategies.central_storage": 12_400,
+    "worker.main": 19_400,
+    "engine.local.process": 21_000,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_850,
-    "api.fit": 31_800,
+    "api.fit": 32_300,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 
