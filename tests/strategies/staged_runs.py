@@ -46,11 +46,13 @@ def watched(folder: Path, worker: hr.Worker) -> None:
     (folder / str(worker.rank)).write_text(json.dumps(steps))
 
 
-def on_devices(name: str, job: hr.Job, strategy: Strategy, like: Mapping[str, torch.Tensor]) -> None:
+def on_devices(
+    name: str, job: hr.Job, strategy: Strategy, like: Mapping[str, torch.Tensor], encrypt: bool = True
+) -> None:
     """Prints how far a run is from one device, and what its steps have read from devices, each of every rank."""
     folder = Path.cwd() / f"steps {name}"
     folder.mkdir(exist_ok=True)
-    run = hr.launch(partial(watched, folder), job, strategy, device="fake")
+    run = hr.launch(partial(watched, folder), job, strategy, device="fake", encrypt=encrypt)
     if int(os.environ.get("RANK", "0")):
         return
     steps = [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
@@ -77,9 +79,33 @@ def models(stages: int = 2) -> None:
     """What there is to sum, to weigh and to recompute."""
     for name, case, how in (
         ("tied", MODELS["tied"], hr.Pipeline(stages, 4, "1f1b")),
-        ("lstm", MODELS["lstm"], hr.Pipeline(stages, 4, "zb_h1")),
+        ("idle", MODELS["idle"], hr.Pipeline(stages, 4, "zb_h1")),
         ("clipped", VARIANTS["clipped"], hr.Pipeline(stages, 4, recompute="always")),
         ("except last", Case(Deep), hr.Pipeline(stages, 4, "1f1b", "except_last")),
     ):
         job = make_job(case)
         on_devices(name, job, how, one_device(job))
+
+
+def hybrids(encrypt: bool = True) -> None:
+    """Replicas that are pipelines, on four devices."""
+    job = make_job()
+    like = one_device(job)
+    inner = hr.Pipeline(2, 2, "1f1b")
+    for outer in (hr.Mirrored(2), hr.FullySharded(2)):
+        on_devices(outer.name, job, hr.Hybrid(outer, inner), like, encrypt)
+
+
+def over_hosts(stages: int, encrypt: bool) -> None:
+    job = make_job()
+    on_devices("1f1b", job, hr.Pipeline(stages, 4, "1f1b"), one_device(job), encrypt)
+
+
+def evaluated() -> None:
+    """The metrics of an evaluation, and the numbers of half precision, both beside those of one device."""
+    plain = make_job()
+    job = dataclasses.replace(plain, eval_data=plain.data)
+    one = hr.fit(job, hr.OneDevice(), device="cpu", engine=hr.ThreadEngine(), check=False)
+    run = hr.fit(job, hr.Pipeline(2, 4, "interleaved"), device="fake")
+    apart = max(abs(run.metrics[name] - one.metrics[name]) for name in one.metrics)
+    say(name="metrics", apart=apart, counted=len(one.metrics))

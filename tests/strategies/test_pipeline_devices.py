@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
+from itertools import islice
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 import headrace as hr
+from headrace.data import Loader
+from headrace.errors import UsageError
 from headrace.pipeline.schedules import SCHEDULES
+from headrace.pipeline.staged import StagedModel
+from headrace.training.exchange import Replica
 from pipeline.rendezvous import Devices, Meeting
 from strategies.contract_models import Case
-from strategies.contract_runs import distance, drive
+from strategies.contract_runs import distance, drive, with_replicas
 from strategies.test_pipeline import CASES, DEEP, HOW, ROUNDS, in_stages, job, merged, on_one_device
 
 
@@ -41,3 +48,72 @@ def test_every_schedule_is_one_device(schedule: str, micro_batches: int, stages:
 def test_what_there_is_to_sum_and_to_weigh_is_that_of_one_device(case: str, how: dict[str, object]) -> None:
     found, _ = between(CASES[case], 2, 4, **how)
     assert distance(found, on_one_device(CASES[case])) <= 1e-9
+
+
+class Masked(nn.Module):
+    """How many rows go on depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.third(torch.tanh(self.second(x[x[:, 0] > 0])))
+
+
+class Counting(nn.Module):
+    """A buffer that every forward changes crosses a cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.register_buffer("steps", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 0.25
+        x = torch.tanh(self.first(x))
+        return self.third(torch.tanh(self.second(x)) * self.steps)
+
+
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    return output.square().sum() / 8
+
+
+def test_what_changes_for_inputs_of_one_form_is_refused_by_name() -> None:
+    case = Case(Masked, loss=squared)
+    assert distance(in_stages(case, 3, 2), in_stages(case, 2, 2)) == 0.0
+    said = (
+        r"among the values that stage 0 sends to stage 1, was float64 \[\d, 4\] with a gradient for a micro-batch of "
+        r"this form, and is float64 \[\d, 4\] with a gradient now; .* \(partition\), or use device='cpu'"
+    )
+    with pytest.raises(UsageError, match=said):
+        between(case, 2, 2, partition=[1, 2])
+
+
+def test_a_buffer_that_changes_while_it_is_on_its_way_arrives_as_it_was() -> None:
+    found, _ = between(Case(Counting), 2, 4)
+    assert distance(found, in_stages(Case(Counting), 2, 4)) == 0.0
+
+
+def test_batches_of_other_shapes_are_agreed_on_anew() -> None:
+    """The number of the notes that go by the host: none in the second epoch."""
+    sent: list[int] = []
+
+    def act(rank: int, replica: Replica, loader: Loader) -> None:
+        compute = replica.compute
+        assert isinstance(compute, StagedModel)
+        (box,) = compute.runner._channels._mailboxes.outboxes.values()
+        for share in islice(loader.rounds(), 2 * loader.rounds_per_epoch):
+            replica.exchange.begin(0)
+            compute.run(share)
+            if rank == 0:
+                sent.append(box.moved_bytes)
+
+    deep = dataclasses.replace(
+        job(Case(Masked, loss=squared)), model=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
+    )
+    with_replicas(deep, hr.Pipeline(2, 4), 2, act, wired=Devices(Meeting(2)))
+    first, second = sent[:3], sent[3:]
+    assert 0 < first[0] == first[1] < first[2]
+    assert second == [first[2]] * 3

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import headrace as hr
 from headrace.trees import map_tensors
+from pipeline.rendezvous import Devices, Meeting
 from pipeline.test_evaluation import Layered, Skipping
 from pipeline.zoo import ZOO
 from strategies.contract_models import SGD, Case
@@ -73,16 +74,18 @@ def test_a_model_in_stages_is_one_device(name: str, schedule: str) -> None:
         epochs=2,
         seed=1,
     )
-    strategies = (
-        (hr.OneDevice(), 1),
-        (hr.Pipeline(stages, pieces, schedule, "never" if name in DRAWS else "always"), stages),
-    )
+    pipeline = hr.Pipeline(stages, pieces, schedule, "never" if name in DRAWS else "always")
     outcomes = []
-    for strategy, workers in strategies:
+    for strategy, workers, wired in (
+        (hr.OneDevice(), 1, False),
+        (pipeline, stages, False),
+        (pipeline, stages, Devices(Meeting(stages))),
+    ):
         torch.manual_seed(2)
-        outcomes.append(merged(drive(job, strategy, workers, 0, 4)))
-    reference, trained = outcomes
+        outcomes.append(merged(drive(job, strategy, workers, 0, 4, wired=wired)))
+    reference, trained, on_devices = outcomes
     assert distance(trained, reference) <= 1e-9
+    assert distance(on_devices, reference) <= 1e-9
     assert distance(trained, model.state_dict()) > 0.0
 
 

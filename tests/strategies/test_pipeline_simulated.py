@@ -37,6 +37,25 @@ def test_every_schedule_is_one_device_and_reads_nothing(stages: int, tmp_path: P
         assert run["reads"] == [[0] * 6] * stages
 
 
-def test_what_there_is_to_sum_and_to_weigh(tmp_path: Path) -> None:
-    for run in ran("models()", tmp_path).values():
-        assert run["apart"] <= DOUBLE
+def test_what_there_is_to_sum_and_to_weigh_and_an_evaluation(tmp_path: Path) -> None:
+    found = ran("models(); staged_runs.evaluated()", tmp_path)
+    assert len(found) == 5
+    assert max(run["apart"] for run in found.values()) <= DOUBLE
+    assert found["metrics"]["counted"] > 0
+
+
+def test_replicas_that_are_pipelines(tmp_path: Path) -> None:
+    found = ran("hybrids()", tmp_path, devices=4)
+    assert sorted(found) == ["fully_sharded", "mirrored"]
+    assert max(run["apart"] for run in found.values()) <= DOUBLE
+    # After the first, second and fourth round replicas compare what they hold.
+    assert all(own[2:3] + own[4:] == [0] * 3 for own in found["mirrored"]["reads"])
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_stages_and_replicas_over_hosts(encrypt: bool, tmp_path: Path) -> None:
+    """Where the network is not trusted, through host memory and encrypted."""
+    found = ran(f"over_hosts(4, {encrypt}); staged_runs.hybrids({encrypt})", tmp_path, hosts=2)
+    assert len(found) == 3
+    assert max(run["apart"] for run in found.values()) <= DOUBLE
+    assert encrypt or found["1f1b"]["reads"] == [[0] * 6] * 4

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,6 +24,7 @@ from headrace import internals
 from headrace.channels.mailbox import Inbox, Outbox
 from headrace.collectives.base import Peers, ProcessGroup
 from headrace.errors import UsageError
+from headrace.modules import memory_of
 from headrace.pipeline.channels import Channel, Channels, Edge, Form, MailChannel, Track, pack, tensors_of, values_of
 from headrace.pipeline.schedules.schedule import Action, PipelineSchedule
 from headrace.pipeline.schedules.transfers import Program, programs
@@ -52,10 +53,11 @@ class _Operation:
 
 
 class Wire:
-    """The operations of one rank on the devices, one after the other."""
+    """The operations of one rank on the devices, one after the other; `buffers` is the memory of its module's."""
 
-    def __init__(self, peers: Peers, device: torch.device) -> None:
+    def __init__(self, peers: Peers, device: torch.device, buffers: Container[int]) -> None:
         self.device = device
+        self.buffers = buffers
         self._peers = peers
         self._running: deque[_Operation] = deque()
         self.number = 0
@@ -82,7 +84,7 @@ class Wire:
             if any(internals.version(tensor) != count for tensor, count in operation.sent):
                 raise UsageError(
                     "a tensor that a stage has sent was written to before it had gone, as the forward of a later "
-                    "micro-batch does with a buffer; return a copy of it (clone), or cut elsewhere (partition)"
+                    "micro-batch may; let forward give a copy of it (clone), or cut elsewhere (partition)"
                 )
 
     def finish(self) -> None:
@@ -131,8 +133,7 @@ class DeviceChannel(Channel):
             self._agreed[about] = note, json.loads(note)
         elif agreed[0] != note:
             raise UsageError(_changed(self._edge, agreed[1], json.loads(note)))
-        dense = [tensor.contiguous().resolve_conj().resolve_neg() for tensor in tensors]
-        return self._pieces(dense, self._edge.ranks[1], sent=True)
+        return self._pieces(map(self._dense, tensors), self._edge.ranks[1], sent=True)
 
     def knows(self, about: Hashable) -> bool:
         """Returns whether both ranks have agreed what a message is."""
@@ -157,6 +158,11 @@ class DeviceChannel(Channel):
     def moved_bytes(self) -> int:
         return self._moved
 
+    def _dense(self, tensor: Tensor) -> Tensor:
+        # The forward of the next micro-batch may write to a buffer.
+        kept = tensor.clone() if memory_of(tensor) in self._wire.buffers else tensor
+        return kept.contiguous().resolve_conj().resolve_neg()
+
     def _pieces(self, tensors: Iterable[Tensor], peer: int, sent: bool) -> list[Piece]:
         # Bytes, because a backend does not have all types.
         pieces = [Piece(each.view(-1).view(torch.uint8), peer, sent) for each in tensors if each.numel()]
@@ -176,7 +182,7 @@ class DeviceChannels(Channels):
         schedule: PipelineSchedule,
         stages: Sequence[Stage],
     ) -> None:
-        self._wire = Wire(peers, device)
+        self._wire = Wire(peers, device, {memory_of(buffer) for buffer in stages[0].module.buffers()})
         self._rank, self._placement = group.rank, schedule.placement()
         self._between: dict[tuple[int, int, str], DeviceChannel] = {}
         super().__init__(edges, group, device)
