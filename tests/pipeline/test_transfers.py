@@ -176,6 +176,10 @@ class Own(PipelineSchedule):
             every, back = [*every, back[0]], back[1:]
         if self.fault == "crossed" and rank == 0:
             every, back = [every[0], back[0], *every[1:]], back[1:]
+        if self.fault == "other order" and rank == 1:
+            every = [every[1], every[0], *every[2:]]
+        if self.fault == "backward in another order" and rank == 1:
+            back = back[::-1]
         if self.fault == "twice":
             every.append(every[0])
         if self.fault == "left out":
@@ -195,6 +199,8 @@ class Own(PipelineSchedule):
             "wait for each other for ever: 12 passes are never done: rank 0 for the backward of micro-batch 0",
         ),
         ("crossed", "wait for each other for ever: .* rank 1 for the forward of micro-batch 1 in stage 1"),
+        ("other order", r"does forward of micro-batches \[0, 1, 2\] in stage 0, and of \[1, 0, 2\] in stage 1"),
+        ("backward in another order", r"does backward of micro-batches \[0, 1, 2\] in stage 0, and of \[2, 1, 0\]"),
         ("twice", "does the forward of micro-batch 0 in stage 0 twice"),
         ("left out", "does forward with micro-batch 2 in stage 0, and that must be a forward pass and a backward pass"),
         ("elsewhere", "does the forward of micro-batch 0 in stage 1 on rank 0, and rank_of says 1"),

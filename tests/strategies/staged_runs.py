@@ -102,10 +102,22 @@ def over_hosts(stages: int, encrypt: bool) -> None:
 
 
 def evaluated() -> None:
-    """The metrics of an evaluation, and the numbers of half precision, both beside those of one device."""
+    """The metrics of an evaluation beside those of one device."""
     plain = make_job()
     job = dataclasses.replace(plain, eval_data=plain.data)
     one = hr.fit(job, hr.OneDevice(), device="cpu", engine=hr.ThreadEngine(), check=False)
     run = hr.fit(job, hr.Pipeline(2, 4, "interleaved"), device="fake")
     apart = max(abs(run.metrics[name] - one.metrics[name]) for name in one.metrics)
     say(name="metrics", apart=apart, counted=len(one.metrics))
+
+
+def halved() -> None:
+    """Half precision beside that of one device with the same micro-batches, and beside full precision."""
+    half = hr.Options(precision="fp16", clip_norm=0.3)
+    job = make_job(Case(Deep, options=half), torch.float32)
+    pieces = dataclasses.replace(job, options=dataclasses.replace(half, accumulate=4))
+    one = hr.fit(pieces, hr.OneDevice(), device="fake").model.state_dict()
+    whole = one_device(dataclasses.replace(job, options=hr.Options(clip_norm=0.3)))
+    for name in ("1f1b", "zb_h1"):
+        model = hr.fit(job, hr.Pipeline(2, 4, name), device="fake").model.state_dict()
+        say(name=name, apart=distance(model, one), from_whole=distance(model, whole))

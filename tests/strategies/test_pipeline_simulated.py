@@ -59,3 +59,10 @@ def test_stages_and_replicas_over_hosts(encrypt: bool, tmp_path: Path) -> None:
     assert len(found) == 3
     assert max(run["apart"] for run in found.values()) <= DOUBLE
     assert encrypt or found["1f1b"]["reads"] == [[0] * 6] * 4
+
+
+def test_half_precision_is_that_of_one_device(tmp_path: Path) -> None:
+    """Gradients that overflow at the first scales are left out on all stages, and where one device leaves them out."""
+    for run in ran("halved()", tmp_path).values():
+        assert run["apart"] <= 2e-3
+        assert run["from_whole"] > run["apart"]

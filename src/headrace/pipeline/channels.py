@@ -10,9 +10,9 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,9 +20,13 @@ from torch import Tensor
 from headrace.channels.mailbox import Inbox, Outbox
 from headrace.channels.mailboxes import Mailboxes, Route
 from headrace.collectives.base import ProcessGroup
+from headrace.devices import kind_of
 from headrace.errors import UsageError
 from headrace.shared_memory.layout import places
 from headrace.spec.model import ITEM_BYTES
+
+if TYPE_CHECKING:
+    from headrace.channels.pinned import PinnedCopies
 
 Form = dict[str, Any]
 """What a note says of each value, by name."""
@@ -127,7 +131,11 @@ class Channels(ABC):
 
     @abstractmethod
     def meet(self) -> None:
-        """Sends and receives what is due before the next pass of this rank, or behind the last one."""
+        """Sends and receives what is due before the next pass of this rank."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Sends and receives what is left."""
 
     def channel(self, source: int, target: int, kind: str) -> Channel:
         """Returns a channel that begins or ends here."""
@@ -147,15 +155,37 @@ class Channels(ABC):
 
 
 class MailChannels(Channels):
-    """Channels through the memory of hosts, where a message waits for its receiver."""
+    """Channels through the memory of hosts, where a message waits for its receiver.
+
+    `buffers` is the memory of what each forward may write to.
+    """
+
+    def __init__(
+        self, edges: Iterable[Edge], group: ProcessGroup, device: torch.device, buffers: Container[int] = ()
+    ) -> None:
+        self._copies: PinnedCopies | None = None
+        if kind_of(device.type).streams:
+            # Not on CPUs.
+            from headrace.channels.pinned import PinnedCopies
+
+            self._copies = PinnedCopies(device, buffers)
+        super().__init__(edges, group, device)
 
     def begin(self, inputs: Mapping[int, Mapping[str, Tensor]], evaluates: bool = False, trains: bool = True) -> None:
-        """Does nothing."""
+        if self._copies:
+            self._copies.drop()
 
     def meet(self) -> None:
-        """Does nothing."""
+        """Does nothing: what is needed is received when it is."""
+
+    def finish(self) -> None:
+        if self._copies:
+            self._copies.leave()
 
     def _make(self, edge: Edge, sender: Outbox | None, receiver: Inbox | None) -> Channel:
+        if self._copies:
+            sender = sender and self._copies.outbox(sender)
+            receiver = receiver and self._copies.inbox(receiver)
         return MailChannel(self.device, sender, receiver)
 
 

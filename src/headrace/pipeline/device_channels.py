@@ -20,15 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace import internals
 from headrace.channels.mailbox import Inbox, Outbox
+from headrace.channels.pinned import Sent
 from headrace.collectives.base import Peers, ProcessGroup
 from headrace.errors import UsageError
-from headrace.modules import memory_of
 from headrace.pipeline.channels import Channel, Channels, Edge, Form, MailChannel, Track, pack, tensors_of, values_of
 from headrace.pipeline.schedules.schedule import Action, PipelineSchedule
 from headrace.pipeline.schedules.transfers import Program, programs
-from headrace.pipeline.stage import Stage
+from headrace.pipeline.stage import Stage, buffers_of
 
 _MOST = 8
 """Tensors in one operation: NCCL moves so many of a group's at a time, and the others after them."""
@@ -45,11 +44,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class _Operation:
-    """What runs on the device; `sent` counts what had been written to each tensor when it was sent."""
+    """What runs on the device."""
 
     number: int
     waits: list[Callable[[], None]]
-    sent: list[tuple[Tensor, int]]
+    sent: Sent
 
 
 class Wire:
@@ -67,7 +66,8 @@ class Wire:
         if not pieces:
             return
         waits = [self._exchange(pieces[begin : begin + _MOST]) for begin in range(0, len(pieces), _MOST)]
-        sent = [(piece.tensor, internals.version(piece.tensor)) for piece in pieces if piece.sent]
+        # They are copies already of what the next forward may write to.
+        sent = Sent((piece.tensor for piece in pieces if piece.sent), ())
         self._running.append(_Operation(self.number, waits, sent))
         self.number += 1
 
@@ -81,11 +81,7 @@ class Wire:
             operation = self._running.popleft()
             for wait in operation.waits:
                 wait()
-            if any(internals.version(tensor) != count for tensor, count in operation.sent):
-                raise UsageError(
-                    "a tensor that a stage has sent was written to before it had gone, as the forward of a later "
-                    "micro-batch may; let forward give a copy of it (clone), or cut elsewhere (partition)"
-                )
+            operation.sent.end()
 
     def finish(self) -> None:
         """Lets the device wait for all operations."""
@@ -133,7 +129,8 @@ class DeviceChannel(Channel):
             self._agreed[about] = note, json.loads(note)
         elif agreed[0] != note:
             raise UsageError(_changed(self._edge, agreed[1], json.loads(note)))
-        return self._pieces(map(self._dense, tensors), self._edge.ranks[1], sent=True)
+        dense = [each.contiguous().resolve_conj().resolve_neg() for each in Sent(tensors, self._wire.buffers).tensors]
+        return self._pieces(dense, self._edge.ranks[1], sent=True)
 
     def knows(self, about: Hashable) -> bool:
         """Returns whether both ranks have agreed what a message is."""
@@ -158,11 +155,6 @@ class DeviceChannel(Channel):
     def moved_bytes(self) -> int:
         return self._moved
 
-    def _dense(self, tensor: Tensor) -> Tensor:
-        # The forward of the next micro-batch may write to a buffer.
-        kept = tensor.clone() if memory_of(tensor) in self._wire.buffers else tensor
-        return kept.contiguous().resolve_conj().resolve_neg()
-
     def _pieces(self, tensors: Iterable[Tensor], peer: int, sent: bool) -> list[Piece]:
         # Bytes, because a backend does not have all types.
         pieces = [Piece(each.view(-1).view(torch.uint8), peer, sent) for each in tensors if each.numel()]
@@ -182,7 +174,7 @@ class DeviceChannels(Channels):
         schedule: PipelineSchedule,
         stages: Sequence[Stage],
     ) -> None:
-        self._wire = Wire(peers, device, {memory_of(buffer) for buffer in stages[0].module.buffers()})
+        self._wire = Wire(peers, device, buffers_of(stages))
         self._rank, self._placement = group.rank, schedule.placement()
         self._between: dict[tuple[int, int, str], DeviceChannel] = {}
         super().__init__(edges, group, device)
@@ -220,8 +212,11 @@ class DeviceChannels(Channels):
                 pieces = []
             pieces += channel.incoming(about)
         self._wire.start(pieces)
-        if self._gap == len(self._program):
-            self._wire.finish()
+
+    def finish(self) -> None:
+        if self._gap < len(self._program):
+            self.meet()
+        self._wire.finish()
 
     def _make(self, edge: Edge, sender: Outbox | None, receiver: Inbox | None) -> Channel:
         if edge.ranks[0] == edge.ranks[1]:

@@ -122,7 +122,7 @@ class Runner:
                     self._do(action, after, present[action.micro_batch])
                 place, part = (action.stage, action.micro_batch, action.backward), _PARTS.get(action.kind, "")
                 self.passes.append(StagePass(*place, began, monotonic(), self._waited, part))
-            self._channels.meet()
+            self._channels.finish()
         finally:
             self._saved.clear()
             self._weights.clear()
@@ -143,7 +143,7 @@ class Runner:
                 outputs = stage.run(values)
             self._send(stage, outputs)
             output = outputs.get(OUTPUT)
-        self._channels.meet()
+        self._channels.finish()
         return output
 
     def _do(self, action: Action, after: Action | None, micro_batch: MicroBatch) -> None:

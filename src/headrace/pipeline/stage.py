@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from headrace.errors import JobError, UsageError
+from headrace.modules import memory_of
 from headrace.pipeline.backward import WeightGradients
 from headrace.pipeline.buffers import SavedBuffers
 from headrace.pipeline.trace.inputs import arguments, form, places
@@ -154,6 +155,11 @@ def cut(traced: TracedModel, partition: Sequence[Sequence[str]]) -> tuple[Stage,
 def bounds_of(placed: Sequence[int], count: int) -> list[tuple[int, int]]:
     """Returns the layers [start, stop) of each stage; `placed` is that of each layer, ascending."""
     return list(pairwise(bisect_left(placed, index) for index in range(count + 1)))
+
+
+def buffers_of(stages: Sequence[Stage]) -> frozenset[int]:
+    """Returns the memory of the buffers of the model that is cut into stages; see `memory_of`."""
+    return frozenset(memory_of(buffer) for buffer in stages[0].module.buffers())
 
 
 def _once(names: Iterable[str]) -> tuple[str, ...]:

@@ -71,6 +71,7 @@ class StageModule:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
             for other in holders[1:]:
                 channels.channel(first, other, "tied").send({name: parameter.grad}, about=about)
+        channels.finish()
 
     def spread_tied(self, channels: Channels) -> None:
         """Gives every holder of a parameter the first one's values."""
@@ -82,6 +83,7 @@ class StageModule:
                 continue
             for other in others:
                 channels.channel(first, other, "tied").send({name: parameters[name].data}, about=name)
+        channels.finish()
 
 
 def edges(stages: Sequence[Stage], placement: Sequence[int]) -> list[Edge]:

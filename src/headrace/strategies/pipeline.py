@@ -25,7 +25,7 @@ from headrace.pipeline.runner import RECOMPUTE, Runner
 from headrace.pipeline.schedules import SCHEDULES
 from headrace.pipeline.schedules.schedule import PipelineSchedule, held_by_stage
 from headrace.pipeline.schedules.transfers import check_schedule
-from headrace.pipeline.stage import Stage, cut
+from headrace.pipeline.stage import Stage, buffers_of, cut
 from headrace.pipeline.stage_module import StageModule, edges
 from headrace.pipeline.staged import PipelineExchange, StagedModel
 from headrace.pipeline.trace.tracing import trace
@@ -232,7 +232,7 @@ def _channels(schedule: PipelineSchedule, stages: Sequence[Stage], context: Work
     """Returns the channels of a rank: between devices where these are connected, else through the hosts' memory."""
     devices, found = context.device_group(), edges(stages, schedule.placement())
     if devices is None or devices.peers is None:
-        return MailChannels(found, context.group, context.device)
+        return MailChannels(found, context.group, context.device, buffers_of(stages))
     # Not on CPUs.
     from headrace.pipeline.device_channels import DeviceChannels
 

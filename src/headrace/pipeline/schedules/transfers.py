@@ -116,7 +116,7 @@ def _needs(action: Action, last: int) -> list[_Made]:
 
 @lru_cache(maxsize=64)
 def check_schedule(name: str, schedule: PipelineSchedule) -> None:
-    """Refuses a schedule that leaves passes out, does them twice or on other ranks, or whose ranks wait for ever.
+    """Refuses a schedule that does not do each pass once, on its rank and in one order, or whose ranks wait for ever.
 
     Raises:
         UsageError: with the pass, and what is wrong with it.
@@ -146,10 +146,22 @@ def check_schedule(name: str, schedule: PipelineSchedule) -> None:
                     f"does {there} with micro-batch {micro_batch} in stage {stage}, and that must be a forward pass "
                     "and a backward pass, or its two parts",
                 )
+    for back in (False, True):
+        # Between two stages messages have no numbers: the first to be sent is the first to be used.
+        (first, *others) = (_order(orders[schedule.rank_of(stage)], stage, back) for stage in range(stages))
+        for stage, other in enumerate(others, 1):
+            if other != first:
+                what = "backward" if back else "forward"
+                raise _wrong(name, f"does {what} of micro-batches {first} in stage 0, and of {other} in stage {stage}")
     try:
         programs(orders, (), schedule.placement())
     except ValueError as error:
         raise _wrong(name, f"lets its ranks wait for each other for ever: {error}") from None
+
+
+def _order(actions: Iterable[Action], stage: int, back: bool) -> list[int]:
+    kinds = (PassKind.BACKWARD, PassKind.BACKWARD_INPUT) if back else (PassKind.FORWARD,)
+    return [action.micro_batch for action in actions if action.stage == stage and action.kind in kinds]
 
 
 def _wrong(name: str, what: str) -> UsageError:
