@@ -349,6 +349,74 @@ void note_kernel() {
   simulation().computing.insert(std::this_thread::get_id());
 }
 
+// Begins a kernel that this file has by itself.
+void begin(const char* name, std::initializer_list<at::Tensor> reads) {
+  note_kernel();
+  Launch launch(name, stream_of(*reads.begin()));
+  for (const auto& each : reads) launch.use(each, false);
+}
+
+at::Tensor there(const at::Tensor& result, const at::Tensor& like) {
+  Inside guard;
+  return result.defined() ? result.to(like.device()) : result;
+}
+
+at::Tensor or_none(const std::optional<at::Tensor>& tensor) { return tensor ? *tensor : at::Tensor(); }
+
+at::Tensor convolution(
+    const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::IntArrayRef stride,
+    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding,
+    int64_t groups) {
+  begin("convolution", {input, weight, or_none(bias)});
+  auto near = or_none(bias).defined() ? std::optional<at::Tensor>(here(*bias)) : std::nullopt;
+  auto result = at::convolution(
+      here(input), here(weight), near, stride, padding, dilation, transposed, output_padding, groups);
+  return there(result, input);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef stride,
+    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups,
+    std::array<bool, 3> mask) {
+  begin("convolution_backward", {gradient, input, weight});
+  auto [inputs, weights, biases] = at::convolution_backward(
+      here(gradient), here(input), here(weight), at::IntArrayRef{gradient.size(1)}, stride, padding, dilation,
+      transposed, output_padding, groups, mask);
+  return {there(inputs, input), there(weights, input), there(biases, input)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(
+    const at::Tensor& input, const at::Tensor& hidden, const at::Tensor& cell, const std::optional<at::Tensor>& bias,
+    const std::optional<at::Tensor>& hidden_bias) {
+  begin("_thnn_fused_lstm_cell", {input, hidden, cell, or_none(bias), or_none(hidden_bias)});
+  auto gates = here(input) + here(hidden);
+  for (const auto& each : {or_none(bias), or_none(hidden_bias)}) {
+    if (each.defined()) gates = gates + here(each);
+  }
+  auto parts = gates.chunk(4, 1);
+  auto in = parts[0].sigmoid(), forget = parts[1].sigmoid(), candidate = parts[2].tanh(), out = parts[3].sigmoid();
+  auto next = forget * here(cell) + in * candidate;
+  auto kept = at::cat({in, forget, candidate, out}, 1);
+  return {there(out * next.tanh(), input), there(next, input), there(kept, input)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell_backward(
+    const std::optional<at::Tensor>& of_hidden, const std::optional<at::Tensor>& of_cell, const at::Tensor& cell,
+    const at::Tensor& next, const at::Tensor& kept, bool has_bias) {
+  begin("_thnn_fused_lstm_cell_backward", {cell, next, kept, or_none(of_hidden), or_none(of_cell)});
+  auto parts = here(kept).chunk(4, 1);
+  auto in = parts[0], forget = parts[1], candidate = parts[2], out = parts[3], bent = here(next).tanh();
+  auto hidden = or_none(of_hidden).defined() ? here(*of_hidden) : at::zeros_like(bent);
+  auto through = hidden * out * (1 - bent * bent);
+  if (or_none(of_cell).defined()) through = through + here(*of_cell);
+  auto gates = at::cat(
+      {through * candidate * in * (1 - in), through * here(cell) * forget * (1 - forget),
+       through * in * (1 - candidate * candidate), hidden * bent * out * (1 - out)},
+      1);
+  auto bias = has_bias ? gates.sum(0) : at::Tensor();
+  return {there(gates, cell), there(through * forget, cell), there(bias, cell)};
+}
+
 // By itself, because its schema does not say that it changes the running statistics.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
     const at::Tensor& input, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
@@ -502,6 +570,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", scalar_of);
   m.impl("resize_", resize_fake);
   m.impl("native_batch_norm", batch_norm);
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolution_backward);
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
   m.impl("record_stream", record_stream);
   m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("as_strided", at::native::as_strided_tensorimpl);

@@ -144,7 +144,8 @@ def record(group: FakeNccl, call: Call, sent: float) -> None:
         return
     tensors = call.gives or call.takes
     told = {
-        "call": call.name, "rank": group.members[group.rank()], "members": group.members, "sent": sent,
+        "at": time.monotonic(), "call": call.name, "rank": group.members[group.rank()], "members": group.members,
+        "sent": sent,
         "bytes": sum(tensor.nbytes for tensor in tensors), "dtype": str(tensors[0].dtype), **call.own,
     }  # fmt: skip
     if call.peer is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import time
@@ -20,6 +21,7 @@ from engine.ranks import free_port
 from simulated.records import calls_of, counters_of
 from warm.programs import PYTHON
 
+COMPILES = bool(shutil.which("c++"))
 ROOT = Path(__file__).resolve().parents[2]
 
 

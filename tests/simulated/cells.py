@@ -1,0 +1,41 @@
+"""The cells of the contract on simulated devices: strategies and cases, for processes without the accelerator, too."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import headrace as hr
+from strategies import references
+from strategies.contract_checks import Row
+from strategies.contract_models import MODELS, VARIANTS, Case
+from strategies.hosts_models import CASES as STAGED
+from strategies.test_contract import KINDS
+
+__all__ = ["CASES", "CELLS", "cases_of"]
+
+ALONE = ("one_device", "downpour", "sandblaster", "parameter_server-asynchronous")
+"""Of one worker, or of numbers that no two runs share: test_mixed_devices.py has them."""
+
+CELLS: dict[str, Row] = {
+    **{name: row for name, row in KINDS.items() if name not in ALONE},
+    "mirrored without overlap": Row(partial(hr.Mirrored, overlap=False)),
+    "pipeline-1f1b": Row(partial(hr.Pipeline, micro_batches=2, schedule="1f1b"), whole=False),
+    "pipeline-gpipe": Row(partial(hr.Pipeline, micro_batches=2, schedule="gpipe"), whole=False),
+    "hybrid of stages": Row(
+        lambda workers: hr.Hybrid(hr.Mirrored(workers // 2), hr.Pipeline(2, micro_batches=1)), whole=False
+    ),
+    "local_sgd": Row(partial(hr.LocalSGD, period=3), references.local_sgd),
+}
+"""The rows of the contract, and what else there is on accelerators, by the number of workers."""
+
+CASES: dict[str, Case] = {**STAGED, **MODELS, **VARIANTS}
+
+
+def cases_of(name: str) -> list[str]:
+    """Returns what a strategy trains; the stages of a pipeline train models that can be cut into four."""
+    row = CELLS[name]
+    if row.reference is not references.one_device:
+        return ["mlp", "deep"]
+    if not row.whole:
+        return ["mlp", "deep"] if name == "tpu" else [case for case in STAGED if case not in row.refuses]
+    return [case for case in (*MODELS, *VARIANTS) if case not in row.refuses]
