@@ -101,22 +101,22 @@ class RewrittenModel:
             if self.group.rank == 0:
                 yield name, whole
 
-    def join(self, pieces: Iterable[StatePiece]) -> tuple[StatePiece, ...]:
-        """Returns what `everywhere` does, on the first rank alone."""
-        joined = self.everywhere(pieces)
-        return joined if self.group.rank == 0 else ()
+    def join(self, pieces: Iterable[StatePiece]) -> Iterator[StatePiece]:
+        """Yields what `everywhere` does, on the first rank alone; all of it is to be taken on all ranks."""
+        for piece in self.everywhere(pieces):
+            if self.group.rank == 0:
+                yield piece
 
-    def everywhere(self, pieces: Iterable[StatePiece]) -> tuple[StatePiece, ...]:
-        """Returns pieces of whole parameters, of all ranks' pieces of their parts.
+    def everywhere(self, pieces: Iterable[StatePiece]) -> Iterator[StatePiece]:
+        """Yields pieces of whole parameters, of all ranks' pieces of their parts, one at a time: a device may be full.
 
         All ranks have pieces of the same names and lengths, in the same order. Raises a `UsageError` if a piece is of a
         part of a part.
         """
-        joined = []
         for piece in pieces:
             cut = self.cuts.get(piece.parameter)
             if cut is None or piece.start < 0:
-                joined.append(piece)
+                yield piece
                 continue
             part = self.part_shape(piece.parameter)
             if piece.start or piece.value.numel() != math.prod(part):
@@ -125,8 +125,9 @@ class RewrittenModel:
                     f"on of the {math.prod(part):,} on this rank, and parts of parts cannot be joined; use an outer "
                     "strategy whose workers update whole parameters: mirrored"
                 )
-            joined.append(replace(piece, value=self._join(piece.value.reshape(part), cut).flatten(), in_place=False))
-        return tuple(joined)
+            whole = self._join(piece.value.reshape(part), cut).flatten()
+            yield replace(piece, value=whole, in_place=False)
+            del whole
 
     def mark(self, pieces: Iterable[StatePiece]) -> tuple[StatePiece, ...]:
         """Returns pieces that `divide` gives back to this rank as they are."""

@@ -239,7 +239,7 @@ class StatePiece:
 class StateSlices(Protocol):
     """How the optimizer state of a replica's ranks, of which each holds slices of parameters, becomes whole."""
 
-    def join(self, pieces: Iterable[StatePiece]) -> tuple[StatePiece, ...]:
+    def join(self, pieces: Iterable[StatePiece]) -> Iterable[StatePiece]:
         """Returns pieces of whole parameters, on the first rank alone; all ranks of a replica call it."""
 
     def divide(self, pieces: Iterable[StatePiece]) -> list[StatePiece]:
