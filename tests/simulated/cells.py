@@ -28,7 +28,9 @@ CELLS: dict[str, Row] = {
 }
 """The rows of the contract, and what else there is on accelerators, by the number of workers."""
 
-CASES: dict[str, Case] = {**STAGED, **MODELS, **VARIANTS}
+# A device draws other numbers than a CPU.
+WITHOUT_DRAWS = {name: case for name, case in STAGED.items() if name != "dropping"}
+CASES: dict[str, Case] = {**WITHOUT_DRAWS, **MODELS, **VARIANTS}
 
 
 def cases_of(name: str) -> list[str]:
@@ -37,5 +39,5 @@ def cases_of(name: str) -> list[str]:
     if row.reference is not references.one_device:
         return ["mlp", "deep"]
     if not row.whole:
-        return ["mlp", "deep"] if name == "tpu" else [case for case in STAGED if case not in row.refuses]
+        return ["mlp", "deep"] if name == "tpu" else [case for case in WITHOUT_DRAWS if case not in row.refuses]
     return [case for case in (*MODELS, *VARIANTS) if case not in row.refuses]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import re
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -33,11 +35,21 @@ def held() -> dict[str, object]:
     gc.collect()
     return {
         "threads": sorted(thread.name for thread in threading.enumerate()),
-        "descriptors": sorted(os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()),
+        "descriptors": descriptors(),
         "groups": sum(type(each) is FakeNccl for each in gc.get_objects()),
         "blocks": live_blocks(),
         "bytes": torch.accelerator.memory_allocated(torch.accelerator.current_device_index()),
     }
+
+
+def descriptors() -> list[str]:
+    """What each open descriptor is of, without its number."""
+    found = []
+    for path in Path("/proc/self/fd").iterdir():
+        # One was the list itself.
+        with suppress(FileNotFoundError):
+            found.append(re.sub(r":.*", "", os.readlink(path)))
+    return sorted(found)
 
 
 def explode(worker: hr.Worker) -> None:
