@@ -300,7 +300,7 @@ def test_statistics_that_others_have_changed_stay_changed_after_bad_rounds_in_a_
     session = SimpleNamespace(
         run=SimpleNamespace(job=make_job()),
         replica=SimpleNamespace(compute=SimpleNamespace(module=module)),
-        **dict.fromkeys(("group", "page", "events")),
+        **dict.fromkeys(("group", "page", "events", "rank")),
     )
     handler = NonFiniteHandler(cast(Any, session), lambda: None, reporter=1)
     for mixed in (2.0, 3.0, 4.0):

@@ -6,6 +6,8 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from headrace.training.clipping import StepDecision
 from headrace.training.exchange import Exchange, UpdatingExchange
 from headrace.training.optimizer import StatePiece
@@ -48,11 +50,12 @@ class LocalStepsExchange(Exchange):
     def __init__(self, local: UpdatingExchange, sync: LocalStepsSync) -> None:
         self._local = local
         self._sync = sync
+        self.defers = local.defers
 
     def begin(self, round_: int) -> None:
         self._local.begin(round_)
 
-    def synchronize(self, finite: bool = True) -> StepDecision:
+    def synchronize(self, finite: bool | Tensor = True) -> StepDecision:
         return self._local.synchronize(finite)
 
     def update(self, round_: int) -> None:

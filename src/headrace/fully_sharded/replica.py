@@ -235,6 +235,7 @@ class ShardedExchange(UpdatingExchange):
         self.parameter_bytes = sharded.held_bytes()
         self._sharded = sharded
         self._clipper = clipper
+        self.defers = clipper.defers
         self._used = used
         self._mates = mates
         self._names = list(sharded.pieces)
@@ -242,7 +243,7 @@ class ShardedExchange(UpdatingExchange):
         copies = frozenset(self._names) if mates and mates.rank else sharded.whole
         self._unmeasured = frozenset() if counts_whole else copies
 
-    def synchronize(self, finite: bool = True) -> StepDecision:
+    def synchronize(self, finite: bool | Tensor = True) -> StepDecision:
         missing = {self._names[index] for index in self._used.settle()}
         sums = self._sharded.sum_gradients(missing.__contains__, self._mates)
         measured = [gradient for name, gradient in sums if name not in self._unmeasured]

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     foreach_lerp_ = torch._foreach_lerp_
     foreach_mul = torch._foreach_mul
     foreach_mul_ = torch._foreach_mul_
+    foreach_norm = torch._foreach_norm
     foreach_sub = torch._foreach_sub
     foreach_sub_ = torch._foreach_sub_
     foreach_zero_ = torch._foreach_zero_
@@ -96,7 +97,7 @@ _STAGED = "refused: a pipeline of this model"
 
 NAMES: Mapping[str, PrivateName] = {
     **dict(_foreach("add", "add_", "sub", "sub_", "mul", "mul_", "div_", "lerp_", "clamp_max", "clamp_min")),
-    **dict(_foreach("copy_", "zero_")),
+    **dict(_foreach("copy_", "zero_", "norm")),
     "BatchNorm": PrivateName(
         "torch.nn.modules.batchnorm:_BatchNorm",
         "the base of layers with running statistics",

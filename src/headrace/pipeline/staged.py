@@ -195,6 +195,7 @@ class PipelineExchange(UpdatingExchange):
         self._trained = compute.trained
         self._clipper = clipper
         self.updater = updater
+        self.defers = clipper.defers
         here = [parameter for parameter in compute.module.parameters() if not parameter.is_meta]
         self.parameter_bytes = sum(parameter.numel() * parameter.element_size() for parameter in here)
 
@@ -214,7 +215,7 @@ class PipelineExchange(UpdatingExchange):
     def begin(self, round_: int) -> None:
         self.updater.optimizer.zero_grad()
 
-    def synchronize(self, finite: bool = True) -> StepDecision:
+    def synchronize(self, finite: bool | Tensor = True) -> StepDecision:
         held = {name: each.grad for name, each in self._trained.items() if each.grad is not None}
         # What several ranks hold is measured by the first of them.
         measured = [gradient for name, gradient in held.items() if self._owners[name] == self._rank]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from headrace.collectives.accelerators.through_host import ThroughHost
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective
+from headrace.devices import HOST, kind_of
 from headrace.errors import UsageError
 from headrace.internals import DropoutNd
 from headrace.spec.cluster import Cluster
@@ -33,6 +34,8 @@ from headrace.training.whole_model import ModelParallelGroup, WholeModel
 
 if TYPE_CHECKING:
     from headrace.parameter_server.replication.directory import ServerDirectory
+    from headrace.training.on_device.clipping import DeviceClipping
+    from headrace.training.on_device.found_inf import FoundInf
 
 _HOST = torch.device("cpu")
 
@@ -104,6 +107,16 @@ class WorkerContext:
         """What fp16 multiplies the loss by; one object for compute and exchange, None without fp16."""
         return LossScale() if self.options.precision == "fp16" else None
 
+    @cached_property
+    def found_inf(self) -> FoundInf | None:
+        """What masks updates on the device, one object for clipper and updater; None where no round may be left out."""
+        skips = self.options.on_nonfinite == "skip" or self.scale is not None
+        if self.device.type == "cpu" or not skips:
+            return None
+        from headrace.training.on_device.found_inf import FoundInf
+
+        return FoundInf()
+
     def whole_model(self, sink: GradientSink | None = None, always: bool = False, local_shares: int = 0) -> Compute:
         """Returns the compute of a strategy whose workers have the whole model, or all that there is inside a replica.
 
@@ -128,7 +141,8 @@ class WorkerContext:
         place = next((each.device for each in gradients.values()), self.device) if gradients else self.device
         immediate, inside = place.type == "cpu", self.inside
         if inside is None:
-            return GradientClipper(self.options, self.group, self.scale, immediate)
+            there = on_device(self, self.options, self.group, place)
+            return GradientClipper(self.options, self.group, self.scale, immediate, there=there)
         assert gradients is not None
         repeated = [gradients[name] for name in gradients if name in inside.repeated]
         return GradientClipper(
@@ -147,13 +161,14 @@ class WorkerContext:
         optimizer, tensors = build_over(self.optimizer, every, owned, needs.values, needs.gradients)
         pieces = [(segment, each) for (segment, _), each in zip(owned, tensors, strict=True)]
         idle = not owned and bool(needs.coupled)
-        return Updater(optimizer, pieces, self.options, self.rounds_per_epoch, self.scale, idle)
+        return Updater(optimizer, pieces, self.options, self.rounds_per_epoch, self.scale, idle, self.found_inf)
 
     def updater_of(self, segments: Iterable[Segment]) -> Updater:
         """Returns the job's optimizer over those of the module's parameters, whole, that `segments` name."""
         named = dict(self.module.named_parameters())
         owned = [(each, named[each.parameter]) for each in segments]
-        return Updater(build(self.optimizer, named.items()), owned, self.options, self.rounds_per_epoch, self.scale)
+        optimizer = build(self.optimizer, named.items())
+        return Updater(optimizer, owned, self.options, self.rounds_per_epoch, self.scale, found=self.found_inf)
 
     def shared_gradients(self) -> SharedGradients:
         """Returns memory for the gradients of all workers of this host; every worker calls it."""
@@ -181,6 +196,24 @@ class WorkerContext:
                     f"{name!r} draws random numbers, and the workers of ThreadEngine share one generator, so that "
                     "parts of one model would disagree; leave out engine=, and they are processes"
                 )
+
+
+def on_device(
+    context: WorkerContext, options: Options, group: ProcessGroup, place: torch.device
+) -> DeviceClipping | None:
+    """Returns what decides on an accelerator, where the gradients of `group` lie; None where the host decides."""
+    # Of a group whose members may be lost, each round ends when all know that it is done.
+    if place.type == HOST or not group.fixed:
+        return None
+    devices = None
+    if group.world > 1:
+        devices = context.device_group() if kind_of(place.type).backend else None
+        if devices is None or isinstance(devices, ThroughHost) or devices.world != group.world:
+            return None
+    from headrace.training.on_device.clipping import DeviceClipping
+
+    clip = options.clip_norm, options.clip_value
+    return DeviceClipping(group.rank, clip, devices, context.scale, context.found_inf, place)
 
 
 def among(context: WorkerContext, group: ProcessGroup, members: Sequence[int]) -> Callable[[], Collective | None]:

@@ -19,7 +19,7 @@ from headrace.spec.cluster import Cluster
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan, Segment
 from headrace.strategies.checks import check_count
-from headrace.strategies.context import WorkerContext, with_tables
+from headrace.strategies.context import WorkerContext, on_device, with_tables
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.clipping import GradientClipper, StepDecision
 from headrace.training.exchange import Replica, UpdatingExchange
@@ -85,12 +85,15 @@ class LocalExchange(UpdatingExchange):
             self._clipper = GradientClipper(context.options, group, context.scale, immediate, repeated, group.world)
         else:
             # It only checks: clipping one's own gradients is torch's.
-            self._clipper = GradientClipper(without, ThreadCollective(ThreadGroup(1), 0), context.scale, immediate)
+            alone = ThreadCollective(ThreadGroup(1), 0)
+            there = on_device(context, without, alone, context.device)
+            self._clipper = GradientClipper(without, alone, context.scale, immediate, there=there)
+        self.defers = self._clipper.defers
 
     def begin(self, round_: int) -> None:
         self.updater.optimizer.zero_grad()
 
-    def synchronize(self, finite: bool = True) -> StepDecision:
+    def synchronize(self, finite: bool | Tensor = True) -> StepDecision:
         gradients = self._gradients(self._parameters)
         decision = self._clipper.clip(gradients, gradients, finite)
         # A worker without examples of a short batch has no gradients, which torch refuses to clip.

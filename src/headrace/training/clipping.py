@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,16 +22,26 @@ class LossScale:
 
     Micikevicius et al., "Mixed precision training" (2018), section 3.2, with torch's `GradScaler` defaults. torch's
     own decides per process; here all ranks take the same decision from the same sum, so their scales never differ.
+
+    `value` is on the device where the host does not wait for decisions: `()` float32.
     """
 
     def __init__(self) -> None:
-        self.value = _START
-        self._good = 0
+        self.value: float | Tensor = _START
+        self._good: int | Tensor = 0
 
     @property
-    def inverse(self) -> float:
+    def inverse(self) -> float | Tensor:
         """What the gradients are multiplied by."""
         return 1.0 / self.value
+
+    def follow(self, bad: Tensor) -> Tensor:
+        """Notes a round of which the device alone knows whether its gradients overflowed; returns the new value."""
+        value, good = torch.as_tensor(self.value, device=bad.device), torch.as_tensor(self._good, device=bad.device) + 1
+        grown = good == _GROWTH_EVERY
+        self.value = torch.where(bad, value * _BACKOFF, torch.where(grown, value * _GROWTH, value))
+        self._good = torch.where(bad | grown, 0, good)
+        return self.value
 
     def grow(self) -> None:
         """Notes a round whose gradients were finite."""
@@ -44,7 +55,7 @@ class LossScale:
 
     def settings(self) -> dict[str, float]:
         """Returns the state as JSON values."""
-        return {"value": self.value, "good": self._good}
+        return {"value": float(self.value), "good": int(self._good)}
 
     def load(self, settings: Mapping[str, float]) -> None:
         """Loads what `settings` returned."""
@@ -55,15 +66,41 @@ class LossScale:
 class StepDecision:
     """What all ranks have decided together about one round.
 
-    `overflow` tells whether gradients are infinite only because of the loss scale, which is about to shrink.
+    `overflow` tells whether gradients are infinite only because of the loss scale, which is about to shrink. Where the
+    host does not wait for the decision, `apply` is True, the device skips the update, and `record` has what `of` reads:
+    `(3,)` float64, the ranks whose loss is not finite, whether a gradient is not, the new loss scale.
     """
 
     apply: bool = True
     bad_losses: tuple[int, ...] = ()
     overflow: bool = False
+    record: Tensor | None = None
+
+    @classmethod
+    def of(cls, bad: float, broken: float, scale: float | None) -> StepDecision:
+        """Returns the decision of a round, where there is a loss scale with what it has become."""
+        if not bad and not broken:
+            return HEALTHY
+        bad_losses = tuple(rank for rank in range(64) if int(bad) >> rank & 1)
+        # A scale below 1 makes gradients smaller than they are, so it does not cause their overflow.
+        return cls(False, bad_losses, overflow=scale is not None and not bad_losses and scale >= 1.0)
 
 
 HEALTHY = StepDecision()
+
+
+class DecidesThere(Protocol):
+    """What a `GradientClipper` decides by where the gradients lie on an accelerator: `on_device/clipping.py`."""
+
+    @property
+    def masks(self) -> bool:
+        """Whether the device leaves out the update of a round that is not finite."""
+
+    def record(self, measured: Sequence[Tensor], finite: bool | Tensor) -> Tensor:
+        """Returns `(3,)` float64, the same on all ranks: bad losses, whether a gradient is bad, the squared norm."""
+
+    def decide(self, record: Tensor, measured: Sequence[Tensor], held: Sequence[Tensor]) -> StepDecision:
+        """Clips, and returns a decision to be read later."""
 
 
 class GradientClipper:
@@ -71,7 +108,8 @@ class GradientClipper:
 
     The pieces are those of the exchange: a slice on each rank, or everything on rank 0 where all hold the same. If
     `immediate`, it checks every round; on an accelerator that means to wait for it each time. Where each of `times`
-    ranks of a replica holds a part of the model, `repeated` returns the gradients that all of them hold.
+    ranks of a replica holds a part of the model, `repeated` returns the gradients that all of them hold. `there`
+    decides on an accelerator, where the host is not to wait.
     """
 
     def __init__(
@@ -82,7 +120,10 @@ class GradientClipper:
         immediate: bool = True,
         repeated: Callable[[], Sequence[Tensor]] = tuple,
         times: int = 1,
+        there: DecidesThere | None = None,
     ) -> None:
+        self._there = there
+        self._action = options.on_nonfinite
         self._repeated = repeated
         self._times = times
         self._clip_norm = options.clip_norm
@@ -92,6 +133,14 @@ class GradientClipper:
         self._votes = False
         self.checks = immediate or scale is not None or options.on_nonfinite != "raise" or self._clip_norm is not None
 
+    @property
+    def defers(self) -> bool:
+        """Whether decisions stay on the device, for `clip` with a `finite` that is there, too."""
+        if self._there is None or not self.checks or self._action == "rollback":
+            return False
+        # After a round that is not finite, the run ends, or its update must not have been made.
+        return (self._action == "raise" and self._scale is None) or self._there.masks
+
     def allow_votes(self) -> None:
         """Lets ranks that all hold the whole sum end the step with the decision, where the group votes.
 
@@ -100,28 +149,31 @@ class GradientClipper:
         plain = self._scale is None and self._clip_norm is None and self._clip_value is None
         self._votes = self._group.votes and plain
 
-    def clip(self, measured: Sequence[Tensor], held: Sequence[Tensor], finite: bool) -> StepDecision:
-        """Decides, and clips. When it returns, every rank has.
+    def clip(self, measured: Sequence[Tensor], held: Sequence[Tensor], finite: bool | Tensor) -> StepDecision:
+        """Decides, and clips. When it returns, every rank has, or the device will have.
 
         All ranks' `measured` together hold every element once, except those of `repeated`.
         """
-        if self._votes and self._group.commit(not self.checks or (finite and all_finite(held))):
+        if self._votes and self._group.commit(not self.checks or (bool(finite) and all_finite(held))):
             return HEALTHY
         if not self.checks:
             self._clamp(held)
             self._group.barrier()
             return HEALTHY
-        # A power of two for each rank: the sum tells which ranks they are, exactly for the first fifty.
-        own = 0.0 if finite else 2.0 ** min(self._group.rank, 50)
-        bad, broken, squared = self._group.sum([own, *self._check(measured)])
+        if self._there is not None:
+            record = self._there.record(measured, finite)
+            if isinstance(finite, Tensor):
+                return self._there.decide(record, measured, held)
+            bad, broken, squared = record.tolist()
+        else:
+            # A power of two for each rank: the sum tells which ranks they are, exactly for the first fifty.
+            own = 0.0 if finite else 2.0 ** min(self._group.rank, 50)
+            bad, broken, squared = self._group.sum([own, *self._check(measured)])
         if bad or broken:
-            bad_losses = tuple(rank for rank in range(64) if int(bad) >> rank & 1)
-            if self._scale is None:
-                return StepDecision(False, bad_losses)
-            self._scale.shrink()
-            # A scale below 1 makes gradients smaller than they are, so it does not cause their overflow.
-            return StepDecision(False, bad_losses, overflow=not bad_losses and self._scale.value >= 1.0)
-        unscale = 1.0 if self._scale is None else self._scale.inverse
+            if self._scale is not None:
+                self._scale.shrink()
+            return StepDecision.of(bad, broken, None if self._scale is None else float(self._scale.value))
+        unscale = 1.0 if self._scale is None else float(self._scale.inverse)
         if self._clip_value is not None:
             _multiply(held, unscale)
             self._clamp(held)

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from headrace.training.clipping import StepDecision
 from headrace.training.compute import Compute
 from headrace.training.optimizer import StatePiece, StateSlices
@@ -26,8 +28,10 @@ class Exchange(SwappableWeights):
             `Stepped`; () without servers.
         keeps_writes: whether what user code writes to this worker's parameters between rounds stays.
         gradient_bytes: that this rank keeps for the sum of gradients, which may be in `.grad`.
+        defers: whether decisions stay on the device, and are read later.
     """
 
+    defers: bool = False
     pulled: tuple[int, ...] = ()
     keeps_writes: bool = True
     gradient_bytes: int = 0
@@ -37,10 +41,11 @@ class Exchange(SwappableWeights):
         """Prepares a round before compute: some strategies fetch parameters or change the members here."""
 
     @abstractmethod
-    def synchronize(self, finite: bool = True) -> StepDecision:
+    def synchronize(self, finite: bool | Tensor = True) -> StepDecision:
         """Combines the gradients of all workers after compute, and decides whether to update: the same on all.
 
-        `finite` says whether this worker's loss is.
+        `finite` says whether this worker's loss is; where it is `()` bool on the device, an exchange that `defers`
+        leaves its decision there, too, and `update` follows it.
         """
 
     @abstractmethod

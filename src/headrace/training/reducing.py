@@ -47,6 +47,7 @@ class ReducingExchange(UpdatingExchange):
         self.updater = updater
         self.parameter_bytes = parameter_bytes
         self._clipper = clipper
+        self.defers = clipper.defers
         self._parameters = parameters
         self._indices = range(len(parameters)) if indices is None else indices
         self._attach(used, gradients)
@@ -70,7 +71,7 @@ class ReducingExchange(UpdatingExchange):
     def publish(self) -> None:
         """Brings the parameters that this rank has changed to the others; returns when it has all of theirs."""
 
-    def synchronize(self, finite: bool = True) -> StepDecision:
+    def synchronize(self, finite: bool | Tensor = True) -> StepDecision:
         missing = self._used.settle()
         measured, held = self.reduce()
         decision = self._clipper.clip(measured, held, finite)

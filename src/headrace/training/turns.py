@@ -100,12 +100,13 @@ class TurnsExchange(_SetExchanges):
         super().__init__(exchanges, holders)
         self._order = order
         self._turn = next(iter(exchanges.values()))
+        self.defers = all(each.defers for each in exchanges.values())
 
     def begin(self, round_: int) -> None:
         self._turn = self._exchanges[self._order.at(round_)]
         self._turn.begin(self._order.own_round(round_))
 
-    def synchronize(self, finite: bool = True) -> StepDecision:
+    def synchronize(self, finite: bool | Tensor = True) -> StepDecision:
         return self._turn.synchronize(finite)
 
     def update(self, round_: int) -> None:

@@ -6,8 +6,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,11 +25,14 @@ from headrace.training.optimizer import (
     first_state,
     is_plain_sgd,
     load_state,
-    nested,
     state_bytes,
     state_pieces,
 )
+from headrace.training.user_code.attributes import attributes, set_attributes
 from headrace.trees import holds_tensor, plain, restored
+
+if TYPE_CHECKING:
+    from headrace.training.on_device.found_inf import FoundInf
 
 
 class Schedule:
@@ -143,50 +145,6 @@ def _options(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield key, plain(value, key)
 
 
-def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns numbers and texts that an optimizer keeps in attributes, or for no parameter, as JSON values."""
-    found: dict[str, Any] = {}
-    updated = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-    for prefix, each in nested(optimizer).items():
-        named = {name: value for name, value in vars(each).items() if not _is_torchs(each, name)}
-        named = {name: value for name, value in named.items() if not _refers(value, updated)}
-        named |= {f"state[{key}]": value for key, value in each.state.items() if isinstance(key, str)}
-        for name, value in named.items():
-            with suppress(UsageError):
-                found[f"{prefix}{name}"] = plain(value, name)
-    return found
-
-
-def _refers(value: Any, updated: set[int]) -> bool:
-    """Tells whether a value has some of the optimizer's parameters, which it must go on to refer to."""
-    if isinstance(value, dict):
-        return any(_refers(each, updated) for each in value.values())
-    return any(_refers(each, updated) for each in value) if isinstance(value, list | tuple) else id(value) in updated
-
-
-def set_attributes(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
-    """Sets what `attributes` returned."""
-    every = nested(optimizer)
-    for path, value in values.items():
-        prefix = max((each for each in every if path.startswith(each)), key=len)
-        name, place = path.removeprefix(prefix), every[prefix]
-        if name.startswith("state["):
-            store: Any = place.state
-            store[name[len("state[") : -1]] = restored(value)
-        elif not _is_torchs(place, name) and not callable(getattr(type(place), name, None)):
-            vars(place)[name] = restored(value)
-
-
-def _is_torchs(optimizer: torch.optim.Optimizer, name: str) -> bool:
-    own = name.startswith("_") and type(optimizer).__module__.startswith("torch.optim")
-    return own or name in _torchs_attributes()
-
-
-@cache
-def _torchs_attributes() -> frozenset[str]:
-    return frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
-
-
 AVERAGE = "headrace.average"
 """Key of the pieces that hold the moving average of the weights."""
 PARAMETER = "headrace.parameter"
@@ -221,6 +179,7 @@ class Updater:
         optimizer: built over the tensors of `owned`; in its train mode from now on, if it has one.
         scale: of the loss, kept with the rest of the state; None for none.
         idle: whether the optimizer makes no steps, because others update all that it looks at.
+        found: masks updates on the device; None where the host decides before each.
 
     Attributes:
         parameters: the tensors of `owned`.
@@ -238,13 +197,17 @@ class Updater:
         rounds_per_epoch: int,
         scale: LossScale | None = None,
         idle: bool = False,
+        found: FoundInf | None = None,
     ) -> None:
         self.optimizer = optimizer
         self._idle = idle
+        self._found = found
         self.owned = tuple(owned)
         self.parameters: list[Any] = [tensor for _, tensor in owned]
         # A schedule puts its own there.
         self.patched = "step" in vars(optimizer)
+        if found is not None and not self.patched:
+            found.of(optimizer, self.parameters)
         self.schedule = Schedule(options, optimizer, rounds_per_epoch)
         self._tensors = [tensor.detach() for _, tensor in owned]
         self._modes = optimizer if isinstance(optimizer, HasModes) else None
@@ -272,16 +235,21 @@ class Updater:
         """
         if self._idle:
             return
+        masked = self._found if self._found is not None and self._found.tensor is not None else None
         with self.schedule.warmed(round_, factor):
-            self.optimizer.step()
-        if self._decay is None:
+            masked.step(self.optimizer) if masked else self.optimizer.step()
+        # An average that begins with a round's result needs to know whether there is one.
+        if self._decay is None or (masked and len(self.averages) < len(self.owned) and masked.is_bad()):
             return
         known = [index for index in indices if index in self.averages]
         # As torch's AveragedModel: the average begins with the first update's result.
         self.averages |= {index: self._tensors[index].clone() for index in indices if index not in self.averages}
         if known:
             averages, tensors = [self.averages[i] for i in known], [self._tensors[i] for i in known]
-            foreach_lerp_(averages, tensors, 1 - self._decay**share)
+            if masked:
+                masked.average(averages, tensors, weight=1 - self._decay**share)
+            else:
+                foreach_lerp_(averages, tensors, 1 - self._decay**share)
 
     def descend(self, gradients: Sequence[tuple[int, Tensor]], round_: int, factor: float) -> bool:
         """Applies plain SGD to some pieces without torch's optimizer, which takes ten times as long for small ones.

@@ -120,6 +120,9 @@ class RunControl:
         began = monotonic()
         # A loss that was not read yet may be NaN, and then this state must not be saved.
         self.losses.read()
+        if self.losses.defers:
+            # Each has read its own decisions: one whose loss was not finite has ended, and nothing is saved.
+            self._group.barrier()
         done = self._progress.done
         self.guard.compare(evaluates=False)
         if self.state.copies:

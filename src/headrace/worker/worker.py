@@ -69,6 +69,8 @@ class Worker:
         self._losses = control.losses
         self._copies = control.state.copies
         self._nonfinite = NonFiniteHandler(session, control.roll_back, loop.reporter)
+        self._losses.decided = self._nonfinite.later
+        self._record_there: Tensor | None = None
         self._compute, self._exchange, self._progress = replica.compute, replica.exchange, session.progress
         self.turn = ""
         self._turns = run.job.turns
@@ -211,10 +213,10 @@ class Worker:
         self._control.places.regain()
         began = perf_counter()
         loss = self._losses.now(computed.loss)
-        finite = loss is None or math.isfinite(loss)
+        finite = self._losses.finite(computed.loss, loss, self.device)
         if self._copies:
             self._copies.hold()
-        if loss is not None and not finite:
+        if loss is not None:
             self._nonfinite.tell(self.rank, loss)
         outcome = self._loop.complete(computed, lambda commit: self._synchronize(finite, began, sends, commit))
         if outcome is None:
@@ -222,9 +224,9 @@ class Worker:
         self._times[2] += outcome.took_s
         if not outcome.counts:
             # The data counts when it is leased again, or has counted before.
-            computed, finite = Computed(None, 0.0), False
+            computed, loss = Computed(None, 0.0), None
             self._progress.share = Share(None, 0, 0, self._progress.share.epoch)
-        loss = loss if finite else None
+        loss = loss if loss is not None and math.isfinite(loss) else None
         self._record(computed, loss, outcome.lease)
         self._control.callbacks.stepped(loss, self.turn)
         self._loop.advance(outcome)
@@ -245,6 +247,8 @@ class Worker:
         if session.evaluation is None:
             return {}
         began = monotonic()
+        # What they say may end the run.
+        self._losses.read()
         self._control.places.regain()
         metrics, examples = session.group.together(self._measure)
         done = self._progress.done
@@ -307,14 +311,18 @@ class Worker:
                 "around forward and loss, or give cache_enabled=False"
             )
 
-    def _synchronize(self, finite: bool, began: float, sends: bool, commit: Callable[[], object]) -> None:
+    def _synchronize(self, finite: bool | Tensor, began: float, sends: bool, commit: Callable[[], object]) -> None:
         if sends:
             self._control.verbs.require_same("step")
             self._compute.send(self._loop.part(None))
         decision = self._exchange.synchronize(finite)
         commit()
         synchronized = perf_counter()
-        if decision.apply:
+        self._record_there = decision.record
+        if decision.record is not None:
+            self._nonfinite.restore_there(decision.record)
+            self._exchange.update(self._progress.round)
+        elif decision.apply:
             self._exchange.update(self._progress.round)
             self._nonfinite.good()
         else:
@@ -344,7 +352,7 @@ class Worker:
             self._exchange.pulled if lease >= 0 else (),
             self.turn,
         )
-        self._losses.note(head, computed.loss, loss, self._times)
+        self._losses.note(head, computed.loss, loss, self._record_there, self._times)
         self._session.events.passed(progress.round, self._compute.in_flight, self._compute.passes)
 
 

@@ -257,12 +257,12 @@ class ServedExchange(Exchange):
         self._layouts = layouts
         self._group = group
 
-    def synchronize(self, finite: bool = True) -> StepDecision:
+    def synchronize(self, finite: bool | Tensor = True) -> StepDecision:
         step = self.leases.step
         if step is None:
             # This worker had no data before the sync point, and no other worker waits for it.
             return HEALTHY
-        decision, self.leases.late = self._exchange(step, finite)
+        decision, self.leases.late = self._exchange(step, bool(finite))
         return decision
 
     @abstractmethod

@@ -135,7 +135,7 @@ class OneMirrorExchange(ReducingExchange):
         nbytes = sum(parameter.nbytes for parameter in owned)
         super().__init__(updater, clipper, gradients.used, list(owned), list(owned.values()), nbytes)
 
-    def synchronize(self, finite: bool = True) -> StepDecision:
+    def synchronize(self, finite: bool | Tensor = True) -> StepDecision:
         for name, parameter in self._read.items():
             if internals.version(parameter):
                 raise JobError(

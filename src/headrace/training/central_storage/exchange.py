@@ -128,7 +128,7 @@ class CentralStorageExchange(ReducingExchange):
             updater, clipper, copy.gradients.used, updater.parameters, self._sums, parameter_bytes, indices
         )
 
-    def synchronize(self, finite: bool = True) -> StepDecision:
+    def synchronize(self, finite: bool | Tensor = True) -> StepDecision:
         # The other workers read them in host memory.
         self._copy.bring()
         return super().synchronize(finite)

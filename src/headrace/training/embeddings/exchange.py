@@ -57,9 +57,9 @@ class TablesExchange(Exchange):
             layer.forget()
         self._inner.begin(round_)
 
-    def synchronize(self, finite: bool = True) -> StepDecision:
+    def synchronize(self, finite: bool | Tensor = True) -> StepDecision:
         own = [layer.take() for layer in self._layers]
-        decision = self._inner.synchronize(finite and all_finite([gradient for _, gradient in own]))
+        decision = self._inner.synchronize(bool(finite) and all_finite([gradient for _, gradient in own]))
         # Before the step is committed, as all that needs the other workers.
         self._gradients = [self._summed(*each) for each in own] if decision.apply else []
         return decision

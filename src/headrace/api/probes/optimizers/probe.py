@@ -37,7 +37,8 @@ from headrace.training.optimizer import (
     state_stores,
     tensors_in,
 )
-from headrace.training.update import HasModes, Updater, attributes, group_settings
+from headrace.training.update import HasModes, Updater, group_settings
+from headrace.training.user_code.attributes import attributes
 from headrace.training.user_code.trial import drawn
 from headrace.trees import MOST_NUMBERS, holds_tensor
 
@@ -46,8 +47,7 @@ _SCALES = (1.0, 1.0, 100.0, 0.01, 1.0, 1.0, 1.0)
 _ACROSS = (1, 4)
 """Steps whose gradients are at right angles to each row, for optimizers that look for such ones (AdamP)."""
 _SAVED_AFTER = 4
-_MOST_GROUPS = 6
-_SMALL_LR = 0.01
+_MOST_GROUPS, _SMALL_LR = 6, 0.01
 
 _Values = dict[str, Tensor]
 
