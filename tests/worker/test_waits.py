@@ -1,0 +1,44 @@
+"""On simulated devices a step waits for nothing, and its numbers, rounds left out and losses are those of CPUs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from simulated.cluster import on_hosts
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.slow,
+    pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler here, which the simulated accelerator needs"),
+]
+BAD = (0, 3, 4)
+FIRST = 4
+"""Rounds in which a loop's guards look at losses, and an optimizer makes its state, after the bad first round."""
+
+
+@pytest.mark.parametrize(
+    ("call", "devices"),
+    [
+        (f"steps(hr.OneDevice(), bad={BAD})", 1),
+        (f"steps(hr.Mirrored(2), bad={BAD})", 2),
+        (f"steps(hr.FullySharded(2), ('clip', 'skip, clip'), bad={BAD})", 2),
+        ("optimizers(hr.OneDevice())", 1),
+    ],
+)
+def test_a_step_waits_for_nothing(call: str, devices: int, tmp_path: Path) -> None:
+    program = f"from simulated import nccl\nimport headrace as hr\nfrom worker import waits_runs\nwaits_runs.{call}"
+    ended = on_hosts(program, tmp_path, 1, devices, timeout_s=560)
+    assert not any(ended.codes), ended.errors
+    assert not any(counters["faults"] for counters in ended.counters.values())
+    assert ended.said[0]
+    for run in ended.said[0]:
+        assert run["apart"] <= 1e-9, run["name"]
+        assert run["left_out"] == run["expected"]
+        assert len(run["losses"]) == len(run["like"])
+        for one, other in zip(run["losses"], run["like"], strict=True):
+            assert one == pytest.approx(other, abs=1e-9)
+        for own in run["waits"]:
+            assert own[FIRST:] == [0] * (8 - FIRST), run["name"]
