@@ -25,7 +25,7 @@ from headrace.collectives.shared_memory import SharedMemoryGroup
 from headrace.modules import describe
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
-from headrace.training.reduction import CollectiveReduction, OverlappedReduction, Reduction, SharedMemoryReduction
+from headrace.training.reduction import BucketReduction, CollectiveReduction, Reduction, SharedMemoryReduction
 
 WORKERS = 2
 
@@ -37,7 +37,7 @@ def make_reduction(way: str, module: nn.Module, host: ProcessGroup, store: str) 
         return SharedMemoryReduction(trainable, host)
     wire = TorchDistributed(torch.distributed.FileStore(store, WORKERS), host.rank, WORKERS, "cpu", 60.0)
     if way == "gloo-overlap":
-        return OverlappedReduction(trainable, host, wire, module, torch.device("cpu"))
+        return BucketReduction(trainable, host, wire, module, torch.device("cpu"))
     return CollectiveReduction(trainable, host, wire, torch.device("cpu"))
 
 

@@ -27,7 +27,7 @@ from headrace.modules import describe
 from headrace.shared_memory.control_page import ControlPage
 from headrace.training.clipping import squared_norm
 from headrace.training.gradients import UsedParameters
-from headrace.training.reduction import CollectiveReduction, OverlappedReduction, Reduction, SharedMemoryReduction
+from headrace.training.reduction import BucketReduction, CollectiveReduction, Reduction, SharedMemoryReduction
 
 DTYPES = [
     *[torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64],
@@ -334,7 +334,7 @@ def reduce_both_ways(host: SharedMemoryGroup, page: ControlPage, store: str) -> 
     ways: list[Reduction] = [
         SharedMemoryReduction(specs, host),
         CollectiveReduction(specs, host, wire, torch.device("cpu")),
-        OverlappedReduction(specs, host, wire, modules, torch.device("cpu")),
+        BucketReduction(specs, host, wire, modules, torch.device("cpu")),
     ]
     layout = ways[0].layout
     wrong = []

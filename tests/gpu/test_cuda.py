@@ -18,7 +18,7 @@ from headrace.engine.local.engine import LocalEngine
 from headrace.machine.versions import minor_of
 from headrace.modules import describe
 from headrace.spec.events import Stepped, WorkerStarted
-from headrace.training.reduction import CollectiveReduction, OverlappedReduction
+from headrace.training.reduction import BucketReduction, CollectiveReduction
 
 pytestmark = [
     pytest.mark.gpu,
@@ -137,7 +137,7 @@ def test_gradients_through_nccl(tmp_path: Path, overlap: bool) -> None:
     try:
         specs, group = describe(module).trainable, ThreadCollective(ThreadGroup(1), 0)
         reduction = (
-            OverlappedReduction(specs, group, wire, module, torch.device("cuda:0"))
+            BucketReduction(specs, group, wire, module, torch.device("cuda:0"))
             if overlap
             else CollectiveReduction(specs, group, wire, torch.device("cuda:0"))
         )

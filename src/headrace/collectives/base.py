@@ -156,7 +156,8 @@ class ProcessGroup(Collective):
     `one_memory` tells whether they exchange through shared memory: where not, `home` has their hosts. `fixed` tells
     whether the members stay the same, `votes` whether a `commit` may ask for approval. `in_memory` is what `share` is
     left to, of processes that may lie on several hosts and are all on one. `store` returns a store of torch.distributed
-    where processes on several hosts have one, which only they can read.
+    where processes on several hosts have one, which only they can read. `start_barrier` comes to a barrier, and returns
+    what waits for the others; None where a barrier cannot be divided.
     """
 
     one_memory: bool = True
@@ -166,6 +167,7 @@ class ProcessGroup(Collective):
     home: HostMap | None = None
     in_memory: ProcessGroup | None = None
     store: Callable[[], Any] | None = None
+    start_barrier: Callable[[], Callable[[], None]] | None = None
 
     def subgroup(self, members: Sequence[int]) -> ProcessGroup:
         """Returns a group of some of the ranks; every rank calls it at the same time, for the one it belongs to."""

@@ -99,7 +99,8 @@ class MultiHostGroup(ProcessGroup):
         self._target = 0
         self._closed = self.abandoned = False
         self._background: ThreadPoolExecutor | None = None
-        self._pending: list[Future[None]] = []
+        self.start_barrier = lambda: self._start(partial(self._sum, []))
+        self._pending: list[Future[object]] = []
         names = list(dict.fromkeys(home.hosts))
         self._mates = [[r for r in range(self.world) if home.hosts[r] == name] for name in names]
         self._host = names.index(home.hosts[rank])
@@ -138,9 +139,12 @@ class MultiHostGroup(ProcessGroup):
         self.sum([])
 
     def sum(self, values: Sequence[float]) -> list[float]:
+        return self._now(partial(self._sum, values))
+
+    def _sum(self, values: Sequence[float]) -> list[float]:
         page = self._watch.page
         own = torch.tensor([page.stop_after, page.save_after, page.rate_after, *values], dtype=torch.float64)
-        rows = self.gather(own.view(torch.uint8)).view(torch.float64).tolist()
+        rows = self._gather(own.view(torch.uint8)).view(torch.float64).tolist()
         # They only grow, and in a subgroup any rank may be the one that knows.
         decided = [int(max(row[index] for row in rows)) for index in range(3)]
         page.stop_after, page.save_after, page.rate_after = decided
@@ -150,10 +154,7 @@ class MultiHostGroup(ProcessGroup):
         self._now(partial(self._all_reduce, _flat(tensor), PLAIN))
 
     def start_all_reduce(self, tensor: Tensor, compression: Compression = PLAIN) -> Callable[[], None]:
-        self._background = self._background or ThreadPoolExecutor(1, "headrace-all-reduce")
-        act = partial(self._all_reduce, _flat(tensor), compression)
-        self._pending.append(self._background.submit(self._do, self._begin(), act))
-        return self._pending[-1].result
+        return self._start(partial(self._all_reduce, _flat(tensor), compression))
 
     def broadcast(self, tensor: Tensor) -> None:
         self._now(partial(self._broadcast, _flat(tensor).view(torch.uint8)))
@@ -214,6 +215,18 @@ class MultiHostGroup(ProcessGroup):
         if self._whole:
             own.barrier_counter = (own.barrier_counter + 1) & 0x7FFFFFFF
         return own.barrier_counter
+
+    def _start(self, act: Callable[[], object]) -> Callable[[], None]:
+        """Does a collective in a thread, after those that have been started; returns what waits for it."""
+        self._background = self._background or ThreadPoolExecutor(1, "headrace-all-reduce")
+        started = self._background.submit(self._do, self._begin(), act)
+        # Who waits for one that has failed hears of it there.
+        self._pending = [*(each for each in self._pending if not each.done()), started]
+
+        def wait() -> None:
+            started.result()
+
+        return wait
 
     def _now(self, act: Callable[[], T]) -> T:
         """Does a collective after those that have been started."""

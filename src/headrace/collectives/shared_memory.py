@@ -53,6 +53,7 @@ class SharedMemoryGroup(ProcessGroup):
         self._page = page
         self.ends = ends or FinishedRanks([record.heartbeat for record in page.ranks])
         self._barrier = Barrier(page, rank, check, self.ends, is_gone)
+        self.start_barrier = self._barrier.start
         self._check = check
         self._segments: list[SharedSegment] = []
         self._turn = 0

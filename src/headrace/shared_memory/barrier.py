@@ -61,10 +61,20 @@ class Barrier:
 
     def meet(self) -> None:
         """Returns when every rank has come."""
+        self._await_all(self._come())
+
+    def start(self) -> Callable[[], None]:
+        """Comes, and returns a function that returns when every rank has come."""
+        return partial(self._await_all, self._come())
+
+    def _come(self) -> int:
         futex.fence()
         target = (self._own.value + 1) & 0x7FFFFFFF
         self._own.value = target
         futex.wake(self._own_address)
+        return target
+
+    def _await_all(self, target: int) -> None:
         for peer in self.peers:
             if not reached(self._counters[peer].value, target):
                 self._await(peer, target)

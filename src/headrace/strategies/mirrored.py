@@ -38,10 +38,10 @@ from headrace.strategies.context import WorkerContext, summing_of, with_tables
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
 from headrace.training.reduction import (
+    BucketReduction,
     CollectiveReduction,
     MirroredExchange,
     MirroredState,
-    OverlappedReduction,
     Reduction,
     SharedMemoryReduction,
     may_write_gradients,
@@ -135,11 +135,13 @@ class Mirrored(Strategy):
         reduction: Reduction
         if summing is None:
             reduction = SharedMemoryReduction(trainable, group)
-        elif self.overlap and not always and not _leaves_at_end(context):
-            # If layers communicate during backward, a bucket that lacks a gradient on one worker would meet their sums.
-            reduction = OverlappedReduction(trainable, group, summing, module, place, self.codec)
         else:
-            reduction = CollectiveReduction(trainable, group, summing, place, self.codec)
+            # If layers communicate during backward, a bucket that lacks a gradient on one worker would meet their sums.
+            overlap = self.overlap and not always and not _leaves_at_end(context)
+            if overlap or place.type != "cpu":
+                reduction = BucketReduction(trainable, group, summing, module, place, self.codec, overlap)
+            else:
+                reduction = CollectiveReduction(trainable, group, summing, place, self.codec)
         updater = context.updater_of(plan.segments)
         views = dict(zip(reduction.layout.names, reduction.layout.views(reduction.result), strict=True))
         # Not get_parameter(), which script modules lack.
@@ -158,9 +160,8 @@ class Mirrored(Strategy):
 
 def _leaves_at_end(context: WorkerContext) -> bool:
     """Tells whether gradients leave only when backward is over."""
-    # Of micro-batches only the sum leaves, and a compiled backward gives all gradients at its end.
-    piecewise = context.inside is not None and context.inside.piecewise
-    return context.options.accumulate > 1 or bool(context.options.compile) or piecewise
+    # A stage of a pipeline adds up micro-batches by itself.
+    return context.inside is not None and context.inside.piecewise
 
 
 MultiWorkerMirrored = Mirrored

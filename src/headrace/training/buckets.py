@@ -9,81 +9,124 @@ would exchange are those that compute, so it is not used there: see benchmarks/o
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
-from headrace.collectives.base import Collective
+from headrace import internals
+from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.compression import Compression
 from headrace.errors import UsageError
-from headrace.training.gradients import FlatLayout, UsedParameters
+from headrace.internals import foreach_copy_, foreach_zero_
+from headrace.shared_memory.layout import on_lines
+from headrace.spec.model import ParameterSpec
+from headrace.training.gradients import FlatLayout, GradientUse, assign
+
+# For each parameter in every step, which is why this is no call of `internals`.
+_writes = attrgetter(internals.version.name)
 
 
 class BucketSink:
-    """Takes each gradient when autograd has made it, and starts a bucket's all-reduce when the bucket is complete.
+    """Takes gradients from `.grad` as backward makes them, and starts the all-reduce of each bucket that is complete.
+
+    One hook a bucket looks whether all its gradients are there: on the parameter that had its gradient last, which the
+    first backward pass tells. Where a later pass takes another way, the next hook or the end of the pass sends what is
+    complete, and the pass after it tells anew. One call copies a bucket's gradients to its flat memory, and `.grad`
+    lies there from then on, so that gradients exist twice for one bucket at a time.
 
     Buckets leave in the same order on every worker, whatever the order in which their gradients come. A parameter
     without a gradient holds its bucket back until backward is over.
+
+    Args:
+        region: the flat memory, `(layout.nbytes,)` uint8.
+        early: whether buckets leave during backward; else all leave at its end, the same ones.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        parameters: Sequence[Tensor],
         sizes: Sequence[int],
         layout: FlatLayout,
         region: Tensor,
-        used: UsedParameters,
+        used: GradientUse,
         collective: Collective,
         compression: Compression,
+        early: bool = True,
     ) -> None:
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.early = early
+        self._parameters = parameters
         self._collective = collective
         self._compression = compression
         self._used = used
-        self._views = layout.views(region)
-        runs = buckets(sizes, *collective.bucket_bytes)
-        self._bucket_of = [0] * len(parameters)
-        self._flats: list[list[Tensor]] = []
-        for number, (start, stop) in enumerate(runs):
-            self._bucket_of[start:stop] = [number] * (stop - start)
-            self._flats.append(layout.runs(region, start, stop))
-        self._sizes = [stop - start for start, stop in runs]
-        self._missing = list(self._sizes)
-        self._arrived = [False] * len(parameters)
-        self._sent = 0
-        self._sends = False
+        # `.data`, because each counts its own writes then.
+        self._views = [view.data for view in layout.views(region)]
+        self._runs = buckets(sizes, *collective.bucket_bytes)
+        self._flats = [layout.runs(region, start, stop) for start, stop in self._runs]
+        if self._flats:
+            # The last bucket lies first.
+            self._flats[-1][0] = used.joined(self._flats[-1][0])
+        self._sent = self._written = 0
+        self._before: list[tuple[Tensor | None, int]] = []
+        self._last: list[int] = []
+        self._came: list[int] = []
+        self._too_soon: set[int] = set()
         self._waits: list[Callable[[], None]] = []
-        for index, parameter in enumerate(parameters):
-            parameter.register_hook(partial(self._take, index))
 
     def store(self, gradients: Sequence[Tensor | None]) -> None:
         """See `GradientSink`."""
+        self._require_sent(gradients)
         self._used.publish(gradients)
-        for index, arrived in enumerate(self._arrived):
-            gradient = gradients[index]
-            if gradient is None:
-                self._views[index].zero_()
-            elif not arrived:
-                self._views[index].copy_(gradient)
-        self._send_rest()
+        if self._sent < len(self._runs):
+            rest = slice(0, self._runs[self._sent][1])
+            _bring(self._views[rest], gradients[rest])
+            while self._sent < len(self._runs):
+                self._send()
+        self._begin()
 
     def store_nothing(self) -> None:
         """See `GradientSink`."""
-        self._used.publish_nothing()
-        for view in self._views:
-            view.zero_()
-        self._send_rest()
+        self.store([None] * len(self._parameters))
+
+    def gather(self) -> None:
+        """See `EarlySink`."""
+        _bring(self._views, [parameter.grad for parameter in self._parameters])
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.grad is not None:
+                parameter.grad = view
 
     @contextmanager
     def sending(self) -> Iterator[None]:
         """See `EarlySink`."""
-        self._sends = True
+        # What is sent before backward is over has all gradients.
+        self._used.expect_all()
+        present = [parameter.grad for parameter in self._parameters]
+        self._before = [(each, -1 if each is None else _writes(each)) for each in present]
+        watches = not self._last
+        self._came.clear()
+        self._too_soon.clear()
+        looks = ((index, partial(self._look, number)) for number, index in enumerate(self._last))
+        notes = ((index, partial(self._note, index)) for index in range(len(self._parameters)))
+        hooks = [
+            self._parameters[index].register_post_accumulate_grad_hook(hook)
+            for index, hook in (notes if watches else looks)
+            # torch has none on what user code has frozen.
+            if self._parameters[index].requires_grad
+        ]
         try:
             yield
         finally:
-            self._sends = False
+            for each in hooks:
+                each.remove()
+        if watches:
+            self._choose()
+        elif any(map(self._has, self._too_soon)):
+            self._last.clear()
+        self._send_complete()
 
     def wait(self) -> None:
         """Waits until all buckets are summed."""
@@ -96,30 +139,135 @@ class BucketSink:
         self._waits.clear()
         self._begin()
 
-    def _take(self, index: int, gradient: Tensor) -> None:
-        # Also called where user code asks autograd for gradients.
-        if not self._sends:
-            return
-        self._views[index].copy_(gradient)
-        self._arrived[index] = True
-        self._missing[self._bucket_of[index]] -= 1
-        while self._sent < len(self._missing) and self._missing[self._sent] == 0:
+    def _note(self, index: int, parameter: Tensor) -> None:
+        self._came.append(index)
+        self._send_complete()
+
+    def _look(self, number: int, parameter: Tensor) -> None:
+        if self._sent <= number and not self._has(number):
+            self._too_soon.add(number)
+        self._send_complete()
+
+    def _choose(self) -> None:
+        """Chooses each bucket's hook, after a pass in which every parameter had one."""
+        turn = {index: number for number, index in enumerate(self._came)}
+        self._last = [max(range(*run), key=lambda index: turn.get(index, -1)) for run in self._runs]
+
+    def _has(self, number: int) -> bool:
+        """Tells whether this pass has made all gradients of a bucket."""
+        run = slice(*self._runs[number])
+        for parameter, (before, writes) in zip(self._parameters[run], self._before[run], strict=True):
+            gradient = parameter.grad
+            if gradient is None or (gradient is before and _writes(gradient) == writes):
+                return False
+        return True
+
+    def _send_complete(self) -> None:
+        while self._sent < len(self._runs) and self._has(self._sent):
+            run = slice(*self._runs[self._sent])
+            parameters, views = self._parameters[run], self._views[run]
+            _bring(views, [parameter.grad for parameter in parameters])
+            assign(parameters, views)
+            self._written += sum(map(_writes, views))
             self._send()
 
     def _send(self) -> None:
         self._waits += [self._collective.start_all_reduce(flat, self._compression) for flat in self._flats[self._sent]]
         self._sent += 1
 
-    def _send_rest(self) -> None:
-        while self._sent < len(self._missing):
-            self._send()
-        self._begin()
+    def _require_sent(self, gradients: Sequence[Tensor | None]) -> None:
+        """Raises a UsageError if a gradient is not the one that was sent."""
+        if not self._sent:
+            return
+        sent = slice(self._runs[self._sent - 1][0], None)
+        views = self._views[sent]
+        if all(map(operator.is_, gradients[sent], views)) and sum(map(_writes, views)) == self._written:
+            return
+        raise UsageError(
+            "a parameter had another gradient after its bucket was sent: forward or backward calls backward() or "
+            "writes to .grad by itself; use overlap=False, which sends gradients when backward is over"
+        )
 
     def _begin(self) -> None:
         """Expects the next backward."""
-        self._sent = 0
-        self._missing[:] = self._sizes
-        self._arrived[:] = [False] * len(self._arrived)
+        self._sent = self._written = 0
+
+
+def _bring(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Copies gradients to where they are sent from, by one call; those that are missing are 0."""
+    empty = [view for view, gradient in zip(views, gradients, strict=True) if gradient is None]
+    pairs = [(v, g) for v, g in zip(views, gradients, strict=True) if g is not None and g is not v]
+    if empty:
+        foreach_zero_(empty)
+    if pairs:
+        targets, sources = zip(*pairs, strict=True)
+        foreach_copy_(targets, sources)
+
+
+class SummedUse(GradientUse):
+    """Finds the parameters without a gradient by a sum of the devices.
+
+        counts │ gradients of a bucket        how many workers have one, by parameter; leaves with the bucket
+
+    Who has all gradients knows that none is missing, and waits neither for its device nor for the others. The meeting
+    that keeps workers in step, and notices a lost one, ends when the update has been asked for.
+
+    Args:
+        wait: returns when the device's queue has the sums.
+
+    Attributes:
+        region: the flat memory of the gradients, `(nbytes,)` uint8.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, parameters: Sequence[ParameterSpec], device: torch.device, wait: Callable[[], None]
+    ) -> None:
+        self._group, self._wait = group, wait
+        # Of the type that lies first in the region.
+        dtype = getattr(torch, parameters[0].dtype) if parameters else torch.float32
+        nbytes = len(parameters) * dtype.itemsize
+        lead = on_lines(nbytes)
+        self._whole = torch.zeros(lead + FlatLayout(parameters).nbytes, dtype=torch.uint8, device=device)
+        self._counts = self._whole[:nbytes].view(dtype)
+        self.region = self._whole[lead:]
+        self._missing: tuple[int, ...] = ()
+        self._expected = False
+        self._leave: Callable[[], None] | None = None
+
+    def joined(self, flat: Tensor) -> Tensor:
+        nbytes = self.region.data_ptr() - self._whole.data_ptr() + flat.nbytes
+        return self._whole[:nbytes].view(flat.dtype)
+
+    def expect_all(self) -> None:
+        self._expected = True
+        self._counts.fill_(1)
+
+    def publish(self, gradients: Sequence[Tensor | None]) -> bool:
+        self._missing = tuple(index for index, gradient in enumerate(gradients) if gradient is None)
+        if self._missing:
+            present = [gradient is not None for gradient in gradients]
+            self._counts.copy_(torch.tensor(present).to(self._counts.dtype))
+        elif not self._expected:
+            self._counts.fill_(1)
+        # Else they may have been sent already.
+        self._expected = False
+        return not self._missing
+
+    def publish_nothing(self) -> None:
+        self.publish([None] * len(self._counts))
+
+    def settle(self) -> tuple[int, ...]:
+        start = self._group.start_barrier
+        self._leave = start() if start else self._group.barrier()
+        if not self._missing or self._group.world == 1:
+            return self._missing
+        self._wait()
+        return tuple((self._counts == 0).nonzero().flatten().tolist())
+
+    def leave(self) -> None:
+        if self._leave:
+            self._leave()
+        self._leave = None
 
 
 def buckets(sizes: Sequence[int], first_bytes: int, most_bytes: int) -> tuple[tuple[int, int], ...]:

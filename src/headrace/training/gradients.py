@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from torch.nn import functional
 
 from headrace import internals
 from headrace.collectives.base import ProcessGroup
-from headrace.errors import JobError
 from headrace.internals import foreach_copy_, foreach_div_, foreach_zero_
 from headrace.shared_memory.layout import LINE, on_lines
 from headrace.spec.model import ITEM_BYTES, ParameterSpec
@@ -128,18 +128,49 @@ class GradientPlaces(Protocol):
 
 @runtime_checkable
 class EarlySink(Protocol):
-    """A sink that takes gradients as soon as backward has made them, by a hook of its own on each parameter."""
+    """A sink that, if `early`, takes gradients from `.grad` as soon as backward has made them."""
+
+    early: bool
+
+    def gather(self) -> None:
+        """Takes what is in `.grad` to where it is sent from, for later passes to add to it there."""
 
     def sending(self) -> AbstractContextManager[None]:
         """Lets one backward pass send early, whose gradients go to the sink as they are."""
 
 
-class UsedParameters:
+class GradientUse(ABC):
     """Finds the trainable parameters that no worker has a gradient for in this round.
 
     One device skips a parameter that the loss does not depend on (no decay, no momentum). N workers do the same only
     if no worker's part of the batch depends on it, so they must tell each other.
     """
+
+    @abstractmethod
+    def publish(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Tells the others which of this worker's gradients are missing; returns whether none is."""
+
+    @abstractmethod
+    def publish_nothing(self) -> None:
+        """Tells the others that this worker has no gradients."""
+
+    @abstractmethod
+    def settle(self) -> tuple[int, ...]:
+        """Returns the indices of the parameters without any gradient, when all workers have published."""
+
+    def leave(self) -> None:  # noqa: B027  (nothing, where `settle` has waited for the others)
+        """Waits until all workers have come to `settle`."""
+
+    def expect_all(self) -> None:  # noqa: B027
+        """Notes that this worker has all gradients, before it has published."""
+
+    def joined(self, flat: Tensor) -> Tensor:
+        """Returns gradients that lie first in memory, with what is summed beside them."""
+        return flat
+
+
+class UsedParameters(GradientUse):
+    """Finds them by what the hosts tell each other."""
 
     def __init__(self, group: ProcessGroup, count: int) -> None:
         self._group = group
@@ -150,7 +181,6 @@ class UsedParameters:
         self._own = self._regions[group.rank if shares else 0]
 
     def publish(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Tells the others which of this worker's gradients are missing; returns whether none is."""
         complete = not any(map(operator.is_, gradients, repeat(None)))
         if not complete:
             self._own[1:] = [gradient is None for gradient in gradients]
@@ -158,11 +188,9 @@ class UsedParameters:
         return complete
 
     def publish_nothing(self) -> None:
-        """Tells the others that this worker has no gradients."""
         self._own[:] = 1
 
     def settle(self) -> tuple[int, ...]:
-        """Waits until all workers have published; returns the indices of the parameters without any gradient."""
         if not self._group.one_memory:
             return self._settle_by_collective()
         self._group.barrier()
@@ -367,31 +395,3 @@ def _is_plain(value: Any, weight: Tensor) -> bool:
         return False
     # Transforms of functions, and derivatives in the forward direction, need rules of their own.
     return not internals.functorch_active() and internals.forward_level(forward_ad) < 0
-
-
-def require_graph(loss: Tensor) -> Tensor:
-    """Returns a loss that can be differentiated.
-
-    Raises:
-        JobError: it depends on no parameter that is trained.
-    """
-    if not loss.requires_grad:
-        raise JobError(
-            "the loss depends on no parameter that is trained, so it has no gradient; look in forward and in the loss "
-            "for detach(), torch.no_grad(), argmax, or a tensor that is made anew (torch.tensor, numpy)"
-        )
-    return loss
-
-
-def has_reentrant_checkpoint(loss: Tensor) -> bool:
-    """Tells whether forward used `torch.utils.checkpoint(use_reentrant=True)`, which takes `loss.backward()` alone."""
-    seen, rest = set(), [loss.grad_fn]
-    while rest:
-        node = rest.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        seen.add(node)
-        rest += [following for following, _ in node.next_functions]
-    return False

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headrace.training.clipping import GradientClipper, StepDecision
 from headrace.training.exchange import UpdatingExchange
-from headrace.training.gradients import UsedParameters, assign
+from headrace.training.gradients import GradientUse, assign
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import Updater
 
@@ -38,7 +38,7 @@ class ReducingExchange(UpdatingExchange):
         self,
         updater: Updater,
         clipper: GradientClipper,
-        used: UsedParameters,
+        used: GradientUse,
         parameters: Sequence[nn.Parameter],
         gradients: Sequence[Tensor],
         parameter_bytes: int,
@@ -52,7 +52,7 @@ class ReducingExchange(UpdatingExchange):
         self._indices = range(len(parameters)) if indices is None else indices
         self._attach(used, gradients)
 
-    def _attach(self, used: UsedParameters, gradients: Sequence[Tensor]) -> None:
+    def _attach(self, used: GradientUse, gradients: Sequence[Tensor]) -> None:
         self._used = used
         self._gradients = gradients
         self.gradient_bytes = sum(each.nbytes for each in gradients)
@@ -88,6 +88,11 @@ class ReducingExchange(UpdatingExchange):
     def update(self, round_: int) -> None:
         super().update(round_)
         self.publish()
+        self._used.leave()
+
+    def skip(self, round_: int) -> None:
+        super().skip(round_)
+        self._used.leave()
 
     def swap_weights(self, averaged: bool) -> None:
         super().swap_weights(averaged)

@@ -13,13 +13,14 @@ from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.compression import PLAIN, Compression
 from headrace.internals import foreach_copy_
 from headrace.spec.model import ParameterSpec
-from headrace.training.buckets import BucketSink
+from headrace.training.buckets import BucketSink, SummedUse
 from headrace.training.clipping import GradientClipper
 from headrace.training.exchange import ElasticState
 from headrace.training.gradients import (
     FlatGradients,
     FlatLayout,
     GradientSink,
+    GradientUse,
     SharedGradients,
     UsedParameters,
     assign,
@@ -43,7 +44,7 @@ class Reduction(ABC):
     """
 
     layout: FlatLayout
-    used: UsedParameters
+    used: GradientUse
     sink: GradientSink
     result: Tensor
     held: list[Tensor]
@@ -78,13 +79,10 @@ class Reduction(ABC):
             if piece.key == RESIDUAL:
                 piece.copy_to(self.layout.flat(self.compression.residuals, piece.parameter), 0)
 
-    def _lay_out(
-        self, trainable: Sequence[ParameterSpec], group: ProcessGroup, rank: int, device: torch.device
-    ) -> None:
-        """Makes room for a sum that every device has, and that the first one measures."""
+    def _lay_out(self, trainable: Sequence[ParameterSpec], used: GradientUse, rank: int, result: Tensor) -> None:
+        """Takes memory for a sum that every device has, and that the first one measures."""
         self.layout = FlatLayout(trainable)
-        self.used = UsedParameters(group, len(trainable))
-        self.result = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=device)
+        self.used, self.result = used, result
         self.held = [span.of(self.result) for span in self.layout.spans]
         self._lead(rank)
 
@@ -136,9 +134,11 @@ class CollectiveReduction(Reduction):
         codec: str = "plain",
     ) -> None:
         self._collective = collective
-        self._lay_out(trainable, group, collective.rank, device)
+        result = torch.zeros(FlatLayout(trainable).nbytes, dtype=torch.uint8, device=device)
+        used = UsedParameters(group, len(trainable))
+        self._lay_out(trainable, used, collective.rank, result)
         self.compression = Compression(codec, self.result)
-        self.sink = FlatGradients(self.layout, self.result, self.used)
+        self.sink = FlatGradients(self.layout, self.result, used)
 
     def regroup(self) -> None:
         self.compression.forget()
@@ -149,8 +149,11 @@ class CollectiveReduction(Reduction):
             self._collective.start_all_reduce(total, self.compression)()
 
 
-class OverlappedReduction(Reduction):
-    """Sums by a collective of the devices, bucket by bucket, while backward still runs."""
+class BucketReduction(Reduction):
+    """Sums by a collective of the devices, bucket by bucket; if `overlap`, while backward still runs.
+
+    The gradients' use is found in the sum where it lies on an accelerator, so that no worker waits for it.
+    """
 
     def __init__(
         self,
@@ -160,12 +163,23 @@ class OverlappedReduction(Reduction):
         module: nn.Module,
         device: torch.device,
         codec: str = "plain",
+        overlap: bool = True,
     ) -> None:
+        used: GradientUse
+        if device.type == "cpu":
+            used = UsedParameters(group, len(trainable))
+            result = torch.zeros(FlatLayout(trainable).nbytes, dtype=torch.uint8)
+        else:
+            used = SummedUse(group, trainable, device, lambda: self._buckets.wait())
+            result = used.region
+        self._lay_out(trainable, used, collective.rank, result)
         self._collective = collective
-        self._lay_out(trainable, group, collective.rank, device)
         self.compression = Compression(codec, self.result)
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         sizes = [parameter.bytes for parameter in trainable]
-        self._buckets = BucketSink(module, sizes, self.layout, self.result, self.used, collective, self.compression)
+        self._buckets = BucketSink(
+            parameters, sizes, self.layout, self.result, used, collective, self.compression, overlap
+        )
         self.sink = self._buckets
 
     def regroup(self) -> None:

@@ -23,7 +23,7 @@ from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options, require_plain_forward
 from headrace.training.clipping import LossScale
-from headrace.training.compute import Compute, Computed
+from headrace.training.compute import Compute, Computed, has_reentrant_checkpoint, require_graph
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.gradients import (
     DirectGradients,
@@ -32,8 +32,6 @@ from headrace.training.gradients import (
     GradientSink,
     assign,
     divide,
-    has_reentrant_checkpoint,
-    require_graph,
     times,
 )
 from headrace.training.optimizer import StateSlices
@@ -90,7 +88,7 @@ class WholeModel(Compute):
         self._sparse = tuple(sparse_layers(module))
         self._direct: DirectGradients | None = None
         # Compiled kernels make the gradients of all layers themselves.
-        self._early = sink if isinstance(sink, EarlySink) else None
+        self._early = sink if isinstance(sink, EarlySink) and sink.early else None
         if isinstance(sink, GradientPlaces) and graph is None:
             self._direct = DirectGradients(module, self._trained.every, sink)
         self.device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
@@ -203,8 +201,9 @@ class WholeModel(Compute):
         apart = hooked and share.examples != share.of
         if self._is_plain(loss) and not apart and not any(map(_accumulation_hooks, self._trained.every)):
             leaves, live = self._leaves(), self._trained.in_epoch(share.epoch)
-            early = self._early.sending() if self._early and not hooked else nullcontext()
-            with self._direct.writing() if self._direct else nullcontext(), early:
+            if self._early and live and not hooked:
+                return self._send_early(self._early, loss, [*live, *leaves])
+            with self._direct.writing() if self._direct else nullcontext():
                 found = torch.autograd.grad(loss, [*live, *leaves], allow_unused=True)
             assign(leaves, found[len(live) :])
             return self._trained.all_of(live, found[: len(live)])
@@ -216,6 +215,16 @@ class WholeModel(Compute):
             called(self._trained.every, share.examples / share.of)
         gradients = [parameter.grad for parameter in self._trained.every]
         assign(self._trained.every, held)
+        return gradients
+
+    def _send_early(self, sink: EarlySink, loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        every = self._trained.every
+        held = [parameter.grad for parameter in every]
+        assign(every, [None] * len(held))
+        with sink.sending():
+            loss.backward(inputs=inputs)
+        gradients = [parameter.grad for parameter in every]
+        assign(every, held)
         return gradients
 
     def _add(self, loss: Tensor, epoch: int) -> None:
@@ -236,10 +245,7 @@ class WholeModel(Compute):
 
         They are called with that of the share's own mean, so that one which adds something adds it once for all shares.
         """
-        seen = [*map(_gradient_hooks, self._trained.every)]
-        if self._early:
-            seen = [hooks and len(hooks) > 1 for hooks in seen]
-        return any(seen) or any(map(_accumulation_hooks, self._trained.every))
+        return any(map(_gradient_hooks, self._trained.every)) or any(map(_accumulation_hooks, self._trained.every))
 
     def _is_plain(self, loss: Tensor) -> bool:
         """Tells whether autograd may be asked for the gradients of some tensors alone."""
@@ -261,7 +267,12 @@ class WholeModel(Compute):
                 means = isinstance(loss, Mean)
                 total, weight = weigh(loss, stop - start)
                 # The weight of a part of a `Mean` is known when all have been weighed.
-                self._add(self._scaled(total if means else total / share.of), share.epoch)
+                # Gradients that are changed after the last backward cannot leave early.
+                early = self._early if not (hooked or means) and self._is_plain(total) else None
+                with early.sending() if early and stop == share.examples else nullcontext():
+                    self._add(self._scaled(total if means else total / share.of), share.epoch)
+                if early and start == 0:
+                    early.gather()
                 totals.append(total.detach())
                 weights.append(weight)
         own = float(sum(weights))
