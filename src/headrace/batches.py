@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headrace.errors import DataError, JobError
+from headrace.trees import map_tensors
 
 
 def call(module: Callable[..., Any], batch: Any, inputs: Any) -> Any:
@@ -82,3 +84,10 @@ def form(batch: Any) -> str:
     if isinstance(batch, tuple | list):
         return f"a {type(batch).__name__} of {len(batch)}"
     return f"a {type(batch).__name__}"
+
+
+def placed(batch: Any, device: torch.device) -> Any:
+    """Returns a batch on a device."""
+    if device.type == "cpu":
+        return batch
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)

@@ -18,8 +18,9 @@ from typing import Any
 from torch import Tensor
 
 from headrace.averaging.averager import OUTER, ParameterAverager, Stretch
-from headrace.training.exchange import ElasticState, UpdatingExchange
+from headrace.training.exchange import UpdatingExchange
 from headrace.training.optimizer import StatePiece
+from headrace.training.synchronization import ElasticState
 
 
 class AveragedState(ElasticState):

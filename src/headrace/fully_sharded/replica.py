@@ -21,11 +21,12 @@ from headrace.policies.roles import bounds
 from headrace.spec.job import Share
 from headrace.spec.options import Options, require_plain_forward
 from headrace.training.clipping import GradientClipper, LossScale, StepDecision
-from headrace.training.compute import Compute, Computed, require_graph
+from headrace.training.compute import Compute, Computed
 from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import UsedParameters
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import Updater
+from headrace.training.user_code.differentiable import require_graph
 from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.trained import FixedParameters, ReadGradients
 from headrace.training.whole_model import HALF, cut

@@ -26,11 +26,12 @@ from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.plan import Plan
 from headrace.training.clipping import GradientClipper, LossScale, StepDecision
-from headrace.training.compute import Compute, Computed, require_graph
+from headrace.training.compute import Compute, Computed
 from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import GradientSink, assign, divide
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import Updater
+from headrace.training.user_code.differentiable import require_graph
 from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.trained import TrainedParameters
 from headrace.training.whole_model import ModelParallelGroup, WholeModel, cut

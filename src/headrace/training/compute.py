@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from headrace.batches import placed
 from headrace.collectives.base import ProcessGroup
-from headrace.errors import JobError, UsageError
+from headrace.errors import UsageError
 from headrace.metrics import Mean
 from headrace.modules import is_dense, parameters_and_buffers
 from headrace.spec.job import Share
-from headrace.trees import map_tensors
 
 if TYPE_CHECKING:
     from headrace.spec.events import StagePass
@@ -118,38 +118,3 @@ class Compute(ABC):
     def place(self, batch: Any) -> Any:
         """Returns a batch as a step takes it: on the model's device, unless it is padded on the host first."""
         return placed(batch, self.device)
-
-
-def placed(batch: Any, device: torch.device) -> Any:
-    """Returns a batch on a device."""
-    if device.type == "cpu":
-        return batch
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
-
-
-def has_reentrant_checkpoint(loss: Tensor) -> bool:
-    """Tells whether forward used `torch.utils.checkpoint(use_reentrant=True)`, which takes `loss.backward()` alone."""
-    seen, rest = set(), [loss.grad_fn]
-    while rest:
-        node = rest.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        seen.add(node)
-        rest += [following for following, _ in node.next_functions]
-    return False
-
-
-def require_graph(loss: Tensor) -> Tensor:
-    """Returns a loss that can be differentiated.
-
-    Raises:
-        JobError: it depends on no parameter that is trained.
-    """
-    if not loss.requires_grad:
-        raise JobError(
-            "the loss depends on no parameter that is trained, so it has no gradient; look in forward and in the loss "
-            "for detach(), torch.no_grad(), argmax, or a tensor that is made anew (torch.tensor, numpy)"
-        )
-    return loss

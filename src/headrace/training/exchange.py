@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.training.clipping import StepDecision
 from headrace.training.compute import Compute
 from headrace.training.optimizer import StatePiece, StateSlices
-from headrace.training.synchronization import DataLeases, PeriodicSync, SwappableWeights
+from headrace.training.synchronization import DataLeases, ElasticState, PeriodicSync, SwappableWeights
 from headrace.training.update import Updater
 
 if TYPE_CHECKING:
@@ -119,28 +119,6 @@ class UpdatingExchange(Exchange):
 
     def memory(self) -> tuple[int, int]:
         return self.parameter_bytes, self.updater.state_bytes()
-
-
-class ElasticState(ABC):
-    """What becomes of a worker's state where others are lost, join and leave."""
-
-    @abstractmethod
-    def regroup(self) -> None:
-        """Goes on with the group's present members; every member calls it, between two rounds."""
-
-    def keep(self) -> None:  # noqa: B027  (nothing, where each round counts by itself)
-        """Copies what rounds change before they count, where that is all rounds until a synchronization."""
-
-    def bring_back(self) -> None:  # noqa: B027
-        """Restores what was kept: the rounds since then come again."""
-
-    @abstractmethod
-    def give(self) -> tuple[StatePiece, ...]:
-        """Returns what one worker gives to those that join, after `regroup`, beside the model and the settings."""
-
-    @abstractmethod
-    def take(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any]) -> None:
-        """Begins, on a worker that joins, with what another one's `give` and its exchange's settings returned."""
 
 
 @dataclass(frozen=True)

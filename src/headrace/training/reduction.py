@@ -15,7 +15,6 @@ from headrace.internals import foreach_copy_
 from headrace.spec.model import ParameterSpec
 from headrace.training.buckets import BucketSink, SummedUse
 from headrace.training.clipping import GradientClipper
-from headrace.training.exchange import ElasticState
 from headrace.training.gradients import (
     FlatGradients,
     FlatLayout,
@@ -27,6 +26,7 @@ from headrace.training.gradients import (
 )
 from headrace.training.optimizer import StatePiece, has_step_hooks
 from headrace.training.reducing import Reduced, ReducingExchange
+from headrace.training.synchronization import ElasticState
 from headrace.training.update import Updater
 
 RESIDUAL = "headrace.residual"

@@ -6,7 +6,7 @@ Averaged are parameters, and the part of an optimizer's state that has a mean.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -261,3 +261,25 @@ def _require_mean(optimizer: torch.optim.Optimizer, name: str, key: str, value: 
 
 def describe_tensor(name: str, tensor: Tensor) -> ParameterSpec:
     return ParameterSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+class ElasticState(ABC):
+    """What becomes of a worker's state where others are lost, join and leave."""
+
+    @abstractmethod
+    def regroup(self) -> None:
+        """Goes on with the group's present members; every member calls it, between two rounds."""
+
+    def keep(self) -> None:  # noqa: B027  (nothing, where each round counts by itself)
+        """Copies what rounds change before they count, where that is all rounds until a synchronization."""
+
+    def bring_back(self) -> None:  # noqa: B027
+        """Restores what was kept: the rounds since then come again."""
+
+    @abstractmethod
+    def give(self) -> tuple[StatePiece, ...]:
+        """Returns what one worker gives to those that join, after `regroup`, beside the model and the settings."""
+
+    @abstractmethod
+    def take(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any]) -> None:
+        """Begins, on a worker that joins, with what another one's `give` and its exchange's settings returned."""

@@ -20,8 +20,9 @@ from headrace.spec.job import Share
 from headrace.spec.parameter_sets import TurnOrder
 from headrace.training.clipping import StepDecision
 from headrace.training.compute import Compute, Computed
-from headrace.training.exchange import ElasticState, Exchange, UpdatingExchange
+from headrace.training.exchange import Exchange, UpdatingExchange
 from headrace.training.optimizer import StatePiece
+from headrace.training.synchronization import ElasticState
 
 SETS = "sets"
 """The key, in the settings, of those of each set."""

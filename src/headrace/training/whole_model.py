@@ -23,7 +23,7 @@ from headrace.spec.job import Share
 from headrace.spec.model import ModelSpec
 from headrace.spec.options import Options, require_plain_forward
 from headrace.training.clipping import LossScale
-from headrace.training.compute import Compute, Computed, has_reentrant_checkpoint, require_graph
+from headrace.training.compute import Compute, Computed
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.gradients import (
     DirectGradients,
@@ -35,6 +35,7 @@ from headrace.training.gradients import (
     times,
 )
 from headrace.training.optimizer import StateSlices
+from headrace.training.user_code.differentiable import has_reentrant_checkpoint, require_graph
 from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.trained import TrainedParameters
 from headrace.trees import map_leaves, map_tensors, widened

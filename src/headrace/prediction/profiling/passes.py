@@ -16,7 +16,7 @@ from headrace.batches import call
 from headrace.modules import set_train_modes
 from headrace.pipeline.layer_cost import LayerTiming, between, clock, kept_bytes, place, typical
 from headrace.pipeline.profile import limited_threads, loss_of
-from headrace.training.compute import has_reentrant_checkpoint
+from headrace.training.user_code.differentiable import has_reentrant_checkpoint
 from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.trial import unchanged
 from headrace.training.user_code.watching import Operations

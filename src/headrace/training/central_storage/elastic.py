@@ -22,11 +22,11 @@ from headrace.spec.plan import Segment
 from headrace.training.central_storage.exchange import cut_segment, place_parameters
 from headrace.training.central_storage.shared_state import SharedState, StateForm
 from headrace.training.clipping import GradientClipper, LossScale
-from headrace.training.exchange import ElasticState
 from headrace.training.gradients import SharedGradients
 from headrace.training.optimizer import StatePiece
 from headrace.training.reducing import Reduced, ReducingExchange
 from headrace.training.reduction import shared_traffic
+from headrace.training.synchronization import ElasticState
 from headrace.training.update import Updater
 
 Cut = Callable[[int], Sequence[Segment]]

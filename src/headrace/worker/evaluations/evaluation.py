@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.batches import select_target
+from headrace.batches import placed, select_target
 from headrace.collectives.base import ProcessGroup
 from headrace.data.loading.loader import Loader
 from headrace.metrics import weigh
 from headrace.modules import evaluating
 from headrace.spec.job import Job, Share
 from headrace.spec.parameter_sets import loss_name
-from headrace.training.compute import placed
 from headrace.training.exchange import Replica
 from headrace.training.shared_buffers.batch_norm import averaged_buffers
 from headrace.training.shared_buffers.synced import average_by_weight
