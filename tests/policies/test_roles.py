@@ -20,6 +20,7 @@ from headrace.policies.roles import (
     worker_roles,
 )
 from headrace.spec.cluster import Cluster, Host
+from headrace.spec.model import ModelSpec
 
 CLUSTER = Cluster((Host("a", 8, 100, ranks=(0, 3)), Host("b", 3, 40, ranks=(1,)), Host("c", 2, 40, ranks=(2,))), 4)
 
@@ -52,9 +53,10 @@ def test_what_cannot_be_is_refused(workers: int | None, cluster: Cluster, spread
 
 
 def test_each_host_needs_memory_for_its_own_workers() -> None:
-    require_memory("some", 160, CLUSTER)
+    roles, model = worker_roles("some", None, CLUSTER, spread=True), ModelSpec(())
+    require_memory("some", 160, CLUSTER, roles, model)
     with pytest.raises(InfeasiblePlan, match="needs 41 bytes of host memory for parameters and gradients, and b has"):
-        require_memory("some", 164, CLUSTER)
+        require_memory("some", 164, CLUSTER, roles, model)
 
 
 @given(st.integers(1, 256), st.integers(1, 256))

@@ -42,7 +42,7 @@ from headrace.spec.options import Checkpoints, check_options
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, resolve
-from headrace.strategies.checks import check_device, check_shapes
+from headrace.strategies.checks import check_device, check_shapes, require_device_memory
 from headrace.strategies.context import ModelProbe
 from headrace.strategies.refusals import refuse
 from headrace.training.embeddings.constructing import made_sparse
@@ -303,6 +303,8 @@ def _planned(
     info = _inspected(job, info, chosen, cluster, arguments.encrypt, once)
     plan = plan_of(chosen, info.model, cluster, info.sets)
     check_device(chosen, plan, cluster)
+    if chosen.whole_model:
+        require_device_memory(plan, info.model, cluster)
     if arguments.device == AUTO and cluster.hosts[0].name == host_name() and (said := notice_of_auto(cluster.device)):
         info = replace(info, notices=(*info.notices, said))
     if cluster.device != HOST:

@@ -102,7 +102,8 @@ def memories(kind: DeviceKind) -> tuple[int, ...]:
 
     NVIDIA's management library says it without beginning to use a device, so that processes may still be forked.
     """
-    if not kind.visible:
+    # That of the one driver in the table.
+    if not kind.driver:
         return ()
     try:
         library = ctypes.CDLL(_LIBRARY)
@@ -114,7 +115,7 @@ def memories(kind: DeviceKind) -> tuple[int, ...]:
         found = [_memory(library, name) for name in _visible(library, kind.visible)]
     finally:
         library.nvmlShutdown()
-    # Where one is not known, neither is which of the others is the smallest.
+    # Where one is not known, neither is which is the largest.
     return tuple(found) if all(found) else ()
 
 

@@ -108,7 +108,7 @@ def data_parallel_plan(
     """
     roles = worker_roles(strategy, workers, cluster, spread)
     each, once = copies
-    require_memory(strategy, (each * len(roles) + once) * model.trainable_bytes, cluster)
+    require_memory(strategy, (each * len(roles) + once) * model.trainable_bytes, cluster, roles, model)
     _require_table_memory(strategy, roles, model, cluster)
     return Plan(
         strategy=strategy,
@@ -154,12 +154,18 @@ def require_cpu(strategy: str, cluster: Cluster) -> None:
         )
 
 
-def require_memory(strategy: str, needed_bytes: int, cluster: Cluster) -> None:
+def require_memory(
+    strategy: str, needed_bytes: int, cluster: Cluster, roles: Sequence[Role], model: ModelSpec, server_bytes: int = 0
+) -> None:
     """Refuses a plan that needs more host memory than there is.
 
-    `needed_bytes` are of all hosts together, each in proportion to its workers. Raises an `InfeasiblePlan` with both
+    `needed_bytes` are of all workers together, if they are on CPUs; one on a device has there what it trains with, and
+    builds the model in host memory. Each host's are in proportion to its workers. Raises an `InfeasiblePlan` with both
     numbers.
     """
+    workers = [role for role in roles if role.computes]
+    far = sum(role.device != HOST for role in workers)
+    needed_bytes = needed_bytes * (len(workers) - far) // len(workers) + far * model.parameter_bytes + server_bytes
     for host in cluster.hosts:
         needed = needed_bytes * len(host.ranks) // cluster.ranks if cluster.ranks and host.ranks else needed_bytes
         if needed > host.memory_bytes:

@@ -24,7 +24,7 @@ class Host:
         ranks: of the processes that a launcher has started on it, where there are several hosts.
         address: by which other hosts reach it; "" where it is not given.
         price_per_hour: in any currency, the same for all hosts.
-        device_memory_bytes: of each accelerator; 0 where it is not known.
+        device_memory_bytes: of each accelerator, of the largest where they differ; 0 where it is not known.
         device_flops: floating-point operations a second that a device attains in training, not its peak; 0 where it is
             not known, and a model's measured times count.
         bus_bytes_per_s: between two devices of the host, or two processes on its cores.

@@ -175,7 +175,7 @@ class Hybrid(ServedStrategy):
             require_sliceable(self.name, model)
             # In a round each replica has parameters and gradients, and all together the parts and their state.
             needed, segments = max(len(roles), 2 * replicas + model.copies), _divided(inner, model, replicas)
-        require_memory(self.name, needed * model.trainable_bytes, cluster)
+        require_memory(self.name, needed * model.trainable_bytes, cluster, roles, model)
         return replace(
             inner,
             strategy=self.name,

@@ -131,7 +131,7 @@ class Pipeline(Strategy):
                     "leave out parameters whose grad is None in its step and hooks, or use mirrored"
                 )
         # Each builds the whole model before it keeps its stages.
-        require_memory(self.name, max(ranks, model.copies) * model.trainable_bytes, cluster)
+        require_memory(self.name, max(ranks, model.copies) * model.trainable_bytes, cluster, roles, model)
         schedule = self.schedule_of(ranks)
         terms = self._terms(schedule, roles, cluster)
         if isinstance(self.partition, str):

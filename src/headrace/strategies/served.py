@@ -76,8 +76,8 @@ class ServedStrategy(Strategy):
         """
         roles = worker_and_server_roles(self.name, self.workers, self.servers, cluster, self.backups)
         count = sum(role.kind == "worker" for role in roles)
-        needed = copies * count + server_copies * (1 + self.backups) + self.backups
-        require_memory(self.name, needed * model.trainable_bytes, cluster)
+        trained, served = model.trainable_bytes, server_copies * (1 + self.backups) + self.backups
+        require_memory(self.name, copies * count * trained, cluster, roles, model, served * trained)
         ranks = [role.rank for role in roles if role.kind == "server"]
         transport = "tcp" if len(cluster.hosts) > 1 else self.transport
         segments = assign_shards(model, ranks, self.sharding, self.placement, transport)

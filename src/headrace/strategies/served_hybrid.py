@@ -90,7 +90,8 @@ def served_plan(
     roles = worker_and_server_roles(strategy, replicas * devices, outer.servers, cluster)
     copies = 6 if isinstance(outer, Downpour) and outer.overlap else 4
     # Each rank builds the whole model before it keeps a part.
-    require_memory(strategy, (replicas * (devices + copies) + 1) * model.trainable_bytes, cluster)
+    trained = model.trainable_bytes
+    require_memory(strategy, replicas * (devices + copies) * trained, cluster, roles, model, trained)
     workers = replicas * devices
     roles = tuple(
         replace(role, data_rank=role.rank // devices, stage=role.rank % devices)

@@ -105,7 +105,8 @@ class TensorParallel(Strategy):
                 f"parameter, and {self.name} makes it over slices; use mirrored, or fully_sharded"
             )
         # Each builds the whole model before it keeps a part, and how small the parts are is not known yet.
-        require_memory(self.name, max(2 * len(roles), model.copies) * model.trainable_bytes, cluster)
+        needed = max(2 * len(roles), model.copies) * model.trainable_bytes
+        require_memory(self.name, needed, cluster, roles, model)
         return Plan(
             strategy=self.name,
             options=describe_options(self),

@@ -17,8 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from headrace.devices import DEVICES, GPU
 from headrace.engine.local.fork_server import environment_of_workers
 from headrace.machine import disk
+from headrace.machine.accelerators import memories
 from headrace.machine.identity import host_name, installed_versions
 from headrace.machine.resources import cores, spare_memory_bytes
 
@@ -52,6 +54,7 @@ class RankAgent:
             "cores": cores(),
             "memory_bytes": spare_memory_bytes(),
             "gpus": [str(index) for index in ray.get_gpu_ids()],
+            "gpu_bytes": max(memories(DEVICES[GPU]), default=0),
         }
 
     def free_port(self, address: str) -> int:

@@ -123,4 +123,5 @@ def _hosts(
             *(place.address,),
             worker_devices=devices if shared else (),
             identities=identities,
+            device_memory_bytes=each.get("gpu_bytes", 0),
         )
