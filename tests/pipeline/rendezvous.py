@@ -40,7 +40,7 @@ class Meeting:
 
     def __post_init__(self) -> None:
         self.running: list[deque[Operation]] = [deque() for _ in range(self.world)]
-        self.operations = 0
+        self.most = 0
         self.nbytes = 0
 
     def go_on(self) -> None:
@@ -85,7 +85,7 @@ class Rendezvous(Peers):
             tensor.fill_(_NAN)
         operation = Operation(deque(sends), deque(receives))
         with meeting.changed:
-            meeting.operations += 1
+            meeting.most = max(meeting.most, len(sends) + len(receives))
             meeting.running[self.rank].append(operation)
             meeting.go_on()
 

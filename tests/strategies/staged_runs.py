@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 import os
+import signal
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 
 import headrace as hr
 from engine.ranks import say
+from headrace.errors import PeerLost
 from headrace.pipeline.schedules import SCHEDULES
 from headrace.strategies import Strategy
 from headrace.worker import losses
@@ -121,3 +124,26 @@ def halved() -> None:
     for name in ("1f1b", "zb_h1"):
         model = hr.fit(job, hr.Pipeline(2, 4, name), device="fake").model.state_dict()
         say(name=name, apart=distance(model, one), from_whole=distance(model, whole))
+
+
+def die_in_the_third_round(worker: hr.Worker) -> None:
+    """A loop whose last stage is killed while the others wait for it."""
+    for batch in worker.batches():
+        if worker.round == 2 and worker.rank == worker.world - 1:
+            Path("told").write_text(repr(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        worker.step(batch)
+
+
+def killed() -> None:
+    """A lost stage ends the run, which goes on with fewer."""
+    job, folder = make_job(), Path.cwd() / "run"
+    checkpoints = hr.Checkpoints(every_steps=1)
+    try:
+        hr.launch(
+            die_in_the_third_round, job, hr.Pipeline(3, 4), device="fake", run_dir=folder, checkpoints=checkpoints
+        )
+    except PeerLost as error:
+        say(name="lost", after_s=time.monotonic() - float(Path("told").read_text()), error=str(error))
+    run = hr.fit(job, hr.Pipeline(2, 4, "1f1b"), device="fake", run_dir=folder, resume=True)
+    say(name="resumed", apart=distance(run.model.state_dict(), one_device(job)))

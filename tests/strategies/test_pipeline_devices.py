@@ -62,6 +62,20 @@ class Masked(nn.Module):
         return self.third(torch.tanh(self.second(x[x[:, 0] > 0])))
 
 
+class Wide(nn.Module):
+    """Twelve values cross each cut, more than go in one operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(4, 4) for _ in range(12))
+        self.second, self.third = nn.Linear(4, 4), nn.Linear(48, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = [torch.tanh(layer(x)) for layer in self.first]
+        x = self.second(values[0])
+        return self.third(torch.cat([value * x for value in values], 1))
+
+
 class Counting(nn.Module):
     """A buffer that every forward changes crosses a cut."""
 
@@ -89,6 +103,13 @@ def test_what_changes_for_inputs_of_one_form_is_refused_by_name() -> None:
     )
     with pytest.raises(UsageError, match=said):
         between(case, 2, 2, partition=[1, 2])
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_messages_of_many_tensors_go_in_several_operations(schedule: str) -> None:
+    found, meeting = between(Case(Wide), 3, 4, schedule=schedule, chunks=2)
+    assert distance(found, on_one_device(Case(Wide))) <= 1e-9
+    assert meeting.most == 8
 
 
 def test_a_buffer_that_changes_while_it_is_on_its_way_arrives_as_it_was() -> None:

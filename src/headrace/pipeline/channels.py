@@ -223,8 +223,8 @@ def tensors_of(form: Form, device: torch.device) -> list[Tensor]:
 
 def values_of(form: Form, tensors: Iterable[Tensor], receive: Track) -> dict[str, Any]:
     """Returns the values of a message whose note says this, by name; these are its tensors."""
-    marks = (tracked for _, _, tracked in _tensor_forms(form))
-    received = iter(receive(tensor, tracked) for tensor, tracked in zip(tensors, marks, strict=True))
+    forms = _tensor_forms(form)
+    received = iter([receive(tensor, tracked) for tensor, (_, _, tracked) in zip(tensors, forms, strict=True)])
     return {name: _value(each, received) for name, each in form.items()}
 
 
