@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, pairwise
 
 import pytest
 
+import headrace as hr
 from headrace.errors import UsageError
-from headrace.pipeline.schedules import SCHEDULES
+from headrace.pipeline.schedules import SCHEDULES, transfers
 from headrace.pipeline.schedules.schedule import Action, PassKind, PipelineSchedule
 from headrace.pipeline.schedules.transfers import Program, Transfer, check_schedule, programs
+from headrace.strategies import pipeline
+from strategies.contract_runs import CLUSTER, MODEL
 
 Edges = Collection[tuple[int, int]]
 Batch = tuple[Transfer, ...]
@@ -113,7 +117,8 @@ def test_no_rank_waits_for_ever(name: str, ranks: int) -> None:
     for chunks in chunks_of(name):
         for micro_batches in range(1, 13):
             schedule = SCHEDULES[name](ranks, micro_batches, chunks)
-            check_schedule(name, schedule)
+            if ranks < 5:
+                check_schedule(name, schedule)
             orders, stages = schedule.orders(), schedule.stages()
             check(orders, chain(stages), schedule.placement())
             if stages <= 8 and micro_batches in (1, 2, 5, 8, 12):
@@ -134,6 +139,23 @@ def test_an_evaluation_waits_for_nobody_either(ranks: int, chunks: int) -> None:
     placement = [stage % ranks for stage in range(ranks * chunks)]
     orders = [[Action(stage, 0) for stage, holder in enumerate(placement) if holder == rank] for rank in range(ranks)]
     check(orders, skips(ranks * chunks), placement)
+
+
+def test_the_drawings_are_what_is_done() -> None:
+    """That of the module, and that of the page on pipelines."""
+    schedule = SCHEDULES["1f1b"](2, 2)
+    letters = {"values": "v", "gradients": "g"}
+    drawn = []
+    for rank, (order, gaps) in enumerate(
+        zip(schedule.orders(), programs(schedule.orders(), [(0, 1)], [0, 1]), strict=True)
+    ):
+        cells: list[str] = []
+        for gap, action in zip(gaps, [*order, None], strict=True):
+            cells += [f"{'<>'[each.source == rank]}{letters[each.kind]}{each.micro_batch}" for each in gap]
+            cells += [f"{'FB'[action.backward]}{action.micro_batch}"] if action else []
+        drawn.append(f"rank {rank}   {'  '.join(cells)}")
+    text = (transfers.__doc__ or "").splitlines()
+    assert [line.strip().partition("        ")[0] for line in text if line.startswith("    rank ")] == drawn
 
 
 def at_use(order: list[Action], edges: Edges, rank: int, placement: Sequence[int]) -> Program:
@@ -210,6 +232,14 @@ class Own(PipelineSchedule):
 def test_a_schedule_of_somebody_else_is_checked(fault: str, said: str) -> None:
     with pytest.raises(UsageError, match=f"schedule='mine' .*{said}.*; correct its actions"):
         check_schedule("mine", Own(2, 3, fault=fault))
+
+
+def test_a_pipeline_of_such_a_schedule_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {"right": Own, "wrong": partial(Own, fault="crossed")}
+    monkeypatch.setattr(pipeline, "SCHEDULES", table)
+    assert hr.Pipeline(2, 3, "right").plan(MODEL, CLUSTER).workers == 2
+    with pytest.raises(UsageError, match="schedule='wrong' lets its ranks wait for each other for ever"):
+        hr.Pipeline(2, 3, "wrong").plan(MODEL, CLUSTER)
 
 
 def test_backward_passes_may_be_whole_or_in_two_parts() -> None:

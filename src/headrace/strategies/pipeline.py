@@ -122,7 +122,6 @@ class Pipeline(Strategy):
     def plan(self, model: ModelSpec, cluster: Cluster) -> Plan:
         roles = worker_roles(self.name, self.stages, cluster, spread=True)
         ranks = len(roles)
-        check_schedule(self.schedule, self.schedule_of(ranks))
         if ranks > 1:
             refuse_coupled(self.name, model)
             if model.optimizer.gradients:
@@ -133,6 +132,9 @@ class Pipeline(Strategy):
         # Each builds the whole model before it keeps its stages.
         require_memory(self.name, max(ranks, model.copies) * model.trainable_bytes, cluster, roles, model)
         schedule = self.schedule_of(ranks)
+        if not type(schedule).__module__.startswith("headrace."):
+            # Tests have checked headrace's own.
+            check_schedule(self.schedule, schedule)
         terms = self._terms(schedule, roles, cluster)
         if isinstance(self.partition, str):
             partition = split(model, schedule.stages(), terms)

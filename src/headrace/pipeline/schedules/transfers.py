@@ -3,8 +3,8 @@
 Between devices a send ends when the other side receives, and what a rank has asked for first ends first. So all ranks
 take their part of one common order of all passes and transfers:
 
-    rank 0   F0  >v0  F1  >v1  <g0  B0          > sends, < receives; v are values, g their gradients
-    rank 1   <v0  F0  <v1  B0  >g0  F1
+    rank 0   F0  >v0  F1  >v1  <g0  B0  <g1  B1          > sends, < receives; v are values, g their gradients
+    rank 1   <v0  F0  <v1  B0  >g0  F1  B1  >g1
 
 It is the order of time, where each pass takes as long as its kind does and a transfer begins when its value is made. No
 rank waits for ever in it: of what is not done, take the first of the common order. All that stands before it on the
