@@ -512,6 +512,14 @@ void on_copies(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       const auto* alias = schema.arguments()[at].alias_info();
       each_tensor(arguments[at], [&](const at::Tensor& tensor) { launch.use(tensor, alias && alias->isWrite()); });
     }
+    if (launch.active() && name.find("index") != std::string::npos) {
+      // Indices that lie on the host are copied first.
+      for (const auto& value : arguments) {
+        each_tensor(value, [&](const at::Tensor& tensor) {
+          if (tensor.defined() && tensor.dim() && tensor.device().type() != kFake) count_wait(kBlockingWrites, name);
+        });
+      }
+    }
     if (launch.active() && waits(op, arguments)) {
       count_wait(kShapes, name);
       arrive(launch.all(), launch.lock(), launch.all().streams[launch.stream()]);

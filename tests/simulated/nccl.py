@@ -57,6 +57,7 @@ class FakeNccl(dist.ProcessGroup):
         self._mesh: Mesh | None = None
         self._queue: queue.SimpleQueue[tuple[Work, int] | None] = queue.SimpleQueue()
         self._batch: list[Call] | None = None
+        self._batches = 0
         self._thread: threading.Thread | None = None
         self._stream: Any = None
         self._stop = threading.Event()
@@ -81,10 +82,6 @@ class FakeNccl(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
-
-    def get_error(self) -> Any:
-        kinds = dist.ErrorType if hasattr(dist, "ErrorType") else torch._C._distributed_c10d.ErrorType
-        return kinds.COMM_ERROR if self.error else kinds.SUCCESS
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         self._connect(device)
@@ -165,8 +162,6 @@ class FakeNccl(dist.ProcessGroup):
         call = Call("all_gather_into", shape_of(own), [own], [output], finish)
         return self._start(call, (self._world - 1) * own.nbytes)
 
-    all_gather_single = _allgather_base
-
     def _reduce_scatter_base(self, output: Tensor, every: Tensor, opts: Any = None) -> Work:
         require_times(every, output, self._world)
         op = operation(opts)
@@ -177,8 +172,6 @@ class FakeNccl(dist.ProcessGroup):
 
         call = Call("reduce_scatter", shape_of(every, op=op), [every], [output], finish)
         return self._start(call, (self._world - 1) * every.nbytes / self._world)
-
-    reduce_scatter_single = _reduce_scatter_base
 
     def alltoall_base(
         self, output: Tensor, own: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
@@ -196,20 +189,18 @@ class FakeNccl(dist.ProcessGroup):
         kept = own.nbytes * cuts[self._rank] / max(1, len(own))
         return self._start(Call("all_to_all", told, list(own.split(cuts)), [output], finish), own.nbytes - kept)
 
-    all_to_all_single = alltoall_base
-
     def barrier(self, opts: Any = None) -> Work:
         device = self.device or torch.device(NAME, torch.accelerator.current_device_index())
         own = torch.zeros(1, device=device)
         return self._start(Call("barrier", {}, [own], [], lambda given, takes: None), 0.0, blocks=True)
 
     # Between two ranks.
-    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
         (tensor,) = tensors
         call = Call("send", shape_of(tensor), [tensor], [], lambda given, takes: None, peer)
         return self._start(call, tensor.nbytes)
 
-    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
         (tensor,) = tensors
 
         def finish(given: list[list[Tensor]], takes: list[Tensor]) -> None:
@@ -217,10 +208,11 @@ class FakeNccl(dist.ProcessGroup):
 
         return self._start(Call("recv", shape_of(tensor), [], [tensor], finish, peer), 0.0)
 
-    def _start_coalescing(self, device: Any = None) -> None:
+    def _start_coalescing(self) -> None:
         self._batch = []
+        self._batches += 1
 
-    def _end_coalescing(self, device: Any = None) -> Work:
+    def _end_coalescing(self) -> Work:
         calls, self._batch = self._batch, None
         assert calls, "no call between the start and the end of a batch"
         return self._enqueue(calls)
@@ -228,7 +220,7 @@ class FakeNccl(dist.ProcessGroup):
     # How they are done.
     def _start(self, call: Call, sent: float, blocks: bool = False) -> Work:
         self._check(call)
-        record(self, call, sent)
+        record(self, call, sent, self._batches if self._batch is not None else None)
         if self._batch is not None:
             self._batch.append(call)
             return Work(self, [call], 0, None)
@@ -305,6 +297,9 @@ class FakeNccl(dist.ProcessGroup):
                 self._fail(work, timed_out(self.members, self._rank, work.calls[0]))
             except Closed as error:
                 self._fail(work, str(error))
+            except Exception as error:  # said where the device is used next, and nobody waits for ever
+                self._fail(work, repr(error))
+                LIBRARY.fake_fault(f"simulated: {work.calls[0].said()}: {error!r}".encode())
             work.ended.set()
             LIBRARY.fake_open(gate)
         # Nobody may wait for what comes after.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 
 from engine.ranks import say
 from simulated.accelerator import NAME, counted
@@ -34,6 +35,13 @@ def pair(store: str) -> None:
     say(faults=faults(group, device, rank))
 
 
+def surface() -> None:
+    """What a program could call here, and not of NCCL's own group."""
+    own = {name for name in vars(FakeNccl) if callable(getattr(FakeNccl, name)) and not name.startswith("__")}
+    private = {name for name in own if name.startswith("_") and name not in dir(Backend)}
+    say(more=sorted(own - private - set(dir(Backend))))
+
+
 def sums(group: FakeNccl, device: torch.device, rank: int) -> dict[str, Any]:
     own = torch.arange(4.0, device=device) + rank
     with counted() as rise:
@@ -48,8 +56,8 @@ def sums(group: FakeNccl, device: torch.device, rank: int) -> dict[str, Any]:
     mine = torch.full((4,), float(rank), device=device)
     group.alltoall_base(turned, mine, [], []).wait()
     group._start_coalescing()
-    group.send([torch.full((1,), float(rank), device=device)], 1 - rank)
-    group.recv([other], 1 - rank)
+    group.send([torch.full((1,), float(rank), device=device)], 1 - rank, 0)
+    group.recv([other], 1 - rank, 0)
     group._end_coalescing().wait()
     group.barrier().wait()
     found = {"all": total, "every": every, "part": part, "turned": turned, "other": other}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +52,51 @@ def calls_of(folder: Path) -> dict[int, list[dict[str, Any]]]:
         int(path.suffix[1:]): [json.loads(line) for line in path.read_text().splitlines()]
         for path in folder.glob("calls.*")
     }
+
+
+def disorder(calls: Iterable[Sequence[dict[str, Any]]]) -> list[str]:
+    """Returns where two ranks make the calls that they share in different orders, of whatever groups.
+
+    With real NCCL two communicators may then wait for each other for ever.
+    """
+    by_rank: dict[int, list[dict[str, Any]]] = {}
+    for every in calls:
+        for call in every:
+            by_rank.setdefault(call["rank"], []).append(call)
+    found = []
+    for first, second in combinations(sorted(by_rank), 2):
+        queues = [deque(_shared(by_rank[rank], first, second)) for rank in (first, second)]
+        if any(heads := _stuck(*queues)):
+            found.append(f"ranks {first} and {second} wait for ever, one in {heads[0]}, the other in {heads[1]}")
+    return found
+
+
+def _stuck(one: deque[Counter[object]], other: deque[Counter[object]]) -> tuple[list[object], list[object]]:
+    """Does what both have come to until no more is left, or neither goes on; returns where each is then."""
+    while one and other:
+        both = one[0] & other[0]
+        if not both:
+            break
+        for queue in (one, other):
+            queue[0] -= both
+            if not queue[0]:
+                queue.popleft()
+    return tuple(list(queue[0]) if queue else [] for queue in (one, other))  # type: ignore[return-value]
+
+
+def _shared(calls: Sequence[dict[str, Any]], first: int, second: int) -> list[Counter[object]]:
+    """The calls of a rank in which two ranks take part, batch by batch."""
+    found: list[Counter[object]] = []
+    batch: tuple[object, ...] | None = None
+    for call in sorted(calls, key=lambda call: float(call["at"])):
+        if not {first, second} <= ({call["rank"], call["peer"]} if "peer" in call else set(call["members"])):
+            continue
+        said: object = (call["call"], *call["members"])
+        if "peer" in call:
+            said = "from", call["rank"] if call["call"] == "send" else call["peer"], *call["members"]
+        key = (call["batch"], *call["members"]) if call.get("batch") is not None else None
+        if key is None or key != batch:
+            found.append(Counter())
+        found[-1][said] += 1
+        batch = key
+    return found

@@ -21,15 +21,11 @@ QUICK: dict[int, Sequence[Cell]] = {
         ("mirrored", "clipped-cnn", "uneven"),
         ("fully_sharded", "tied", "uneven"),
         ("pipeline", "clipped-tied", "tiny"),
-        ("tensor_parallel", "mlp", "uneven"),
-        ("local_sgd", "mlp", "uneven"),
     ],
     2: [
         ("mirrored", "partial", "uneven"),
         ("pipeline", "deep", "uneven"),
         ("hybrid", "mlp", "uneven"),
-        ("sharded replicas", "mlp", "tiny"),
-        ("gossip", "mlp", "uneven"),
     ],
 }
 """By the number of hosts, of two devices each."""

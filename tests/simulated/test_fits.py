@@ -8,12 +8,14 @@ import pytest
 
 from simulated.cluster import COMPILES, on_hosts
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not COMPILES, reason="no C++ compiler here, for the devices")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.full,
+    pytest.mark.skipif(not COMPILES, reason="no C++ compiler here, for the devices"),
+]
 
 
-@pytest.mark.parametrize(
-    ("times", "failing"), [(8, [4]), pytest.param(100, [10, 45, 80], marks=pytest.mark.full)], ids=["few", "many"]
-)
+@pytest.mark.parametrize(("times", "failing"), [(8, [4]), (100, [10, 45, 80])], ids=["few", "many"])
 def test_no_fit_leaves_anything(times: int, failing: list[int], tmp_path: Path) -> None:
     program = f"from simulated import fits\nfits.main({times}, {failing})"
     ended = on_hosts(program, tmp_path, launched=True, timeout_s=1500)

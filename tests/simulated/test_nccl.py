@@ -45,3 +45,9 @@ def require_sums(said: Mapping[str, Any], rank: int) -> None:
     assert said["other"] == [1.0 - rank]
     assert said["waits"] == 0
     assert "that nccl:all_reduce on stream" in said["early"]
+
+
+def test_it_has_what_torchs_backends_have(tmp_path: Path) -> None:
+    program = "from simulated import nccl_scenarios\nnccl_scenarios.surface()"
+    ended = on_hosts(program, tmp_path)
+    assert ended.said == [[{"at": ended.said[0][0]["at"], "more": ["getBackendName"]}]]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from simulated.cluster import COMPILES, Ended, on_hosts
+from simulated.records import disorder
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not COMPILES, reason="no C++ compiler here, for the devices")]
 
@@ -63,14 +64,29 @@ def trained(names: Sequence[str], folder: Path, hosts: int) -> Ended:
     return ended
 
 
+MORE = ("tensor_parallel", "hybrid", "hybrid of stages", "pipeline-1f1b", "sharded stages")
 NAMES = ("mirrored", "fully_sharded", "local_sgd", "diloco", "sharded replicas", "mirrored without overlap")
 
 
-@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_bytes_are_those_of_the_algorithm(hosts: int, tmp_path: Path) -> None:
-    ended = trained(NAMES, tmp_path, hosts)
-    wrong = {}
+def test_bytes_are_those_of_the_algorithm(tmp_path: Path) -> None:
+    require_bytes(("mirrored", "fully_sharded", "hybrid of stages"), tmp_path, 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_bytes_of_every_strategy(hosts: int, tmp_path: Path) -> None:
+    require_bytes((*NAMES, *MORE), tmp_path, hosts)
+
+
+def require_bytes(names: Sequence[str], folder: Path, hosts: int) -> None:
+    ended = trained(names, folder, hosts)
     for said in ended.said[0]:
+        during = [
+            [call for call in calls if said["began"] <= call["at"] <= said["at"]] for calls in ended.calls.values()
+        ]
+        assert disorder(during) == [], said["strategy"]
+    wrong = {}
+    for said in [said for said in ended.said[0] if said["strategy"] in NAMES]:
         for rank in range(2 * hosts):
             found = sent(ended, said, rank)
             wanted = expected(said["strategy"], 2 * hosts)
