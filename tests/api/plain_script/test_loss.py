@@ -19,7 +19,7 @@ from headrace.api.plain_script.losses.loss import LossWatch, mean_check
 from headrace.api.plain_script.meeting import BACKWARD, Meeting
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.errors import UsageError
-from headrace.training.user_code.loss_graph import ShareFactors, made_of, require_mean, require_sum
+from headrace.training.user_code.loss_graph import ShareFactors, findings_of, made_of, require_mean, require_sum
 
 EXAMPLES, BATCH = 4, 8
 MODEL = nn.Linear(5, 3)
@@ -283,3 +283,12 @@ def test_a_first_forward_tells_what_is_of_a_share(
     assert not model._forward_hooks
     found = capfd.readouterr().err
     assert found.count(message) == 1 if message else found == ""
+
+
+def test_what_is_made_to_look_at_a_loss_lies_where_it_does() -> None:
+    outputs = torch.randn(4, 3, requires_grad=True)
+    loss = (outputs.softmax(0) ** 2).mean()
+    # In the place of an accelerator: what names no device would be made on this one.
+    with torch.device("meta"):
+        found = list(findings_of(loss, outputs))
+    assert any("depends on other examples" in line for line in found)

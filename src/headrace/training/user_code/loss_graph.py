@@ -265,7 +265,7 @@ def findings_of(loss: Tensor, outputs: Tensor) -> Iterator[str]:
         return
     # Not their sum, which is 0 where outputs go through a softmax.
     first = gradient[0].reshape(-1)
-    second = _gradient(first @ torch.linspace(1, 2, len(first), dtype=first.dtype), outputs)
+    second = _gradient(first @ torch.linspace(1, 2, len(first), dtype=first.dtype, device=first.device), outputs)
     if second is None:
         return
     sizes = second.reshape(len(outputs), -1).abs().amax(1)
