@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from house import PACKAGE, Modules
 
-LINES = 107_400
+LINES = 108_200
 """Of the whole package. What adds lines takes lines away elsewhere, or says in the changelog why it is worth them."""
 
 CORE = 14_690
@@ -15,8 +15,8 @@ CLOSURES = {
     "data.loading.loader": 6_200,
     "strategies.one_device": 9_400,
     "strategies.mirrored": 10_500,
-    "strategies.central_storage": 12_400,
-    "worker.main": 19_400,
+    "strategies.central_storage": 12_700,
+    "worker.main": 19_500,
     "engine.local.process": 21_000,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_850,

@@ -80,8 +80,13 @@ _ROWS = (
         backend="nccl",
         remedy="a CUDA build of torch",
         driver="/proc/driver/nvidia/version",
-        # Counting by NVML leaves CUDA uninitialised, so that the workers may still be forked.
-        environment=(("PYTORCH_NVML_BASED_CUDA_CHECK", "1"),),
+        environment=(
+            # Counting by NVML leaves CUDA uninitialised, so that the workers may still be forked.
+            ("PYTORCH_NVML_BASED_CUDA_CHECK", "1"),
+            # Where a collective fails headrace ends the run, with names; torch would end the process before that.
+            ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"),
+            ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
+        ),
         streams=True,
         binds=True,
         registers=True,

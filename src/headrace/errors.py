@@ -15,6 +15,7 @@
         ├── NonFiniteLoss         the loss of a step is NaN or infinite
         ├── NonFiniteGradient     the loss is finite, its gradient is not
         ├── RanksDiffer           a worker's copy of the model is no longer that of the others
+        ├── CollectiveFailed      a rank has not come to a collective of accelerators, or it does not end: exit code 4
         ├── PeerLost              a process was killed, vanished or froze: exit code 4
         ├── PeersApart            two processes live and do not reach each other: exit code 4
         ├── ForkServerLost        the process that starts the workers has ended: exit code 4
@@ -39,6 +40,7 @@ _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "pla
 
 __all__ = [
     "CheckpointMismatch",
+    "CollectiveFailed",
     "CorruptCheckpoint",
     "DataError",
     "ForkServerLost",
@@ -286,6 +288,12 @@ class PeerLost(RunFailed):
         self.rank = rank
         self.host = host
         self.cause = cause
+
+
+class CollectiveFailed(RunFailed):
+    """Ranks have not come to a collective of accelerators, have called different ones, or it has not ended."""
+
+    exit_code = 4
 
 
 class PeersApart(RunFailed):

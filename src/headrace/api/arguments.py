@@ -32,19 +32,21 @@ class FitArguments:
     engine: Engine | None
     seconds: float | None
     checkpoints: Checkpoints | bool | None
-    resume: bool | Path | str
-    reset_optimizer: bool
-    check: bool
+    resume: bool | Path | str = False
+    reset_optimizer: bool = False
+    check: bool = True
     cluster: Cluster | Path | str | None = None
     encrypt: bool = True
-    told: frozenset[str] = frozenset()
     callbacks: Sequence[Callback] = ()
+    collective_timeout_s: float = 600.0
+    told: frozenset[str] = frozenset()
 
 
 def check_arguments(train: Callable[[Worker], None] | None, arguments: FitArguments) -> None:
     """Raises UsageError where one is of the wrong kind."""
-    if not (isinstance(arguments.timeout_s, int | float) and _LEAST_TIMEOUT_S <= arguments.timeout_s < float("inf")):
-        raise UsageError(f"timeout_s must be a number of at least {_LEAST_TIMEOUT_S:.0f}, got {arguments.timeout_s!r}")
+    for name, given in (("timeout_s", arguments.timeout_s), ("collective_timeout_s", arguments.collective_timeout_s)):
+        if not (isinstance(given, int | float) and _LEAST_TIMEOUT_S <= given < float("inf")):
+            raise UsageError(f"{name} must be a number of at least {_LEAST_TIMEOUT_S:.0f}, got {given!r}")
     if train is not None and not callable(train):
         raise UsageError(f"train must be a function that takes a worker, got {type(train).__name__}")
     if not isinstance(arguments.engine, Engine | None):

@@ -87,6 +87,7 @@ def compare(
     run_dir: Path | str | None = None,
     on_event: OnEvent | Sequence[OnEvent] | None = None,
     timeout_s: float = 10.0,
+    collective_timeout_s: float = 600.0,
     engine: Engine | None = None,
     retries: int = 2,
 ) -> Comparison:
@@ -95,7 +96,7 @@ def compare(
     Args:
         job: what to train.
         strategies: how, by name or as values.
-        device, on_event, timeout_s, engine: as for `fit`.
+        device, on_event, timeout_s, collective_timeout_s, engine: as for `fit`.
         run_dir: where everything goes; None for a temporary directory that goes with the result.
         retries: how often a rate is measured again that is impossible, varies much, or was measured on a machine that
             did something else; a strategy whose rate stays so is marked as disturbed, and not recommended.
@@ -121,11 +122,10 @@ def compare(
                 run_dir=directory / label,
                 on_event=on_event,
                 timeout_s=timeout_s,
+                collective_timeout_s=collective_timeout_s,
                 engine=own,
                 seconds=seconds,
                 checkpoints=False,
-                resume=False,
-                reset_optimizer=False,
                 # A measurement repeats a training, whose model was probed.
                 check=seconds is None,
                 told=frozenset(told),

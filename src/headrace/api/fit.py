@@ -50,7 +50,7 @@ from headrace.training.user_code.untouched import untouched
 from headrace.worker.callbacks.callback import Callback
 from headrace.worker.guards.caller import Witness, read_caller
 from headrace.worker.guards.witness import seeded_loss, updates_of
-from headrace.worker.run_spec import RunSpec
+from headrace.worker.run_spec import AttemptInfo, RunSpec, Timeouts
 from headrace.worker.session import objectives_of, sample_of
 from headrace.worker.worker import Worker
 
@@ -70,6 +70,7 @@ def fit(
     on_event: OnEvent | Sequence[OnEvent] | None = None,
     callbacks: Sequence[Callback] = (),
     timeout_s: float = 10.0,
+    collective_timeout_s: float = 600.0,
     engine: Engine | None = None,
     seconds: float | None = None,
     checkpoints: Checkpoints | bool | None = None,
@@ -82,8 +83,7 @@ def fit(
     """Trains a job and returns the run.
 
     Args:
-        job: what to train.
-        strategy: how, by name ("mirrored") or as a value (`hr.Mirrored(workers=2)`).
+        job, strategy: what to train, and how, by name ("mirrored") or as a value (`hr.Mirrored(workers=2)`).
         device: "auto" takes the first kind of accelerator that there is, else the CPU; or a kind in the device table,
             "cuda"; or the device of each worker, by rank, `["cuda:0", "cpu"]`; under a launcher, of each on this host.
         run_dir: where events, logs, checkpoints and the model go; None for a directory that goes with the returned run.
@@ -91,6 +91,7 @@ def fit(
             `hr.TensorBoard("logs")`; or a list of such.
         callbacks: what rank 0 calls at named moments, see `hr.Callback`.
         timeout_s: a process without a sign of life for this long counts as lost.
+        collective_timeout_s: collectives of accelerators wait so long for a rank that lives; on CPUs for any time.
         engine: what runs the workers; None for the launcher's processes (torchrun) where there are some, else for
             local ones, which fork from a process that has imported torch and is kept until this one ends.
         seconds: ends the run in order after this time.
@@ -104,8 +105,7 @@ def fit(
 
     Raises:
         UsageError: the job, the strategy or the numbers do not fit together, or there is nothing to resume.
-        CheckpointMismatch: the checkpoint is of another job.
-        CorruptCheckpoint: there are checkpoints and all are damaged.
+        CheckpointMismatch, CorruptCheckpoint: the checkpoint is of another job; there are some and all are damaged.
         DataError: there is no data, or it has the wrong form.
         UnfitMachine: the machine lacks something.
         RunFailed: a worker failed or was lost.
@@ -118,7 +118,7 @@ def fit(
     arguments = FitArguments(
         *(device, run_dir, on_event, timeout_s, engine, seconds),
         *(checkpoints, resume, reset_optimizer, check, cluster, encrypt),
-        callbacks=callbacks,
+        *(callbacks, collective_timeout_s),
     )
     return (instead or run_job)(job, None, strategy, arguments)
 
@@ -133,6 +133,7 @@ def launch(
     on_event: OnEvent | Sequence[OnEvent] | None = None,
     callbacks: Sequence[Callback] = (),
     timeout_s: float = 10.0,
+    collective_timeout_s: float = 600.0,
     engine: Engine | None = None,
     checkpoints: Checkpoints | bool | None = None,
     resume: bool | Path | str = False,
@@ -150,8 +151,8 @@ def launch(
     Args:
         train: the loop; it is called with a `Worker` in each worker. A resumed one begins with the first batch
             that the checkpoint has not seen.
-        job, strategy, device, run_dir, on_event, callbacks, timeout_s, engine, checkpoints, resume, reset_optimizer,
-            check, cluster, encrypt: as for `fit`, with the same errors.
+        job, strategy, device, run_dir, on_event, callbacks, timeout_s, collective_timeout_s, engine, checkpoints,
+            resume, reset_optimizer, check, cluster, encrypt: as for `fit`, with the same errors.
 
     Examples:
         >>> def train(worker):
@@ -163,7 +164,7 @@ def launch(
     arguments = FitArguments(
         *(device, run_dir, on_event, timeout_s, engine, None),
         *(checkpoints, resume, reset_optimizer, check, cluster, encrypt),
-        callbacks=callbacks,
+        *(callbacks, collective_timeout_s),
     )
     return (instead or run_job)(job, train, strategy, arguments)
 
@@ -218,11 +219,12 @@ def _run(job: Job, train: Callable[[Worker], None] | None, strategy: str | Strat
                 weighed=info.weighed,
                 run_dir=directory,
                 started=monotonic(),
-                timeout_s=arguments.timeout_s,
+                timeouts=Timeouts(arguments.timeout_s, arguments.collective_timeout_s),
                 seconds=arguments.seconds,
                 checkpoints=checkpoints,
                 description=describe_run(job, info, plan) if checkpoints or arguments.resume else {},
                 callbacks=tuple(arguments.callbacks),
+                attempt=AttemptInfo(lasting=keeper is None),
                 caller=replace(caller, witness=_witness(info, arguments, bool(launched))),
             )
             follow = launched.supervise if launched else supervise

@@ -50,7 +50,7 @@ from headrace.spec.plain import from_plain
 from headrace.strategies import Strategy
 from headrace.worker.attributes import SameBuild
 from headrace.worker.events import EventWriter
-from headrace.worker.run_spec import AttemptInfo, ResumePoint, RunSpec
+from headrace.worker.run_spec import ResumePoint, RunSpec
 
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")
 """In the text of a function: another one in each process."""
@@ -145,7 +145,8 @@ def _on_this_host(spec: RunSpec, group: LaunchedGroup, begin: Mapping[str, Any])
             Path(group.agree_on_host(str(spec.run_dir))),
             monotonic() - (group.passed_s or begin["passed_s"]),
         )
-    return replace(spec, run_dir=run_dir, resume=resume, started=started, attempt=AttemptInfo(begin["began_s"]))
+    attempt = replace(spec.attempt, began_s=begin["began_s"])
+    return replace(spec, run_dir=run_dir, resume=resume, started=started, attempt=attempt)
 
 
 def _check_seen(spec: RunSpec, group: LaunchedGroup, seen: bool) -> None:

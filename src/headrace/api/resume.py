@@ -30,7 +30,7 @@ from headrace.training.optimizer import build
 from headrace.training.update import group_settings, make
 from headrace.trees import plain
 from headrace.worker.attributes import SameBuild
-from headrace.worker.run_spec import SNAPSHOTS, AttemptInfo, ResumePoint, RunSpec
+from headrace.worker.run_spec import SNAPSHOTS, ResumePoint, RunSpec
 from headrace.worker.session import alone
 from headrace.worker.state import making_sense
 
@@ -213,7 +213,7 @@ def begin_attempt(spec: RunSpec, info: JobInfo, request: ResumeRequest) -> Itera
 
             forget(spec.run_dir / SNAPSHOTS, resume.snapshots.names if resume and resume.snapshots else ())
         began = spec.started - locked.attempt_s
-        attempt = AttemptInfo(locked.attempt_s, locked.lock)
+        attempt = replace(spec.attempt, began_s=locked.attempt_s, lock=locked.lock)
         yield replace(spec, resume=resume, started=began, attempt=attempt), notices
 
 

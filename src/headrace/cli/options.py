@@ -115,6 +115,15 @@ TimeoutOption = Annotated[
         max=MOST_SECONDS,
     ),
 ]
+CollectiveTimeoutOption = Annotated[
+    float,
+    option(
+        "--collective-timeout-s SECONDS",
+        "Seconds that collectives of accelerators wait for a rank that lives.",
+        min=1,
+        max=MOST_SECONDS,
+    ),
+]
 SecretFileOption = Annotated[
     Path | None, option("--secret-file FILE", "The secret of a run on several hosts, a file of mode 600.")
 ]

@@ -11,8 +11,10 @@ import atexit
 import functools
 import importlib
 import importlib.metadata
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from headrace.internals.guards import PrivateAttribute, PrivateName, one_by_one
@@ -297,6 +299,19 @@ def without_compiler(mode: type) -> type:
     dispatch: Any = mode.__dict__["__torch_dispatch__"]
     setattr(mode, "__torch_dispatch__", getattr(dispatch, "__wrapped__", dispatch))  # noqa: B010
     return mode
+
+
+def frames_of_threads() -> Mapping[int, FrameType]:
+    """Returns the innermost frame of each thread of this process, by its ident; of none where Python does not tell."""
+    frames: Callable[[], Mapping[int, FrameType]] = getattr(sys, "_current_frames", dict)
+    return frames()
+
+
+def flight_record(backend: str) -> bytes:
+    """Returns what torch's flight recorder holds of a backend's collectives in this process, pickled; b"" for none."""
+    c10d = importlib.import_module("torch._C._distributed_c10d")
+    dump: Any = getattr(c10d, f"_dump_{backend}_trace", None) or getattr(c10d, "_dump_fr_trace", bytes)
+    return bytes(dump())
 
 
 def name_ranks(mesh: Any, name: str, ranks: Any) -> None:

@@ -12,6 +12,7 @@
 │ membership                    │  the members as the rank knows them, where they may come and go
 │ address                       │  where a server can be reached
 │ last event                    │  of a rank whose disk does not take it
+│ board                         │  collectives of devices that the rank has called
 │ 2 x 4096 numbers              │  for sums, in alternation
 └───────────────────────────────┘  x ranks
 """
@@ -26,6 +27,7 @@ from ctypes import Array, Structure, c_char, c_double, c_int32, c_int64, c_uint8
 from headrace.errors import UnfitMachine
 from headrace.machine.identity import require_linux
 from headrace.shared_memory import futex
+from headrace.shared_memory.calls import CallBoard
 from headrace.shared_memory.layout import LINE
 from headrace.shared_memory.segment import SharedSegment
 from headrace.spec.plan import MOST_MEMBERS
@@ -240,6 +242,7 @@ class RankRecord(Structure):
     membership: MemberRecord
     address: Address
     last_event: LastEvent
+    board: CallBoard
     numbers: Array[Array[c_double]]
     _fields_ = _on_lines(
         [("barrier_counter", c_int32), ("elastic_counter", c_int32)],
@@ -251,6 +254,7 @@ class RankRecord(Structure):
         [("membership", MemberRecord)],
         [("address", Address)],
         [("last_event", LastEvent)],
+        [("board", CallBoard)],
         [("numbers", c_double * NUMBERS * 2)],
     )
 

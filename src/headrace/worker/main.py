@@ -86,7 +86,7 @@ def work(
         closing.enter_context(loop)
         worker = Worker(session, control, loop)
         events.write(WorkerStarted(rank, events.now(), role.host, os.getpid(), role.device, role.threads))
-        with reporter.until_end(session.loader.counters), _parts_explained(compute):
+        with reporter.until_end(session.loader.counters), _parts_explained(session):
             (run.train or train)(worker)
             control.places.regain()
         stays = loop.leave()
@@ -139,12 +139,12 @@ def _begin_as(run: RunSpec, module: nn.Module, stored: LoadedCheckpoint | None) 
 
 
 @contextmanager
-def _parts_explained(compute: Compute) -> Iterator[None]:
-    """Says what torch does not where user code does to a model what cannot be done to the part that this rank has."""
+def _parts_explained(session: WorkerSession) -> Iterator[None]:
+    """Says what torch does not: why a device has failed, and what cannot be done to the part that this rank has."""
     try:
         yield
     except Exception as error:
-        if explained := compute.explained(error):
+        if explained := session.devices.explained(error) or session.replica.compute.explained(error):
             raise explained from error
         raise
 
@@ -160,7 +160,7 @@ def _build(
 ) -> tuple[WorkerSession, InputReporter]:
     """Builds the replica and the data of a worker."""
     loader, reporter = build_loader(run, role, group, events)
-    devices = DeviceGroup(run, role, group)
+    devices = DeviceGroup(run, role, group, page)
     closing.callback(devices.close)
     replica = build_replica(run, role, page, module, loader, devices, closing)
     for line in (*replica.compute.notes, *_unlike_devices(run.plan, role, group)):

@@ -102,11 +102,24 @@ class ResumePoint:
 class AttemptInfo:
     """One attempt at a run, from a start or a resumption to its end; it began at `began_s` on the run's clock.
 
-    `lock` is a descriptor that locks the directory while any process holds it; -1 for none.
+    `lock` is a descriptor that locks the directory while any process holds it; -1 for none. A directory that is not
+    `lasting` is deleted when the run has failed.
     """
 
     began_s: float = 0.0
     lock: int = -1
+    lasting: bool = True
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """After how many seconds a process without a sign of life counts as lost, and a collective of devices has failed.
+
+    A collective fails whose ranks have not all come to it, or that has not ended though they have.
+    """
+
+    silence_s: float = 10.0
+    collective_s: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -117,7 +130,7 @@ class RunSpec:
         train: the user's own loop, `train(worker)`; None for the usual one.
         weighed: whether the job's loss is a `Mean`.
         started: the run's begin on the host's monotonic clock, seconds.
-        timeout_s: after this time without a sign of life a process counts as lost.
+        timeouts: how long processes and collectives are waited for.
         seconds: end the run after this time; None for the job's own end.
         checkpoints: when to save; None for never.
         resume: where to resume from; None to start anew.
@@ -133,7 +146,7 @@ class RunSpec:
     weighed: bool
     run_dir: Path
     started: float
-    timeout_s: float
+    timeouts: Timeouts = Timeouts()
     seconds: float | None = None
     checkpoints: Checkpoints | None = None
     resume: ResumePoint | None = None
@@ -141,6 +154,11 @@ class RunSpec:
     attempt: AttemptInfo = AttemptInfo()
     callbacks: tuple[Callback, ...] = ()
     caller: CallerProcess | None = None
+
+    @property
+    def timeout_s(self) -> float:
+        """After this time without a sign of life a process counts as lost."""
+        return self.timeouts.silence_s
 
     @property
     def modules(self) -> tuple[str, ...]:

@@ -38,28 +38,22 @@ from headrace.training.user_code.objective import Objective
 from headrace.training.whole_model import use_channels_last
 from headrace.worker.evaluations.loss import loss_in, with_loss
 from headrace.worker.events import EventWriter, InputReporter
-from headrace.worker.run_spec import RENDEZVOUS, RunSpec
+from headrace.worker.run_spec import RunSpec
 
 if TYPE_CHECKING:
-    from headrace.collectives.accelerators.elastic import ElasticDevices
-    from headrace.collectives.accelerators.torch_distributed import TorchDistributed
     from headrace.parameter_server.replication.directory import ServerDirectory
+    from headrace.worker.accelerators.connected import ConnectedDevices
     from headrace.worker.evaluations.evaluation import Evaluation
-
-
-COLLECTIVE_TIMEOUT_S = 600.0
-"""How long devices wait for each other: a rank may be late, and one that is lost is noticed by its heartbeat."""
 
 
 class DeviceGroup:
     """Connects the collective for the devices' own tensors when it is first called; None where memory is shared."""
 
-    def __init__(self, run: RunSpec, role: Role, group: ProcessGroup) -> None:
+    def __init__(self, run: RunSpec, role: Role, group: ProcessGroup, page: ControlPage) -> None:
         self.group = group
-        self._run, self._role = run, role
+        self._run, self._role, self._page = run, role, page
         self._connected: Collective | None = None
-        self._made: TorchDistributed | ElasticDevices | None = None
-        self._store: Any = None
+        self._made: ConnectedDevices | None = None
 
     def __call__(self) -> Collective | None:
         if self._connected is None:
@@ -75,17 +69,16 @@ class DeviceGroup:
     def renew(self) -> None:
         """Ends what is under way with members that were; those that are connect when it is needed."""
         if self._made:
-            self._made.abort()
+            self._made.renew()
 
     def close(self) -> None:
         """Leaves the collective; where this worker has failed, without the others, which may not come."""
         if self._made:
-            if sys.exc_info()[0]:
-                self._made.abort()
-            else:
-                self._made.close()
-        if self.group.store and self._store:
-            self._store.close()
+            self._made.close(failed=sys.exc_info()[0] is not None)
+
+    def explained(self, error: Exception) -> Exception | None:
+        """Returns why a collective has failed, of which the error of a device tells nothing; None if none has."""
+        return self._made.problem if self._made else None
 
     def _connect(self) -> Collective | None:
         run, role, group = self._run, self._role, self.group
@@ -96,32 +89,10 @@ class DeviceGroup:
         if group.world == 1 and group.fixed:
             return ThreadCollective(ThreadGroup(1), 0)
         # Here, because importing torch.distributed costs what a CPU run need not pay.
-        from torch.distributed import FileStore  # type: ignore[attr-defined]
+        from headrace.worker.accelerators.connected import ConnectedDevices
 
-        from headrace.collectives.accelerators.torch_distributed import TorchDistributed
-
-        if run.plan.min_workers:
-            return self._elastic(group)
-        self._store = group.store() if group.store else FileStore(str(run.run_dir / RENDEZVOUS), group.world)
-        self._made = TorchDistributed(self._store, role.rank, group.world, role.device, COLLECTIVE_TIMEOUT_S)
-        return self._made
-
-    def _elastic(self, group: ProcessGroup) -> Collective:
-        from torch.distributed import FileStore  # type: ignore[attr-defined]
-
-        from headrace.collectives.accelerators.elastic import ElasticDevices
-        from headrace.collectives.accelerators.torch_distributed import TorchDistributed
-        from headrace.collectives.views.group import ViewGroup
-
-        run, device = self._run, self._role.device
-
-        def connect(view: int, rank: int, world: int) -> TorchDistributed:
-            store = FileStore(f"{run.run_dir / RENDEZVOUS}-{view}", world)
-            return TorchDistributed(store, rank, world, device, COLLECTIVE_TIMEOUT_S)
-
-        assert isinstance(group, ViewGroup)
-        self._made = ElasticDevices(group, torch.device(device), lambda rank: run.plan.role(rank).device, connect)
-        return self._made
+        self._made = ConnectedDevices(run, role, group, self._page)
+        return self._made.connect()
 
 
 @dataclass

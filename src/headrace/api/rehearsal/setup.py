@@ -185,7 +185,6 @@ class RehearsalSetup:
             weighed=info.weighed,
             run_dir=self._run_dir,
             started=0.0,
-            timeout_s=10.0,
         )
 
     def _model(self, model: ModelSpec | Path | str | None) -> tuple[ModelSpec, tuple[str, ...]]:

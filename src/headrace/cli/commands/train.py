@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from headrace.cli.jobfile import find_job, load_job
 from headrace.cli.options import (
     CheckOption,
     CheckpointEveryOption,
+    CollectiveTimeoutOption,
     CopyToOption,
     DeviceOption,
     DevicesOption,
@@ -87,6 +89,7 @@ def train(
     run_dir: RunDirOption = None,
     settings: SettingsOption = None,
     timeout_s: TimeoutOption = 10.0,
+    collective_timeout_s: CollectiveTimeoutOption = 600.0,
     checkpoint_every: CheckpointEveryOption = None,
     snapshots_every: SnapshotsEveryOption = None,
     keep: Annotated[int | None, option("--keep N", "How many of the last checkpoints stay. Default: 3.", min=1)] = None,
@@ -107,11 +110,9 @@ def train(
     watch: Annotated[bool, option("--watch", "Show the run in a browser meanwhile, and say where.")] = False,
 ) -> None:
     """Train the job of a file under one strategy."""
-    strategy = "parameter_server" if servers and strategy == "one_device" else strategy
-    check_strategies([strategy])
-    _check_files(path, tensorboard)
+    strategy = _check(["parameter_server" if servers and strategy == "one_device" else strategy], path, tensorboard)
     ray = ray_engine(cluster, secret_file, runtime_env, resources, placement)
-    checkpoints = checkpoints_of(checkpoint_every, keep, snapshots_every, copy_to)
+    saved = checkpoints_of(checkpoint_every, keep, snapshots_every, copy_to)
     going = _going(resume, resume_if_saved, resume_from, run_dir)
     where = run_dir or default_run_dir(f"{job_name(path)}-{parse_call(strategy).name}")
     # In this order: the engine forks this process, which must not have run the job file before.
@@ -128,8 +129,9 @@ def train(
                 run_dir=where,
                 on_event=on_event,
                 timeout_s=timeout_s,
+                collective_timeout_s=collective_timeout_s,
                 engine=engine,
-                checkpoints=_saving(answer, chosen, checkpoints),
+                checkpoints=_saving(answer, chosen, saved),
                 resume=going,
                 reset_optimizer=reset_optimizer,
                 check=check,
@@ -182,10 +184,13 @@ def _saving(answer: Answer, strategy: Strategy, wanted: Checkpoints | None) -> C
     return (wanted or False) if strategy.one_model or any(asked.values()) else None
 
 
-def _check_files(path: Path, tensorboard: Path | None) -> None:
+def _check(strategies: Sequence[str], path: Path, tensorboard: Path | None) -> str:
+    """Checks what a command is given; returns the first strategy."""
+    check_strategies(strategies)
     find_job(path)
     if tensorboard is not None:
         require_extra("tensorboard", "--tensorboard")
+    return strategies[0]
 
 
 def _going(resume: bool, if_saved: bool, resume_from: str | None, run_dir: Path | None) -> bool | str | Path:
@@ -217,6 +222,7 @@ def compare(
     run_dir: RunDirOption = None,
     settings: SettingsOption = None,
     timeout_s: TimeoutOption = 10.0,
+    collective_timeout_s: CollectiveTimeoutOption = 600.0,
     tensorboard: TensorBoardOption = None,
     retries: Annotated[int, option("--retries N", "Most repetitions of a disturbed measurement.", min=0)] = 2,
 ) -> None:
@@ -226,8 +232,7 @@ def compare(
     """
     refuse_launcher("compare")
     names = split_names(strategies)
-    check_strategies(names)
-    _check_files(path, tensorboard)
+    _check(names, path, tensorboard)
     where = run_dir or default_run_dir(f"compare-{job_name(path)}")
     with job_on_engine(path, settings) as (job, engine), saying_where(where):
         from headrace.api.comparison import compare as compare_strategies
@@ -245,6 +250,7 @@ def compare(
                 run_dir=where,
                 on_event=on_event,
                 timeout_s=timeout_s,
+                collective_timeout_s=collective_timeout_s,
                 engine=engine,
                 retries=retries,
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from headrace import internals
 from headrace.collectives.base import Collective
+from headrace.collectives.watchdog.call_log import CallLog
 
 
 class DividedTensors(Collective):
@@ -17,33 +20,44 @@ class DividedTensors(Collective):
 
     queued = True
     _backend: Any
+    _log: CallLog
 
     def gather(self, tensor: Tensor) -> Tensor:
         every = tensor.new_empty(self.world, len(tensor))
-        self._gather_into(every, tensor.contiguous())
+        self._gather_into(b"gather", every, tensor.contiguous())
         # It goes to each of the others, and each sends one.
         self.moved_bytes += 2 * (self.world - 1) * len(tensor)
         return every
 
     def all_to_all(self, pieces: Tensor) -> Tensor:
         given = torch.empty_like(pieces)
-        self._backend.alltoall_base(given, pieces, [], [], dist.AllToAllOptions()).wait()
+        exchange = self._backend.alltoall_base
+        self._call(b"all_to_all", pieces.nbytes, exchange, given, pieces, [], [], dist.AllToAllOptions())()
         self.moved_bytes += 2 * (self.world - 1) * pieces.shape[1]
         return given
 
     def all_gather_into(self, every: Tensor, own: Tensor) -> None:
         if own.nbytes:
             # As bytes, because backends lack some types.
-            self._gather_into(every.view(torch.uint8), own.view(torch.uint8))
+            self._gather_into(b"all_gather", every.view(torch.uint8), own.view(torch.uint8))
             self.moved_bytes += 2 * (self.world - 1) * own.nbytes
 
     def reduce_scatter(self, own: Tensor, every: Tensor) -> None:
         if own.nbytes:
             # Backends lack complex numbers, whose sum is that of both parts.
             real = [torch.view_as_real(each).view(-1) if each.is_complex() else each for each in (own, every)]
-            internals.scatter_sums(self._backend)(*real, dist.ReduceScatterOptions()).wait()
+            scatter = internals.scatter_sums(self._backend)
+            self._call(b"reduce_scatter", every.nbytes, scatter, *real, dist.ReduceScatterOptions())()
             self.moved_bytes += 2 * (self.world - 1) * own.nbytes
 
-    def _gather_into(self, every: Tensor, own: Tensor) -> None:
-        work: Any = internals.gather_into(self._backend)(every.view(-1), own)
-        work.wait()
+    def _gather_into(self, name: bytes, every: Tensor, own: Tensor) -> None:
+        self._call(name, own.nbytes, internals.gather_into(self._backend), every.view(-1), own)()
+
+    def _call(self, name: bytes, nbytes: int, verb: Callable[..., Any], *arguments: Any) -> Callable[[], None]:
+        """Begins a collective; returns what waits for it, on the device where its backend can."""
+        log = self._log
+        log.begin(name, nbytes)
+        with log.explaining():
+            work = verb(*arguments)
+        log.follow(work)
+        return partial(log.wait, work)

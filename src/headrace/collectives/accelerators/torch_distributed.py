@@ -6,6 +6,7 @@ A group of headrace's own: torch's default group, which a process has once, is l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,22 +19,37 @@ from headrace.collectives.accelerators.divided import DividedTensors
 from headrace.collectives.base import Collective, Peers, ProcessGroup
 from headrace.collectives.compression import PLAIN, Compression
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
+from headrace.collectives.watchdog.call_log import CallLog
 from headrace.devices import kind_of
 from headrace.errors import UnfitMachine
+from headrace.shared_memory.calls import GroupCalls
+from headrace.shared_memory.control_page import Heartbeat
 
 if TYPE_CHECKING:
+    from headrace.collectives.watchdog.watchdog import Watchdog
     from headrace.internals import Store
+
+_LATER_S = 60.0
+"""By how much torch waits longer for a call than headrace: it names no ranks, and may end the process."""
 
 
 class TorchDistributed(DividedTensors):
     """The ranks that find each other in `store`, each with a device of its own ("cuda:0"), whose tensors it carries.
 
     A call that is not done after `timeout_s` fails. What a call gives is there for what the device does next: only
-    `sum` and `barrier` wait for the device.
+    `sum` and `barrier` wait for the device. `ranks` are those of the run, by rank; () for the same. Where a `watchdog`
+    looks, it ends a run before torch does.
     """
 
     def __init__(
-        self, store: Store, rank: int, world: int, device: str, timeout_s: float, ranks: Sequence[int] = ()
+        self,
+        store: Store,
+        rank: int,
+        world: int,
+        device: str,
+        timeout_s: float,
+        ranks: Sequence[int] = (),
+        watchdog: Watchdog | None = None,
     ) -> None:
         kind = kind_of(device)
         if not kind.backend:
@@ -42,10 +58,14 @@ class TorchDistributed(DividedTensors):
         self._store, self._device, self._timeout_s = store, torch.device(device), timeout_s
         self.groups: list[TorchDistributed] = []
         self._among: dict[tuple[int, ...], Collective] = {}
-        self._backend = connect(kind, store, (rank, world), timeout_s, self._device, ranks)
+        self._watchdog, self._ranks = watchdog, tuple(ranks) or tuple(range(world))
+        self._log = _log_of(watchdog, self._ranks, self._ranks[rank])
+        self._log.begin(b"connect", 0)
+        self._backend = connect(kind, store, (rank, world), timeout_s + _LATER_S, self._device, ranks)
+        self._log.abort = self._backend.abort
         # Of others each send waits for the other side before the next call. A backend of somebody else may not say.
         batches = getattr(self._backend, "supports_coalescing", False)
-        self.peers = TorchPeers(self._backend) if batches else None
+        self.peers = TorchPeers(self._backend, self._ranks, self._ranks[rank], watchdog) if batches else None
 
     def among(self, group: ProcessGroup, members: Sequence[int]) -> Collective | None:
         key = tuple(members)
@@ -58,7 +78,9 @@ class TorchDistributed(DividedTensors):
     def _connect(self, members: tuple[int, ...]) -> TorchDistributed:
         store = dist.PrefixStore("-".join(map(str, members)), self._store)  # type: ignore[attr-defined]
         place, world = members.index(self.rank), len(members)
-        self.groups.append(TorchDistributed(store, place, world, str(self._device), self._timeout_s, members))
+        ranks = [self._ranks[member] for member in members]
+        device, timeout_s = str(self._device), self._timeout_s
+        self.groups.append(TorchDistributed(store, place, world, device, timeout_s, ranks, self._watchdog))
         return self.groups[-1]
 
     def barrier(self) -> None:
@@ -68,57 +90,73 @@ class TorchDistributed(DividedTensors):
         self.start_all_reduce(tensor)()
 
     def start_all_reduce(self, tensor: Tensor, compression: Compression = PLAIN) -> Callable[[], None]:
-        work = self._backend.allreduce([tensor], dist.AllreduceOptions())
+        wait = self._call(b"all_reduce", tensor.nbytes, self._backend.allreduce, [tensor], dist.AllreduceOptions())
         self._count_ring(tensor)
-
-        def wait() -> None:
-            work.wait()
-
         return wait
 
     def broadcast(self, tensor: Tensor) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        self._backend.broadcast([tensor], options).wait()
+        self._call(b"broadcast", tensor.nbytes, self._backend.broadcast, [tensor], options)()
         self.moved_bytes += tensor.nbytes
 
     def sum(self, values: Sequence[float]) -> list[float]:
         own = torch.tensor(list(values), dtype=torch.float64, device=self._device)
         every = own.new_empty(self.world, len(own))
-        self._gather_into(every, own)
-        totals: list[float] = every.cpu().sum(0).tolist()
+        self._gather_into(b"sum", every, own)
+        with self._log.explaining():
+            totals: list[float] = every.cpu().sum(0).tolist()
+        self._log.require()
         return totals
 
     def close(self) -> None:
         for group in self.groups:
             group.close()
+        self._log.leave()
         self._backend.shutdown()
 
     def abort(self) -> None:
         """Ends what is under way without the others: whoever waits for it gets an error."""
         for group in self.groups:
             group.abort()
+        self._log.leave()
         self._backend.abort()
 
 
 class TorchPeers(Peers):
-    """Send and receive of a backend of torch.distributed."""
+    """Send and receive of a backend of torch.distributed, among `ranks` of the run, of which `me` is this one."""
 
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
+    def __init__(self, backend: Any, ranks: Sequence[int], me: int, watchdog: Watchdog | None) -> None:
+        self._backend, self._ranks, self._me, self._watchdog = backend, ranks, me, watchdog
+        self._logs: dict[tuple[int, int], CallLog] = {}
 
     def exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
     ) -> Callable[[], None]:
+        logs = [self._begin(self._me, self._ranks[peer], tensor) for tensor, peer in sends]
+        logs += [self._begin(self._ranks[peer], self._me, tensor) for tensor, peer in receives]
         # In one batch, so that neither of two ranks that send to each other waits for the other.
-        internals.begin_batch(self._backend)()
-        for tensor, peer in sends:
-            self._backend.send([tensor], peer, 0)
-        for tensor, peer in receives:
-            self._backend.recv([tensor], peer, 0)
-        work: Any = internals.end_batch(self._backend)()
+        with logs[0].explaining():
+            internals.begin_batch(self._backend)()
+            for tensor, peer in sends:
+                self._backend.send([tensor], peer, 0)
+            for tensor, peer in receives:
+                self._backend.recv([tensor], peer, 0)
+            work: Any = internals.end_batch(self._backend)()
+        for log in logs:
+            log.follow(work)
+        return partial(logs[0].wait, work)
 
-        def wait() -> None:
-            work.wait()
+    def _begin(self, giver: int, taker: int, tensor: Tensor) -> CallLog:
+        """Notes that a tensor goes from one rank to another: both count these, each on its side."""
+        log = self._logs.get((giver, taker))
+        if log is None:
+            log = self._logs[giver, taker] = _log_of(self._watchdog, (giver, taker), self._me, b"send")
+            log.abort = self._backend.abort
+        log.begin(b"send", tensor.nbytes)
+        return log
 
-        return wait
+
+def _log_of(watchdog: Watchdog | None, ranks: Sequence[int], me: int, kind: bytes = b"") -> CallLog:
+    """Returns where the calls of a new group are written down: to be watched, if there is a watchdog."""
+    return watchdog.log(ranks, kind) if watchdog else CallLog(ranks, me, 1, GroupCalls(), Heartbeat())

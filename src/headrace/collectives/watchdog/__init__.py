@@ -1,0 +1,1 @@
+"""Watches the collectives of devices, which wait in silence."""

@@ -1,0 +1,113 @@
+"""Writes down each call of a group of devices before it is made, at the cost of about a microsecond."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from headrace.collectives.watchdog.boards import LEFT, take
+from headrace.shared_memory.calls import REMEMBERED, GroupCalls
+from headrace.shared_memory.control_page import Heartbeat
+
+_VERDICT_S = 3.0
+"""How long a lost process may take to be noticed after a connection to it has broken."""
+
+
+class CallLog:
+    """The calls of one group of devices; `ranks` are the group's in the run, `me` is this one of them.
+
+    Attributes:
+        key: tells the group from others, alike on all its ranks.
+        others: the other ranks of the group.
+        calls: what all ranks of the host read.
+        abort: ends what waits in the group, also on the device.
+        problem: why no call can be made any more; None while one can. Then `ended` is set.
+        watched: whether a watchdog looks.
+        has_ended: tells whether the last call has, without waiting; None before there is one.
+        waited_s: by rank, for how long it has not come to this rank's last call, and the number of its own last call.
+    """
+
+    def __init__(self, ranks: Sequence[int], me: int, key: int, calls: GroupCalls, heartbeat: Heartbeat) -> None:
+        self.key = key
+        self.ranks, self.me = tuple(ranks), me
+        self.others = [rank for rank in ranks if rank != me]
+        self.calls = calls
+        take(calls, self.key)
+        self.abort: Callable[[], None] = lambda: None
+        self.problem: Exception | None = None
+        self.ended = threading.Event()
+        self.watched = self.left = False
+        self.has_ended: Callable[[], bool] | None = None
+        self.waited_s: dict[int, tuple[float, int]] = {}
+        self.stuck_s = 0.0
+        self.stuck_at = 0
+        self.told_s = 0.0
+        self._heartbeat, self._numbers, self._digest = heartbeat, itertools.count(1), 0
+        self._remembered = calls.calls
+        self._futures: bool | None = None
+
+    def begin(self, name: bytes, nbytes: int) -> None:
+        """Notes a call that is about to be made; raises where the group has failed."""
+        self.require()
+        number = next(self._numbers)
+        call = self._remembered[number % REMEMBERED]
+        call.number = 0
+        call.name, call.nbytes, call.round = name, nbytes, self._heartbeat.step
+        # Of numbers alone, because those of texts differ from process to process.
+        self._digest = call.digest = hash((self._digest, _CODES.setdefault(name, zlib.crc32(name)), nbytes))
+        call.number = number
+        # Last, because it says that the rest is there.
+        self.calls.number = number
+
+    def follow(self, work: Any) -> None:
+        """Notes how to ask whether the last call has ended; where the backend allows it, its tensors are not kept."""
+        if self._futures is None:
+            self._futures = _has_future(work)
+        self.has_ended = work.get_future_result().done if self._futures else work.is_completed
+
+    def wait(self, work: Any) -> None:
+        """Waits for a call, on the device where its backend can."""
+        with self.explaining():
+            work.wait()
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Raises why a call or the device has failed in the place of its own error, if the watchdog finds it."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.watched:
+                self.ended.wait(_VERDICT_S)
+            if self.problem:
+                raise self.problem from error
+            raise
+
+    def require(self) -> None:
+        """Raises why the group has failed: what the device computes of a call that was aborted is nonsense."""
+        if self.problem:
+            raise self.problem
+
+    def leave(self) -> None:
+        """Says that this rank is done with the group: nobody waits for it."""
+        self.left = True
+        self.calls.number = LEFT
+
+    def fail(self, problem: Exception) -> None:
+        """Lets all further calls raise an error."""
+        self.problem = problem
+        self.ended.set()
+
+
+_CODES: dict[bytes, int] = {}
+
+
+def _has_future(work: Any) -> bool:
+    try:
+        work.get_future_result()
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""What a worker on an accelerator has besides."""
