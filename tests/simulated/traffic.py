@@ -34,6 +34,7 @@ def squared(output: Tensor, target: Tensor) -> Tensor:
 def main(names: Sequence[str], workers: int, encrypt: bool) -> None:
     """Trains by each strategy, and says when it began and ended."""
     torch.set_num_threads(1)
+    torch.manual_seed(1)
     inputs = torch.randn(BATCH * ROUNDS, 64)
     job = hr.Job(
         model=wide,
