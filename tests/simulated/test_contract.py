@@ -21,6 +21,7 @@ QUICK: dict[int, Sequence[Cell]] = {
         ("mirrored", "clipped-cnn", "uneven"),
         ("fully_sharded", "tied", "uneven"),
         ("pipeline", "clipped-tied", "tiny"),
+        ("central_storage", "clipped-tied", "tiny"),
     ],
     2: [
         ("mirrored", "partial", "uneven"),

@@ -139,7 +139,9 @@ class CentralStorage(Strategy):
             return self._elastic_replica(context, always)
         copy = CentralCopy(module, model, group, context.device, context.own_loop)
         segments = [segment for segment in plan.segments if segment.owner == rank]
-        exchange = CentralStorageExchange(segments, model, group, copy, context.updater_over, context.clipper())
+        exchange = CentralStorageExchange(
+            segments, model, group, copy, context.updater_over, context.clipper(in_host=True)
+        )
         return with_tables(Replica(context.whole_model(copy.sink, always), exchange), context)
 
     def _elastic_replica(self, context: WorkerContext, always: bool) -> Replica:
@@ -148,7 +150,7 @@ class CentralStorage(Strategy):
         form = state_form(context.optimizer, module.named_parameters(), model, averages)
         exchange = ElasticStorageExchange(
             lambda workers: slices(model.parameters, workers), model, context.group, module, form, context.updater_over,
-            context.clipper(), context.scale,
+            context.clipper(in_host=True), context.scale,
         )  # fmt: skip
         compute = context.whole_model(exchange.sink, always)
         return Replica(compute, exchange, elastic=StorageState(exchange))

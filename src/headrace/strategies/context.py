@@ -135,10 +135,13 @@ class WorkerContext:
 
         return self.inside.compute(whole, sink, self.scale) if self.inside else whole()
 
-    def clipper(self, gradients: Mapping[str, Tensor] | None = None) -> GradientClipper:
-        """Returns what decides over summed gradients: by parameter, if several ranks hold a replica."""
+    def clipper(self, gradients: Mapping[str, Tensor] | None = None, in_host: bool = False) -> GradientClipper:
+        """Returns what decides over summed gradients: by parameter, if several ranks hold a replica.
+
+        `in_host` says that the sums lie in host memory, where that is not to be seen from `gradients`.
+        """
         # By where the sum lies, and not this worker's device: all workers must check alike.
-        place = next((each.device for each in gradients.values()), self.device) if gradients else self.device
+        place = _HOST if in_host else next((each.device for each in (gradients or {}).values()), self.device)
         immediate, inside = place.type == "cpu", self.inside
         if inside is None:
             there = on_device(self, self.options, self.group, place)
