@@ -13,9 +13,9 @@ from headrace.devices import DEVICES
 from headrace.errors import InfeasiblePlan
 from headrace.machine import accelerators
 from headrace.machine.accelerators import memories
+from headrace.prediction.device_memory import require_device_memory
 from headrace.spec.cluster import Cluster, Host
 from headrace.spec.model import ModelSpec, ParameterSpec
-from headrace.strategies.checks import require_device_memory
 
 GB = 10**9
 

@@ -33,6 +33,7 @@ from headrace.machine.dynamo import postpone_compiler
 from headrace.machine.identity import detect, host_name, require_working_directory
 from headrace.machine.limits import explained
 from headrace.modules import refuse_overlapping
+from headrace.prediction.device_memory import require_device_memory
 from headrace.report.trackers.listeners import Listeners, OnEvent
 from headrace.spec.cluster import Cluster
 from headrace.spec.compute import LayerSpec
@@ -42,7 +43,7 @@ from headrace.spec.options import Checkpoints, check_options
 from headrace.spec.plain import from_plain, to_plain
 from headrace.spec.plan import Plan
 from headrace.strategies import Strategy, resolve
-from headrace.strategies.checks import check_device, check_shapes, require_device_memory
+from headrace.strategies.checks import check_device, check_shapes
 from headrace.strategies.context import ModelProbe
 from headrace.strategies.refusals import refuse
 from headrace.training.embeddings.constructing import made_sparse

@@ -13,7 +13,6 @@ from typing import TextIO
 
 from headrace.devices import HOST, choose, choose_each, kind_of, one_each, parts_of_devices, runtime_of
 from headrace.errors import UnfitMachine
-from headrace.machine.accelerators import memories
 from headrace.machine.resources import cores, spare_memory_bytes
 from headrace.spec.cluster import Cluster, Host
 
@@ -73,7 +72,12 @@ def detect(device: str | Sequence[str], ranks: int | None = None, fixed_shapes: 
     if parts:
         # A process sees the one that it is given alone.
         found, named = (tuple(HOST if each == HOST else f"{kind}:0" for each in names) for names in (found, named))
-    room = max(memories(kind_of(kind)) if found else (), default=0)
+    room = 0
+    if found:
+        # Here, because a run on CPUs needs none of it.
+        from headrace.machine.accelerators import memories
+
+        room = max(memories(kind_of(kind)), default=0)
     host = Host(
         *(host_name(), cores(), spare_memory_bytes(), found),
         worker_devices=named,
