@@ -43,6 +43,7 @@ def test_what_there_is_to_sum_and_to_weigh_and_an_evaluation(tmp_path: Path) -> 
     assert len(found) == 5
     assert max(run["apart"] for run in found.values()) <= DOUBLE
     assert found["metrics"]["counted"] > 0
+    assert all(run["reads"] == [[0] * 6] * 2 for name, run in found.items() if name != "metrics")
 
 
 def test_replicas_that_are_pipelines(tmp_path: Path) -> None:
