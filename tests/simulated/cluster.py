@@ -63,10 +63,17 @@ def on_hosts(
         folder: for its files, and the records of all processes.
         environment: more of it, such as SIMULATED_FAULTS.
     """
+    told: Sequence[Mapping[str, str]] = [{}] if hosts == 1 and not launched else ranks(hosts, devices, servers)
+    return started(program, folder, [{**one, **environment} for one in told], devices, timeout_s)
+
+
+def started(
+    program: str, folder: Path, told: Sequence[Mapping[str, str]], devices: int = 2, timeout_s: float = 280
+) -> Ended:
+    """Runs a program once for each of these environments, together, on hosts with so many devices."""
     records = folder / "records"
     records.mkdir(exist_ok=True)
-    told: Sequence[Mapping[str, str]] = [{}] if hosts == 1 and not launched else ranks(hosts, devices, servers)
-    began = [_begin(program, folder, records, devices, {**one, **environment}) for one in told]
+    began = [_begin(program, folder, records, devices, one) for one in told]
     deadline = time.monotonic() + timeout_s
     texts = []
     for process in began:

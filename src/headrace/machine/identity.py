@@ -68,7 +68,7 @@ def detect(device: str | Sequence[str], ranks: int | None = None, fixed_shapes: 
     parts = parts_of_devices(kind_of(kind))
     identities: Sequence[str] = ()
     if parts or (ranks or 1) > 1:
-        identities = [_identity(each, parts) for each in named or found]
+        identities = [identity_of(each, parts) for each in named or found]
     if parts:
         # A process sees the one that it is given alone.
         found, named = (tuple(HOST if each == HOST else f"{kind}:0" for each in names) for names in (found, named))
@@ -87,7 +87,7 @@ def detect(device: str | Sequence[str], ranks: int | None = None, fixed_shapes: 
     return Cluster((host,), ranks, kind)
 
 
-def _identity(device: str, parts: Sequence[str]) -> str:
+def identity_of(device: str, parts: Sequence[str] = ()) -> str:
     """Returns the UUID of a device of this process, or of this host's `parts` of devices; "" where it has none."""
     name, _, index = device.partition(":")
     if name == HOST or not index:

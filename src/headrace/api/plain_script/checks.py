@@ -39,9 +39,6 @@ def check_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> No
     lazy = [name for name, each in model.named_parameters() if isinstance(each, nn.parameter.UninitializedParameter)]
     if lazy:
         raise UsageError(f"{lazy[0]} has no shape yet; run the model on an example before hr.setup (lazy layers)")
-    devices = {parameter.device.type for parameter in model.parameters()}
-    if devices != {"cpu"}:
-        raise UsageError(f"setup works on CPU models, this one is on {', '.join(sorted(devices))}; use hr.fit there")
     for problem, names in problems_of_hooks(model).items():
         raise UsageError(
             f"a hook of {names_of(names)} {problem}; change .grad between loss.backward() and optimizer.step(), where "

@@ -13,7 +13,9 @@ from headrace import internals
 from headrace.api.plain_script.buffers import ChangedBuffers
 from headrace.api.plain_script.deliveries import ForwardCounts
 from headrace.api.plain_script.meeting import BACKWARD, Meeting
+from headrace.collectives.base import Collective
 from headrace.collectives.digest import digests, ranks_apart
+from headrace.devices import HOST
 from headrace.errors import UsageError
 from headrace.hooks import hooks_of
 from headrace.spec.model import ParameterSpec
@@ -34,18 +36,27 @@ class Synchronizer:
     Args:
         reduction: of the loss, over examples. "sum": the gradients of the shares are added. None for a mean, of which
             it is checked that it is over whole shares.
+        wires: what carries the model's tensors, and where they lie; None for the group, and for host memory.
 
     Attributes:
         optimizers: those that step over the parameters, as far as they are known.
         check_values: what else is checked when parameters are compared.
     """
 
-    def __init__(self, model: nn.Module, meeting: Meeting, number: int, reduction: str | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        meeting: Meeting,
+        number: int,
+        reduction: str | None = None,
+        wires: tuple[Collective, torch.device] | None = None,
+    ) -> None:
         self.model = model
         self.number = number
         self.check_values: Callable[[], None] = lambda: None
         self.optimizers: list[torch.optim.Optimizer] = []
         self._meeting = meeting
+        self._collective, self._device = wires or (meeting.group, torch.device(HOST))
         self._adds = reduction == "sum"
         self._names: dict[int, str] = {}
         self._hooks: dict[int, int] = {}
@@ -225,9 +236,9 @@ class Synchronizer:
             ParameterSpec(f"{place}", tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
             for place, parameter in enumerate(self._trained)
         ]
-        if group.one_memory:
+        if group.one_memory and self._collective is group:
             return SharedMemoryReduction(specs, group)
-        return CollectiveReduction(specs, group, group, torch.device("cpu"))
+        return CollectiveReduction(specs, group, self._collective, self._device)
 
     def _compare_without_pass(self) -> None:
         self._compare()

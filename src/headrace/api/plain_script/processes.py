@@ -32,6 +32,18 @@ class ScriptProcesses:
         self._meet = meet
 
     @property
+    def device(self) -> str:
+        """Where this process computes: "cuda:1", of several the one of its number on the host; "cpu" without any.
+
+        Raises:
+            UsageError: the host has more processes than devices.
+        """
+        # Here, because it imports what scripts on CPUs need not.
+        from headrace.api.plain_script.script_devices import own_device
+
+        return own_device()
+
+    @property
     def is_first(self) -> bool:
         """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0

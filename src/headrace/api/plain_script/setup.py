@@ -23,9 +23,11 @@ from headrace.api.plain_script.losses.forwards import FirstForward
 from headrace.api.plain_script.losses.loss import LossWatch
 from headrace.api.plain_script.meeting import SETUP, Meeting
 from headrace.api.plain_script.processes import ScriptProcesses
+from headrace.api.plain_script.script_devices import ScriptDevices
 from headrace.api.plain_script.shares import ShareLoader, let_others_draw
 from headrace.api.plain_script.steps import CentralParameters, SynchronizedSteps
 from headrace.api.verification.script_steps import record_steps
+from headrace.devices import HOST
 from headrace.engine.base import NOT_ENCRYPTED
 from headrace.engine.torchrun.address import launched_rank, launched_ranks
 from headrace.engine.torchrun.agreement import require_same
@@ -86,7 +88,7 @@ def setup(
     Without a launcher it is one worker, and trains as before.
 
     Args:
-        model: on the CPU; every process gets rank 0's weights.
+        model: on the CPU, or on this process's accelerator (`hr.processes().device`); all get rank 0's weights.
         optimizer: over this model's parameters; it stays the same object. None where the script updates them itself.
         loader: its batches are divided, in the order that its samplers give them in the script alone. None where each
             process makes batches of its own, of equal size (episodes, samples that are drawn).
@@ -99,7 +101,7 @@ def setup(
     Raises:
         UnknownName: another strategy or reduction.
         UsageError: the launcher's processes do not fit the strategy, or differ in strategy, model, batch size, seed
-            or length of the data; the model is on another device, or its parameters are not the optimizer's; the
+            or length of the data; models lie on several devices, or parameters are not the optimizer's; the
             loader's batches cannot be divided. From `loss.backward()`, `optimizer.step()` and the loader: the
             processes do different things, or what they have in common differs.
         PeerLost: from `loss.backward()`, where another process was lost.
@@ -141,6 +143,7 @@ class _Script:
         require_same({**versions(), **facts})
         launched = join_group(timeout_s, encrypt)
         self.meeting = Meeting(launched.host)
+        self._devices = ScriptDevices(self.meeting, launched.hosts, encrypt)
         self._synchronizers: list[Synchronizer] = []
         self._central: dict[int, CentralParameters] = {}
         self._loaders: dict[int, ShareLoader] = {}
@@ -153,6 +156,7 @@ class _Script:
             # An exception that ends a script says why by itself.
             if "last_value" not in vars(sys):
                 launched.page.ranks[launched.rank].heartbeat.finished = 1 + self.meeting.passes
+            self._devices.close()
             launched.close()
 
         atexit.register(leave)
@@ -177,8 +181,11 @@ class _Script:
             self._loaders[id(loader)] = shares
         known = next((one for one in self._synchronizers if one.model is model), None)
         if known is None:
-            broadcast(model, meeting.group)
+            wires = self._devices.collective_of(model)
+            broadcast(model, wires[0])
             if strategy == "central_storage":
+                if wires[1].type != HOST:
+                    raise UsageError(f"central_storage keeps one copy in host memory, not on {wires[1]}; use mirrored")
                 if optimizer is None:
                     raise UsageError("central_storage divides an optimizer's updates, and there is none; use mirrored")
                 if not meeting.group.one_memory:
@@ -186,7 +193,7 @@ class _Script:
                         "central_storage keeps one copy in one host's memory, and there are several; use mirrored"
                     )
                 self._central[id(model)] = CentralParameters(model, meeting)
-            known = Synchronizer(model, meeting, len(self._synchronizers), reduction)
+            known = Synchronizer(model, meeting, len(self._synchronizers), reduction, wires)
             self._synchronizers.append(known)
             guard_batch_norm(model, shares, meeting)
             say_hooks(model, meeting)

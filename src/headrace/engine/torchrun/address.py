@@ -39,6 +39,13 @@ def launched_rank() -> int:
     return int(os.environ["RANK"]) if launched_ranks() else 0
 
 
+def local_rank() -> int:
+    """Returns this process's number on its host, as the launcher says; 0 if it does not."""
+    launched_ranks()
+    given = os.environ.get("LOCAL_RANK", "")
+    return int(given) if given.isdecimal() else 0
+
+
 def start_timeout_s() -> float:
     """Returns how long processes wait for each other to start; raises UsageError if that is set to no such number."""
     given = os.environ.get(START_TIMEOUT, str(_START_TIMEOUT_S))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ import torch
 from headrace.collectives.base import HostMap, ProcessGroup
 from headrace.collectives.multi_host import MultiHostGroup, Watch
 from headrace.collectives.shared_memory import SharedMemoryGroup
+from headrace.devices import HOST, kind_of
 from headrace.engine.base import LEFT, Engine, RunProgress, followed, orderly_interrupts
 from headrace.engine.schedulers.alive import show_alive
 from headrace.engine.torchrun.address import own_address, start_timeout_s
@@ -39,6 +41,7 @@ from headrace.policies.roles import threads_per_worker
 from headrace.policies.views import Member
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
+from headrace.spec.plan import Plan, device_kinds, exchanges_in_host_memory, spans_hosts
 from headrace.worker.run_spec import RunSpec
 
 _BEAT_EVERY_S = 0.25
@@ -59,6 +62,7 @@ class LaunchedEngine(Engine):
 
     def run(self, spec: RunSpec, progress: Callable[[RunProgress], None]) -> str:
         group = self.group
+        _settle_interface(spec.plan)
         torch.set_num_threads(self._threads or threads_per_worker(cores(), group.mates))
         page = group.page
         # Another rank may take the place of rank 0.
@@ -84,6 +88,17 @@ class LaunchedEngine(Engine):
 
     def close(self) -> None:
         self.group.close()
+
+
+def _settle_interface(plan: Plan) -> None:
+    """Lets devices connect to other hosts by the interface by which processes do, and says where they do not."""
+    if not spans_hosts(plan) or exchanges_in_host_memory(plan) or device_kinds(plan) == (HOST,):
+        return
+    # Here, because processes of one host, and those on CPUs, need none of it.
+    from headrace.engine.network.interfaces import settle_interface
+
+    if said := settle_interface(kind_of(device_kinds(plan)[0]), own_address()):
+        sys.stderr.write(f"headrace: {said}\n")
 
 
 def join_group(timeout_s: float, encrypt: bool = True, relays: bool = False) -> LaunchedGroup:
@@ -116,7 +131,7 @@ def join_group(timeout_s: float, encrypt: bool = True, relays: bool = False) -> 
         host: ProcessGroup = _on_one_host(page, rank, watch)
     else:
         host = _on_several_hosts(Watch(page, watch.check, watch.accuse, timeout_s), me, home)
-        host.store = partial(_device_store, prefix)
+        host.store = partial(device_store, prefix)
     group = LaunchedGroup(me, hosts, host, page, prefix, watch, relay, passed_s)
     begun.set()
     show_alive()
@@ -129,7 +144,8 @@ def join_group(timeout_s: float, encrypt: bool = True, relays: bool = False) -> 
     return group
 
 
-def _device_store(prefix: str) -> Any:
+def device_store(prefix: str) -> Any:
+    """Returns a store of torch.distributed in that of the launcher's processes; who takes it closes it."""
     # Here, because it imports torch.distributed, which CPUs do without.
     from headrace.collectives.accelerators.run_store import RunStore
 

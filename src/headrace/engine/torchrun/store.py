@@ -17,14 +17,14 @@ from datetime import timedelta
 from functools import partial
 from time import monotonic
 
-from headrace.devices import HOST, NAMED
+from headrace.devices import HOST, NAMED, kind_of
 from headrace.engine.schedulers.environment import secret_remedy
 from headrace.engine.torchrun.address import START_TIMEOUT, is_here, master, start_timeout_s, state_of
 from headrace.engine.torchrun.elastic_workers.leader_file import STORE
 from headrace.engine.torchrun.key_value import NotOfThisRun, StoreClient
 from headrace.engine.torchrun.secret import HOW_TO_MAKE, ask, given_secret, hand_out
 from headrace.engine.torchrun.store_server import StoreServer
-from headrace.errors import HeadraceError, InfeasiblePlan, RunFailed, UsageError, WorkerFailed
+from headrace.errors import HeadraceError, InfeasiblePlan, RunFailed, UnfitMachine, UsageError, WorkerFailed
 from headrace.machine.identity import host_name
 from headrace.policies.own_devices import with_own_devices
 from headrace.spec.cluster import Cluster
@@ -165,8 +165,33 @@ def join(cluster: Cluster) -> Cluster:
     if cluster.ranks in (None, 1):
         return cluster
     local = os.environ.get("LOCAL_RANK", "")
-    told = [json.loads(text) for text in gather(json.dumps([to_plain(cluster), local]))]
+    told = [json.loads(text) for text in gather(json.dumps([to_plain(cluster), local, _backend_of(cluster)]))]
+    _require_same_backend([(seen["hosts"][0]["name"], backend) for seen, _, backend in told])
+    told = [(seen, local) for seen, local, _ in told]
     return joined([from_plain(Cluster, seen) for seen, _ in told], [local for _, local in told])
+
+
+def _backend_of(cluster: Cluster) -> str:
+    """Returns what carries the tensors of this process's device, with its version: "nccl 2.21.5"."""
+    kind = kind_of(cluster.device)
+    if kind.name == HOST or not kind.backend:
+        return ""
+    from headrace.machine.accelerators import backend_version
+
+    return f"{kind.backend} {backend_version(kind) or 'missing'}"
+
+
+def _require_same_backend(told: Sequence[tuple[str, str]]) -> None:
+    """Raises an UnfitMachine where ranks have other versions of what carries their devices' tensors; "" for none."""
+    first: tuple[int, str, str] | None = None
+    for rank, (host, backend) in enumerate(told):
+        first = first or ((rank, host, backend) if backend else None)
+        if first and backend and backend.partition(" ")[0] == first[2].partition(" ")[0] and backend != first[2]:
+            raise UnfitMachine(
+                f"rank {rank} on {host} has {backend}, and rank {first[0]} on {first[1]} {first[2]}, which need not "
+                "understand each other; install the same torch, with what it brings, on all hosts (headrace doctor "
+                "--cluster compares them)"
+            )
 
 
 def joined(seen: Sequence[Cluster], local: Sequence[str] = ()) -> Cluster:

@@ -308,7 +308,8 @@ def _numbers_of(operation: type[Any]) -> tuple[str, ...]:
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.requires_grad and not value.is_complex()
+        # Reading one of a device would wait for it, in each step.
+        return value.numel() == 1 and value.is_cpu and not value.requires_grad and not value.is_complex()
     return isinstance(value, int | float)
 
 
