@@ -54,6 +54,27 @@ def test_a_slow_one_is_named_once(names: str, slow: dict[str, float], said: str)
     assert wrong(survey(names, slow)) == [("slow", said)]
 
 
+def test_devices_and_what_they_exchange_by_are_compared() -> None:
+    hosts = [
+        host("a", nccl="2.27.5", accelerators="8 x NVIDIA H100, 85 GB"),
+        host("b", nccl="2.27.5", accelerators="8 x NVIDIA A100, 42 GB"),
+        replace(host("c", nccl="2.26.2", accelerators="8 x NVIDIA H100, 85 GB"), interface="NCCL_SOCKET_IFNAME=eth1"),
+    ]
+    found = [line for line in checks_of(replace(survey("abc"), hosts=tuple(hosts)), None) if line.name != "host"]
+    by_name = {line.name: line for line in found}
+    assert (by_name["nccl"].verdict, by_name["accelerators"].verdict) == (Verdict.PROBLEM, Verdict.WARNING)
+    assert by_name["nccl"].found == "not the same on all hosts: c has 2.26.2; the others have 2.27.5"
+    assert "b has 8 x NVIDIA A100, 42 GB; the others have 8 x NVIDIA H100" in by_name["accelerators"].found
+    assert "balance='speed'" in by_name["accelerators"].remedy
+    assert by_name["interface"].found == "NCCL_SOCKET_IFNAME=eth1"
+
+
+def test_a_host_without_devices_is_named_beside_those_that_have_some() -> None:
+    hosts = (host("a"), host("b", nccl="2.27.5"), host("c", nccl="2.27.5"))
+    found = {line.name: line.found for line in checks_of(replace(survey("abc"), hosts=hosts), None)}
+    assert found["nccl"] == "not the same on all hosts: a has nothing; the others have 2.27.5"
+
+
 def test_what_differs_is_named() -> None:
     found = survey("abc")
     odd = replace(found, hosts=(host("a", data="1"), host("b", data="1"), host("c", data="2", torch="2.12.0")))

@@ -104,6 +104,8 @@ def _hosts(hosts: Sequence[HostFacts]) -> Iterator[Check]:
         devices = f", {len(host.accelerators)} accelerators" if host.accelerators else ""
         found = f"{host.name} at {host.address}: {host.cores} cores, {byte_count(host.memory_bytes)} free{devices}"
         yield ok("host", f"{found}, {byte_count(free)} of shared memory")
+        if each.interface:
+            yield warning("interface", each.interface, "let both connect by one network, or know why not")
         if free < _LITTLE_SHARED_MEMORY:
             yield warning("host", f"{host.name} has {byte_count(free)} free in /dev/shm", "docker run --shm-size=2g")
 

@@ -19,6 +19,7 @@ from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from headrace.devices import accelerators, parts_of_devices
 from headrace.engine.base import Engine, RunProgress, orderly_interrupts
 from headrace.engine.local.fork_server import (
     NOT_STARTED,
@@ -288,13 +289,19 @@ def _start_script(
         request = {
             "script": str(path.absolute()),
             "arguments": list(arguments),
-            "environment": {"RANK": str(rank), "LOCAL_RANK": str(rank), **launched},
+            "environment": {"RANK": str(rank), "LOCAL_RANK": str(rank), **launched, **_part_of_device(rank)},
             "threads": threads_per_worker(cores(), len(logs)),
             "directory": os.getcwd(),
             "path": [str(path.absolute().parent), *sys.path],
             "log": str(log),
         }
         fork_server.spawn(rank, request, [held])
+
+
+def _part_of_device(local: int) -> dict[str, str]:
+    """Returns what lets a process see the part of a device that is its own, where this one was given parts."""
+    found = {kind.visible: parts_of_devices(kind) for kind in accelerators() if kind.part}
+    return {name: parts[local] for name, parts in found.items() if local < len(parts)}
 
 
 def _follow_script(fork_server: ForkServer, logs: Sequence[Path]) -> dict[int, int]:

@@ -18,10 +18,12 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import median
 
+from headrace.devices import HOST, kind_of
+from headrace.engine.network.interfaces import interfaces, other_interface
 from headrace.engine.network.probe import TOKEN_BYTES, Echo, Responder, bandwidth, connect, echo
 from headrace.engine.torchrun.address import own_address
 from headrace.engine.torchrun.store import gather, of_first
-from headrace.errors import UsageError
+from headrace.errors import UnfitMachine, UsageError
 from headrace.spec.cluster import Cluster, Host, Link
 from headrace.spec.plain import from_plain, to_plain
 
@@ -41,12 +43,14 @@ class HostFacts:
     Attributes:
         facts: what must be the same on all hosts: versions, and digests of files; by name.
         shared_memory_bytes: that are free in /dev/shm.
+        interface: says that its devices connect by another network interface than headrace; "" if they do not.
     """
 
     host: Host
     facts: Mapping[str, str]
     shared_memory_bytes: int
     port: int = 0
+    interface: str = ""
 
 
 @dataclass(frozen=True)
@@ -120,13 +124,26 @@ def survey(own: HostFacts) -> Survey:
     with ExitStack() as opened:
         responder = opened.enter_context(closing(Responder(address, token))) if rank in leaders else None
         host = replace(own.host, address=address, ranks=())
-        facts = replace(own, host=host, port=responder.port if responder else 0)
+        said = _said_of_interface(host)
+        facts = replace(own, host=host, port=responder.port if responder else 0, interface=said)
         told = gather(json.dumps(to_plain(facts)))
         hosts = [from_plain(HostFacts, json.loads(told[leader])) for leader in leaders]
         me = leaders.index(rank) if responder else -1
         links = _Measurement(me, hosts, token, opened).run()
     lists = [json.loads(text) for text in gather(json.dumps(to_plain(links)))]
     return Survey(tuple(hosts), tuple(from_plain(LinkFacts, each) for each in chain.from_iterable(lists)))
+
+
+def _said_of_interface(host: Host) -> str:
+    """Returns what `other_interface` does, or its error, where the user has said by which devices connect."""
+    kind = kind_of(host.accelerators[0] if host.accelerators else HOST)
+    if not (setting := os.environ.get(kind.interface, "")):
+        # Then a run says it.
+        return ""
+    try:
+        return other_interface(kind, host.address, interfaces(), setting)
+    except UnfitMachine as error:
+        return str(error)
 
 
 class _Measurement:
