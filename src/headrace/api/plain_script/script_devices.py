@@ -19,9 +19,10 @@ from headrace.engine.torchrun.address import local_rank
 from headrace.engine.torchrun.engine import device_store
 from headrace.errors import UsageError
 from headrace.machine.identity import identity_of
-from headrace.worker.session import COLLECTIVE_TIMEOUT_S
 
 _PREFIX = "headrace/script"
+_COLLECTIVE_S = 600.0
+"""How long devices wait for each other; a process that is lost is noticed by its heartbeat."""
 
 
 def own_device() -> str:
@@ -95,7 +96,7 @@ class ScriptDevices:
         from headrace.collectives.accelerators.torch_distributed import TorchDistributed
 
         store: Any = device_store(_PREFIX)
-        made = TorchDistributed(store, meeting.rank, meeting.world, name, COLLECTIVE_TIMEOUT_S)
+        made = TorchDistributed(store, meeting.rank, meeting.world, name, _COLLECTIVE_S)
         self._collective = made
         # An exception that ends a script is kept there.
         self._closing += [lambda: made.abort() if "last_value" in vars(sys) else made.close(), store.close]
