@@ -24,20 +24,13 @@ LIMIT_S = 30.0
 class Worker:
     """A worker that calls what a test says, and whose watchdog looks when the test says so."""
 
-    def __init__(self, page: ControlPage, rank: int, check: Callable[[], None], record: FlightRecord) -> None:
+    def __init__(
+        self, page: ControlPage, rank: int, check: Callable[[], None], record: FlightRecord, shared: bool = True
+    ) -> None:
         self.said: list[str] = []
-        records = page.ranks
+        self.records = records = page.ranks
         ends = FinishedRanks([record.heartbeat for record in records])
-        self.watchdog = Watchdog(
-            [record.board for record in records],
-            rank,
-            records[rank].heartbeat,
-            check,
-            ends,
-            LIMIT_S,
-            self.said.append,
-            record,
-        )
+        self.watchdog = Watchdog(records, rank, check, ends, LIMIT_S, self.said.append, record, shared)
         self.log: CallLog = self.watchdog.log(range(len(records)))
         self.heartbeat = records[rank].heartbeat
 
@@ -109,7 +102,7 @@ def test_who_waits_for_whom_is_said_by_one_rank_and_seldom(run: Run) -> None:
         "rank 1 has not come to all_reduce (number 2, round 1, 4,096 bytes), where rank 0 and rank 2 wait, for 5 s; "
         "rank 1: all_reduce (number 1, round 0, 4,096 bytes), "
     )
-    assert line.endswith("; it is waited for, at most 30 s (collective_timeout_s)")
+    assert line.endswith("; collectives wait for at most 30 s (collective_timeout_s)")
     run.pass_s(18)
     assert len(workers[0].said) == 2
     assert not workers[1].said
@@ -149,7 +142,7 @@ def test_a_collective_that_does_not_end_is_named_with_all_its_ranks(run: Run) ->
     with pytest.raises(CollectiveFailed) as failed:
         run.pass_s(1)
     assert str(failed.value).startswith(
-        "broadcast (number 1, round 0, 8 bytes) has not ended, 30 s after rank 0 and rank 1 have come to it; the last "
+        "broadcast (number 1, round 0, 8 bytes) has not ended, 30 s after rank 0 and rank 1 came to it; the last "
         "calls: rank 0: broadcast (number 1, round 0, 8 bytes)"
     )
 
@@ -220,6 +213,33 @@ def test_ranks_that_wait_for_each_other_are_named(run: Run) -> None:
     run.pass_s(6)
     assert workers[0].said[0].startswith("rank 1 has not come to")
     assert workers[1].said[0].startswith("rank 0 has not come to")
+
+
+def test_who_does_not_come_where_processes_meet_is_said_too(run: Run) -> None:
+    workers = run.begin(2)
+    workers[0].records[0].barrier_counter = 2**31 - 1
+    workers[0].records[1].barrier_counter = 2**31 - 2
+    run.pass_s(6)
+    assert (
+        workers[0]
+        .said[0]
+        .startswith(
+            "rank 1 has not come to where the workers meet in round 0, where rank 0 waits, for 5 s; rank 1: no call"
+        )
+    )
+    assert not workers[1].said
+    # The counter begins at 0 again.
+    workers[0].records[0].barrier_counter = workers[0].records[1].barrier_counter = 0
+    run.pass_s(60)
+    assert len(workers[0].said) == 1
+
+
+def test_ranks_of_other_hosts_whose_calls_are_not_known_are_not_accused(run: Run) -> None:
+    page = ControlPage.create(2, "apart")
+    run.workers = [Worker(page, 0, run.check, FlightRecord(run.folder, 0, "gloo"), shared=False)]
+    run.workers[0].call()
+    run.pass_s(3 * LIMIT_S)
+    assert not run.workers[0].said
 
 
 def test_a_watchdog_that_stood_still_accuses_nobody(run: Run) -> None:

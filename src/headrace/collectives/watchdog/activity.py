@@ -53,6 +53,6 @@ def _named(module: str) -> str:
 def _place(frame: FrameType) -> str:
     """Returns where a frame is if it is one of user code; else ""."""
     code = frame.f_code
-    if code.co_filename.startswith(("<", _HEADRACE, *_LIBRARIES)):
+    if code.co_filename.startswith(("<frozen ", _HEADRACE, *_LIBRARIES)):
         return ""
     return f"{Path(code.co_filename).name}, line {frame.f_lineno}, in {code.co_name}"

@@ -17,6 +17,28 @@ _VERDICT_S = 3.0
 """How long a lost process may take to be noticed after a connection to it has broken."""
 
 
+class Waits:
+    """For how long this rank has waited for others.
+
+    Attributes:
+        by_rank: in seconds, of each rank that has not come.
+        numbers: how often each of them has come.
+        told_s: for how long it had waited when it was last said.
+    """
+
+    def __init__(self) -> None:
+        self.by_rank: dict[int, float] = {}
+        self.numbers: dict[int, int] = {}
+        self.told_s = 0.0
+
+    def note(self, late: dict[int, int], passed_s: float) -> dict[int, float]:
+        """Notes who has not come, and how often each has before; one that comes, and is late again, begins anew."""
+        again = {rank for rank, number in late.items() if self.numbers.get(rank) == number}
+        self.by_rank = {rank: self.by_rank[rank] + passed_s if rank in again else 0.0 for rank in late}
+        self.numbers = dict(late)
+        return self.by_rank
+
+
 class CallLog:
     """The calls of one group of devices; `ranks` are the group's in the run, `me` is this one of them.
 
@@ -28,7 +50,7 @@ class CallLog:
         problem: why no call can be made any more; None while one can. Then `ended` is set.
         watched: whether a watchdog looks.
         has_ended: tells whether the last call has, without waiting; None before there is one.
-        waited_s: by rank, for how long it has not come to this rank's last call, and the number of its own last call.
+        waits: who has not come to this rank's last call.
     """
 
     def __init__(self, ranks: Sequence[int], me: int, key: int, calls: GroupCalls, heartbeat: Heartbeat) -> None:
@@ -42,10 +64,9 @@ class CallLog:
         self.ended = threading.Event()
         self.watched = self.left = False
         self.has_ended: Callable[[], bool] | None = None
-        self.waited_s: dict[int, tuple[float, int]] = {}
+        self.waits = Waits()
         self.stuck_s = 0.0
         self.stuck_at = 0
-        self.told_s = 0.0
         self._heartbeat, self._numbers, self._digest = heartbeat, itertools.count(1), 0
         self._remembered = calls.calls
         self._futures: bool | None = None

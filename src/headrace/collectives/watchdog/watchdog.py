@@ -25,11 +25,12 @@ from typing import NoReturn
 
 from headrace.collectives.watchdog.activity import activity_of
 from headrace.collectives.watchdog.boards import LEFT, call_of, group_of, last_call, said
-from headrace.collectives.watchdog.call_log import CallLog
+from headrace.collectives.watchdog.call_log import CallLog, Waits
 from headrace.collectives.watchdog.flight_record import FlightRecord
 from headrace.errors import CollectiveFailed, HeadraceError, in_one_line
-from headrace.shared_memory.calls import CHARACTERS, REMEMBERED, CallBoard, GroupCalls
-from headrace.shared_memory.control_page import Heartbeat
+from headrace.shared_memory.barrier import reached
+from headrace.shared_memory.calls import CHARACTERS, REMEMBERED, GroupCalls
+from headrace.shared_memory.control_page import RankRecord
 from headrace.shared_memory.ends import FinishedRanks
 
 _LOOK_EVERY_S = 0.25
@@ -47,29 +48,32 @@ class Watchdog:
     """Watches the groups of devices of one worker.
 
     Args:
-        boards: of all workers, by rank.
+        records: of all workers, by rank, in the control page.
         me: this worker.
-        heartbeat: where it writes how many rounds it has done.
         check: raises where a process is lost.
         ends: which loops have ended, and what ranks are called.
         collective_s: how long a collective may take.
         say: shows a line to the user.
         record: writes down what is known when the run fails; None for nowhere.
+        shared: whether the page has the calls of the others, too; over hosts it has their counters alone.
     """
 
     def __init__(
         self,
-        boards: Sequence[CallBoard],
+        records: Sequence[RankRecord],
         me: int,
-        heartbeat: Heartbeat,
         check: Callable[[], None],
         ends: FinishedRanks,
         collective_s: float,
         say: Callable[[str], None],
         record: FlightRecord | None,
+        shared: bool = True,
     ) -> None:
         self.problem: Exception | None = None
-        self._boards, self._me, self._heartbeat, self._check, self._ends = boards, me, heartbeat, check, ends
+        self._records, self._me, self._check, self._ends = records, me, check, ends
+        self._boards = [record.board for record in records]
+        self._shared = shared
+        self._meetings = Waits()
         self._collective_s, self._say, self._record = collective_s, say, record
         self._logs: list[CallLog] = []
         self._made: dict[str, int] = {}
@@ -90,7 +94,7 @@ class Watchdog:
         name = repr((kind, *ranks))
         nth = self._made[name] = self._made.get(name, 0) + 1
         key = 1 + zlib.crc32(f"{nth} {name}".encode())
-        log = CallLog(ranks, self._me, key, GroupCalls() if place is None else place, self._heartbeat)
+        log = CallLog(ranks, self._me, key, GroupCalls() if place is None else place, self._records[self._me].heartbeat)
         if self.problem:
             log.fail(self.problem)
         if place is not None:
@@ -109,7 +113,7 @@ class Watchdog:
         now = monotonic()
         passed_s, self._looked = min(now - self._looked, _GAP_S), now
         self._check()
-        seeks, awaits = False, 0
+        seeks, awaits = self._meet(passed_s), 0
         logs = [log for log in self._logs if not log.left]
         for log in logs:
             late, ahead = self._compare(log, passed_s)
@@ -122,8 +126,12 @@ class Watchdog:
         board.awaits, board.seeks = awaits, seeks
         if seeks:
             board.activity = activity_of(self._watched).encode()[:CHARACTERS]
-        for log in logs:
-            self._tell(log)
+        waiting = [log for log in logs if log.waits.by_rank]
+        for log in waiting:
+            self._tell(log.waits, log.ranks, partial(self._late, log))
+        if not waiting:
+            # Ranks also wait for each other before and after their calls, on CPUs too, without a limit.
+            self._tell(self._meetings, range(len(self._boards)), self._absent)
 
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_EVERY_S):
@@ -135,22 +143,22 @@ class Watchdog:
 
     def _compare(self, log: CallLog, passed_s: float) -> tuple[dict[int, float], bool]:
         """Returns for how long which ranks have not come to this rank's last call, and whether one is ahead of it."""
-        own, ahead = log.calls.number, False
-        late: dict[int, float] = {}
-        for rank in log.others:
+        own = log.calls.number
+        numbers: dict[int, int] = {}
+        for rank in log.others if self._shared else ():
             calls = group_of(self._boards[rank], log.key)
-            number = calls.number if calls else 0
-            if calls and (first := _first_difference(log.calls, calls, min(own, number))):
+            numbers[rank] = calls.number if calls else 0
+            if calls and (first := _first_difference(log.calls, calls, min(own, numbers[rank]))):
                 self._refuse(log, calls, rank, first)
-            ahead |= number > own
-            waited_s, before = log.waited_s.get(rank, (0.0, -1))
-            if number >= own:
-                log.waited_s.pop(rank, None)
-                continue
-            waited_s = waited_s + passed_s if number == before else 0.0
-            log.waited_s[rank] = waited_s, number
-            late[rank] = waited_s
-        return late, ahead
+        late = {rank: number for rank, number in numbers.items() if number < own}
+        return log.waits.note(late, passed_s), any(number > own for number in numbers.values())
+
+    def _meet(self, passed_s: float) -> bool:
+        """Notes who has not come where this rank's process waits for the others; returns whether one is ahead of it."""
+        counters = [record.barrier_counter for record in self._records]
+        own = counters[self._me]
+        self._meetings.note({rank: at for rank, at in enumerate(counters) if not reached(at, own)}, passed_s)
+        return not all(reached(own, counter) for counter in counters)
 
     def _judge(self, log: CallLog, late: dict[int, float]) -> None:
         """Raises where a rank is late for too long, or its loop has ended."""
@@ -169,24 +177,24 @@ class Watchdog:
             return
         log.stuck_s += passed_s
         if log.stuck_s > self._collective_s:
-            came = _listed([self._ends.names[rank] for rank in log.ranks])
-            what = f"{said(call_of(log.calls, number))} has not ended, {log.stuck_s:.0f} s after {came} have come to it"
+            came = _listed([self._ends.names[rank] for rank in log.ranks if self._shared or rank == self._me])
+            what = f"{said(call_of(log.calls, number))} has not ended, {log.stuck_s:.0f} s after {came} came to it"
             raise self._timeout(log, what)
 
-    def _tell(self, log: CallLog) -> None:
+    def _tell(self, waits: Waits, ranks: Sequence[int], what: Callable[[dict[int, float]], str]) -> None:
         """Says who waits for whom, once in a while, on the first rank that waits."""
-        late = {rank: waited_s for rank, (waited_s, _) in log.waited_s.items()}
+        late = waits.by_rank
         most_s = max(late.values(), default=0.0)
         if most_s < _NOTICE_S:
-            log.told_s = 0.0
+            waits.told_s = 0.0
             return
-        first = next(rank for rank in log.ranks if rank not in late)
-        if most_s < _AGAIN * log.told_s or self._me != first or all(map(self._waits_itself, late)):
+        first = next(rank for rank in ranks if rank not in late)
+        if most_s < _AGAIN * waits.told_s or self._me != first or all(map(self._waits_itself, late)):
             return
-        log.told_s = most_s
+        waits.told_s = most_s
         doing = "; ".join(self._state(rank) for rank in late)
-        limit = f"it is waited for, at most {self._collective_s:g} s (collective_timeout_s)"
-        self._say(f"{self._late(log, late)}; {doing}; {limit}")
+        limit = f"collectives wait for at most {self._collective_s:g} s (collective_timeout_s)"
+        self._say(f"{what(late)}; {doing}; {limit}")
 
     def _waits_itself(self, rank: int) -> bool:
         """Whether a rank is late because it waits for another, in another group; not if they wait in a circle."""
@@ -198,17 +206,28 @@ class Watchdog:
 
     def _late(self, log: CallLog, late: dict[int, float]) -> str:
         """Returns which ranks have not come to which call, where which wait, and for how long."""
-        names = self._ends.names
-        missed = 1 + min((number for _, number in log.waited_s.values()), default=0)
+        missed = 1 + min(log.waits.numbers.values(), default=0)
         call = call_of(log.calls, max(missed, log.calls.number - REMEMBERED + 1))
-        waiting = [names[rank] for rank in log.ranks if rank not in late]
-        have = "has" if len(late) == 1 else "have"
-        where = f"{said(call)}, where {_listed(waiting)} wait{'s' * (len(waiting) == 1)}"
-        return f"{_listed([names[rank] for rank in late])} {have} not come to {where}, for {max(late.values()):.0f} s"
+        return self._away(late, log.ranks, said(call))
+
+    def _absent(self, late: dict[int, float]) -> str:
+        done = self._records[self._me].heartbeat.step
+        return self._away(late, range(len(self._boards)), f"where the workers meet in round {done}")
+
+    def _away(self, late: dict[int, float], ranks: Sequence[int], where: str) -> str:
+        names = self._ends.names
+        waiting = [names[rank] for rank in ranks if rank not in late]
+        have, wait = "has" if len(late) == 1 else "have", "waits" if len(waiting) == 1 else "wait"
+        return (
+            f"{_listed([names[rank] for rank in late])} {have} not come to {where}, where {_listed(waiting)} {wait}, "
+            f"for {max(late.values()):.0f} s"
+        )
 
     def _state(self, rank: int) -> str:
         """Returns what a rank has called last, and what it does, where it has looked."""
         board, name = self._boards[rank], self._ends.names[rank]
+        if not self._shared and rank != self._me:
+            return f"{name}: its own record has its calls"
         doing = board.activity.decode(errors="replace") if board.seeks else ""
         return f"{name}: {last_call(board)}{doing and f', {doing}'}"
 

@@ -49,11 +49,12 @@ class ConnectedDevices:
             device, device_of = torch.device(role.device), lambda rank: run.plan.role(rank).device
             self._made = ElasticDevices(group, device, device_of, self._connect_view)
             return self._made
-        boards, heartbeat = [record.board for record in self._page.ranks], self._page.ranks[role.rank].heartbeat
+        records = self._page.ranks[: group.world]
         record = FlightRecord(run.run_dir / FLIGHT_RECORDER, role.rank, kind_of(role.device).backend)
         self._watchdog = Watchdog(
-            *(boards[: group.world], role.rank, heartbeat, group.check, group.ends, self._limit_s, self._say),
+            *(records, role.rank, group.check, group.ends, self._limit_s, self._say),
             record if run.attempt.lasting else None,
+            group.one_memory,
         )
         self._store = group.store() if group.store else FileStore(str(run.run_dir / RENDEZVOUS), group.world)
         self._store.set_timeout(timedelta(seconds=self._limit_s))
