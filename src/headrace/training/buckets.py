@@ -90,7 +90,7 @@ class BucketSink:
 
     def store_nothing(self) -> None:
         """See `GradientSink`."""
-        self.store([None] * len(self._parameters))
+        self.store([None] * len(self._views))
 
     def gather(self) -> None:
         """See `EarlySink`."""
