@@ -26,6 +26,7 @@ FIRST = 4
         (f"steps(hr.Mirrored(2), bad={BAD})", 2),
         (f"steps(hr.FullySharded(2), ('clip', 'skip, clip'), bad={BAD})", 2),
         ("optimizers(hr.OneDevice())", 1),
+        ("means(hr.Mirrored(2))", 2),
     ],
 )
 def test_a_step_waits_for_nothing(call: str, devices: int, tmp_path: Path) -> None:
@@ -42,3 +43,16 @@ def test_a_step_waits_for_nothing(call: str, devices: int, tmp_path: Path) -> No
             assert one == pytest.approx(other, abs=1e-9)
         for own in run["waits"]:
             assert own[FIRST:] == [0] * (8 - FIRST), run["name"]
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("OneDevice()", 1), ("Mirrored(2)", 2)])
+def test_an_evaluation_waits_once(strategy: str, devices: int, tmp_path: Path) -> None:
+    program = "from simulated import nccl\nimport headrace as hr\nfrom worker import waits_runs\n"
+    ended = on_hosts(f"{program}waits_runs.evaluations(hr.{strategy})", tmp_path, 1, devices, timeout_s=560)
+    assert not any(ended.codes), ended.errors
+    assert not any(counters["faults"] for counters in ended.counters.values())
+    for run in ended.said[0]:
+        assert run["apart"] <= 1e-9
+        assert run["names"] == ["accuracy", "best two", "loss"]
+        for counts in run["counts"]:
+            assert counts == {**dict.fromkeys(counts, 0), "waits": 1, "reads": 1}

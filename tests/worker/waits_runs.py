@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -127,3 +128,31 @@ def means(strategy: Strategy) -> None:
 def optimizers(strategy: Strategy) -> None:
     for name, optimizer in OPTIMIZERS.items():
         on_devices(name, make_job((0, 3, 4), optimizer=optimizer, **CASES["skip, clip"]), strategy)
+
+
+def evaluating(folder: Path, worker: hr.Worker) -> None:
+    for batch in worker.batches():
+        worker.step(batch)
+    with counted() as rise:
+        metrics = worker.evaluate()
+    (folder / str(worker.rank)).write_text(json.dumps({**rise, "metrics": metrics}))
+
+
+def evaluations(strategy: Strategy) -> None:
+    """Says what an evaluation of seven batches, the last of them short, has waited for, and how far its numbers are."""
+    for name, loss in (("plain", F.cross_entropy), ("mean", mean_of_some)):
+        metrics = {"accuracy": hr.metrics.accuracy, "best two": functools.partial(hr.metrics.top_k_accuracy, k=2)}
+        job = dataclasses.replace(make_job((), loss), metrics=metrics, eval_data=(INPUTS[:79], CLASSES[:79]))
+        folder = Path.cwd() / f"evaluation {name}"
+        folder.mkdir()
+        hr.launch(functools.partial(evaluating, folder), job, strategy, device="fake")
+        found = [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
+        here = hr.fit(job, strategy, device="cpu", engine=hr.ThreadEngine(), check=False)
+        apart = max(abs(each["metrics"][key] - value) for each in found for key, value in here.metrics.items())
+        names = ("waits", *READS, "blocking_writes", "pageable_writes")
+        say(
+            name=name,
+            apart=apart,
+            names=sorted(here.metrics),
+            counts=[{key: each[key] for key in names} for each in found],
+        )

@@ -27,6 +27,7 @@ from headrace.training.compute import Compute
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.exchange import Replica
 from headrace.training.gradients import GradientSink, SharedGradients
+from headrace.training.on_device.totals import DeviceTotal
 from headrace.training.optimizer import build, build_over
 from headrace.training.update import Updater
 from headrace.training.user_code.objective import Objective
@@ -130,7 +131,10 @@ class WorkerContext:
                 from headrace.training.fixed_shapes.graph_mode import CompiledModule
 
                 graph = CompiledModule(self.module, self.batches.full // max(1, local_shares), self.options.compile)
-            total: Callable[[Sequence[float]], list[float]] = list if local_shares else self.group.sum
+            total: Callable[[Sequence[float]], list[float]] | DeviceTotal = list if local_shares else self.group.sum
+            if self.objective.weighed and not local_shares:
+                known, devices = _carrier(self, self.group, self.device)
+                total = DeviceTotal(devices, self.device) if known else total
             return WholeModel(self.module, self.objective, sink, total, always, self.options, self.scale, graph)
 
         return self.inside.compute(whole, sink, self.scale) if self.inside else whole()
@@ -201,18 +205,25 @@ class WorkerContext:
                 )
 
 
+def _carrier(context: WorkerContext, group: ProcessGroup, place: torch.device) -> tuple[bool, Collective | None]:
+    """Returns whether what lies on an accelerator can be summed there, over the workers of a group, and by what."""
+    # Of a group whose members may be lost, each round ends when all know that it is done.
+    if place.type == HOST or not group.fixed:
+        return False, None
+    if group.world == 1:
+        return True, None
+    devices = context.device_group() if kind_of(place.type).backend else None
+    carries = devices is not None and not isinstance(devices, ThroughHost) and devices.world == group.world
+    return carries, devices if carries else None
+
+
 def on_device(
     context: WorkerContext, options: Options, group: ProcessGroup, place: torch.device
 ) -> DeviceClipping | None:
     """Returns what decides on an accelerator, where the gradients of `group` lie; None where the host decides."""
-    # Of a group whose members may be lost, each round ends when all know that it is done.
-    if place.type == HOST or not group.fixed:
+    known, devices = _carrier(context, group, place)
+    if not known:
         return None
-    devices = None
-    if group.world > 1:
-        devices = context.device_group() if kind_of(place.type).backend else None
-        if devices is None or isinstance(devices, ThroughHost) or devices.world != group.world:
-            return None
     from headrace.training.on_device.clipping import DeviceClipping
 
     clip = options.clip_norm, options.clip_value

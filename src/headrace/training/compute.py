@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 class Computed:
     """The loss of a step, and its weight in the mean over the global batch.
 
-    The loss is the mean over this worker's share, detached, on its device; None where the share was empty.
+    The loss is the mean over this worker's share, detached, on its device; None where the share was empty. The weight
+    of a `Mean` may be on the device, too, as `()` float64.
     """
 
     loss: Tensor | None
-    weight: float
+    weight: float | Tensor
 
 
 class Compute(ABC):

@@ -285,10 +285,13 @@ def times(gradients: Sequence[Tensor | None], factor: float) -> list[Tensor | No
     return [None if gradient is None else gradient * factor for gradient in gradients]
 
 
-def divide(gradients: Sequence[Tensor | None], weight: float) -> None:
+def divide(gradients: Sequence[Tensor | None], weight: float | Tensor) -> None:
     """Divides gradients that micro-batches have added up by the weight of all; without any weight they are 0."""
     present = [gradient for gradient in gradients if gradient is not None]
-    if present:
+    if isinstance(weight, Tensor):
+        for gradient in present:
+            gradient.div_(torch.where(weight == 0, 1.0, weight).to(gradient.dtype)).masked_fill_(weight == 0, 0.0)
+    elif present:
         foreach_div_(present, weight) if weight else foreach_zero_(present)
 
 

@@ -34,6 +34,7 @@ from headrace.training.gradients import (
     divide,
     times,
 )
+from headrace.training.on_device.totals import DeviceTotal, divided
 from headrace.training.optimizer import StateSlices
 from headrace.training.user_code.differentiable import has_reentrant_checkpoint, require_graph
 from headrace.training.user_code.objective import Objective
@@ -69,7 +70,7 @@ class WholeModel(Compute):
         module: nn.Module,
         objective: Objective,
         sink: GradientSink | None = None,
-        total: Callable[[Sequence[float]], list[float]] = list,
+        total: Callable[[Sequence[float]], list[float]] | DeviceTotal = list,
         always: bool = False,
         options: Options = _PLAIN,
         scale: LossScale | None = None,
@@ -187,6 +188,10 @@ class WholeModel(Compute):
         if not isinstance(loss, Mean):
             part = loss if share.examples == share.of else loss * (share.examples / share.of)
             return part, Computed(loss.detach(), float(share.examples))
+        if isinstance(self._total, DeviceTotal):
+            weighs = self._total.number(loss.weight)
+            (together,) = self._total([weighs])
+            return divided(loss.total, together), Computed(divided(loss.total.detach(), weighs), weighs)
         weight = float(loss.weight)
         (all_weight,) = self._total([weight])
         part = loss.total / all_weight if all_weight else loss.total * 0
@@ -276,9 +281,10 @@ class WholeModel(Compute):
                     early.gather()
                 totals.append(total.detach())
                 weights.append(weight)
-        own = float(sum(weights))
+        there = self._total if means and isinstance(self._total, DeviceTotal) else None
+        own = there.number(sum(weights)) if there else float(sum(weights))
         if means:
-            (all_weight,) = self._total([own])
+            (all_weight,) = there([own]) if there else self._total([float(own)])
             divide([each.grad for each in (*self._trained.every, *self._leaves())], all_weight)
         if hooked:
             called(self._trained.every, share.examples / share.of)
@@ -286,7 +292,10 @@ class WholeModel(Compute):
         if self._sink is not None:
             self._sink.store(gradients)
             assign(self._trained.every, held)
-        return Computed(torch.stack(totals).sum() / own if own else None, own)
+        total = torch.stack(totals).sum()
+        if isinstance(own, Tensor):
+            return Computed(divided(total, own), own)
+        return Computed(total / own if own else None, own)
 
     def _leaves(self) -> list[Tensor]:
         """Returns the rows of tables that forward has used; their gradients stay in `.grad`."""

@@ -169,7 +169,7 @@ class VirtualWorkers:
                 )  # fmt: skip
                 worker.nonfinite = False
         loss = loss if finite else None
-        return ComputedStep(planned, share, loss, computed.weight, push, gradients, not decision.apply)
+        return ComputedStep(planned, share, loss, float(computed.weight), push, gradients, not decision.apply)
 
     def _bad(self, number: int, worker: VirtualWorker, round_: int, loss: float | None, finite: bool) -> None:
         action = self._run.job.options.on_nonfinite

@@ -7,11 +7,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headrace.batches import placed, select_target
 from headrace.collectives.base import ProcessGroup
 from headrace.data.loading.loader import Loader
+from headrace.data.loading.transfer import delivered
+from headrace.devices import HOST
 from headrace.metrics import weigh
 from headrace.modules import evaluating
 from headrace.spec.job import Job, Share
@@ -57,16 +59,17 @@ class Evaluation:
         accumulated = {name: Accumulated(name, one, task) for name, one in measures.items() if accumulates(one)}
         measures = {name: one for name, one in measures.items() if name not in accumulated}
         means = (*losses, *measures)
-        sums = [0.0] * (2 * len(means) + 1)
+        sums = Sums(2 * len(means) + 1)
         module = self._replica.compute.module
         with self._replica.trained_weights(), self._averaged(weight), evaluating(module):
             check()
-            for share in self._loader(self._group.rank, self._group.world).sweep():
+            shares = self._loader(self._group.rank, self._group.world).sweep()
+            for share in delivered(shares, self._replica.compute.device):
                 if share.examples:
                     self._measure(share, losses, measures, accumulated, sums)
                 else:
                     self._replica.compute.attend()
-        totals = self._group.sum(sums)
+        totals = self._group.sum(sums.read())
         metrics = {name: totals[2 * i] / totals[2 * i + 1] for i, name in enumerate(means) if totals[2 * i + 1]}
         if totals[-1]:
             metrics |= {name: each.total(self._group) for name, each in accumulated.items()}
@@ -78,24 +81,24 @@ class Evaluation:
         losses: Mapping[str, Any],
         measures: Mapping[str, Any],
         accumulated: Mapping[str, Accumulated],
-        sums: list[float],
+        sums: Sums,
     ) -> None:
         compute = self._replica.compute
         output = compute.predict(share.batch)
         if not compute.counts:
             return
-        target = placed(select_target(share.batch, self._job.target), compute.device)
-        batch = placed(share.batch, compute.device) if losses else None
+        batch = placed(share.batch, compute.device)
+        target = select_target(batch, self._job.target)
         # With gradients, which a loss may be made of (a penalty on them).
         values = {name: loss(compute.module, batch) for name, loss in losses.items()}
         values |= {name: measure(output, target) for name, measure in measures.items()}
         for index, (name, value) in enumerate(values.items()):
             total, weight = weigh(value, share.examples, name)
-            sums[2 * index] += float(total.detach())
-            sums[2 * index + 1] += float(weight)
+            sums.add(2 * index, total.detach())
+            sums.add(2 * index + 1, weight)
         for each in accumulated.values():
             each.add(output, target)
-        sums[-1] += share.examples
+        sums.add(-1, float(share.examples))
 
     @contextmanager
     def _averaged(self, weight: float) -> Iterator[None]:
@@ -113,6 +116,30 @@ class Evaluation:
             with torch.no_grad():
                 for buffer, saved in zip(kept, own, strict=True):
                     buffer.copy_(saved)
+
+
+class Sums:
+    """Sums of numbers, in double precision; those of numbers on an accelerator stay there until they are read."""
+
+    def __init__(self, count: int) -> None:
+        self._here = [0.0] * count
+        self._there: dict[int, Tensor] = {}
+
+    def add(self, index: int, number: float | Tensor) -> None:
+        """Adds a number to a sum."""
+        if isinstance(number, Tensor) and number.device.type != HOST:
+            known = self._there.get(index)
+            self._there[index] = number.double() if known is None else known + number
+        else:
+            self._here[index] += float(number)
+
+    def read(self) -> list[float]:
+        """Returns the sums, read in one copy."""
+        found = [*self._here]
+        if self._there:
+            for index, number in zip(self._there, torch.stack([*self._there.values()]).tolist(), strict=True):
+                found[index] += number
+        return found
 
 
 def _losses_of(job: Job, module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

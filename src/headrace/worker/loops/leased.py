@@ -255,7 +255,7 @@ class LeasedLoop(Loop):
 
 def lease_weight(share: Share, computed: Computed) -> tuple[float, float]:
     """Returns the weight of a leased share's gradient, and the part of a global batch that the share is."""
-    weight = computed.weight
+    weight = float(computed.weight)
     if share.examples:
         # Where all weights are zero, one device also makes a step, with zero gradients.
         weight = max(weight, sys.float_info.min)

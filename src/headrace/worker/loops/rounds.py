@@ -270,7 +270,7 @@ class PeriodicLoop(RoundLoop):
         return Share(batch, share.examples, share.examples, share.epoch)
 
     def _weigh(self, computed: Computed) -> None:
-        self._sync.weigh(computed.weight)
+        self._sync.weigh(float(computed.weight))
 
     def _synchronize(self) -> float:
         progress = self._session.progress
