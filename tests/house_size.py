@@ -13,14 +13,14 @@ CORE = 14_690
 CLOSURES = {
     "data": 800,
     "data.loading.loader": 6_200,
-    "strategies.one_device": 9_400,
-    "strategies.mirrored": 10_500,
-    "strategies.central_storage": 12_700,
-    "worker.main": 19_500,
-    "engine.local.process": 21_000,
+    "strategies.one_device": 9_450,
+    "strategies.mirrored": 10_550,
+    "strategies.central_storage": 12_750,
+    "worker.main": 19_550,
+    "engine.local.process": 21_050,
     "parameter_server.core.shard": 1_250,
     "serving.application": 3_850,
-    "api.fit": 32_300,
+    "api.fit": 32_350,
 }
 """Lines that importing a module loads: its own, and those of all modules of ours that it imports."""
 
