@@ -82,7 +82,8 @@ class ShardedModel(Compute):
         self._sharded = sharded
         self._objective = objective
         self._options = options
-        self._half = HALF.get(options.precision)
+        # Without autocast where units are of that type themselves.
+        self._half = None if sharded.half else HALF.get(options.precision)
         self._group = group
         self._used = used
         self._load_sample = sample

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from headrace import internals
 from headrace.collectives.base import Collective, ProcessGroup
@@ -21,7 +21,9 @@ from headrace.errors import UnfitMachine, UsageError
 from headrace.fully_sharded.link import CollectiveLink, OwnGradients, SharedLink, UnitGather, UnitLink, UnitScatter
 from headrace.fully_sharded.units import is_kept_whole, unit_parameters, written
 from headrace.hooks import hooks_of
+from headrace.internals import foreach_copy_
 from headrace.modules import memory_of, parameters_and_buffers
+from headrace.training.buckets import buckets
 from headrace.training.gradients import divide
 from headrace.trees import map_tensors
 
@@ -46,7 +48,8 @@ def mesh_of(group: ProcessGroup, device: torch.device, closing: ExitStack) -> De
 class ShardedModule:
     """A module, sharded in place, unit by unit.
 
-    `carrier` moves what the ranks exchange; None for the memory that they share.
+    `carrier` moves what the ranks exchange; None for the memory that they share. Units are gathered, and gradients
+    summed, in the type `half`, if it is not None.
 
     Attributes:
         pieces: this rank's part of each trained parameter, flat, by name; it is empty where there are more ranks than
@@ -65,8 +68,10 @@ class ShardedModule:
         carrier: Collective | None,
         reshard: bool,
         closing: ExitStack,
+        half: torch.dtype | None = None,
     ) -> None:
         self.module = module
+        self.half = half
         self.device = next((each.device for each in module.parameters()), torch.device("cpu"))
         self.own = OwnGradients()
         self._group = group
@@ -76,7 +81,7 @@ class ShardedModule:
         self.whole = frozenset(kept)
         named = unit_parameters(module, units)
         self.unit_bytes = {
-            unit: sum(_padded(each.shape, group.world) * each.itemsize for each in parameters.values())
+            unit: sum(_padded(each.shape, group.world) * (half or each.dtype).itemsize for each in parameters.values())
             for unit, parameters in named.items()
         }
         names = [list(parameters) for parameters in named.values()]
@@ -114,6 +119,9 @@ class ShardedModule:
     ) -> list[Any]:
         require_unused_summed()
         mesh = mesh_of(self._group, self.device, closing)
+        casts = MixedPrecisionPolicy(param_dtype=self.half)
+        # The loss is not computed in half precision.
+        widens = MixedPrecisionPolicy(param_dtype=self.half, output_dtype=torch.float32) if self.half else casts
         for parameter in self.module.parameters():
             parameter.data = parameter.data.contiguous()
         parts = []
@@ -125,7 +133,10 @@ class ShardedModule:
             part.register_forward_hook(guards[index].end)
             part.register_forward_hook(_own_outputs)
             # The rest of the model is needed first in backward, so it stays.
-            fully_shard(part, mesh=mesh, reshard_after_forward=reshard and bool(unit), ignored_params=whole)
+            policy = casts if unit else widens
+            fully_shard(
+                part, mesh=mesh, reshard_after_forward=reshard and bool(unit), ignored_params=whole, mp_policy=policy
+            )
             part.register_forward_pre_hook(guards[index].require_places, prepend=True)
             assert isinstance(part, FSDPModule)
             part.set_custom_all_gather(cast(Any, UnitGather(self._link, index)))
@@ -191,11 +202,10 @@ class ShardedModule:
                 piece.grad = None
                 continue
             assert gradient is not None, f"no sum of the gradients of {name}"
-            # Of fewer rows than ranks some have none, and so have their mates.
-            if mates and gradient.numel():
-                mates.all_reduce(gradient)
             piece.grad = gradient.view(piece.shape)
             found.append((name, piece.grad))
+        if mates:
+            _sum_over(mates, [gradient.view(-1) for _, gradient in found])
         return found
 
     def reshard(self) -> None:
@@ -316,6 +326,18 @@ def _gradient(parameter: Tensor) -> Tensor | None:
         return gradient
     local: Tensor = internals.local_part(gradient)
     return local.view(-1)
+
+
+def _sum_over(mates: Collective, gradients: Sequence[Tensor]) -> None:
+    """Replaces flat gradients by their sums over ranks, many in a call: a call for each takes longer than the bytes."""
+    for dtype in dict.fromkeys(each.dtype for each in gradients):
+        same = [each for each in gradients if each.dtype == dtype]
+        for start, stop in buckets([each.nbytes for each in same], *mates.bucket_bytes):
+            flat = torch.cat(same[start:stop])
+            # Of fewer rows than ranks some have none, and so have their mates.
+            if flat.numel():
+                mates.all_reduce(flat)
+            foreach_copy_(same[start:stop], flat.split([len(each) for each in same[start:stop]]))
 
 
 def _own_outputs(module: nn.Module, inputs: Any, output: Any) -> Any:

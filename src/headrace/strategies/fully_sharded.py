@@ -44,6 +44,8 @@ from headrace.training.exchange import Replica
 from headrace.training.gradients import UsedParameters
 from headrace.training.update import Updater
 
+_BF16 = 'use Options(precision="bf16"), or leave param_dtype out'
+
 
 @dataclass(frozen=True)
 class FullySharded(Strategy):
@@ -57,6 +59,10 @@ class FullySharded(Strategy):
         reshard_after_forward: release a unit between its forward and its backward, and gather it again: less memory,
             and half as many bytes more. None for True; over pipelines (`hr.Hybrid`) for False, as a stage has many
             forwards before its last backward.
+        param_dtype: "bf16" gathers units, computes, and sums gradients in bfloat16, half as many bytes, as torch's
+            `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`; parts and optimizer stay as they are, and the model's
+            output is float32. It takes the place of autocast, and `Options(precision="bf16")` must be given, too. The
+            numbers are not those of one device, whose gradients are float32.
 
     Raises:
         UsageError: an option has a value that it cannot have.
@@ -69,9 +75,9 @@ class FullySharded(Strategy):
     workers: int | None = None
     units: str | Sequence[str] = AUTO
     reshard_after_forward: bool | None = None
+    param_dtype: str | None = None
 
     name = "fully_sharded"
-    equals_one_device = True
     whole_model = False
     collectives = True
 
@@ -84,9 +90,22 @@ class FullySharded(Strategy):
             )
         if not isinstance(self.reshard_after_forward, bool | None):
             raise UsageError(f"reshard_after_forward must be True, False or None, got {self.reshard_after_forward!r}")
+        if self.param_dtype not in (None, "bf16"):
+            raise UsageError(f"param_dtype is 'bf16' or None, got {self.param_dtype!r}")
+
+    @property
+    def equals_one_device(self) -> bool:
+        return self.param_dtype is None
 
     def refusals(self) -> tuple[Refusal, ...]:
-        return (one_program("its units are gathered in the middle of it"),)
+        own = one_program("its units are gathered in the middle of it")
+        if self.param_dtype is None:
+            return (own,)
+        others = (
+            Refusal("precision", other, f"param_dtype='bf16' computes in bf16, and precision is {other!r}", _BF16)
+            for other in ("fp32", "fp16")
+        )
+        return own, *others
 
     def imports(self) -> tuple[str, ...]:
         return internals.COMPILER, "headrace.fully_sharded.replica"
@@ -130,8 +149,9 @@ class FullySharded(Strategy):
         units = find_units(module, self.units)
         communicates = context.synchronise_batch_norm()
         whole = _named(context)
+        half = torch.bfloat16 if self.param_dtype else None
         sharded = ShardedModule(
-            module, units, within, carrier, self.reshard_after_forward is not False, context.closing
+            module, units, within, carrier, self.reshard_after_forward is not False, context.closing, half
         )
         segments = [each for each in plan.segments if each.owner in (within.rank, EVERY_WORKER)]
         updater = _updater_of(segments, sharded.pieces, whole, context)
@@ -148,6 +168,8 @@ class FullySharded(Strategy):
             raise UsageError(
                 f"units={self.units!r}: what is gathered as one in a pipeline is a rank's stages; leave units out"
             )
+        if self.param_dtype:
+            raise UsageError("param_dtype='bf16' is for units of a model, and a pipeline has stages; leave it out")
         if self.reshard_after_forward:
             raise UsageError(
                 "reshard_after_forward=True releases parameters between forward and backward, and a stage of a "

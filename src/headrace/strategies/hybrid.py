@@ -121,7 +121,7 @@ class Hybrid(ServedStrategy):
 
     @property
     def equals_one_device(self) -> bool:
-        return self.outer.equals_one_device
+        return self.outer.equals_one_device and self.inner.equals_one_device
 
     def processes(self) -> ProcessCounts:
         outer = self.outer.processes()
