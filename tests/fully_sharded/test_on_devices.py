@@ -1,0 +1,39 @@
+"""On simulated devices a unit takes two gathers and one scatter a step, and a rank holds its part and a few units."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from fully_sharded.device_runs import ROUNDS, UNIT_BYTES, UNITS
+from simulated.cluster import COMPILES, on_hosts
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not COMPILES, reason="no C++ compiler here, for the devices")]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "sums"),
+    [("hr.FullySharded(2)", 2, 0), ("hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2))", 4, 1)],
+    ids=["sharded", "sharded replicas"],
+)
+def test_a_step_calls_what_the_algorithm_says_and_holds_a_part(
+    strategy: str, devices: int, sums: int, tmp_path: Path
+) -> None:
+    program = "import headrace as hr\nfrom simulated import nccl\nfrom fully_sharded import device_runs\n"
+    ended = on_hosts(f"{program}device_runs.main({strategy})", tmp_path, 1, devices)
+    assert ended.codes == [0], ended.errors
+    assert ended.said[0][0]["apart"] <= 1e-9
+    assert not any(counters["faults"] for counters in ended.counters.values())
+    for rank in range(devices):
+        calls = [call for every in ended.calls.values() for call in every if call["rank"] == rank]
+        steps = [json.loads(line) for line in (tmp_path / f"steps.{rank}").read_text().splitlines()]
+        assert len(steps) == ROUNDS
+        for step in steps:
+            made = Counter(call["call"] for call in calls if step["began"] <= call["at"] <= step["ended"])
+            assert made == Counter(all_gather_into=2 * UNITS, reduce_scatter=UNITS, all_reduce=sums)
+            # Parameters, gradients and both averages of AdamW, of which two ranks have a half each; in the middle of
+            # backward two units, each as it came and as it is used, and the gradient of one, as it is and as it goes.
+            assert step["peak"] <= 4 * UNITS * UNIT_BYTES / 2 + 6.5 * UNIT_BYTES
