@@ -13,7 +13,9 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import repeat
 from operator import attrgetter
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -63,14 +65,19 @@ class BucketSink:
         self._collective = collective
         self._compression = compression
         self._used = used
-        # `.data`, because each counts its own writes then.
-        self._views = [view.data for view in layout.views(region)]
         self._runs = buckets(sizes, *collective.bucket_bytes)
+        # What is a `.data` counts its own writes: those to each bucket, and to each gradient that backward adds to.
+        self._bases = [region.data for _ in self._runs]
+        self._views: list[Tensor] = []
+        for base, (start, stop) in reversed([*zip(self._bases, self._runs, strict=True)]):
+            self._views += [layout.view(base, name) for name in layout.names[start:stop]]
+        self._added = [view.data for view in self._views]
         self._flats = [layout.runs(region, start, stop) for start, stop in self._runs]
         if self._flats:
             # The last bucket lies first.
             self._flats[-1][0] = used.joined(self._flats[-1][0])
-        self._sent = self._written = 0
+        self._sent = 0
+        self._written: list[int] = []
         self._before: list[tuple[Tensor | None, int]] = []
         self._last: list[int] = []
         self._came: list[int] = []
@@ -95,7 +102,7 @@ class BucketSink:
     def gather(self) -> None:
         """See `EarlySink`."""
         _bring(self._views, [parameter.grad for parameter in self._parameters])
-        for parameter, view in zip(self._parameters, self._views, strict=True):
+        for parameter, view in zip(self._parameters, self._added, strict=True):
             if parameter.grad is not None:
                 parameter.grad = view
 
@@ -105,7 +112,9 @@ class BucketSink:
         # What is sent before backward is over has all gradients.
         self._used.expect_all()
         present = [parameter.grad for parameter in self._parameters]
-        self._before = [(each, -1 if each is None else _writes(each)) for each in present]
+        self._before = []
+        if any(map(operator.is_not, present, repeat(None))):
+            self._before = [(each, -1 if each is None else _writes(each)) for each in present]
         watches = not self._last
         self._came.clear()
         self._too_soon.clear()
@@ -154,21 +163,30 @@ class BucketSink:
         self._last = [max(range(*run), key=lambda index: turn.get(index, -1)) for run in self._runs]
 
     def _has(self, number: int) -> bool:
-        """Tells whether this pass has made all gradients of a bucket."""
+        return self._made(number) is not None
+
+    def _made(self, number: int) -> list[Tensor] | None:
+        """Returns a bucket's gradients, if this pass has made all of them."""
         run = slice(*self._runs[number])
-        for parameter, (before, writes) in zip(self._parameters[run], self._before[run], strict=True):
-            gradient = parameter.grad
-            if gradient is None or (gradient is before and _writes(gradient) == writes):
-                return False
-        return True
+        gradients = [parameter.grad for parameter in self._parameters[run]]
+        if not all(map(operator.is_not, gradients, repeat(None))):
+            return None
+        made = cast(list[Tensor], gradients)
+        pairs = zip(made, self._before[run], strict=True) if self._before else ()
+        if any(gradient is before and _writes(gradient) == writes for gradient, (before, writes) in pairs):
+            return None
+        return made
 
     def _send_complete(self) -> None:
-        while self._sent < len(self._runs) and self._has(self._sent):
+        while self._sent < len(self._runs) and (gradients := self._made(self._sent)) is not None:
             run = slice(*self._runs[self._sent])
-            parameters, views = self._parameters[run], self._views[run]
-            _bring(views, [parameter.grad for parameter in parameters])
-            assign(parameters, views)
-            self._written += sum(map(_writes, views))
+            views = self._views[run]
+            if self._before:
+                _bring(views, gradients)
+            else:
+                foreach_copy_(views, gradients)
+            assign(self._parameters[run], views)
+            self._written.append(_writes(self._bases[self._sent]))
             self._send()
 
     def _send(self) -> None:
@@ -177,11 +195,11 @@ class BucketSink:
 
     def _require_sent(self, gradients: Sequence[Tensor | None]) -> None:
         """Raises a UsageError if a gradient is not the one that was sent."""
-        if not self._sent:
+        if not self._written:
             return
-        sent = slice(self._runs[self._sent - 1][0], None)
-        views = self._views[sent]
-        if all(map(operator.is_, gradients[sent], views)) and sum(map(_writes, views)) == self._written:
+        sent = slice(self._runs[len(self._written) - 1][0], None)
+        same = all(map(operator.is_, gradients[sent], self._views[sent]))
+        if same and self._written == [*map(_writes, self._bases[: len(self._written)])]:
             return
         raise UsageError(
             "a parameter had another gradient after its bucket was sent: forward or backward calls backward() or "
@@ -190,13 +208,15 @@ class BucketSink:
 
     def _begin(self) -> None:
         """Expects the next backward."""
-        self._sent = self._written = 0
+        self._sent = 0
+        self._written.clear()
 
 
 def _bring(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Copies gradients to where they are sent from, by one call; those that are missing are 0."""
     empty = [view for view, gradient in zip(views, gradients, strict=True) if gradient is None]
-    pairs = [(v, g) for v, g in zip(views, gradients, strict=True) if g is not None and g is not v]
+    places = zip(views, gradients, strict=True)
+    pairs = [(view, each) for view, each in places if each is not None and each.data_ptr() != view.data_ptr()]
     if empty:
         foreach_zero_(empty)
     if pairs:
@@ -223,6 +243,7 @@ class SummedUse(GradientUse):
         self, group: ProcessGroup, parameters: Sequence[ParameterSpec], device: torch.device, wait: Callable[[], None]
     ) -> None:
         self._group, self._wait = group, wait
+        self.meets_later = group if group.start_barrier else None
         # Of the type that lies first in the region.
         dtype = getattr(torch, parameters[0].dtype) if parameters else torch.float32
         nbytes = len(parameters) * dtype.itemsize
@@ -243,7 +264,8 @@ class SummedUse(GradientUse):
         self._counts.fill_(1)
 
     def publish(self, gradients: Sequence[Tensor | None]) -> bool:
-        self._missing = tuple(index for index, gradient in enumerate(gradients) if gradient is None)
+        complete = all(map(operator.is_not, gradients, repeat(None)))
+        self._missing = () if complete else tuple(index for index, each in enumerate(gradients) if each is None)
         if self._missing:
             present = [gradient is not None for gradient in gradients]
             self._counts.copy_(torch.tensor(present).to(self._counts.dtype))

@@ -131,6 +131,7 @@ class GradientClipper:
         self._group = group
         self._scale = scale
         self._votes = False
+        self._meets = True
         self.checks = immediate or scale is not None or options.on_nonfinite != "raise" or self._clip_norm is not None
 
     @property
@@ -149,6 +150,10 @@ class GradientClipper:
         plain = self._scale is None and self._clip_norm is None and self._clip_value is None
         self._votes = self._group.votes and plain
 
+    def leave_meeting_to(self, group: ProcessGroup) -> None:
+        """Does without a barrier where nothing is decided, because the exchange has all of these ranks meet later."""
+        self._meets = group is not self._group
+
     def clip(self, measured: Sequence[Tensor], held: Sequence[Tensor], finite: bool | Tensor) -> StepDecision:
         """Decides, and clips. When it returns, every rank has, or the device will have.
 
@@ -158,7 +163,8 @@ class GradientClipper:
             return HEALTHY
         if not self.checks:
             self._clamp(held)
-            self._group.barrier()
+            if self._meets:
+                self._group.barrier()
             return HEALTHY
         if self._there is not None:
             record = self._there.record(measured, finite)

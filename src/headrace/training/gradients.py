@@ -144,7 +144,10 @@ class GradientUse(ABC):
 
     One device skips a parameter that the loss does not depend on (no decay, no momentum). N workers do the same only
     if no worker's part of the batch depends on it, so they must tell each other.
+    `meets_later` is the group whose ranks only `leave` has wait for each other; None where `settle` does.
     """
+
+    meets_later: ProcessGroup | None = None
 
     @abstractmethod
     def publish(self, gradients: Sequence[Tensor | None]) -> bool:

@@ -216,6 +216,8 @@ class MirroredExchange(ReducingExchange):
         apart = any(view.stride() != each.stride() for view, each in zip(self._views, parameters, strict=True))
         self._private = [torch.zeros_like(each, requires_grad=False) for each in parameters] if copies or apart else []
         clipper.allow_votes()
+        if reduction.used.meets_later:
+            clipper.leave_meeting_to(reduction.used.meets_later)
         super().__init__(updater, clipper, reduction.used, parameters, self._private or self._views, parameter_bytes)
 
     def regroup(self) -> None:
