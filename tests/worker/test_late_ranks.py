@@ -97,9 +97,11 @@ def test_a_killed_rank_is_named_within_two_seconds(tmp_path: Path, hosts: int) -
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_frozen_rank_is_named_after_the_timeout(tmp_path: Path, hosts: int) -> None:
-    for each in outcome(tmp_path, hosts, "frozen"):
+    said = outcome(tmp_path, hosts, "frozen")
+    # One notices it, and the others may hear it from that one.
+    assert any("gave no sign of life for 2." in each["ended"] for each in said)
+    for each in said:
         assert "rank 1 on " in each["ended"]
-        assert "gave no sign of life for 2." in each["ended"]
         assert each["s"] < 3.0 * LOAD
 
 
