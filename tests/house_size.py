@@ -14,7 +14,7 @@ CLOSURES = {
     "data": 800,
     "data.loading.loader": 6_200,
     "strategies.one_device": 9_450,
-    "strategies.mirrored": 10_550,
+    "strategies.mirrored": 10_600,
     "strategies.central_storage": 12_750,
     "worker.main": 19_550,
     "engine.local.process": 21_050,

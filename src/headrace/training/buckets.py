@@ -65,6 +65,7 @@ class BucketSink:
         self._collective = collective
         self._compression = compression
         self._used = used
+        self._summed = used if isinstance(used, SummedUse) else None
         self._runs = buckets(sizes, *collective.bucket_bytes)
         # What is a `.data` counts its own writes: those to each bucket, and to each gradient that backward adds to.
         self._bases = [region.data for _ in self._runs]
@@ -73,9 +74,9 @@ class BucketSink:
             self._views += [layout.view(base, name) for name in layout.names[start:stop]]
         self._added = [view.data for view in self._views]
         self._flats = [layout.runs(region, start, stop) for start, stop in self._runs]
-        if self._flats:
+        if self._flats and self._summed:
             # The last bucket lies first.
-            self._flats[-1][0] = used.joined(self._flats[-1][0])
+            self._flats[-1][0] = self._summed.joined(self._flats[-1][0])
         self._sent = 0
         self._written: list[int] = []
         self._before: list[tuple[Tensor | None, int]] = []
@@ -110,7 +111,8 @@ class BucketSink:
     def sending(self) -> Iterator[None]:
         """See `EarlySink`."""
         # What is sent before backward is over has all gradients.
-        self._used.expect_all()
+        if self._summed:
+            self._summed.expect_all()
         present = [parameter.grad for parameter in self._parameters]
         self._before = []
         if any(map(operator.is_not, present, repeat(None))):
@@ -256,10 +258,12 @@ class SummedUse(GradientUse):
         self._leave: Callable[[], None] | None = None
 
     def joined(self, flat: Tensor) -> Tensor:
+        """Returns the gradients that lie first in memory with the counts, which are summed with them."""
         nbytes = self.region.data_ptr() - self._whole.data_ptr() + flat.nbytes
         return self._whole[:nbytes].view(flat.dtype)
 
     def expect_all(self) -> None:
+        """Notes that this worker has all gradients, before it has published."""
         self._expected = True
         self._counts.fill_(1)
 

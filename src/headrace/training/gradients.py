@@ -164,13 +164,6 @@ class GradientUse(ABC):
     def leave(self) -> None:  # noqa: B027  (nothing, where `settle` has waited for the others)
         """Waits until all workers have come to `settle`."""
 
-    def expect_all(self) -> None:  # noqa: B027
-        """Notes that this worker has all gradients, before it has published."""
-
-    def joined(self, flat: Tensor) -> Tensor:
-        """Returns gradients that lie first in memory, with what is summed beside them."""
-        return flat
-
 
 class UsedParameters(GradientUse):
     """Finds them by what the hosts tell each other."""
