@@ -317,6 +317,7 @@ class Updater:
         owned = [self.owned[each] for each in indices]
         theirs = (piece for piece in every if not piece.key.startswith(_OURS))
         load_state(self.optimizer, owned, theirs, self._first_state)
+        place_steps(self.optimizer)
         self._load_averages(indices, [piece for piece in every if piece.key == AVERAGE])
         self._fill(indices, self._tensors, [piece for piece in every if piece.key == PARAMETER])
         if settings is not None:
@@ -364,3 +365,13 @@ class Updater:
             if segment.parameter in found:
                 for piece in found[segment.parameter]:
                     piece.copy_to(tensor, segment.start)
+
+
+def place_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Puts counts of steps where fused and capturable kernels look for them: on the parameter's device."""
+    for group in optimizer.param_groups:
+        if group.get("fused") or group.get("capturable"):
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})
+                if isinstance(count := state.get("step"), Tensor):
+                    state["step"] = count.to(parameter.device)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from headrace.internals import foreach_lerp_
 from headrace.training.optimizer import has_step_hooks
+from headrace.training.update import place_steps
 
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
@@ -55,6 +56,8 @@ class FoundInf:
             return False
         self._ours = [group for group in optimizer.param_groups if group["fused"] is None]
         self._fuse(True)
+        # Of a run that goes on, they have been loaded before.
+        place_steps(optimizer)
         return True
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
