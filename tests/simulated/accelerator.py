@@ -13,6 +13,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ from torch import Tensor
 
 from headrace.devices import DEVICES, DeviceKind
 from simulated.records import COUNTERS, with_waits
+
+if "_pytest" in sys.modules:
+    raise ImportError("the simulated accelerator would stay in pytest's process, for all tests: import it in a program")
 
 NAME = "fake"
 COMPILER = shutil.which("c++") or ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from headrace.training.update import place_steps
+from headrace.training.on_device.steps import place_steps
 
 
 def test_steps_go_to_the_device_of_fused_and_capturable_parameters_alone() -> None:

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from simulated.accelerator import COMPILER
-from simulated.cluster import on_hosts
+from simulated.cluster import COMPILES, on_hosts
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not COMPILER, reason="the simulated accelerator needs a C++ compiler"),
+    pytest.mark.skipif(not COMPILES, reason="the simulated accelerator needs a C++ compiler"),
 ]
 
 PROGRAM = """

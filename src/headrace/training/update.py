@@ -18,6 +18,7 @@ from headrace.internals import foreach_lerp_
 from headrace.spec.options import Options
 from headrace.spec.plan import Segment
 from headrace.training.clipping import LossScale
+from headrace.training.on_device.steps import place_steps
 from headrace.training.optimizer import (
     IMPLEMENTATION,
     StatePiece,
@@ -365,13 +366,3 @@ class Updater:
             if segment.parameter in found:
                 for piece in found[segment.parameter]:
                     piece.copy_to(tensor, segment.start)
-
-
-def place_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Puts counts of steps where fused and capturable kernels look for them: on the parameter's device."""
-    for group in optimizer.param_groups:
-        if group.get("fused") or group.get("capturable"):
-            for parameter in group["params"]:
-                state = optimizer.state.get(parameter, {})
-                if isinstance(count := state.get("step"), Tensor):
-                    state["step"] = count.to(parameter.device)

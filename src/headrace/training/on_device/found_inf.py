@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from headrace.internals import foreach_lerp_
+from headrace.training.on_device.steps import place_steps
 from headrace.training.optimizer import has_step_hooks
-from headrace.training.update import place_steps
 
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
