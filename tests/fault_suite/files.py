@@ -15,6 +15,7 @@ FILES = (
     "tests/collectives/test_multi_host.py",
     "tests/collectives/test_shared_memory.py",
     "tests/collectives/test_threads.py",
+    "tests/collectives/test_watchdog.py",
     "tests/data/cache/test_folder.py",
     "tests/data/cache/test_kills.py",
     "tests/data/test_processes.py",

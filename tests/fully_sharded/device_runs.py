@@ -13,12 +13,10 @@ from torch import nn
 
 import headrace as hr
 from engine.ranks import say
+from fully_sharded.device_sizes import BATCH, ROUNDS, UNITS, WIDTH
 from headrace.strategies import Strategy
 from simulated.accelerator import on_device
 from strategies.contract_runs import distance
-
-UNITS, WIDTH, ROUNDS, BATCH = 6, 64, 4, 8
-UNIT_BYTES = 8 * (WIDTH + 1) * WIDTH
 
 
 def blocks() -> nn.Module:

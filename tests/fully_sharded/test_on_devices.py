@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fully_sharded.device_runs import ROUNDS, UNIT_BYTES, UNITS
+from fully_sharded.device_sizes import ROUNDS, UNIT_BYTES, UNITS
 from simulated.cluster import COMPILES, on_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not COMPILES, reason="no C++ compiler here, for the devices")]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.machine.generators import random_states
 from headrace.worker.loops.members import MemberChanges, _Before, _NumpyState
 
 USES: dict[str, Callable[[], object]] = {
@@ -68,7 +69,7 @@ def test_a_round_that_comes_again_draws_the_same_numbers() -> None:
     def draw() -> tuple[float, float, float]:
         return float(torch.rand(())), random.random(), float(np.random.rand())
 
-    generators = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False), random_states()
     own = SimpleNamespace(heartbeat=SimpleNamespace(examples=9))
     session = SimpleNamespace(
         rank=0,

@@ -79,10 +79,11 @@ def average(buffers: list[Tensor], group: ProcessGroup, part: float) -> None:
         same = [buffer for buffer in buffers if buffer.dtype == dtype]
         # Sums of half precision would lose what a slow average moves by.
         wide = torch.promote_types(dtype, torch.float32)
-        flat = torch.cat([buffer.detach().cpu().to(wide).reshape(-1) for buffer in same])
+        # Of a device all at once, because each copy waits for it.
+        flat = torch.cat([buffer.detach().to(wide).reshape(-1) for buffer in same]).cpu()
         scaled = (torch.view_as_real(flat) if wide.is_complex else flat) * part
         group.all_reduce(scaled)
-        mean = torch.view_as_complex(scaled) if wide.is_complex else scaled
+        mean = (torch.view_as_complex(scaled) if wide.is_complex else scaled).to(same[0].device)
         means += zip(same, mean.split([buffer.numel() for buffer in same]), strict=True)
     # Only when all are complete: if a worker is lost before, what needed them is done again.
     for buffer, value in means:
@@ -93,9 +94,10 @@ def copy_first(buffers: list[Tensor], group: ProcessGroup) -> None:
     if not buffers:
         return
     # Bytes, because not every type of numbers can be sent.
-    parts = [buffer.detach().cpu().contiguous().view(-1).view(torch.uint8) for buffer in buffers]
-    content = torch.cat(parts)
+    parts = [buffer.detach().contiguous().view(-1).view(torch.uint8) for buffer in buffers]
+    content = torch.cat(parts).cpu()
     group.broadcast(content)
+    content = content.to(buffers[0].device)
     for buffer, part in zip(buffers, content.split([len(part) for part in parts]), strict=True):
         # A copy, because elements must lie at multiples of their size.
         buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))

@@ -1,0 +1,6 @@
+"""Sizes of the model that `device_runs` trains, also for pytest's process, which has no simulated device."""
+
+from __future__ import annotations
+
+UNITS, WIDTH, ROUNDS, BATCH = 6, 64, 4, 8
+UNIT_BYTES = 8 * (WIDTH + 1) * WIDTH
