@@ -75,7 +75,7 @@ class HostCopies:
         self._last: Copied | None = None
 
     def begin(self) -> None:
-        """Begins with another state, over the memory of the last one, which nobody reads any more."""
+        """Begins with another state, over the memory of the last one, which no thread reads any more."""
         self.hold()
         self._block = self._at = 0
         if self._side:

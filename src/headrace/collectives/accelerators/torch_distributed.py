@@ -63,7 +63,7 @@ class TorchDistributed(DividedTensors):
         self._log.begin(b"connect", 0)
         self._backend = connect(kind, store, (rank, world), timeout_s + _LATER_S, self._device, ranks)
         self._log.abort = self._backend.abort
-        # Of others each send waits for the other side before the next call. A backend of somebody else may not say.
+        # Of others each send waits for the other side before the next call. A backend of another package may not say.
         batches = getattr(self._backend, "supports_coalescing", False)
         self.peers = TorchPeers(self._backend, self._ranks, self._ranks[rank], watchdog) if batches else None
 
@@ -116,7 +116,7 @@ class TorchDistributed(DividedTensors):
         self._backend.shutdown()
 
     def abort(self) -> None:
-        """Ends what is under way without the others: whoever waits for it gets an error."""
+        """Ends what is under way without the others: a wait for it raises."""
         for group in self.groups:
             group.abort()
         self._log.leave()

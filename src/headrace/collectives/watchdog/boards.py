@@ -9,7 +9,7 @@ from headrace.shared_memory import futex
 from headrace.shared_memory.calls import REMEMBERED, CallBoard, CollectiveCall, GroupCalls
 
 LEFT = 2**62
-"""The number of calls of a rank that has left a group: nobody waits for it."""
+"""The number of calls of a rank that has left a group: no rank waits for it."""
 
 
 def take(group: GroupCalls, key: int) -> None:

@@ -113,7 +113,7 @@ class CallLog:
             raise self.problem
 
     def leave(self) -> None:
-        """Says that this rank is done with the group: nobody waits for it."""
+        """Says that this rank is done with the group: no other rank waits for it."""
         self.left = True
         self.calls.number = LEFT
 

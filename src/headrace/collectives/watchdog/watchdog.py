@@ -35,7 +35,7 @@ from headrace.shared_memory.ends import FinishedRanks
 
 _LOOK_EVERY_S = 0.25
 _GAP_S = 0.5
-"""Longer than between two looks: a watchdog that stood still itself accuses nobody."""
+"""Longer than between two looks: a watchdog that stood still itself accuses no rank."""
 _SEEKS_S = 0.6
 _NOTICE_S = 5.0
 _AGAIN = 4
