@@ -60,7 +60,8 @@ class BucketSink:
         compression: Compression,
         early: bool = True,
     ) -> None:
-        self.early = early
+        # A gradient that lies on a device cannot be in host memory, where such a sum is.
+        self.early = early and all(each.device == region.device for each in parameters)
         self._parameters = parameters
         self._collective = collective
         self._compression = compression
