@@ -207,8 +207,9 @@ def held_part(tensor: Tensor) -> Tensor:
 def move(module: nn.Module, device: str) -> None:
     """Moves a module to a device; a parameter or buffer that it has in several places stays one.
 
-    On devices of PyTorch's extension point, as TPUs are, `Module.to` makes a new one for each place.
+    On devices of PyTorch's extension point, as TPUs are, `Module.to` makes a new one for each place, without its hooks.
     """
+    old = list(module.parameters())
     places: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for each in module.modules():
         held: dict[str, Any]
@@ -220,6 +221,12 @@ def move(module: nn.Module, device: str) -> None:
     for (first, name), *others in places.values():
         for other, its_name in others:
             other[its_name] = first[name]
+    for before, now in zip(old, module.parameters(), strict=True):
+        if now is not before:
+            for hook in (internals.gradient_hooks(before) or {}).values():
+                now.register_hook(hook)
+            for hook in (internals.accumulation_hooks(before) or {}).values():
+                now.register_post_accumulate_grad_hook(hook)
 
 
 def is_dense(tensor: Tensor) -> bool:
