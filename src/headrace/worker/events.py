@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from time import monotonic
 
@@ -14,6 +14,7 @@ from headrace.data.loading.loader import InputCounters
 from headrace.machine.disk import disk_fails, takes_no_more, unless
 from headrace.shared_memory.control_page import LastEvent
 from headrace.spec.events import (
+    LAUNCHER,
     Event,
     Failed,
     Notice,
@@ -24,7 +25,7 @@ from headrace.spec.events import (
     WorkerEnded,
     encode,
 )
-from headrace.worker.run_spec import events_path
+from headrace.worker.run_spec import RunSpec, events_path
 
 _FLUSH_EVERY_S = 0.25
 _PASSED_EVERY, _PASSED_AT = 50, 5
@@ -137,6 +138,12 @@ class EventWriter:
             self.flush()
         finally:
             os.close(self._file)
+
+
+def write_for_launcher(run: RunSpec, kind: Callable[..., Event], *fields: object) -> None:
+    """Writes an event to the launcher's file, from a process that decides in its place or beside it."""
+    with closing(EventWriter(run.run_dir, LAUNCHER, run.started)) as events:
+        events.write(kind(LAUNCHER, events.now(), *fields))
 
 
 class InputReporter:

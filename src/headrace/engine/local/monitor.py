@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from headrace.engine.base import LivenessProbe, RunProgress
 from headrace.engine.local.fork_server import NOT_STARTED, ForkServer, describe_end
-from headrace.engine.local.scaling import ListedWorker, ScaleRequests
+from headrace.engine.local.scaling import ListedWorker, ScaleRequests, changed_workers
 from headrace.errors import PeerLost, UnfitMachine, UsageError, WorkerFailed
 from headrace.machine import disk
 from headrace.machine.disk import disk_fails, is_full, unless
@@ -208,22 +208,15 @@ class Monitor:
                 f"no workers can join or leave: this run {what}; they can where no worker waits for another, as under "
                 "parameter_server without a bound, or downpour, and with min_workers"
             )
-        least = max(1, self._spec.plan.min_workers)
         there = sorted(rank for rank in self._workers & self._running if not records[rank].leave)
         taken = {role.rank for role in self._spec.plan.roles} - self._workers
         free = [rank for rank in range(len(records)) if rank not in taken and rank not in self._running]
-        if count > len(free) or len(there) + count < least:
-            most = len(there) + len(free)
-            raise UsageError(
-                f"{len(there)} workers and {count:+d} are {len(there) + count}; a run has {least} to {most}"
-            )
-        for rank in free[:count] if count > 0 else ():
-            self._add(rank)
-        for rank in there[count:] if count < 0 else ():
-            records[rank].leave = 1
-        changed = f"{count} more begin" if count > 0 else f"{-count} leave when their portions are done"
-        total = len(there) + count
-        text = f"{total} worker{'s' * (total > 1)} from now on: {changed}"
+        ranks, text = changed_workers(count, there, free, self._spec.plan.min_workers, str(len(records) - len(taken)))
+        for rank in ranks:
+            if count > 0:
+                self._add(rank)
+            else:
+                records[rank].leave = 1
         self._events.write(Notice(LAUNCHER, self._events.now(), text))
         return text
 

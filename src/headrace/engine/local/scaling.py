@@ -39,6 +39,22 @@ class ListedWorker:
     state: str
 
 
+def changed_workers(
+    count: int, stay: Sequence[int], free: Sequence[int], least: int, most: str, others: int = 0
+) -> tuple[list[int], str]:
+    """Returns the ranks that begin, or below 0 those that leave, and the answer; raises UsageError if it cannot be.
+
+    Of `stay` some may leave, of `free` some may begin, and there are `others`; `most` says how many a run has.
+    """
+    least, total = max(1, least), len(stay) + others + count
+    if count > len(free) or total < least or len(stay) + count < 1:
+        raise UsageError(f"{total - count} workers and {count:+d} are {total}; a run has {least} to {most}")
+    ranks = [*free[:count]] if count >= 0 else [*stay[count:]]
+    named, one = ", ".join(f"rank {rank}" for rank in ranks), "s" * (len(ranks) == 1)
+    does = f"begin{one}" if count >= 0 else f"leave{one} after the present round"
+    return ranks, f"{total} worker{'s' * (total > 1)} from now on: {named} {does}"
+
+
 class ScaleRequests:
     """The launcher's side; a run that `begins` leaves out requests to an earlier one in its directory."""
 

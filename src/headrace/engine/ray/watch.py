@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from operator import attrgetter
 from time import monotonic
 from typing import Any
 
 from headrace.engine.base import LEFT, RunProgress, Stoppable
 from headrace.engine.local.fork_server import describe_end
-from headrace.engine.local.scaling import ListedWorker, ScaleRequests
+from headrace.engine.local.scaling import ListedWorker, ScaleRequests, changed_workers
 from headrace.engine.ray.nodes import names_of, require_versions
 from headrace.engine.torchrun.failover import expendable_ranks
 from headrace.errors import PeerLost, UnfitMachine, UsageError, WorkerFailed
-from headrace.spec.events import LAUNCHER, Notice
-from headrace.worker.events import EventWriter
+from headrace.spec.events import Notice
+from headrace.worker.events import write_for_launcher
 from headrace.worker.run_spec import RunSpec
 
 _LOOK_EVERY_S = 0.25
@@ -274,30 +273,21 @@ class RankWatch:
         gone = [rank for rank, state in states.items() if state == "is gone"]
         stay = [rank for rank, state in states.items() if state == "trains"]
         others = [rank for rank, state in states.items() if state in ("begins", "waits for a node")]
-        least, total = max(1, self._spec.plan.min_workers), len(stay) + len(others) + count
         if self._deadline is not None:
             raise UsageError("no workers can join or leave: this run comes to its end")
-        if count > len(gone) or total < least or len(stay) + count < 1:
-            raise UsageError(
-                f"{total - count} workers and {count:+d} are {total}; a run has {least} to {len(states)}, as many as "
-                f"it has reserved places for, and {len(stay)} train now"
-            )
-        for rank in gone[:count] if count > 0 else ():
-            self._returns.want(rank)
-        leaving = stay[count:] if count < 0 else []
-        for rank in leaving:
-            self._agents[rank].leave.remote()
-        self._leaving.update(leaving)
-        changed = leaving or gone[:count]
-        named, one = ", ".join(f"rank {rank}" for rank in changed), "s" * (len(changed) == 1)
-        does = f"leave{one} after the present round" if leaving else f"begin{one}"
-        text = f"{total} worker{'s' * (total > 1)} from now on: {named} {does}"
+        most = f"{len(states)}, as many as it has reserved places for, and {len(stay)} train now"
+        ranks, text = changed_workers(count, stay, gone, self._spec.plan.min_workers, most, len(others))
+        for rank in ranks:
+            if count > 0:
+                self._returns.want(rank)
+            else:
+                self._agents[rank].leave.remote()
+                self._leaving.add(rank)
         self._note(text)
         return text
 
     def _note(self, text: str) -> None:
-        with closing(EventWriter(self._spec.run_dir, LAUNCHER, self._spec.started)) as events:
-            events.write(Notice(LAUNCHER, events.now(), text))
+        write_for_launcher(self._spec, Notice, text)
 
     def _failed(self, rank: int, ended: Mapping[str, Any]) -> WorkerFailed:
         plan = self._spec.plan

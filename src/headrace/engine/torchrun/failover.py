@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Collection
-from contextlib import closing, suppress
+from contextlib import suppress
 from enum import Enum
 from time import monotonic
 from urllib.parse import urlsplit
@@ -16,9 +16,9 @@ from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.errors import PeerLost
 from headrace.parameter_server.replication.failover import FailoverController, replaceable_ranks
 from headrace.shared_memory.control_page import ControlPage
-from headrace.spec.events import LAUNCHER, BackupReady, Lost, Notice
+from headrace.spec.events import BackupReady, Lost, Notice
 from headrace.spec.plan import Plan, outlives_workers
-from headrace.worker.events import EventWriter
+from headrace.worker.events import write_for_launcher
 from headrace.worker.run_spec import RunSpec
 
 BACK_S = 5.0
@@ -102,9 +102,8 @@ class LaunchedFailover:
                     self._controller.up(rank)
                 else:
                     self._workers[rank] = LivenessProbe(0)
-                with self._events() as events:
-                    text = f"rank {rank} on {self._spec.plan.role(rank).host} has come back"
-                    events.write(Notice(LAUNCHER, events.now(), text))
+                text = f"rank {rank} on {self._spec.plan.role(rank).host} has come back"
+                write_for_launcher(self._spec, Notice, text)
 
     def _look_at_workers(self) -> None:
         ranks = self._page.ranks
@@ -129,10 +128,8 @@ class LaunchedFailover:
 
     def _look_at_servers(self) -> None:
         page = self._page
-        if ready := self._controller.look():
-            with self._events() as events:
-                for backup, unguarded_s in ready.items():
-                    events.write(BackupReady(LAUNCHER, events.now(), backup, unguarded_s))
+        for ready in self._controller.look().items():
+            write_for_launcher(self._spec, BackupReady, *ready)
         told = self._take_suspicions()
         self._look_at_pairs(told)
         suspects = {suspect for _, suspect in told}
@@ -195,33 +192,28 @@ class LaunchedFailover:
         del self._workers[rank]
         # First, because an arrival that the others do not wait for must not count.
         self._relay.store.lose(member_name(self._relay.prefix, rank, self._page.ranks[rank].restarts))
-        with self._events() as events:
-            self._tell(rank, cause, events)
+        self._tell(rank, cause)
 
     def _lose_server(self, rank: int, cause: str) -> None:
         del self._servers[rank]
         self._ended.pop(rank, None)
-        with self._events() as events:
-            try:
-                self._controller.down(rank, cause)
-            except PeerLost as error:
-                # The page has room for the rank alone.
-                events.write(Notice(LAUNCHER, events.now(), str(error)))
-                self._page.abort = self._page.abort or rank + 1
-                return
-            self._tell(rank, cause, events)
+        try:
+            self._controller.down(rank, cause)
+        except PeerLost as error:
+            # The page has room for the rank alone.
+            write_for_launcher(self._spec, Notice, str(error))
+            self._page.abort = self._page.abort or rank + 1
+        else:
+            self._tell(rank, cause)
 
-    def _tell(self, rank: int, cause: str, events: EventWriter) -> None:
+    def _tell(self, rank: int, cause: str) -> None:
         record, host = self._page.ranks[rank], self._spec.plan.role(rank).host
         self._relay.follow_next(rank)
         self._lost.add(rank)
-        if not cause:
-            events.write(Notice(LAUNCHER, events.now(), f"rank {rank} on {host} has left, as it was asked to"))
-            return
-        events.write(Lost(LAUNCHER, events.now(), rank, record.restarts - 1, cause, replaced=False, host=host))
-
-    def _events(self) -> closing[EventWriter]:
-        return closing(EventWriter(self._spec.run_dir, LAUNCHER, self._spec.started))
+        if cause:
+            write_for_launcher(self._spec, Lost, rank, record.restarts - 1, cause, False, host)
+        else:
+            write_for_launcher(self._spec, Notice, f"rank {rank} on {host} has left, as it was asked to")
 
 
 def _refuses(address: str) -> bool:

@@ -13,23 +13,21 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from time import monotonic
 
 from headrace.collectives.views.hosts import HostViews
-from headrace.engine.local.scaling import ListedWorker, ScaleRequests
+from headrace.engine.local.scaling import ListedWorker, ScaleRequests, changed_workers
 from headrace.engine.schedulers.environment import LAUNCHER as LAUNCHER_VARIABLE
 from headrace.engine.torchrun.elastic_workers.leader_file import STORE, TRAINS, forget_leader, tell_leader
 from headrace.engine.torchrun.failover import LaunchedFailover, MemberStanding
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.engine.torchrun.key_value import StoreClient
 from headrace.engine.torchrun.store_server import StoreServer
-from headrace.errors import UsageError
 from headrace.shared_memory.control_page import ControlPage
-from headrace.spec.events import LAUNCHER, Notice
+from headrace.spec.events import Notice
 from headrace.transport.zeromq import any_port
-from headrace.worker.events import EventWriter
+from headrace.worker.events import write_for_launcher
 from headrace.worker.run_spec import RunSpec
 
 _LOOK_EVERY_S = 0.2
@@ -131,9 +129,8 @@ class ViewLeader:
         if self._place and self._relay:
             self._serve(self._place, self._relay)
             does += ", and lets others join"
-        with closing(EventWriter(self._spec.run_dir, LAUNCHER, self._spec.started)) as events:
-            text = f"rank {rank} on {self._spec.plan.role(rank).host} leads from now on: {does}"
-            events.write(Notice(LAUNCHER, events.now(), text))
+        text = f"rank {rank} on {self._spec.plan.role(rank).host} leads from now on: {does}"
+        write_for_launcher(self._spec, Notice, text)
         if self.store_address:
             tell_leader(self._spec.run_dir, self.store_address, rank)
         self.leads = True
@@ -175,22 +172,14 @@ class ViewLeader:
         members = dict(self._views.view.members)
         stay = sorted(rank for rank, process in members.items() if (rank, process) not in self._asked)
         gone = [rank for rank in range(self._spec.plan.workers) if rank not in members]
-        least = max(1, self._spec.plan.min_workers)
-        if count > len(gone) or len(stay) + count < least:
-            raise UsageError(
-                f"{len(stay)} workers and {count:+d} are {len(stay) + count}; a run has {least} to "
-                f"{self._spec.plan.workers}, as many as its launcher has started"
-            )
+        most = f"{self._spec.plan.workers}, as many as its launcher has started"
+        ranks, text = changed_workers(count, stay, gone, self._spec.plan.min_workers, most)
         if count > 0:
-            return "\n".join([_HOW_TO_JOIN, *(self._command(rank) for rank in gone[:count])])
-        leaving = [(rank, members[rank]) for rank in stay[count:]]
+            return "\n".join([_HOW_TO_JOIN, *map(self._command, ranks)])
+        leaving = [(rank, members[rank]) for rank in ranks]
         self._asked.update(leaving)
         self._views.let_leave(leaving)
-        named = ", ".join(f"rank {rank}" for rank, _ in leaving)
-        left = len(stay) + count
-        return (
-            f"{left} worker{'s' * (left > 1)} from now on: {named} leave{'s' * (count == -1)} after the present round"
-        )
+        return text
 
     def _command(self, rank: int) -> str:
         """Returns what to type to start a process of a rank; the secret is for the user to give."""
