@@ -9,7 +9,16 @@ from headrace.bench.figures import PARTS, Figure, MachineFigures, is_time
 from headrace.bench.saving import IDLE_SHARE, disturbance, shown_facts
 from headrace.report.drawing.rows import Bar, draw_bars
 from headrace.report.format import MISSING, percent, short
-from headrace.report.views.document import document, figures, html_text, scrolled_table, table_row
+from headrace.report.views.document import (
+    definitions,
+    figures,
+    html_text,
+    notices,
+    page_header,
+    scrolled_table,
+    table_row,
+    write_document,
+)
 from headrace.report.views.style import PARTS as COLOURS
 from headrace.report.views.style import Picture
 
@@ -40,19 +49,13 @@ _HOW = {
 
 def write_page(path: Path, here: MachineFigures, answer: str, beside: MachineFigures | None = None) -> None:
     """Writes the page; makes its directory."""
-    facts = "".join(
-        f"<div><dt>{html_text(name)}</dt><dd>{html_text(value)}</dd></div>" for name, value in shown_facts(here)
-    )
-    head = (
-        f'<header>\n<p class="eyebrow">headrace bench</p>\n<h1>What {html_text(here.name)} gives</h1>\n'
-        f'<p class="lede">{html_text(answer)}</p>\n<dl class="facts">{facts}</dl>\n</header>'
-    )
+    head = page_header("headrace bench", f"What {here.name} gives", answer, shown_facts(here))
     disturbed = disturbance(here)
     if disturbed:
         head += f'\n<section class="alert"><p>{html_text(disturbed)}</p></section>'
-    body = [head, *(section for part in here.parts() for section in _part(here, beside, part)), _how()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(document(f"what {here.name} gives", body), encoding="utf-8")
+    how = f"<section>\n<h2>How the numbers are made</h2>\n{definitions('how', _HOW.items())}\n</section>"
+    body = [head, *(section for part in here.parts() for section in _part(here, beside, part)), how]
+    write_document(path, f"what {here.name} gives", body)
 
 
 def _part(here: MachineFigures, beside: MachineFigures | None, part: str) -> Iterator[str]:
@@ -63,8 +66,7 @@ def _part(here: MachineFigures, beside: MachineFigures | None, part: str) -> Ite
         f"{gap.row or gap.column}: {gap.why}" for gap in here.gaps if gap.part == part and (gap.row or gap.why)
     )
     if gaps:
-        items = "".join(f"<li>{html_text(line)}</li>" for line in gaps)
-        yield f'<ul class="notices">{items}</ul>'
+        yield notices(gaps)
     if beside and beside.rows(part):
         yield f"<h3>Beside: {html_text(beside.name)}</h3>\n{_table(beside, part)}"
         yield f'<p class="quiet">{html_text(beside.source)}</p>'
@@ -127,8 +129,3 @@ def _picture(part: str, rows: Sequence[Figure], own: Sequence[bool]) -> Picture:
     if not all(own):
         reading += " The other colour: published, or of another machine."
     return Picture(title, draw_bars(f"{part} {title} {rows[0].row} {rows[0].column}", bars, unit), reading)
-
-
-def _how() -> str:
-    items = "".join(f"<dt>{html_text(name)}</dt><dd>{html_text(words)}</dd>" for name, words in _HOW.items())
-    return f'<section>\n<h2>How the numbers are made</h2>\n<dl class="how">{items}</dl>\n</section>'

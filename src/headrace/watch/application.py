@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from headrace.report.views.style import style_variables
+from headrace.report.views.style import colour_sheet
 from headrace.watch.runs import RunWatcher, wait_for
 from headrace.watch.state import WatchedRun
 from headrace.web.access import has_token, is_foreign_origin, names_loopback
@@ -146,7 +146,7 @@ def _path(request: Request) -> str:
 async def _file(request: Request) -> Response:
     path = _path(request)
     if path == _COLOURS:
-        return Response(_colours(), media_type="text/css", headers=_HEADERS)
+        return Response(colour_sheet(":root"), media_type="text/css", headers=_HEADERS)
     name, kind = _FILES[path]
     return Response(_read(name), media_type=kind, headers=_HEADERS)
 
@@ -154,10 +154,3 @@ async def _file(request: Request) -> Response:
 @cache
 def _read(name: str) -> bytes:
     return resources.files("headrace.watch").joinpath("page", name).read_bytes()
-
-
-@cache
-def _colours() -> str:
-    """The static page's colours."""
-    light, dark = style_variables(dark=False), style_variables(dark=True)
-    return f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"

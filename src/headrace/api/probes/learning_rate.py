@@ -18,7 +18,7 @@ from headrace.errors import JobError, UsageError
 from headrace.report.drawing.curves import Curve, draw_curves
 from headrace.report.format import short
 from headrace.report.views.document import embedded, html_text, picture_list, scrolled_table, table_row
-from headrace.report.views.style import INK, Picture, colours_of
+from headrace.report.views.style import Picture, colours_of
 from headrace.spec.events import Stepped
 from headrace.spec.job import Job
 from headrace.spec.options import require_count
@@ -97,7 +97,7 @@ class LearningRates:
         if self.suggested is not None:
             ends = [loss for _, loss in faint]
             line = [(self.suggested, min(ends)), (self.suggested, max(ends))]
-            curves.append(Curve(line, INK, dashes=(3.0, 2.0), width=1.2))
+            curves.append(Curve(line, "ink", dashes=(3.0, 2.0), width=1.2))
             reading += "; the dashed line is at the suggested one"
         if len(faint) < len(self.losses):
             reading += "; losses that are larger than all before are left out at the end"

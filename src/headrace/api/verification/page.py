@@ -7,7 +7,15 @@ from pathlib import Path
 from headrace.api.verification.differences import DIFFERS
 from headrace.api.verification.verification import Verification, answer, headline, where
 from headrace.report.format import MISSING
-from headrace.report.views.document import document, html_text, scrolled_table, table_row
+from headrace.report.views.document import (
+    definitions,
+    html_text,
+    notices,
+    page_header,
+    scrolled_table,
+    table_row,
+    write_document,
+)
 
 _HOW = {
     "The plain loop": (
@@ -24,10 +32,6 @@ _HOW = {
 
 def write_page(path: Path, found: Verification, name: str) -> None:
     """Writes the page; makes its directory."""
-    head = (
-        f'<header>\n<p class="eyebrow">headrace verify</p>\n<h1>{html_text(name)}</h1>\n'
-        f'<p class="lede">{html_text(headline(found))}. {html_text(answer(found))}</p>\n</header>'
-    )
     told = [*map(where, found.differences), f"compared with: {found.reference}", *found.notes]
     rows = [
         table_row(
@@ -43,12 +47,9 @@ def write_page(path: Path, found: Verification, name: str) -> None:
         for row in found.rows
     ]
     table = scrolled_table(("", "largest difference", "first round", ""), rows, "compared")
-    items = "".join(f"<li>{html_text(line)}</li>" for line in told)
-    how = "".join(f"<dt>{html_text(term)}</dt><dd>{html_text(words)}</dd>" for term, words in _HOW.items())
     body = [
-        head,
-        f'<section>\n<h2>Compared</h2>\n{table}\n<ul class="notices">{items}</ul>\n</section>',
-        f'<section>\n<h2>How it is compared</h2>\n<dl class="how">{how}</dl>\n</section>',
+        page_header("headrace verify", name, f"{headline(found)}. {answer(found)}"),
+        f"<section>\n<h2>Compared</h2>\n{table}\n{notices(told)}\n</section>",
+        f"<section>\n<h2>How it is compared</h2>\n{definitions('how', _HOW.items())}\n</section>",
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(document(f"verify {name}", body), encoding="utf-8")
+    write_document(path, f"verify {name}", body)

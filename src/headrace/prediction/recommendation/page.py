@@ -10,8 +10,17 @@ from headrace.prediction.recommendation.offers import Offer
 from headrace.prediction.recommendation.recommend import Recommendation
 from headrace.report.drawing.curves import Curve, draw_curves
 from headrace.report.format import duration, percent, plural, short
-from headrace.report.views.document import document, figures, html_text, picture_key, scrolled_table, table_row
-from headrace.report.views.style import STAND_INS, Picture, colours_of
+from headrace.report.views.document import (
+    figures,
+    html_text,
+    line_swatch,
+    page_header,
+    picture_key,
+    scrolled_table,
+    table_row,
+    write_document,
+)
+from headrace.report.views.style import Picture, colours_of
 
 _MOST_CURVES = 6
 _MOST_ROWS = 60
@@ -20,17 +29,9 @@ _UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1
 
 def write_page(path: Path, found: Recommendation, sentences: list[str], command: Sequence[str] = ()) -> None:
     """Writes the page, with the lines of the command that runs the winner; makes its directory."""
-    lede = " ".join(sentences)
-    head = (
-        '<header>\n<p class="eyebrow">headrace recommend</p>\n'
-        f'<h1>{html_text(found.winner.text)}</h1>\n<p class="lede">{html_text(lede)}</p>\n'
-        + (f"<pre>{html_text(chr(10).join(command))}</pre>\n" if command else "")
-        + "</header>"
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        document("recommendation", [head, _pictures(found), _others(found), _table(found)]), encoding="utf-8"
-    )
+    head = page_header("headrace recommend", found.winner.text, " ".join(sentences))
+    lines = f"<pre>{html_text(chr(10).join(command))}</pre>" if command else ""
+    write_document(path, "recommendation", [head, lines, _pictures(found), _others(found), _table(found)])
 
 
 def _pictures(found: Recommendation) -> str:
@@ -50,7 +51,7 @@ def _pictures(found: Recommendation) -> str:
             )
             for family in families
         ]
-        swatches = (f"{_swatch(STAND_INS[colours[family]])}{html_text(family)}" for family in families)
+        swatches = (f"{line_swatch(colours[family], 2.2)}{html_text(family)}" for family in families)
         svg = draw_curves(title, curves, "devices", label, whole_x=True, from_zero=True)
         return Picture(title, svg, reading), picture_key(swatches)
 
@@ -68,13 +69,6 @@ def _pictures(found: Recommendation) -> str:
             picture("Money by devices", "price", lambda offer: offer.money, "Of all hosts that are used, whole.")
         )
     return figures("The best of each family", drawn)
-
-
-def _swatch(colour: str) -> str:
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" class="swatch" viewBox="0 0 26 10" aria-hidden="true">'
-        f'<line x1="0" y1="5" x2="26" y2="5" stroke-width="2.2" style="stroke: var(--{colour})"/></svg>'
-    )
 
 
 def _others(found: Recommendation) -> str:

@@ -22,7 +22,6 @@ from headrace.report.drawing.svg import (
     x_ticks,
 )
 from headrace.report.format import short
-from headrace.report.views.style import GRID, QUIET
 
 Point = tuple[float, float]
 
@@ -38,7 +37,7 @@ _FLAT = 1e-9
 class Curve:
     """A line through (x, y) points.
 
-    `colour` is a placeholder of `style`; `width` is in points; `faint` are the points before smoothing, drawn faintly;
+    `colour` is a variable of the style; `width` is in points; `faint` are the points before smoothing, drawn faintly;
     `name` stands before a value that shows on hover.
     """
 
@@ -91,12 +90,12 @@ def draw_curves(
     canvas.text(0, 13, shortened(y_label, WIDTH), colour="quiet")
     for mark, text in zip(marks, texts, strict=True):
         y = up.at(mark)
-        canvas.line([(left, y), (right, y)], GRID, 1.0)
+        canvas.line([(left, y), (right, y)], "grid", 1.0)
         canvas.text(left - GAP / 2, y + 4.5, text, "end", "quiet")
     ticks = _x_ticks(across, whole_x)
     for x, _ in ticks:
-        canvas.line([(x, _TOP), (x, _TOP + _HEIGHT)], GRID, 1.0)
-    canvas.line([(left, _TOP + _HEIGHT), (right, _TOP + _HEIGHT)], QUIET, 0.8)
+        canvas.line([(x, _TOP), (x, _TOP + _HEIGHT)], "grid", 1.0)
+    canvas.line([(left, _TOP + _HEIGHT), (right, _TOP + _HEIGHT)], "quiet", 0.8)
     for each in curves:
         for piece in _pieces(each.faint):
             canvas.line([(across.at(x), up.at(y)) for x, y in piece], each.colour, 1.0, opacity=0.28)

@@ -20,7 +20,7 @@ from headrace.report.drawing.svg import (
     x_ticks,
 )
 from headrace.report.format import fixed, percent
-from headrace.report.views.style import GRID, INK, QUIET, words_on
+from headrace.report.views.style import words_on
 
 _LABEL, _NOTE = 14.0, 18.0
 """The first line of a row, and how much lower the second is."""
@@ -105,13 +105,13 @@ def _draw_bar(canvas: Canvas, y: float, bar: Bar, scale: float, unit: str) -> No
         left += wide
     for mark in bar.marks:
         x = bounded(mark.value) * scale
-        canvas.line([(x, y - _OVER), (x, y + _BAR + _OVER)], INK, 2.2, mark.dashes, tip=mark.tip)
+        canvas.line([(x, y - _OVER), (x, y + _BAR + _OVER)], "ink", 2.2, mark.dashes, tip=mark.tip)
 
 
 def _draw_grid(canvas: Canvas, ticks: Sequence[tuple[float, str]], top: float, bottom: float) -> None:
     """Draws the lines of an axis, behind a bar alone: labels are not crossed."""
     for x, _ in ticks:
-        canvas.line([(x, top), (x, bottom)], GRID, 1.0)
+        canvas.line([(x, top), (x, bottom)], "grid", 1.0)
 
 
 def _lines_of(labels: Sequence[tuple[str, str]]) -> int:
@@ -147,9 +147,9 @@ def draw_histograms(title: str, histograms: Sequence[Histogram], x_label: str) -
             numbers = f"{left}" if width == 1 else f"{left} to {left + width - 1}"
             tip = f"{each.label}: {numbers}: {percent(part)}"
             canvas.box(left * scale, y + _COLUMNS - tall, width * scale, tall, each.colour, tip)
-        canvas.line([(0, y + _COLUMNS), (WIDTH, y + _COLUMNS)], QUIET, 0.8)
+        canvas.line([(0, y + _COLUMNS), (WIDTH, y + _COLUMNS)], "quiet", 0.8)
         middle = (each.mean + 0.5) * scale
-        canvas.line([(middle, y), (middle, y + _COLUMNS)], INK, 2.0, tip=f"{each.label}: mean {fixed(each.mean)}")
+        canvas.line([(middle, y), (middle, y + _COLUMNS)], "ink", 2.0, tip=f"{each.label}: mean {fixed(each.mean)}")
         y += _COLUMNS + _BETWEEN
     marks = [round(value) for value in linear_ticks(0.0, float(limit), 8) if value == round(value) < limit]
     room = max(text_width(str(mark)) for mark in marks) + GAP

@@ -15,7 +15,6 @@ from html import escape
 from itertools import pairwise
 
 from headrace.report.format import clean, short, tick
-from headrace.report.views.style import STAND_INS
 
 WIDTH = 500.0
 SIZE = 12.5
@@ -84,7 +83,7 @@ class Canvas:
         """Draws a filled rectangle with a seam in the colour of the paper."""
         place = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.4):.1f}" height="{height:.1f}"'
         seam = ' stroke-width="0.8"' if width > 3 else ' stroke-width="0"'
-        self._add("rect", f'{place}{seam} style="fill: {_variable(colour)}; stroke: var(--paper)"', tip)
+        self._add("rect", f'{place}{seam} style="fill: var(--{colour}); stroke: var(--paper)"', tip)
 
     def line(
         self,
@@ -99,12 +98,12 @@ class Canvas:
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
         pattern = f' stroke-dasharray="{" ".join(f"{length * width:g}" for length in dashes)}"' if dashes else ""
         faint = f' opacity="{opacity:g}"' if opacity < 1 else ""
-        look = f'stroke-width="{width:g}"{pattern}{faint} style="stroke: {_variable(colour)}"'
+        look = f'stroke-width="{width:g}"{pattern}{faint} style="stroke: var(--{colour})"'
         self._add("path", f'd="M{path}" fill="none" {look}', tip)
 
     def dot(self, x: float, y: float, colour: str) -> None:
         """Draws a point of a curve."""
-        look = f'style="fill: {_variable(colour)}; stroke: var(--paper)"'
+        look = f'style="fill: var(--{colour}); stroke: var(--paper)"'
         self._add("circle", f'cx="{x:.1f}" cy="{y:.1f}" r="3.4" {look}')
 
     def spot(self, x: float, y: float, tip: str) -> None:
@@ -131,10 +130,6 @@ class Canvas:
         told = f"<title>{escape(clean(tip), quote=False)}</title>" if tip else ""
         end = f">{inside}{told}</{tag}>" if inside or told else "/>"
         self._parts.append(f"<{tag} {attributes}{end}")
-
-
-def _variable(colour: str) -> str:
-    return f"var(--{STAND_INS[colour]})"
 
 
 def linear_ticks(low: float, high: float, most: int) -> list[float]:

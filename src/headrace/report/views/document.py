@@ -5,24 +5,52 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
+from pathlib import Path
 
 from headrace.report.format import clean
-from headrace.report.views.style import Picture, style_variables
+from headrace.report.views.style import Picture, colour_sheet
 
 
-def document(title: str, body: Iterable[str]) -> str:
-    """Returns the text of a page: the style sheet, light and dark, and the sections of `body`."""
+def write_document(path: Path, title: str, body: Iterable[str]) -> Path:
+    """Writes a page: the style sheet, light and dark, and the sections of `body`; makes its directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     style = resources.files("headrace.report").joinpath("page.css").read_text(encoding="utf-8")
-    return (
+    text = (
         "<!DOCTYPE html>\n"
         '<html lang="en" xmlns="http://www.w3.org/1999/xhtml">\n<head>\n<meta charset="utf-8"/>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
         '<meta name="color-scheme" content="light dark"/>\n'
         f"<title>headrace: {html_text(title)}</title>\n<style>\n"
-        f":root {{ color-scheme: light dark; {style_variables(dark=False)} }}\n"
-        f"@media (prefers-color-scheme: dark) {{ :root {{ {style_variables(dark=True)} }} }}\n"
+        f"{colour_sheet(':root', 'color-scheme: light dark; ')}"
         f"{style}</style>\n</head>\n<body>\n<main>\n" + "\n".join(body) + "\n</main>\n</body>\n</html>\n"
     )
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def page_header(eyebrow: str, heading: str, lede: str = "", facts: Iterable[tuple[str, str]] = ()) -> str:
+    """Returns the head of a page: its name, a sentence, and what is known at once."""
+    pairs = "".join(f"<div>{_definition(*each)}</div>" for each in facts)
+    return (
+        f'<header>\n<p class="eyebrow">{eyebrow}</p>\n<h1>{html_text(heading)}</h1>\n'
+        + (f'<p class="lede">{html_text(lede)}</p>\n' if lede else "")
+        + (f'<dl class="facts">{pairs}</dl>\n' if pairs else "")
+        + "</header>"
+    )
+
+
+def definitions(kind: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """Returns names and what is said of them; `kind` is a class of the style sheet."""
+    return f'<dl class="{kind}">{"".join(_definition(*each) for each in pairs)}</dl>'
+
+
+def _definition(name: str, words: str) -> str:
+    return f"<dt>{html_text(name)}</dt><dd>{html_text(words)}</dd>"
+
+
+def notices(lines: Iterable[str]) -> str:
+    """Returns a list of sentences."""
+    return f'<ul class="notices">{"".join(f"<li>{html_text(line)}</li>" for line in lines)}</ul>'
 
 
 _EMBEDDED = """
@@ -58,8 +86,7 @@ def embedded(body: Iterable[str]) -> str:
         scoped = ", ".join(f".headrace {each.strip()}".strip() for each in selectors.split(","))
         rules.append(f"{scoped} {{{declarations}")
     return (
-        f'<div class="headrace">\n<style>\n.headrace {{ {style_variables(dark=False)} }}\n'
-        f"@media (prefers-color-scheme: dark) {{ .headrace {{ {style_variables(dark=True)} }} }}\n"
+        f'<div class="headrace">\n<style>\n{colour_sheet(".headrace")}'
         + "\n".join([*rules, "</style>", *body])
         + "\n</div>"
     )
@@ -119,6 +146,17 @@ def fold(title: str, said: str, body: str) -> str:
     return (
         f'<details class="fold">\n<summary><h2>{html_text(title)}</h2>{beside}</summary>\n'
         f'<div class="inside">\n{body}\n</div>\n</details>'
+    )
+
+
+def line_swatch(colour: str, width: float, dashes: Sequence[float] = ()) -> str:
+    """Returns a piece of a line, as drawn in the pictures."""
+    lengths = " ".join(f"{length * width / 1.4:g}" for length in dashes)
+    pattern = f' stroke-dasharray="{lengths}"' if dashes else ""
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" class="swatch" viewBox="0 0 26 10" aria-hidden="true">'
+        f'<line x1="0" y1="5" x2="26" y2="5" stroke-width="{width:g}"{pattern} '
+        f'style="stroke: var(--{colour})"/></svg>'
     )
 
 

@@ -11,19 +11,23 @@ from headrace.report.model.summary import Summary
 from headrace.report.model.training import STEP_PARTS, WARM_UP_STEPS
 from headrace.report.model.verdict import References, verdict
 from headrace.report.views.document import (
-    document,
+    definitions,
     embedded,
     fold,
     html_text,
+    line_swatch,
+    notices,
+    page_header,
     picture_key,
     picture_list,
     scrolled_table,
     table_row,
+    write_document,
 )
 from headrace.report.views.pictures import main_pictures, pictures, rate_marks
 from headrace.report.views.server_pictures import SERVER_GROUP
 from headrace.report.views.server_subjects import SERVERS
-from headrace.report.views.style import PARTS, STAND_INS, Picture, RunStyle, run_styles
+from headrace.report.views.style import PARTS, Picture, RunStyle, run_styles
 from headrace.report.views.subjects import BOTTLENECK, INPUT, INPUT_STAGE, PREDICTED, predicted_figures
 from headrace.report.views.table import COLUMNS, ComparedRun, differing_line, ending, first_metric, run_rows
 
@@ -58,10 +62,8 @@ def write_page(path: Path | str, summaries: Sequence[Summary], references: Refer
     """
     if not summaries:
         raise UsageError("a page needs at least one run, got none")
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_page(summaries, references or References()), encoding="utf-8")
-    return path
+    title = ", ".join(each.name for each in summaries) if len(summaries) <= 4 else f"{len(summaries)} runs compared"
+    return write_document(Path(path), title, _page(title, summaries, references or References()))
 
 
 def page_fragment(summaries: Sequence[Summary], references: References | None = None) -> str:
@@ -78,9 +80,8 @@ def page_fragment(summaries: Sequence[Summary], references: References | None = 
     return embedded([*alerts, *above, shown])
 
 
-def _page(summaries: Sequence[Summary], references: References) -> str:
+def _page(title: str, summaries: Sequence[Summary], references: References) -> list[str]:
     """Returns what answers most questions, and below it the rest, folded."""
-    title = ", ".join(each.name for each in summaries) if len(summaries) <= 4 else f"{len(summaries)} runs compared"
     drawn = pictures(summaries, references)
     keys = _keys(summaries, references)
     tables = {SERVER_GROUP: _servers(summaries), "Input": _inputs(summaries)}
@@ -90,16 +91,14 @@ def _page(summaries: Sequence[Summary], references: References) -> str:
         if each.group:
             groups[each.group].append(each)
     folded = [_fold(group, tables.get(group, ""), found, keys) for group, found in groups.items()]
-    how = "".join(f"<dt>{html_text(name)}</dt><dd>{html_text(words)}</dd>" for name, words in _HOW.items())
-    folded += [_notices(summaries, references), fold("How the numbers are made", "", f'<dl class="how">{how}</dl>')]
-    body = [
+    folded += [_notices(summaries, references), fold("How the numbers are made", "", definitions("how", _HOW.items()))]
+    return [
         _header(title, summaries, references),
         *(_alert(each) for each in summaries if each.status != "ok"),
         _runs(summaries, references),
         _figures([each for each in drawn if not each.group], keys),
         f'<section class="folds">\n{chr(10).join(folded)}\n</section>',
     ]
-    return document(title, body)
 
 
 def _fold(title: str, table: str, drawn: Sequence[Picture], keys: Mapping[str, str]) -> str:
@@ -110,7 +109,7 @@ def _fold(title: str, table: str, drawn: Sequence[Picture], keys: Mapping[str, s
 
 def _header(title: str, summaries: Sequence[Summary], references: References) -> str:
     first = summaries[0].started
-    lede = f'<p class="lede">{html_text(verdict(summaries, references))}</p>\n' if len(summaries) > 1 else ""
+    lede = verdict(summaries, references) if len(summaries) > 1 else ""
     hosts = dict.fromkeys(host for each in summaries for host in each.outcome.hosts)
     batches = dict.fromkeys(str(each.started.global_batch_size) for each in summaries)
     sets = dict.fromkeys(f"{each.started.examples_per_epoch:,} examples" for each in summaries)
@@ -124,11 +123,7 @@ def _header(title: str, summaries: Sequence[Summary], references: References) ->
         ("global batch", ", ".join(batches)),
         ("versions", ", ".join(f"{name} {version}" for name, version in first.versions.items())),
     )
-    pairs = "".join(f"<div><dt>{html_text(name)}</dt><dd>{html_text(value)}</dd></div>" for name, value in facts)
-    return (
-        f'<header>\n<p class="eyebrow">headrace</p>\n<h1>{html_text(title)}</h1>\n{lede}'
-        f'<dl class="facts">{pairs}</dl>\n</header>'
-    )
+    return page_header("headrace", title, lede, facts)
 
 
 def _alert(summary: Summary) -> str:
@@ -152,8 +147,7 @@ def _run_list(summary: Summary, references: References) -> str:
     against = references.to_one_device(summary)
     if against is not None:
         rows.append(("× one process", f"{fixed(against)} of one process with all threads"))
-    pairs = "".join(f"<dt>{html_text(name)}</dt><dd>{html_text(value)}</dd>" for name, value in rows)
-    return f'<dl class="run">{pairs}</dl>'
+    return definitions("run", rows)
 
 
 def _predicted(summary: Summary) -> str:
@@ -218,27 +212,15 @@ def _stages(summary: Summary) -> str:
     if inputs is None:
         return ""
     rows = [table_row(html_text(stage.name), to_cells(INPUT_STAGE, (inputs, stage))) for stage in inputs.stages]
-    waits = "".join(
-        f"<li>rank {rank} waited {duration(each.waited_s)} of {duration(each.seconds)} for data</li>"
+    waits = (
+        f"rank {rank} waited {duration(each.waited_s)} of {duration(each.seconds)} for data"
         for rank, each in inputs.by_rank.items()
     )
-    table = scrolled_table(to_heads(INPUT_STAGE), rows, "stage")
-    return f'{table}\n<ul class="notices">{waits}</ul>'
+    return f"{scrolled_table(to_heads(INPUT_STAGE), rows, 'stage')}\n{notices(waits)}"
 
 
 def _swatch(style: RunStyle) -> str:
-    """A piece of the run's line, as drawn in the pictures."""
-    return _line(STAND_INS[style.colour], style.width * 1.4, style.dashes)
-
-
-def _line(variable: str, width: float, dashes: Sequence[float]) -> str:
-    lengths = " ".join(f"{length * width / 1.4:g}" for length in dashes)
-    pattern = f' stroke-dasharray="{lengths}"' if dashes else ""
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" class="swatch" viewBox="0 0 26 10" aria-hidden="true">'
-        f'<line x1="0" y1="5" x2="26" y2="5" stroke-width="{width:g}"{pattern} '
-        f'style="stroke: var(--{variable})"/></svg>'
-    )
+    return line_swatch(style.colour, style.width * 1.4, style.dashes)
 
 
 def _figures(drawn: Sequence[Picture], keys: Mapping[str, str]) -> str:
@@ -252,7 +234,9 @@ def _figures(drawn: Sequence[Picture], keys: Mapping[str, str]) -> str:
 def _keys(summaries: Sequence[Summary], references: References) -> Mapping[str, str]:
     """Returns what tells the colours of a picture apart, by `Picture.key`."""
     marks = rate_marks(summaries, references)
-    lines = picture_key(f"{_line('ink', 2.8, dashes)}{html_text(words)}" for dashes, words in marks) if marks else ""
+    lines = (
+        picture_key(f"{line_swatch('ink', 2.8, dashes)}{html_text(words)}" for dashes, words in marks) if marks else ""
+    )
     styled = list(zip(summaries, run_styles(summaries), strict=True))
     return {
         "runs": _runs_key(styled),
@@ -272,7 +256,7 @@ def _runs_key(styled: Sequence[tuple[Summary, RunStyle]]) -> str:
 
 def _parts_key() -> str:
     return picture_key(
-        f'<span class="box" style="background: var(--{STAND_INS[colour]})"></span>{STEP_PARTS[part]}'
+        f'<span class="box" style="background: var(--{colour})"></span>{STEP_PARTS[part]}'
         for part, colour in PARTS.items()
     )
 
@@ -286,7 +270,4 @@ def _notices(summaries: Sequence[Summary], references: References) -> str:
     lines = [f"{', '.join(names)}: {notice}" if len(summaries) > 1 else notice for notice, names in said.items()]
     lines += [f"{each.name}: disturbed: {why}" for each in summaries if (why := references.disturbed(each))]
     lines += [f"{each.name}: {torn_text(each.outcome.torn_lines)}" for each in summaries if each.outcome.torn_lines]
-    if not lines:
-        return ""
-    items = "".join(f"<li>{html_text(line)}</li>" for line in lines)
-    return fold("Notices", lines[0], f'<ul class="notices">{items}</ul>')
+    return fold("Notices", lines[0], notices(lines)) if lines else ""

@@ -1,7 +1,6 @@
 """The page's colours: one a strategy, one a part of a step, told apart by colour-blind eyes, in light and dark.
 
-Pictures are drawn with placeholder colours. The page replaces each by a variable of its style sheet, so that the
-same picture is legible on a light and on a dark background.
+A colour is the name of a variable of the style sheet, so that the same picture is legible on light and dark grounds.
 """
 
 from __future__ import annotations
@@ -11,16 +10,11 @@ from dataclasses import dataclass
 
 from headrace.report.model.summary import Summary
 
-INK = "#010101"
-QUIET = "#010102"
-GRID = "#010103"
-PAPER = "#010104"
-
 _GROUND = {
-    "ink": (INK, "#1b1f24", "#e6e8eb"),
-    "quiet": (QUIET, "#59626d", "#9aa4af"),
-    "grid": (GRID, "#e1e5ea", "#2c333b"),
-    "paper": (PAPER, "#ffffff", "#14181d"),
+    "ink": ("#1b1f24", "#e6e8eb"),
+    "quiet": ("#59626d", "#9aa4af"),
+    "grid": ("#e1e5ea", "#2c333b"),
+    "paper": ("#ffffff", "#14181d"),
 }
 
 _SERIES = (
@@ -45,41 +39,35 @@ _PART_COLOURS = {
     "other_s": ("#cdd3d9", "#454d56"),
 }
 
-PARTS: Mapping[str, str] = {part: f"#0102{index:02x}" for index, part in enumerate(_PART_COLOURS)}
-"""Stand-ins by the part of a step."""
-
-_PALE = frozenset({PARTS["other_s"]})
-
-_STRATEGIES = tuple(f"#0103{index:02x}" for index in range(len(_SERIES)))
-
-STAND_INS: Mapping[str, str] = {
-    **{stand_in: name for name, (stand_in, _, _) in _GROUND.items()},
-    **{stand_in: part.removesuffix("_s") for part, stand_in in PARTS.items()},
-    **{stand_in: f"series-{index}" for index, stand_in in enumerate(_STRATEGIES)},
-}
-"""Style variables by stand-in, without the leading dashes."""
+PARTS: Mapping[str, str] = {part: part.removesuffix("_s") for part in _PART_COLOURS}
+"""Colours by the part of a step."""
 
 
 def colours_of(strategies: Iterable[str]) -> dict[str, str]:
-    """Returns each strategy's placeholder: a fixed one for the common strategies, a free one for the others."""
+    """Returns each strategy's colour: a fixed one for the common strategies, a free one for the others."""
     names = sorted(set(strategies))
     free = [index for index in range(len(_SERIES)) if index not in _FIXED.values()]
     strangers = [name for name in names if name not in _FIXED]
     chosen = {name: free[index % len(free)] for index, name in enumerate(strangers)}
-    return {name: _STRATEGIES[_FIXED.get(name, chosen.get(name, 0))] for name in names}
+    return {name: f"series-{_FIXED.get(name, chosen.get(name, 0))}" for name in names}
 
 
 def words_on(colour: str) -> str:
-    """Returns the variable of the colour in which words are legible on a stand-in."""
-    return "ink" if colour in _PALE else "paper"
+    """Returns the colour in which words are legible on another."""
+    return "ink" if colour == PARTS["other_s"] else "paper"
 
 
 def style_variables(dark: bool) -> str:
     """Returns the variables as CSS declarations."""
-    values = {name: colours for name, (_, *colours) in _GROUND.items()}
-    values |= {part.removesuffix("_s"): list(colours) for part, colours in _PART_COLOURS.items()}
-    values |= {f"series-{index}": list(colours) for index, colours in enumerate(_SERIES)}
+    values = _GROUND | {PARTS[part]: colours for part, colours in _PART_COLOURS.items()}
+    values |= {f"series-{index}": colours for index, colours in enumerate(_SERIES)}
     return " ".join(f"--{name}: {colours[dark]};" for name, colours in values.items())
+
+
+def colour_sheet(selector: str, more: str = "") -> str:
+    """Returns the rules that give an element its colours, on light and dark grounds; `more` are declarations."""
+    dark = f"@media (prefers-color-scheme: dark) {{ {selector} {{ {style_variables(dark=True)} }} }}"
+    return f"{selector} {{ {more}{style_variables(dark=False)} }}\n{dark}\n"
 
 
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))
