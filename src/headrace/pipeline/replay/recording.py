@@ -7,7 +7,8 @@ all, be it for their shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -168,23 +169,21 @@ class CallRecorder:
         count = self._counts[path] = self._counts.get(path, 0) + 1
         name = path if count == 1 else f"{path}:{count}"
         self._note_checkpoint(name)
-        ended = self._silence()
-        needs = self._of(template((args, kwargs))[1]) | self._control
-        self._inside = []
-        output = original(*args, **kwargs)
-        calls = self.found.calls
-        # A tensor of its own tells each output apart from what it was made of.
-        output = map_parts(lambda _, each: each.clone() if isinstance(each, Tensor) else each, output)
-        made, tensors = template(output, (args, kwargs))
-        calls.append(ModuleCall(path, name, needs, made, len(tensors), self._inside))
-        for index, tensor in enumerate(tensors):
-            leaf = (len(calls) - 1, index)
-            self._leaves[id(tensor)] = leaf
-            self._sources[memory_of(tensor)] = frozenset({leaf})
-            self._versions.append((leaf, tensor, internals.version(tensor)))
-        self._alive += tensors
-        self._python = drawn_without_torch()
-        self._watch(ended)
+        with self._silenced():
+            needs = self._of(template((args, kwargs))[1]) | self._control
+            self._inside = []
+            output = original(*args, **kwargs)
+            # A tensor of its own tells each output apart from what it was made of.
+            output = map_parts(lambda _, each: each.clone() if isinstance(each, Tensor) else each, output)
+            made, tensors = template(output, (args, kwargs))
+            for index, tensor in enumerate(tensors):
+                leaf = (len(self.found.calls), index)
+                self._leaves[id(tensor)] = leaf
+                self._sources[memory_of(tensor)] = frozenset({leaf})
+                self._versions.append((leaf, tensor, internals.version(tensor)))
+            self._alive += tensors
+            self.found.calls.append(ModuleCall(path, name, needs, made, len(tensors), self._inside))
+            self._python = drawn_without_torch()
         return output
 
     def _operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -243,15 +242,13 @@ class CallRecorder:
 
     def _call_unsure(self, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         module = self._tracked[path]
-        ended = self._silence()
-        saved = [each.clone() for each in module.buffers()]
-        self._watch(ended)
+        with self._silenced():
+            saved = [each.clone() for each in module.buffers()]
         output = original(*args, **kwargs)
-        ended = self._silence()
-        same = all(torch.equal(one, other) for one, other in zip(module.buffers(), saved, strict=True))
-        if not same or self._of(template(output)[1]):
-            self.found.owned.add(path)
-        self._watch(ended)
+        with self._silenced():
+            same = all(torch.equal(one, other) for one, other in zip(module.buffers(), saved, strict=True))
+            if not same or self._of(template(output)[1]):
+                self.found.owned.add(path)
         return output
 
     def _check_python(self) -> None:
@@ -263,27 +260,26 @@ class CallRecorder:
         none: frozenset[Source] = frozenset()
         return none.union(*(self._sources.get(memory_of(each), none) for each in tensors))
 
-    def _silence(self) -> int:
+    @contextmanager
+    def _silenced(self) -> Iterator[None]:
         """Ends the modes for as long as a tracked module runs; those below a mode of forward's own stay, and see it."""
-        self._silent = True
         operations, functions = self._modes
-        ended, above = 0, internals.function_modes() - 1
+        self._silent = True
+        ended: list[Any] = []
+        above = internals.function_modes() - 1
         if above >= 0 and internals.function_mode_at(above) is functions:
-            functions.__exit__(None, None, None)
-            ended += 1
+            ended.append(functions)
         above = internals.dispatch_modes() - 1
         if above >= 0 and internals.dispatch_mode_at(above) is operations:
-            operations.__exit__(None, None, None)
-            ended += 2
-        return ended
-
-    def _watch(self, ended: int) -> None:
-        operations, functions = self._modes
-        if ended & 2:
-            operations.__enter__()  # type: ignore[no-untyped-call]
-        if ended & 1:
-            functions.__enter__()  # type: ignore[no-untyped-call]
-        self._silent = False
+            ended.append(operations)
+        for mode in ended:
+            mode.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            for mode in reversed(ended):
+                mode.__enter__()
+            self._silent = False
 
 
 def _least(one: Mapping[Any, int], other: Mapping[Any, int], key: Any) -> int:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace.batches import examples_of
+from headrace.errors import in_one_line
 from headrace.modules import set_train_modes
 from headrace.pipeline.replay.check import CutCheck
 from headrace.pipeline.replay.recording import CallRecorder, Calls, Irreplayable, RandomDraw, Source
@@ -115,8 +117,14 @@ def _checked(traced: ReplayedModel, saved: SavedModule, batches: Sequence[Argume
 def _record(module: nn.Module, saved: SavedModule, tracked: Modules, unsure: set[str], arguments: Arguments) -> Calls:
     recorder = CallRecorder(module, tracked, unsure)
     args, kwargs = arguments
-    with torch.enable_grad(), saved.restoring():
-        recorder.run(lambda: module.forward(*args, **kwargs))
+    try:
+        with torch.enable_grad(), saved.restoring():
+            recorder.run(lambda: module.forward(*args, **kwargs))
+    except Irreplayable:
+        raise
+    except Exception as error:  # whatever a user's forward raises, of more examples or with another mask
+        count = examples_of([*args, *kwargs.values()])
+        raise Irreplayable(f"it fails on {count} examples: {in_one_line(error)}") from error
     return recorder.found
 
 
