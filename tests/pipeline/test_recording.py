@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import headrace as hr
+from headrace import internals
 from headrace.errors import JobError
 from headrace.pipeline.trace.frames import functions_with_backward, running
+from headrace.pipeline.trace.tracing import trace
 
 
 def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,3 +190,43 @@ def test_a_function_that_is_called_by_a_name_of_its_apply_keeps_its_backward() -
     assert not torch.equal(alone["a.weight"], model.a.weight)
     for name, tensor in alone.items():
         torch.testing.assert_close(staged[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+class Fussy(nn.Linear):
+    """Fails on three examples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 3:
+            raise ValueError("3 is no shape")
+        return super().forward(x)
+
+
+class Trying(nn.Module):
+    """Sets an attribute, which no graph has, and may go on after an error of a layer."""
+
+    def __init__(self, caught: tuple[type[Exception], ...]) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), Fussy(4, 4), nn.Linear(4, 4)
+        self.caught = caught
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x.shape
+        try:
+            x = self.second(self.first(x))
+        except self.caught:
+            x = x + 1
+        return self.third(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("caught", "words"),
+    [
+        ((), "it fails on 3 examples: ValueError: 3 is no shape"),
+        ((ValueError,), "depends on the number of examples: it calls third where it called second"),
+    ],
+)
+def test_the_error_of_a_layer_is_told_as_it_is(caught: tuple[type[Exception], ...], words: str) -> None:
+    """torch's modes said "pop from an empty deque" in its place."""
+    with pytest.raises(JobError, match=words):
+        trace(Trying(caught), torch.randn(2, 4))
+    assert internals.function_modes() == internals.dispatch_modes() == 0

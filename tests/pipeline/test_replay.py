@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from headrace import internals
 from headrace.errors import JobError
 from headrace.pipeline.replay.tracing import trace_calls
 from headrace.pipeline.stage import TracedModel, cut
@@ -369,42 +368,3 @@ class Mapped(nn.Module):
 def test_layers_within_a_transform_are_refused() -> None:
     with pytest.raises(JobError, match=r"it calls second within a transform of torch.func .*submodule"):
         trace(Mapped(), torch.randn(3, 4))
-
-
-class Fussy(nn.Linear):
-    """Fails on three examples."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) == 3:
-            raise ValueError("3 is no shape")
-        return super().forward(x)
-
-
-class Trying(Chain):
-    """Sets an attribute, which no graph has, and may go on after an error of a layer."""
-
-    def __init__(self, caught: tuple[type[Exception], ...]) -> None:
-        super().__init__(wrap=lambda block: nn.Sequential(nn.Tanh(), Fussy(4, 4)))
-        self.caught = caught
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = x.shape
-        try:
-            x = self.second(self.first(x))
-        except self.caught:
-            x = x + 1
-        return self.third(x)
-
-
-@pytest.mark.parametrize(
-    ("caught", "words"),
-    [
-        ((), "it fails on 3 examples: ValueError: 3 is no shape"),
-        ((ValueError,), r"depends on the number of examples: it calls third\.0 where it called second\.1"),
-    ],
-)
-def test_the_error_of_a_layer_is_told_as_it_is(caught: tuple[type[Exception], ...], words: str) -> None:
-    """torch's modes said "pop from an empty deque" in its place."""
-    with pytest.raises(JobError, match=words):
-        trace(Trying(caught), torch.randn(2, 4))
-    assert internals.function_modes() == internals.dispatch_modes() == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from collectives.seats import together
 from headrace.collectives.threads import ThreadCollective
 from headrace.errors import UnknownName, UsageError
 from headrace.tensor_parallel import RewrittenModel
-from headrace.tensor_parallel.analysis import analyze_graph
+from headrace.tensor_parallel.recording import Trial
 from headrace.tensor_parallel.rewriting import split
 from headrace.training.optimizer import StatePiece
 
@@ -50,7 +49,7 @@ class Attending(nn.Module):
 
 
 class Opaque(nn.Module):
-    """What cannot be traced: it looks at values."""
+    """It looks at values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,6 +80,10 @@ def sequences() -> Tensor:
     return torch.randn(3, 5, 12, dtype=torch.float64)
 
 
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)).double()
+
+
 def tied() -> nn.Module:
     model = nn.Sequential(nn.Embedding(6, 12, padding_idx=4), nn.Linear(12, 6))
     model[1].weight = model[0].weight
@@ -105,6 +108,7 @@ class Slope(nn.Module):
         self.inner = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.detach().requires_grad_()
         (slope,) = torch.autograd.grad(self.inner(x).square().sum(), x, create_graph=True)
         return slope
 
@@ -190,7 +194,7 @@ def test_a_split_model_is_the_whole_one(name: str, world: int) -> None:
         group: ThreadCollective,
     ) -> tuple[RewrittenModel, Tensor, Tensor | None, dict[str, Tensor], dict[str, Tensor]]:
         model = copy.deepcopy(whole)
-        made = separately(group, lambda: split(model, case.rules, group))
+        made = split(model, case.rules, group, Trial(x))
         output, gradient = differentiated(model, x)
         gradients = {n: whole_of(made, n, p.grad) for n, p in model.named_parameters() if p.grad is not None}
         return made, output, gradient, gradients, dict(made.whole_tensors())
@@ -221,7 +225,7 @@ def test_torch_s_encoder_layers_use_split_attention_in_evaluation_too() -> None:
 
     def act(group: ThreadCollective) -> Tensor:
         model = copy.deepcopy(whole)
-        separately(group, lambda: split(model, "auto", group))
+        split(model, "auto", group, Trial(x))
         with torch.no_grad():
             output: Tensor = model(x, src_key_padding_mask=padded)
         return output
@@ -230,15 +234,6 @@ def test_torch_s_encoder_layers_use_split_attention_in_evaluation_too() -> None:
         expected = whole(x, src_key_padding_mask=padded)
     for output in together(2, act):
         assert_close(output[~padded], expected[~padded])
-
-
-def separately(group: ThreadCollective, act: Callable[[], Any]) -> Any:
-    """Does what no other thread may run a model beside."""
-    group.barrier()
-    try:
-        return act()
-    finally:
-        group.barrier()
 
 
 def whole_of(made: RewrittenModel, name: str, gradient: Tensor) -> Tensor:
@@ -252,11 +247,11 @@ def assert_close(one: Tensor, other: Tensor) -> None:
 
 
 def test_a_pair_needs_one_sum_forward_and_one_backward() -> None:
-    x = vectors()
+    x, whole = vectors(), Gated().double()
 
     def act(group: ThreadCollective) -> list[int]:
-        model = Gated().double()
-        separately(group, lambda: split(model, "auto", group))
+        model = copy.deepcopy(whole)
+        split(model, "auto", group, Trial(x))
         counted = Counting(group)
         with counted:
             output = model(x.clone().requires_grad_())
@@ -288,26 +283,21 @@ class Counting:
 
 
 def test_each_rank_keeps_its_part_alone() -> None:
+    whole, x = mlp(), vectors()
+
     def act(group: ThreadCollective) -> list[tuple[int, ...]]:
-        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
-        separately(group, lambda: split(model, "auto", group))
+        model = copy.deepcopy(whole)
+        split(model, "auto", group, Trial(x))
         return [tuple(parameter.shape) for parameter in model.parameters()]
 
     assert together(2, act) == [[(3, 4), (3,), (4, 3), (4,)]] * 2
 
 
-def test_looking_at_a_model_does_not_change_it() -> None:
-    model = Opaque()
-    assert any(step.does == "layer" for step in analyze_graph(model, ["inner.0"], ()))
-    assert (model.calls, int(model.seen)) == (0, 0)
-
-
 def test_pieces_of_wholes_and_of_parts_are_made_of_each_other() -> None:
-    whole = torch.arange(24.0)
+    model, x, whole = mlp(), vectors(), torch.arange(24.0)
 
     def act(group: ThreadCollective) -> tuple[list[StatePiece], list[StatePiece]]:
-        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
-        made = separately(group, lambda: split(model, "auto", group))
+        made = split(copy.deepcopy(model), "auto", group, Trial(x))
         # As three owners have saved it, and a count of steps.
         given = [StatePiece("2.weight", "m", start, whole[start : start + 8]) for start in (16, 0, 8)]
         own = made.divide([*given, StatePiece("2.weight", "step", -1, torch.tensor(3.0))])
@@ -340,14 +330,42 @@ def test_what_cannot_be_split_is_refused_with_the_numbers(
     model: nn.Module, rules: Rules, kind: type[Exception], words: str
 ) -> None:
     def act(group: ThreadCollective) -> None:
-        separately(group, lambda: split(copy.deepcopy(model), rules, group))
+        split(copy.deepcopy(model), rules, group, Trial(vectors()))
 
     with pytest.raises(kind, match=words):
         together(2, act)
 
 
+class Late(nn.Module):
+    """Calls its layer for more than three examples alone; with fewer than two it fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) < 2:
+            raise ValueError("one example is too few")
+        return self.layer(x) if len(x) > 3 else x
+
+
+@pytest.mark.parametrize("rule", ["batch", "column", "row"])
+@pytest.mark.parametrize("examples", [3, 1])
+def test_what_a_small_batch_does_not_show_is_whole_where_it_is_taken(rule: str, examples: int) -> None:
+    whole, x = Late().double(), torch.randn(5, 4, dtype=torch.float64)
+
+    def act(group: ThreadCollective) -> tuple[tuple[str, ...], Tensor]:
+        model = copy.deepcopy(whole)
+        made = split(model, {"layer": rule}, group, Trial(x[:examples]))
+        return made.notices, model(x).detach()
+
+    for notices, output in together(2, act):
+        assert bool(notices) == (examples == 1)
+        assert_close(output, whole(x).detach())
+
+
 class Mean(nn.Module):
-    """Returns one number for all examples."""
+    """Returns one vector for all examples."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(0)
@@ -361,10 +379,10 @@ class Mean(nn.Module):
     ],
 )
 def test_what_has_no_parts_of_a_batch_is_refused(model: nn.Module, words: str) -> None:
+    x = torch.randn(6, 4)
+
     def act(group: ThreadCollective) -> None:
-        mine = copy.deepcopy(model)
-        separately(group, lambda: split(mine, {"0": "batch"}, group))
-        mine(torch.randn(6, 4))
+        split(copy.deepcopy(model), {"0": "batch"}, group, Trial(x))
 
     with pytest.raises(UsageError, match=words):
         together(2, act)

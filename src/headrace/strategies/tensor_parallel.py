@@ -159,7 +159,7 @@ class TensorParallel(Strategy):
         broadcast(context.module, context.device_group() or group)
         batch = map_tensors(lambda each: each.to(context.device), context.sample())
         trial = Trial(batch, context.objective.inputs)
-        # What is tried and traced may change torch's modules, and meanwhile no other thread may run a model.
+        # A trial may keep torch from compiling, for all threads, of which none may run a model meanwhile.
         group.barrier()
         made = split(context.module, self.rules, context.device_group() or group, trial)
         group.barrier()

@@ -1,20 +1,16 @@
-"""What a model does with its values, as far as it matters to splitting its layers: read from a traced graph."""
+"""Which layers of a model can be split, and which must stay as they are; what functions do to slices."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-import torch
-from torch import fx, nn
+from torch import nn
 
 from headrace import internals
 from headrace.hooks import hooked_parameters
 from headrace.internals import ConvNd
-from headrace.modules import TRACING, without_data
 from headrace.tensor_parallel.layers import is_transposed
-from headrace.tensor_parallel.rules import Splittable, ValueStep
+from headrace.tensor_parallel.rules import Splittable
 
 _ELEMENTWISE = frozenset(
     (
@@ -28,7 +24,6 @@ _ELEMENTWISE = frozenset(
 _POOLS = frozenset(
     f"{adaptive}{kind}pool{dims}d" for adaptive in ("", "adaptive") for kind in ("max", "avg") for dims in (1, 2, 3)
 )
-_BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 def step_of(name: str) -> str:
@@ -104,96 +99,3 @@ def _form(layer: nn.Module) -> Splittable | None:
         plain = internals.one_projection(layer) and layer.bias_k is None and not layer.add_zero_attn
         return Splittable("attention", 0, layer.num_heads) if plain else None
     return None
-
-
-def analyze_graph(module: nn.Module, layers: Collection[str], parts: Collection[str]) -> list[ValueStep]:
-    """Returns the steps of a model; of one that cannot be traced, those of its children.
-
-    `layers` may be split; `parts` are modules that compute a part of the batch on every device.
-    """
-    tensors = (*module.parameters(), *module.buffers())
-    # A copy without data, because to trace is to run: what forward changes would be changed.
-    try:
-        empty = copy.deepcopy(module, {id(tensor): without_data(tensor) for tensor in tensors})
-    except Exception:  # a user's module may not be copyable
-        return []
-    names = {
-        empty.get_submodule(name): (does, name) for does, each in (("layer", layers), ("part", parts)) for name in each
-    }
-    steps: list[ValueStep] = []
-    with TRACING:
-        _look_into(empty, "", names, steps)
-    for name, block in module.named_modules():
-        if isinstance(block, _BLOCKS):
-            _look_at_block(name, block, steps)
-    return steps
-
-
-_Names = Mapping[nn.Module, tuple[str, str]]
-"""What a module does as one step, and its name."""
-
-
-def _look_into(module: nn.Module, path: str, names: _Names, steps: list[ValueStep]) -> None:
-    try:
-        graph = _Tracer(names).trace(module)
-    except Exception:  # a user's forward may not accept proxies
-        for name, child in module.named_children():
-            if child not in names and any(layer in names for layer in child.modules()):
-                _look_into(child, f"{path}{name}.", names, steps)
-        return
-    index: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        layer = module.get_submodule(node.target) if node.op == "call_module" else None
-        does, name = _reads(node, layer, names)
-        inputs = tuple(index[each] for each in node.all_input_nodes)
-        index[node] = len(steps)
-        steps.append(ValueStep(does, f"{path}{node.target}" if does == "dropout" else name, inputs))
-
-
-def _reads(node: fx.Node, layer: nn.Module | None, names: _Names) -> tuple[str, str]:
-    """Returns what a node does, and the name of the layer that does it."""
-    if layer is not None:
-        if layer in names:
-            return names[layer]
-        if type(layer) is nn.Dropout:
-            return "dropout", ""
-        if type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1):
-            return "flatten", ""
-        return _step_of_layer(layer), ""
-    if node.target in (torch.flatten, "flatten") and node.args[1:] == (1,) and not node.kwargs:
-        return "flatten", ""
-    if node.op not in ("call_function", "call_method"):
-        return "other", ""
-    return step_of(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")), ""
-
-
-def _step_of_layer(layer: nn.Module) -> str:
-    kind = type(layer)
-    return step_of(kind.__name__) if kind.__module__.startswith("torch.nn.modules.") else "other"
-
-
-def _look_at_block(name: str, block: nn.Module, steps: list[ValueStep]) -> None:
-    """Adds what torch's transformer layers do between their dense layers, which cannot be traced."""
-    path, start = f"{name}." * bool(name), len(steps)
-    activation: Any = block.activation
-    layer = isinstance(activation, nn.Module)
-    does = _step_of_layer(activation) if layer else step_of(getattr(activation, "__name__", ""))
-    steps += [
-        ValueStep("other"),
-        ValueStep("layer", f"{path}linear1", (start,)),
-        ValueStep(does, inputs=(start + 1,)),
-        ValueStep("dropout", f"{path}dropout", (start + 2,)),
-        ValueStep("layer", f"{path}linear2", (start + 3,)),
-        ValueStep("other", inputs=(start + 4,)),
-    ]
-
-
-class _Tracer(fx.Tracer):
-    """Traces into all modules but `leaves`."""
-
-    def __init__(self, leaves: _Names) -> None:
-        super().__init__()
-        self._leaves = leaves
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return m in self._leaves or super().is_leaf_module(m, module_qualified_name)

@@ -13,9 +13,9 @@ from torch import nn
 
 from headrace import internals
 from headrace.errors import UnknownName, UsageError, in_one_line
-from headrace.tensor_parallel.analysis import analyze_graph, obstacles, splittable
+from headrace.tensor_parallel.analysis import obstacles, splittable
 from headrace.tensor_parallel.blocks import Block, find_blocks
-from headrace.tensor_parallel.recording import ForwardRecord, Trial, record, tried
+from headrace.tensor_parallel.recording import Atoms, ForwardRecord, Trial, record, tried
 from headrace.tensor_parallel.rules import KINDS, Flow, Splittable, ValueStep, any_number, choose, follow
 
 RULES = ("column", "row", "channels", "heads", "batch", "replicate")
@@ -46,7 +46,11 @@ class Layout:
         """Where values stay split."""
         inner = {name: frozenset[str]() for block in self.blocks for name in block.columns}
         inner |= {block.row: frozenset(block.columns) for block in self.blocks}
-        return follow(self.steps, self.layers, self.kinds, inner)
+        flow = follow(self.steps, self.layers, self.kinds, inner)
+        seen = {step.name for step in self.steps if step.does == "part"}
+        # What takes the value of a part that was not called is not known.
+        flow.gathers |= {name for name in self.batches.values() if name not in seen}
+        return flow
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
@@ -73,45 +77,42 @@ class Layout:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6])
 
 
-def lay_out(module: nn.Module, rules: Rules, world: int, trial: Trial | None, seed: bool) -> Layout:
+def lay_out(module: nn.Module, rules: Rules, world: int, trial: Trial) -> Layout:
     """Returns the layout of a model for so many devices; the model stays as it is.
 
-    With a small batch the model is run to see what it does, else it is traced. `seed` is as for `tried`. Raises a
-    `UsageError` if a rule fits no layer, or cannot be followed.
+    The model is run on a small batch, to see what it does. Raises a `UsageError` if a rule fits no layer, or cannot be
+    followed.
     """
     found = splittable(module)
     layers = {name: form for name, (_, form) in found.items()}
     batches = _parts(module, rules)
     blocked = obstacles(module, found)
-    atoms: dict[nn.Module, tuple[str, str]] = {
+    atoms: Atoms = {
         **{part: ("dropout", name) for name, part in module.named_modules() if type(part) is nn.Dropout},
         **{layer: ("layer", name) for name, (layer, _) in found.items() if name not in blocked},
         **{part: ("part", name) for part, name in batches.items()},
     }
-    recorded = _recorded(module, trial, atoms, seed) if trial is not None else None
-    if isinstance(recorded, str):
-        blocked["the model"] = recorded
-    recording = recorded if isinstance(recorded, ForwardRecord) else None
-    known = recording.readers if recording else {}
+    recording = _recorded(module, trial, atoms)
+    if isinstance(recording, str):
+        if isinstance(rules, str):
+            return Layout({}, layers, (), (), {}, {**blocked, "the model": recording})
+        recording = ForwardRecord()
     for name, (layer, _) in found.items():
-        readers = [known[id(each)] for each in layer.parameters() if id(each) in known]
+        readers = [recording.readers[id(each)] for each in layer.parameters() if id(each) in recording.readers]
         if readers and name not in blocked:
             blocked[name] = f"has a parameter that {repr(readers[0]) if readers[0] else 'the model'} reads itself"
     if isinstance(rules, str):
         return _automatic(module, found, layers, blocked, recording, world)
     kinds = _given(rules, module, layers, batches, blocked, world)
-    steps = _steps(recording, kinds) if recording else analyze_graph(module, kinds, batches.values())
-    return Layout(kinds, layers, tuple(steps), (), batches, {})
+    return Layout(kinds, layers, _steps(recording, kinds), (), batches, {})
 
 
-def _recorded(
-    module: nn.Module, trial: Trial, atoms: Mapping[nn.Module, tuple[str, str]], seed: bool
-) -> ForwardRecord | str:
+def _recorded(module: nn.Module, trial: Trial, atoms: Atoms) -> ForwardRecord | str:
     """Returns what the model does in training, or in evaluation if two examples are too few, or why that is unknown."""
     wrong = ""
     for training in (True, False):
         try:
-            with tried(module, seed):
+            with tried(module, seed=True):
                 return record(module.train(training), trial, atoms)
         except Exception as error:  # BatchNorm wants more values, or whatever a user's forward raises
             wrong = f"cannot be run to see what it does: {in_one_line(error)}"
@@ -123,7 +124,7 @@ def _automatic(
     found: Mapping[str, tuple[nn.Module, Splittable]],
     layers: Mapping[str, Splittable],
     blocked: Mapping[str, str],
-    recording: ForwardRecord | None,
+    recording: ForwardRecord,
     world: int,
 ) -> Layout:
     users = Counter(id(each) for layer in module.modules() for each in internals.parameters(layer).values())
@@ -133,18 +134,18 @@ def _automatic(
         # A parameter that several layers have would be cut by the rules of each.
         if name not in blocked and all(users[id(each)] == 1 for each in found[name][0].parameters())
     }
-    steps = _steps(recording, free) if recording else analyze_graph(module, free, ())
-    blocks, undivided = find_blocks(module, steps, free, world) if recording else ((), {})
+    steps = _steps(recording, free)
+    blocks, undivided = find_blocks(module, steps, free, world)
     known = {name: kind for block in blocks for name, kind in block.kinds.items()}
-    return Layout(choose(steps, free, world, known), layers, tuple(steps), blocks, {}, {**blocked, **undivided})
+    return Layout(choose(steps, free, world, known), layers, steps, blocks, {}, {**blocked, **undivided})
 
 
-def _steps(recording: ForwardRecord, layers: Collection[str]) -> list[ValueStep]:
+def _steps(recording: ForwardRecord, layers: Collection[str]) -> tuple[ValueStep, ...]:
     """Returns what was recorded; what is not one of the layers is something else."""
-    return [
+    return tuple(
         ValueStep("other", inputs=step.inputs) if step.does == "layer" and step.name not in layers else step
         for step in recording.steps
-    ]
+    )
 
 
 def _parts(module: nn.Module, rules: Rules) -> dict[nn.Module, str]:

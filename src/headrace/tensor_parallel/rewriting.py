@@ -22,20 +22,17 @@ _SHOWN = 4
 """Names of layers in a notice."""
 
 
-def split(module: nn.Module, rules: Rules, group: Collective, trial: Trial | None = None) -> RewrittenModel:
+def split(module: nn.Module, rules: Rules, group: Collective, trial: Trial) -> RewrittenModel:
     """Splits a model's layers in place; all ranks call it with the same model.
 
-    `rules` are "auto", or names and patterns of layers with a rule each; the first that fits is taken. With a small
-    batch the model is run before and after: what would change its output or a gradient is left whole, and said.
+    `rules` are "auto", or names and patterns of layers with a rule each; the first that fits is taken. The model is run
+    on a small batch before and after: what would change its output or a gradient is left whole, and said.
 
     Raises:
         UsageError: a rule fits no layer, cannot be followed with so many devices, or changes what the model computes.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    if trial is None:
-        layout, reasons = lay_out(module, rules, group.world, None, seed=False), dict[str, str]()
-    else:
-        layout, reasons = _tried(module, rules, group, trial)
+    layout, reasons = _tried(module, rules, group, trial)
     untried = reasons.get(ALL)
     if untried and not isinstance(rules, str):
         said = [f"rules are followed without having been tried: {untried}"]
@@ -60,8 +57,8 @@ def _tried(module: nn.Module, rules: Rules, group: Collective, trial: Trial) -> 
     for turn in range(group.world if threads else 1):
         group.barrier()
         if turn == group.rank or not threads:
-            layout = lay_out(module, rules, group.world, trial, seed=True)
-            right = expected(module, trial, seed=True)
+            layout = lay_out(module, rules, group.world, trial)
+            right = expected(module, trial)
     group.barrier()
     assert layout is not None
     # A double holds both numbers exactly.

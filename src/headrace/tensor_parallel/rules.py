@@ -101,14 +101,14 @@ def follow(
 ) -> Flow:
     """Returns where values can stay split, if layers are split by the rules `kinds`; all others are whole.
 
-    The steps are in the order in which they happen; those of several pieces of the model one behind the other. `inner`
-    are the layers of blocks, with those whose slices each takes: what is between them has been looked at already.
+    The steps are in the order in which they happen. `inner` are the layers of blocks, with those whose slices each
+    takes: what is between them has been looked at already.
     """
     gathers: set[str] = set()
     while True:
         flow, wrong = _walk(steps, layers, kinds, gathers, inner)
         if wrong <= gathers:
-            # Layers that no step shows are in modules that cannot be traced.
+            # What takes the values of layers that were not called is not known.
             for name in kinds:
                 if name not in flow.takes:
                     flow.gathers.add(name)

@@ -136,14 +136,14 @@ def compute(module: nn.Module, trial: Trial, gradients: bool = True) -> Expected
     return Expected(tuple(each.detach() for each in outputs), dict(zip(named, found, strict=True)) if found else None)
 
 
-def expected(module: nn.Module, trial: Trial, seed: bool) -> Expected | str:
+def expected(module: nn.Module, trial: Trial) -> Expected | str:
     """Returns what the whole model computes, or why that is not known."""
     wrong = ""
     for gradients in (True, False):
         try:
-            with tried(module, seed):
+            with tried(module, seed=True):
                 first = compute(module, trial, gradients)
-            with tried(module, seed):
+            with tried(module, seed=True):
                 again = compute(module, trial, gradients)
         except Exception as error:  # whatever a user's forward raises
             wrong = f"it cannot be run in evaluation: {in_one_line(error)}"
@@ -210,7 +210,9 @@ def verified(
         middle = len(keys) // 2
         return (*right_ones(keys[:middle]), *right_ones(keys[middle:]))
 
-    kept = right_ones(layout.keys)
+    if layout.batches and (reason := wrong(layout.only(()))):
+        return layout, {", ".join(layout.batches.values()): reason}
+    kept = right_ones(layout.keys) if layout.keys else ()
     if reasons and kept and (reason := wrong(layout.only(kept))):
         return layout.only(()), {**reasons, **dict.fromkeys(kept, reason)}
     return layout.only(kept), reasons
