@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,3 +89,26 @@ def test_a_watcher_that_stood_still_reports_no_loss() -> None:
     clock[0] += 3600
     # The watched has stood still, too; there is time for its next beat before the shortest timeout, of 1 s, is over.
     assert probe.silent_s(0) <= 0.5
+
+
+def test_two_threads_that_ask_at_once_count_no_time_twice() -> None:
+    class Moment(float):
+        """A time from which another thread asks before it is used."""
+
+        def __sub__(self, other: float) -> float:
+            passed = float(self) - other
+            if not others:
+                others.append(threading.Thread(target=probe.silent_s, args=(0,)))
+                others[0].start()
+                # Where it does not wait for this one, it is done within this time.
+                others[0].join(0.1)
+            return passed
+
+    clock: list[float] = [100.0]
+    others: list[threading.Thread] = []
+    probe = LivenessProbe(0, lambda: clock[0])
+    probe.silent_s(0)
+    clock[0] = Moment(100.4)
+    probe.silent_s(0)
+    others[0].join()
+    assert probe.silent_s(0) == pytest.approx(0.4)

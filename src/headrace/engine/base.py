@@ -132,7 +132,7 @@ class LivenessProbe:
     """Watches one process for signs of life: its heartbeat, or any processor time.
 
     A step may take as long as it takes: while the process computes it uses processor time, while it sleeps its
-    heartbeat goes on. A stopped process (SIGSTOP, a debugger, a dead disk) does neither.
+    heartbeat goes on. A stopped process (SIGSTOP, a debugger, a dead disk) does neither. Several threads may ask.
 
     Args:
         pid: the process; 0 for one whose id is unknown.
@@ -145,6 +145,7 @@ class LivenessProbe:
         self._seen: tuple[int, int] = (-1, -1)
         self._silent_s = 0.0
         self._looked = clock()
+        self._lock = threading.Lock()
 
     def silent_s(self, beat: int) -> float:
         """Checks the process, and returns for how many seconds there was no sign of life.
@@ -152,15 +153,17 @@ class LivenessProbe:
         Args:
             beat: a counter that a thread of the process adds to a few times a second.
         """
-        now = self._clock()
-        # A watcher that stood still itself (a suspended laptop) cannot accuse the watched.
-        passed = min(now - self._looked, _GAP_S)
-        self._looked = now
-        fields = self._fields()
-        seen = (beat, int(fields[11]) + int(fields[12]) if fields else -1)
-        self._silent_s = self._silent_s + passed if seen == self._seen else 0.0
-        self._seen = seen
-        return self._silent_s
+        # Without the lock two threads would count the same time twice, and one's old sign of life for a new one.
+        with self._lock:
+            now = self._clock()
+            # A watcher that stood still itself (a suspended laptop) cannot accuse the watched.
+            passed = min(now - self._looked, _GAP_S)
+            self._looked = now
+            fields = self._fields()
+            seen = (beat, int(fields[11]) + int(fields[12]) if fields else -1)
+            self._silent_s = self._silent_s + passed if seen == self._seen else 0.0
+            self._seen = seen
+            return self._silent_s
 
     def is_stopped(self) -> bool:
         """Whether the process is held by SIGSTOP or a debugger."""
