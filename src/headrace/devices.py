@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,6 +146,15 @@ def kind_of(device: str) -> DeviceKind:
 def captures(device: str) -> bool:
     """Whether the kernels of a step can be captured, and launched as one."""
     return kind_of(device).name == GPU
+
+
+def asks_capture(device: str) -> Callable[[], bool]:
+    """Returns what tells whether this thread's kernels are being captured, instead of run."""
+    if not captures(device):
+        return lambda: False
+    import torch
+
+    return torch.cuda.is_current_stream_capturing
 
 
 def check_name(device: str, *more: str) -> None:

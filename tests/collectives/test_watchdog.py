@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from headrace.collectives.watchdog import watchdog as module
+from headrace.collectives.watchdog.boards import missed
 from headrace.collectives.watchdog.call_log import CallLog
 from headrace.collectives.watchdog.flight_record import FlightRecord
+from headrace.collectives.watchdog.telling import note_remembered, note_summary, remembered, summary
 from headrace.collectives.watchdog.watchdog import Watchdog
 from headrace.errors import CollectiveFailed, PeerLost, UsageError
-from headrace.shared_memory.calls import REMEMBERED
+from headrace.shared_memory.calls import GROUPS, REMEMBERED
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.ends import FinishedRanks
 
@@ -24,19 +27,24 @@ LIMIT_S = 30.0
 class Worker:
     """A worker that calls what a test says, and whose watchdog looks when the test says so."""
 
-    def __init__(
-        self, page: ControlPage, rank: int, check: Callable[[], None], record: FlightRecord, shared: bool = True
-    ) -> None:
+    def __init__(self, page: ControlPage, rank: int, check: Callable[[], None], record: FlightRecord) -> None:
         self.said: list[str] = []
         self.records = records = page.ranks
         ends = FinishedRanks([record.heartbeat for record in records])
-        self.watchdog = Watchdog(records, rank, check, ends, LIMIT_S, self.said.append, record, shared)
+        self.watchdog = Watchdog(records, rank, check, ends, LIMIT_S, self.said.append, record)
         self.log: CallLog = self.watchdog.log(range(len(records)))
         self.heartbeat = records[rank].heartbeat
 
     def call(self, name: bytes = b"all_reduce", nbytes: int = 4096, ended: bool = True) -> None:
         self.log.begin(name, nbytes)
         self.log.has_ended = lambda: ended
+
+
+class Endless:
+    """A call that is recorded, and does not end by itself."""
+
+    def is_completed(self) -> bool:
+        return False
 
 
 class Run:
@@ -51,12 +59,27 @@ class Run:
         monkeypatch.setattr(module, "monotonic", lambda: self.now)
         self.workers: list[Worker] = []
 
-    def begin(self, world: int) -> list[Worker]:
-        page = ControlPage.create(world, "watched")
+    def begin(self, world: int, hosts: int = 1) -> list[Worker]:
+        """Where there are two hosts, each worker has a page of its own."""
+        pages = [ControlPage.create(world, "watched")] * world
+        if hosts > 1:
+            pages = [ControlPage.create(world, "watched") for _ in range(world)]
         self.workers = [
-            Worker(page, rank, self.check, FlightRecord(self.folder, rank, "gloo")) for rank in range(world)
+            Worker(page, rank, self.check, FlightRecord(self.folder, rank, "gloo")) for rank, page in enumerate(pages)
         ]
         return self.workers
+
+    def tell(self) -> None:
+        """Does what heartbeats do."""
+        for rank, worker in enumerate(self.workers):
+            own = worker.records[rank]
+            for other in self.workers:
+                if other.records is not worker.records:
+                    copy = other.records[rank]
+                    note_summary(copy.board, summary(own.board))
+                    if own.board.seeks:
+                        note_remembered(copy.board, remembered(own.board))
+                    copy.heartbeat = own.heartbeat
 
     def check(self) -> None:
         if self.lost:
@@ -65,6 +88,7 @@ class Run:
     def pass_s(self, seconds: float) -> None:
         for _ in range(round(seconds / 0.25)):
             self.now += 0.25
+            self.tell()
             for worker in self.workers:
                 worker.watchdog.look()
 
@@ -77,8 +101,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
         worker.watchdog.close()
 
 
-def test_workers_that_call_the_same_are_left_alone(run: Run) -> None:
-    workers = run.begin(3)
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_workers_that_call_the_same_are_left_alone(run: Run, hosts: int) -> None:
+    workers = run.begin(3, hosts)
     for number in range(3 * REMEMBERED):
         for worker in workers:
             worker.call(nbytes=number)
@@ -87,8 +112,9 @@ def test_workers_that_call_the_same_are_left_alone(run: Run) -> None:
     assert [worker.said for worker in workers] == [[], [], []]
 
 
-def test_who_waits_for_whom_is_said_by_one_rank_and_seldom(run: Run) -> None:
-    workers = run.begin(3)
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_who_waits_for_whom_is_said_by_one_rank_and_seldom(run: Run, hosts: int) -> None:
+    workers = run.begin(3, hosts)
     for worker in workers:
         worker.call()
     workers[0].heartbeat.step = workers[2].heartbeat.step = 1
@@ -121,8 +147,9 @@ def test_what_a_late_rank_does_is_said(run: Run, monkeypatch: pytest.MonkeyPatch
     assert "; rank 1: no call, evaluates (metrics.py, line 12, in slow); " in workers[0].said[0]
 
 
-def test_a_rank_that_lives_and_does_not_come_ends_the_run_after_the_limit(run: Run) -> None:
-    workers = run.begin(2)
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_rank_that_lives_and_does_not_come_ends_the_run_after_the_limit(run: Run, hosts: int) -> None:
+    workers = run.begin(2, hosts)
     workers[0].call()
     run.pass_s(LIMIT_S)
     with pytest.raises(CollectiveFailed) as failed:
@@ -134,8 +161,9 @@ def test_a_rank_that_lives_and_does_not_come_ends_the_run_after_the_limit(run: R
     assert "raise collective_timeout_s (30 s)" in str(failed.value)
 
 
-def test_a_collective_that_does_not_end_is_named_with_all_its_ranks(run: Run) -> None:
-    workers = run.begin(2)
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_collective_that_does_not_end_is_named_with_all_its_ranks(run: Run, hosts: int) -> None:
+    workers = run.begin(2, hosts)
     for worker in workers:
         worker.call(b"broadcast", 8, ended=False)
     run.pass_s(LIMIT_S)
@@ -155,8 +183,9 @@ def test_a_long_wait_between_two_collectives_is_no_fault(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("name", "nbytes"), [(b"broadcast", 4096), (b"all_reduce", 8192)])
-def test_different_calls_are_named_with_what_each_rank_called(run: Run, name: bytes, nbytes: int) -> None:
-    workers = run.begin(2)
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_different_calls_are_named_with_what_each_rank_called(run: Run, hosts: int, name: bytes, nbytes: int) -> None:
+    workers = run.begin(2, hosts)
     for worker in workers:
         worker.call()
     workers[0].call()
@@ -165,7 +194,8 @@ def test_different_calls_are_named_with_what_each_rank_called(run: Run, name: by
     for worker in workers:
         worker.call()
     with pytest.raises(CollectiveFailed) as failed:
-        run.pass_s(0.25)
+        # On the other host first the last call is known, and then, where that differs, all.
+        run.pass_s(0.25 if hosts == 1 else 1.0)
     both = (
         "different collectives of their devices: rank 0: all_reduce (number 2, round 0, 4,096 bytes); rank 1: "
         f"{name.decode()} (number 2, round 0, {nbytes:,} bytes); every rank must call the same"
@@ -175,6 +205,59 @@ def test_different_calls_are_named_with_what_each_rank_called(run: Run, name: by
         workers[1].watchdog.look()
 
 
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_the_same_number_of_bytes_of_another_type_is_different(run: Run, hosts: int) -> None:
+    workers = run.begin(2, hosts)
+    for worker, dtype in zip(workers, (torch.float32, torch.int32), strict=True):
+        worker.log.begin(b"all_reduce", 4096, dtype)
+    with pytest.raises(CollectiveFailed) as failed:
+        run.pass_s(1.0)
+    assert (
+        "devices: rank 0: all_reduce (number 1, round 0, 4,096 bytes of float32); rank 1: all_reduce (number 1, round "
+        "0, 4,096 bytes of int32); every rank"
+    ) in str(failed.value)
+
+
+def test_a_difference_is_found_on_hosts_that_hear_of_each_other_late(run: Run) -> None:
+    workers = run.begin(2, hosts=2)
+    workers[0].call()
+    workers[1].call(nbytes=1)
+
+    def go_on() -> None:
+        for each in range(40):
+            # Between two looks each calls more than is remembered, in turn first.
+            for worker in workers[:: 1 if each % 2 else -1]:
+                for _ in range(3 * REMEMBERED):
+                    worker.call()
+            run.pass_s(0.25)
+
+    with pytest.raises(CollectiveFailed, match=r"up to number \d+\): rank 0: all_reduce \(number"):
+        go_on()
+
+
+def test_a_group_that_is_not_noted_on_a_rank_accuses_it_of_nothing(run: Run) -> None:
+    workers = run.begin(2)
+    for number in range(GROUPS):
+        workers[1].watchdog.log((1,), b"%d" % number)
+    pair = [worker.watchdog.log((0, 1), b"pair") for worker in workers]
+    assert [log.watched for log in pair] == [True, False]
+    pair[0].begin(b"send", 4)
+    run.pass_s(2 * LIMIT_S)
+    assert not workers[0].said
+
+
+def test_calls_that_are_captured_wait_for_no_rank(run: Run) -> None:
+    workers = run.begin(2)
+    workers[0].call()
+    workers[1].call()
+    workers[0].log.captures = lambda: True
+    workers[0].log.begin(b"all_reduce", 4096)
+    workers[0].log.follow(Endless())
+    run.pass_s(2 * LIMIT_S)
+    assert workers[0].log.calls.number == 1
+    assert not workers[1].said
+
+
 def test_a_difference_long_ago_is_noticed(run: Run) -> None:
     workers = run.begin(2)
     workers[0].call()
@@ -182,12 +265,39 @@ def test_a_difference_long_ago_is_noticed(run: Run) -> None:
     for _ in range(5 * REMEMBERED):
         for worker in workers:
             worker.call()
-    with pytest.raises(CollectiveFailed):
-        run.pass_s(0.25)
+    with pytest.raises(CollectiveFailed, match=r"\(or others before, up to number 130\): rank 0: all_reduce"):
+        run.pass_s(3)
 
 
-def test_a_loop_that_has_ended_is_not_waited_for(run: Run) -> None:
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_what_a_lost_rank_has_not_come_to_and_did_is_said(
+    run: Run, hosts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "activity_of", lambda _: "is in forward (model.py, line 3, in forward)")
+    workers = run.begin(3, hosts)
+    for worker in workers:
+        worker.heartbeat.step = 4
+        worker.call()
+    run.pass_s(1)
+    workers[0].call()
+    workers[2].call()
+    run.pass_s(1)
+    for worker in workers[:1] if hosts == 2 else workers:
+        assert missed([record.board for record in worker.records], 1) == (
+            "; it has not come to all_reduce (number 2, round 4, 4,096 bytes), where rank 0 and rank 2 wait; rank 1: "
+            "all_reduce (number 1, round 4, 4,096 bytes), is in forward (model.py, line 3, in forward)"
+        )
+
+
+def test_nothing_is_said_of_calls_where_there_are_none(run: Run) -> None:
+    assert missed([record.board for record in ControlPage.create(2, "none").ranks], 1) == ""
     workers = run.begin(2)
+    assert missed([record.board for record in workers[0].records], 1) == ""
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_loop_that_has_ended_is_not_waited_for(run: Run, hosts: int) -> None:
+    workers = run.begin(2, hosts)
     workers[0].call()
     workers[1].heartbeat.finished = 4
     with pytest.raises(UsageError, match="the loop on rank 1 ended after 3 rounds and rank 0 still waits for it"):
@@ -232,14 +342,6 @@ def test_who_does_not_come_where_processes_meet_is_said_too(run: Run) -> None:
     workers[0].records[0].barrier_counter = workers[0].records[1].barrier_counter = 0
     run.pass_s(60)
     assert len(workers[0].said) == 1
-
-
-def test_ranks_of_other_hosts_whose_calls_are_not_known_are_not_accused(run: Run) -> None:
-    page = ControlPage.create(2, "apart")
-    run.workers = [Worker(page, 0, run.check, FlightRecord(run.folder, 0, "gloo"), shared=False)]
-    run.workers[0].call()
-    run.pass_s(3 * LIMIT_S)
-    assert not run.workers[0].said
 
 
 def test_a_watchdog_that_stood_still_accuses_nobody(run: Run) -> None:

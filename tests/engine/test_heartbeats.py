@@ -11,6 +11,8 @@ import pytest
 from torch.distributed import HashStore
 
 from engine.conftest import until
+from headrace.collectives.watchdog.boards import LEFT, calls_of
+from headrace.collectives.watchdog.call_log import CallLog
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
 from headrace.shared_memory.control_page import ControlPage
 from headrace.shared_memory.segment import SharedSegment
@@ -101,6 +103,27 @@ def test_what_one_writes_the_other_sees(pages: Pages, relays: list[HeartbeatRela
         0,
         0,
     )
+
+
+@pytest.mark.slow
+def test_what_one_calls_of_its_devices_the_other_sees(pages: Pages, relays: list[HeartbeatRelay]) -> None:
+    here, there = (page.ranks[0].board for page in pages)
+    log = CallLog((0, 1), 0, 7, here.groups[3], pages[0].ranks[0].heartbeat)
+    for number in range(5):
+        log.begin(b"all_reduce", number)
+    here.activity = b"is in forward"
+    soon(lambda: there.groups[3].number == 5)
+    assert (there.activity, there.groups[3].key) == (b"is in forward", 7)
+    assert [call.nbytes for call in calls_of(there.groups[3])][-1] == 4
+    # While it waits, or is waited for, all; and again when more have come.
+    here.seeks = 1
+    soon(lambda: [call.nbytes for call in calls_of(there.groups[3])] == [0, 1, 2, 3, 4])
+    for number in range(5, 9):
+        log.begin(b"all_reduce", number)
+    soon(lambda: [call.nbytes for call in calls_of(there.groups[3])] == list(range(9)))
+    log.leave()
+    soon(lambda: there.groups[3].number == LEFT)
+    assert not any(group.key for group in pages[1].ranks[1].board.groups)
 
 
 @pytest.mark.slow

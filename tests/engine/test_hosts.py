@@ -169,7 +169,7 @@ def test_a_host_that_does_not_see_the_run_directory_is_named(start: Start) -> No
 @pytest.mark.parametrize(
     ("deed", "victim", "code", "reason"),
     [
-        ("kill", 1, -signal.SIGKILL, "gave no sign of life for "),
+        ("kill", 1, -signal.SIGKILL, "has ended, or its connection to the launcher's store has"),
         ("kill", 0, -signal.SIGKILL, "the launcher's store on its host cannot be reached"),
         ("raise", 0, 1, "its part of the run has failed"),
         ("stop", 2, None, "gave no sign of life for "),

@@ -133,7 +133,7 @@ def test_pipelines_over_hosts_that_average_are_workers_that_average(start: Start
 @pytest.mark.parametrize(
     ("deed", "victim", "code", "reason"),
     [
-        ("kill", 1, -signal.SIGKILL, "its connection has broken"),
+        ("kill", 1, -signal.SIGKILL, "has ended, or its connection to the launcher's store has"),
         # Of a process on its own host a rank sees that it has ended.
         ("kill", 2, -signal.SIGKILL, "has ended"),
         ("kill", 0, -signal.SIGKILL, "the launcher's store on its host cannot be reached"),

@@ -32,7 +32,7 @@ class DividedTensors(Collective):
     def all_to_all(self, pieces: Tensor) -> Tensor:
         given = torch.empty_like(pieces)
         exchange = self._backend.alltoall_base
-        self._call(b"all_to_all", pieces.nbytes, exchange, given, pieces, [], [], dist.AllToAllOptions())()
+        self._call(b"all_to_all", pieces, exchange, given, pieces, [], [], dist.AllToAllOptions())()
         self.moved_bytes += 2 * (self.world - 1) * pieces.shape[1]
         return given
 
@@ -47,16 +47,16 @@ class DividedTensors(Collective):
             # Backends lack complex numbers, whose sum is that of both parts.
             real = [torch.view_as_real(each).view(-1) if each.is_complex() else each for each in (own, every)]
             scatter = internals.scatter_sums(self._backend)
-            self._call(b"reduce_scatter", every.nbytes, scatter, *real, dist.ReduceScatterOptions())()
+            self._call(b"reduce_scatter", real[1], scatter, *real, dist.ReduceScatterOptions())()
             self.moved_bytes += 2 * (self.world - 1) * own.nbytes
 
     def _gather_into(self, name: bytes, every: Tensor, own: Tensor) -> None:
-        self._call(name, own.nbytes, internals.gather_into(self._backend), every.view(-1), own)()
+        self._call(name, own, internals.gather_into(self._backend), every.view(-1), own)()
 
-    def _call(self, name: bytes, nbytes: int, verb: Callable[..., Any], *arguments: Any) -> Callable[[], None]:
+    def _call(self, name: bytes, tensor: Tensor, verb: Callable[..., Any], *arguments: Any) -> Callable[[], None]:
         """Begins a collective; returns what waits for it, on the device where its backend can."""
         log = self._log
-        log.begin(name, nbytes)
+        log.begin(name, tensor.nbytes, tensor.dtype)
         with log.explaining():
             work = verb(*arguments)
         log.follow(work)

@@ -20,7 +20,7 @@ from headrace.collectives.base import Collective, Peers, ProcessGroup
 from headrace.collectives.compression import PLAIN, Compression
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.collectives.watchdog.call_log import CallLog
-from headrace.devices import kind_of
+from headrace.devices import asks_capture, kind_of
 from headrace.errors import UnfitMachine
 from headrace.shared_memory.calls import GroupCalls
 from headrace.shared_memory.control_page import Heartbeat
@@ -60,12 +60,13 @@ class TorchDistributed(DividedTensors):
         self._among: dict[tuple[int, ...], Collective] = {}
         self._watchdog, self._ranks = watchdog, tuple(ranks) or tuple(range(world))
         self._log = _log_of(watchdog, self._ranks, self._ranks[rank])
+        self._log.captures = asks_capture(device)
         self._log.begin(b"connect", 0)
         self._backend = connect(kind, store, (rank, world), timeout_s + _LATER_S, self._device, ranks)
         self._log.abort = self._backend.abort
         # Of others each send waits for the other side before the next call. A backend of another package may not say.
         batches = getattr(self._backend, "supports_coalescing", False)
-        self.peers = TorchPeers(self._backend, self._ranks, self._ranks[rank], watchdog) if batches else None
+        self.peers = TorchPeers(self._backend, self._ranks, self._log, watchdog) if batches else None
 
     def among(self, group: ProcessGroup, members: Sequence[int]) -> Collective | None:
         key = tuple(members)
@@ -90,14 +91,14 @@ class TorchDistributed(DividedTensors):
         self.start_all_reduce(tensor)()
 
     def start_all_reduce(self, tensor: Tensor, compression: Compression = PLAIN) -> Callable[[], None]:
-        wait = self._call(b"all_reduce", tensor.nbytes, self._backend.allreduce, [tensor], dist.AllreduceOptions())
+        wait = self._call(b"all_reduce", tensor, self._backend.allreduce, [tensor], dist.AllreduceOptions())
         self._count_ring(tensor)
         return wait
 
     def broadcast(self, tensor: Tensor) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        self._call(b"broadcast", tensor.nbytes, self._backend.broadcast, [tensor], options)()
+        self._call(b"broadcast", tensor, self._backend.broadcast, [tensor], options)()
         self.moved_bytes += tensor.nbytes
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -124,10 +125,11 @@ class TorchDistributed(DividedTensors):
 
 
 class TorchPeers(Peers):
-    """Send and receive of a backend of torch.distributed, among `ranks` of the run, of which `me` is this one."""
+    """Send and receive of a backend of torch.distributed, among `ranks` of the run, whose collectives `log` has."""
 
-    def __init__(self, backend: Any, ranks: Sequence[int], me: int, watchdog: Watchdog | None) -> None:
-        self._backend, self._ranks, self._me, self._watchdog = backend, ranks, me, watchdog
+    def __init__(self, backend: Any, ranks: Sequence[int], log: CallLog, watchdog: Watchdog | None) -> None:
+        self._backend, self._ranks, self._watchdog = backend, ranks, watchdog
+        self._me, self._captures = log.me, log.captures
         self._logs: dict[tuple[int, int], CallLog] = {}
 
     def exchange(
@@ -152,8 +154,8 @@ class TorchPeers(Peers):
         log = self._logs.get((giver, taker))
         if log is None:
             log = self._logs[giver, taker] = _log_of(self._watchdog, (giver, taker), self._me, b"send")
-            log.abort = self._backend.abort
-        log.begin(b"send", tensor.nbytes)
+            log.abort, log.captures = self._backend.abort, self._captures
+        log.begin(b"send", tensor.nbytes, tensor.dtype)
         return log
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from headrace.collectives.watchdog.boards import LEFT, take
-from headrace.shared_memory.calls import REMEMBERED, GroupCalls
+from headrace.collectives.watchdog.boards import LEFT, digest_of, take
+from headrace.shared_memory.calls import APART, REMEMBERED, GroupCalls
 from headrace.shared_memory.control_page import Heartbeat
 
 _VERDICT_S = 3.0
@@ -51,6 +51,7 @@ class CallLog:
         watched: whether a watchdog looks.
         has_ended: tells whether the last call has, without waiting; None before there is one.
         waits: who has not come to this rank's last call.
+        captures: whether the device records what it is told, for later: such calls wait for no rank, and none is noted.
     """
 
     def __init__(self, ranks: Sequence[int], me: int, key: int, calls: GroupCalls, heartbeat: Heartbeat) -> None:
@@ -65,27 +66,43 @@ class CallLog:
         self.watched = self.left = False
         self.has_ended: Callable[[], bool] | None = None
         self.waits = Waits()
+        self.captures: Callable[[], bool] = lambda: False
+        self.differs_s = 0.0
         self.stuck_s = 0.0
         self.stuck_at = 0
         self._heartbeat, self._numbers, self._digest = heartbeat, itertools.count(1), 0
         self._remembered = calls.calls
         self._futures: bool | None = None
 
-    def begin(self, name: bytes, nbytes: int) -> None:
+    def begin(self, name: bytes, nbytes: int, dtype: object = None) -> None:
         """Notes a call that is about to be made; raises where the group has failed."""
         self.require()
+        if self.captures():
+            return
         number = next(self._numbers)
         call = self._remembered[number % REMEMBERED]
         call.number = 0
+        kind = name, dtype
+        if kind not in _CODES:
+            said = str(dtype or "").removeprefix("torch.").encode()
+            _CODES[kind] = zlib.crc32(name + b" " + said), said[:15]
+        code, call.dtype = _CODES[kind]
         call.name, call.nbytes, call.round = name, nbytes, self._heartbeat.step
         # Of numbers alone, because those of texts differ from process to process.
-        self._digest = call.digest = hash((self._digest, _CODES.setdefault(name, zlib.crc32(name)), nbytes))
+        self._digest = call.digest = hash((self._digest, code, nbytes))
         call.number = number
+        if not number % APART:
+            kept = digest_of(self.calls, number)
+            kept.number = 0
+            kept.digest = self._digest
+            kept.number = number
         # Last, because it says that the rest is there.
         self.calls.number = number
 
     def follow(self, work: Any) -> None:
         """Notes how to ask whether the last call has ended; where the backend allows it, its tensors are not kept."""
+        if self.captures():
+            return
         if self._futures is None:
             self._futures = _has_future(work)
         self.has_ended = work.get_future_result().done if self._futures else work.is_completed
@@ -123,7 +140,8 @@ class CallLog:
         self.ended.set()
 
 
-_CODES: dict[bytes, int] = {}
+_CODES: dict[tuple[bytes, object], tuple[int, bytes]] = {}
+"""A number and the type's name, by what is called with which type."""
 
 
 def _has_future(work: Any) -> bool:

@@ -24,8 +24,9 @@ from time import monotonic
 from typing import NoReturn
 
 from headrace.collectives.watchdog.activity import activity_of
-from headrace.collectives.watchdog.boards import LEFT, call_of, group_of, last_call, said
+from headrace.collectives.watchdog.boards import LEFT, call_of, group_of, last_call, listed, said
 from headrace.collectives.watchdog.call_log import CallLog, Waits
+from headrace.collectives.watchdog.difference import CallDifference
 from headrace.collectives.watchdog.flight_record import FlightRecord
 from headrace.errors import CollectiveFailed, HeadraceError, in_one_line
 from headrace.shared_memory.barrier import reached
@@ -37,6 +38,8 @@ _LOOK_EVERY_S = 0.25
 _GAP_S = 0.5
 """Longer than between two looks: a watchdog that stood still itself accuses no rank."""
 _SEEKS_S = 0.6
+_TELLS_S = 1.5
+"""How long other hosts may take to tell all their calls, once they are asked."""
 _NOTICE_S = 5.0
 _AGAIN = 4
 _BRIEFLY_S = 3.0
@@ -55,7 +58,6 @@ class Watchdog:
         collective_s: how long a collective may take.
         say: shows a line to the user.
         record: writes down what is known when the run fails; None for nowhere.
-        shared: whether the page has the calls of the others, too; over hosts it has their counters alone.
     """
 
     def __init__(
@@ -67,12 +69,10 @@ class Watchdog:
         collective_s: float,
         say: Callable[[str], None],
         record: FlightRecord | None,
-        shared: bool = True,
     ) -> None:
         self.problem: Exception | None = None
         self._records, self._me, self._check, self._ends = records, me, check, ends
         self._boards = [record.board for record in records]
-        self._shared = shared
         self._meetings = Waits()
         self._collective_s, self._say, self._record = collective_s, say, record
         self._logs: list[CallLog] = []
@@ -97,7 +97,9 @@ class Watchdog:
         log = CallLog(ranks, self._me, key, GroupCalls() if place is None else place, self._records[self._me].heartbeat)
         if self.problem:
             log.fail(self.problem)
-        if place is not None:
+        if place is None:
+            self._boards[self._me].crowded = 1
+        else:
             log.watched = True
             # Another list, because the watchdog may go through the one before.
             self._logs = [*(each for each in self._logs if not each.left), log]
@@ -117,15 +119,15 @@ class Watchdog:
         logs = [log for log in self._logs if not log.left]
         for log in logs:
             late, ahead = self._compare(log, passed_s)
-            seeks |= ahead or any(waited_s > _SEEKS_S for waited_s in late.values())
+            seeks |= ahead or log.differs_s > 0 or any(waited_s > _SEEKS_S for waited_s in late.values())
             awaits = awaits or (1 + next(iter(late)) if late else 0)
             self._judge(log, late)
             self._require_end(log, bool(late) or ahead, passed_s)
             seeks |= log.stuck_s > _SEEKS_S
         board = self._boards[self._me]
         board.awaits, board.seeks = awaits, seeks
-        if seeks:
-            board.activity = activity_of(self._watched).encode()[:CHARACTERS]
+        # Always, because a process that is killed, or frozen, says no more what it did.
+        board.activity = activity_of(self._watched).encode()[:CHARACTERS]
         waiting = [log for log in logs if log.waits.by_rank]
         for log in waiting:
             self._tell(log.waits, log.ranks, partial(self._late, log))
@@ -145,11 +147,14 @@ class Watchdog:
         """Returns for how long which ranks have not come to this rank's last call, and whether one is ahead of it."""
         own = log.calls.number
         numbers: dict[int, int] = {}
-        for rank in log.others if self._shared else ():
+        for rank in log.others:
             calls = group_of(self._boards[rank], log.key)
-            numbers[rank] = calls.number if calls else 0
-            if calls and (first := _first_difference(log.calls, calls, min(own, numbers[rank]))):
-                self._refuse(log, calls, rank, first)
+            if calls or not self._boards[rank].crowded:
+                numbers[rank] = calls.number if calls else 0
+            if calls and (difference := CallDifference.between(log.calls, calls)):
+                log.differs_s += passed_s
+                if difference.is_first or log.differs_s > _SEEKS_S + _TELLS_S:
+                    self._refuse(log, calls, rank, difference)
         late = {rank: number for rank, number in numbers.items() if number < own}
         return log.waits.note(late, passed_s), any(number > own for number in numbers.values())
 
@@ -164,10 +169,14 @@ class Watchdog:
         """Raises where a rank is late for too long, or its loop has ended."""
         for rank, waited_s in late.items():
             if waited_s > _SEEKS_S:
-                self._ends.check(rank, self._me, lambda: False)
+                self._ends.check(rank, self._me, partial(self._has_come, log, rank))
         most_s = max(late.values(), default=0.0)
         if most_s > self._collective_s:
             raise self._timeout(log, self._late(log, late))
+
+    def _has_come(self, log: CallLog, rank: int) -> bool:
+        calls = group_of(self._boards[rank], log.key)
+        return calls is not None and calls.number >= log.calls.number
 
     def _require_end(self, log: CallLog, uneven: bool, passed_s: float) -> None:
         """Raises where the last call, to which all ranks have come, does not end."""
@@ -177,7 +186,7 @@ class Watchdog:
             return
         log.stuck_s += passed_s
         if log.stuck_s > self._collective_s:
-            came = _listed([self._ends.names[rank] for rank in log.ranks if self._shared or rank == self._me])
+            came = listed([self._ends.names[rank] for rank in log.ranks])
             what = f"{said(call_of(log.calls, number))} has not ended, {log.stuck_s:.0f} s after {came} came to it"
             raise self._timeout(log, what)
 
@@ -219,16 +228,14 @@ class Watchdog:
         waiting = [names[rank] for rank in ranks if rank not in late]
         have, wait = "has" if len(late) == 1 else "have", "waits" if len(waiting) == 1 else "wait"
         return (
-            f"{_listed([names[rank] for rank in late])} {have} not come to {where}, where {_listed(waiting)} {wait}, "
+            f"{listed([names[rank] for rank in late])} {have} not come to {where}, where {listed(waiting)} {wait}, "
             f"for {max(late.values()):.0f} s"
         )
 
     def _state(self, rank: int) -> str:
-        """Returns what a rank has called last, and what it does, where it has looked."""
+        """Returns what a rank has called last, and what it does, if its own watchdog has looked."""
         board, name = self._boards[rank], self._ends.names[rank]
-        if not self._shared and rank != self._me:
-            return f"{name}: its own record has its calls"
-        doing = board.activity.decode(errors="replace") if board.seeks else ""
+        doing = board.activity.decode(errors="replace")
         return f"{name}: {last_call(board)}{doing and f', {doing}'}"
 
     def _timeout(self, log: CallLog, what: str) -> CollectiveFailed:
@@ -236,13 +243,17 @@ class Watchdog:
         limit = f"for work that takes longer raise collective_timeout_s ({self._collective_s:g} s)"
         return CollectiveFailed(f"{what}; the last calls: {states}; {limit}{self._written()}")
 
-    def _refuse(self, log: CallLog, calls: GroupCalls, rank: int, number: int) -> NoReturn:
-        made = {self._me: call_of(log.calls, number), rank: call_of(calls, number)}
+    def _refuse(self, log: CallLog, calls: GroupCalls, rank: int, difference: CallDifference) -> NoReturn:
+        number = difference.number
+        made = {
+            each: call_of(of, number) or call_of(of, of.number) for each, of in ((self._me, log.calls), (rank, calls))
+        }
         told = "; ".join(f"{self._ends.names[each]}: {said(made[each])}" for each in sorted(made))
+        since = "" if difference.is_first else f" (or others before, up to number {number})"
         raise CollectiveFailed(
-            f"ranks have called different collectives of their devices: {told}; every rank must call the same ones, in "
-            "the same order and of the same sizes: look for a branch, an evaluation or a loop that one rank alone goes "
-            f"through{self._written()}"
+            f"ranks have called different collectives of their devices{since}: {told}; every rank must call the same "
+            "ones, in the same order and of the same sizes and types: look for a branch, an evaluation or a loop that "
+            f"one rank alone goes through{self._written()}"
         )
 
     def _written(self) -> str:
@@ -280,15 +291,3 @@ class Watchdog:
         thread = threading.Thread(target=run, name="headrace-abort", daemon=True)
         thread.start()
         thread.join(_BRIEFLY_S)
-
-
-def _first_difference(here: GroupCalls, there: GroupCalls, number: int) -> int:
-    """Returns the first call up to a number which two ranks remember and have not made alike; 0 for none."""
-    first = 0
-    while (one := call_of(here, number)) and (other := call_of(there, number)) and one.digest != other.digest:
-        first, number = number, number - 1
-    return first
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else "".join(names)

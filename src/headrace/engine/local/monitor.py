@@ -360,6 +360,10 @@ class Monitor:
 
     def _lost(self, rank: int, cause: str) -> PeerLost:
         """Ends the run because of a rank; returns the error to raise."""
+        # Not before, because only a run on accelerators needs it.
+        from headrace.collectives.watchdog.boards import missed
+
+        cause += missed([record.board for record in self._page.ranks], rank)
         self._abort(rank)
         plan = self._spec.plan
         return PeerLost(rank, plan.role(rank).host, cause, plan.part_of(rank))

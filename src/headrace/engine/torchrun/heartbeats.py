@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ctypes import Structure, c_int64, sizeof
 from time import monotonic
 
+from headrace.collectives.watchdog.telling import note_remembered, note_summary, remembered, summary
 from headrace.engine.torchrun.key_value import StoreClient
 from headrace.shared_memory.control_page import Address, ControlPage, Heartbeat, SavedPart, ServerView, Suspicion
 
@@ -19,7 +20,11 @@ _NO_MORE_S = 0.6
 
 
 class _Marks(Structure):
-    """What a process tells of its run and of itself; `left` is 1 where it has left the run in order."""
+    """What a process tells of its run and of itself; `left` is 1 where it has left the run in order.
+
+    A summary of the collectives that it has called follows, of `summary_nbytes`. All that it remembers of them has a
+    key of its own in the store, and `calls` counts what was there: it is of use where ranks wait for each other.
+    """
 
     left: int
     abort: int
@@ -30,12 +35,15 @@ class _Marks(Structure):
     saved: SavedPart
     address: Address
     suspicion: Suspicion
+    summary_nbytes: int
+    calls: int
     _fields_ = [
         *((name, c_int64) for name in ("left", "abort", "apart", "stop", "barrier_counter")),
         ("heartbeat", Heartbeat),
         ("saved", SavedPart),
         ("address", Address),
         ("suspicion", Suspicion),
+        *((name, c_int64) for name in ("summary_nbytes", "calls")),
     ]
 
 
@@ -85,7 +93,10 @@ class HeartbeatRelay:
         self.left: set[int] = set()
         self.severed: set[int] = set()
         self.prefix = prefix
-        self._own = [self._key(what, rank, incarnation) for what in ("ended", "marks")]
+        self._own = [self._key(what, rank, incarnation) for what in ("ended", "marks", "calls")]
+        self._calls, self._told_calls = b"", 0
+        self._known_calls: dict[int, int] = {}
+        self._new_calls: dict[int, int] = {}
         self._page = page
         self._rank = rank
         self._follow_rank = follow
@@ -142,6 +153,9 @@ class HeartbeatRelay:
         if told.address.length and not record.address.length:
             record.address = told.address
         record.suspicion, record.saved = told.suspicion, told.saved
+        note_summary(record.board, marks[sizeof(_Marks) : sizeof(_Marks) + told.summary_nbytes])
+        if told.calls > self._known_calls.get(rank, 0):
+            self._new_calls[rank] = told.calls
         # Last, because its `finished` says that the rest is complete.
         record.heartbeat = told.heartbeat
         if told.left:
@@ -185,6 +199,7 @@ class HeartbeatRelay:
     def _exchange(self) -> None:
         began = monotonic()
         self._page.ranks[self._rank].heartbeat.count += 1
+        self._tell_calls()
         self.store.set(self._own[1], self.own_marks(left=self._over.is_set()))
         first = self._key("marks", 0, 0)
         if self.leads and self._own[1] != first:
@@ -199,8 +214,24 @@ class HeartbeatRelay:
             is_now = restarts[rank] == self._page.ranks[rank].restarts
             if rank != self._rank and is_now and self._follow_rank(rank):
                 self.take_marks(rank, marks)
+        self._hear_calls(restarts)
         self.severed = {rank for rank, ended in enumerate(told[: len(restarts)]) if ended}
         self.told_s, self.asked_s = monotonic(), began
+
+    def _tell_calls(self) -> None:
+        """Tells all that is remembered of this rank's collectives, if it has changed and others may need it."""
+        board = self._page.ranks[self._rank].board
+        if board.seeks and (calls := remembered(board)) != self._calls:
+            self.store.set(self._own[2], calls)
+            self._calls, self._told_calls = calls, self._told_calls + 1
+
+    def _hear_calls(self, restarts: list[int]) -> None:
+        new, self._new_calls = self._new_calls, {}
+        if new:
+            told = self.store.multi_get([self._key("calls", rank, restarts[rank]) for rank in new])
+            for rank, calls in zip(new, told, strict=True):
+                note_remembered(self._page.ranks[rank].board, calls)
+            self._known_calls |= new
 
     def follow_next(self, rank: int) -> None:
         """Lets all follow the next process of a rank, on the rank that decides; nothing that this one tells counts."""
@@ -225,7 +256,8 @@ class HeartbeatRelay:
         # Read first, because its `finished` says that the rest is complete.
         heartbeat = Heartbeat.from_buffer_copy(record.heartbeat)
         own = (record.barrier_counter, heartbeat, record.saved, record.address, record.suspicion)
-        return bytes(_Marks(left, page.abort, page.apart, page.stop, *own))
+        board, calls = (summary(record.board), self._told_calls) if rank == self._rank else (b"", 0)
+        return bytes(_Marks(left, page.abort, page.apart, page.stop, *own, len(board), calls)) + board
 
     def _decisions(self) -> bytes:
         return b"".join(
@@ -234,10 +266,11 @@ class HeartbeatRelay:
 
     def _follow_decisions(self, marks: bytes) -> None:
         """Follows what is decided about the ranks, if these are the marks of the rank that decides."""
-        if len(marks) == sizeof(_Marks):
+        after = sizeof(_Marks) + _Marks.from_buffer_copy(marks).summary_nbytes
+        if len(marks) == after:
             return
         records = self._page.ranks
-        decisions = (_Decision * len(records)).from_buffer_copy(marks, sizeof(_Marks))
+        decisions = (_Decision * len(records)).from_buffer_copy(marks, after)
         for record, decided in zip(records, decisions, strict=True):
             # They only grow, and one that has led before may tell older ones.
             if decided.restarts > record.restarts:

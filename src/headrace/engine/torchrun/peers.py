@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from time import monotonic
 from typing import NoReturn
 
+from headrace.collectives.watchdog.boards import missed
 from headrace.engine.base import LivenessProbe
 from headrace.engine.torchrun.address import start_timeout_s
 from headrace.engine.torchrun.heartbeats import HeartbeatRelay
@@ -82,7 +83,7 @@ class LivenessWatch:
             silent_s = self._look_at(suspect)
             if silent_s > _PARTED_S:
                 cause = f"its connection has broken, and it gave no sign of life for {silent_s:.1f} s"
-                raise PeerLost(suspect, self._hosts[suspect], cause)
+                raise self._lost(suspect, cause)
             if lives_at is None and monotonic() > began + _ON_THE_WAY_S:
                 lives_at = heartbeat.count + _LIVES
             if lives_at is not None and heartbeat.count >= lives_at:
@@ -102,7 +103,7 @@ class LivenessWatch:
         silent_s = {rank: self._look_at(rank) for rank in watched}
         rank = max(silent_s, key=lambda each: silent_s[each], default=self._rank)
         if silent_s.get(rank, 0.0) > timeout_s:
-            raise PeerLost(rank, self._hosts[rank], f"gave no sign of life for {silent_s[rank]:.1f} s")
+            raise self._lost(rank, f"gave no sign of life for {silent_s[rank]:.1f} s")
 
     def _check_relay(self, timeout_s: float) -> None:
         if not self._relay:
@@ -116,6 +117,9 @@ class LivenessWatch:
                 "broken link between the two"
             )
             raise PeerLost(0, self._hosts[0], cause)
+
+    def _lost(self, rank: int, cause: str) -> PeerLost:
+        return PeerLost(rank, self._hosts[rank], cause + missed([each.board for each in self._page.ranks], rank))
 
     def _await_last_marks(self) -> None:
         """Blocks until this process has what a process that has just ended sent last, which may blame another one."""
@@ -137,7 +141,11 @@ class LivenessWatch:
         probe = self._probes.setdefault(rank, LivenessProbe(heartbeat.pid if here else 0))
         if here and probe.is_gone():
             self._await_last_marks()
-            raise PeerLost(rank, self._hosts[rank], f"process {heartbeat.pid} has ended")
+            raise self._lost(rank, f"process {heartbeat.pid} has ended")
+        if self._relay and rank in self._relay.severed - self._relay.left:
+            # What it told last, which may blame another one, came before that.
+            self.check_failed()
+            raise self._lost(rank, f"process {heartbeat.pid} has ended, or its connection to the launcher's store has")
         unheard_s = monotonic() - self._relay.told_s if self._relay and not here else 0.0
         # While the store does not answer, the heartbeats of all others stop, too.
         return probe.silent_s(heartbeat.count) - (unheard_s if unheard_s <= self._timeout_s else 0.0)

@@ -54,7 +54,6 @@ class ConnectedDevices:
         self._watchdog = Watchdog(
             *(records, role.rank, group.check, group.ends, self._limit_s, self._say),
             record if run.attempt.lasting else None,
-            group.one_memory,
         )
         self._store = group.store() if group.store else FileStore(str(run.run_dir / RENDEZVOUS), group.world)
         self._store.set_timeout(timedelta(seconds=self._limit_s))
