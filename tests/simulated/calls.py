@@ -57,6 +57,7 @@ class Work(dist._Work):  # type: ignore[misc]
         self.error = ""
         self.calls = calls
         self.ended = threading.Event()
+        self._result: torch.futures.Future[int] = torch.futures.Future()
         self._group, self._gate, self._event, self._blocks = group, gate, event, blocks
 
     @property
@@ -79,6 +80,15 @@ class Work(dist._Work):  # type: ignore[misc]
         # With real NCCL nothing is raised here: what was aborted holds no numbers, and the program goes on.
         if self.error and not SILENT:
             raise dist.DistBackendError(self.error)
+
+    def end(self) -> None:
+        """Says that it is done, or has failed."""
+        self.ended.set()
+        self._result.set_result(2 if self.error else 0)
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        """Torch's WorkResult: 2 of a communicator that has failed."""
+        return self._result
 
     def is_completed(self) -> bool:
         return self.open

@@ -90,6 +90,9 @@ def main() -> None:
         )
         say(ended=run.status, notices=run.summary.outcome.notices)
     except hr.errors.HeadraceError as error:
-        ended = now()
-        began = [float(each) for each in FAULT.read_text().split()] if FAULT.exists() else ended
-        say(ended=str(error), s=ended[0] - began[0], crowded_s=ended[1] - began[1])
+        said = {"ended": str(error)}
+        if not FAULT.exists():
+            say(**said)
+            return
+        since = [after - float(before) for before, after in zip(FAULT.read_text().split(), now(), strict=True)]
+        say(**said, s=since[0], crowded_s=since[1])

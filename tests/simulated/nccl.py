@@ -300,12 +300,13 @@ class FakeNccl(dist.ProcessGroup):
             except Exception as error:  # said where the device is used next, and nobody waits for ever
                 self._fail(work, repr(error))
                 LIBRARY.fake_fault(f"simulated: {work.calls[0].said()}: {error!r}".encode())
-            work.ended.set()
+            work.end()
             LIBRARY.fake_open(gate)
         # Nobody may wait for what comes after.
         while not self._queue.empty():
             if (item := self._queue.get()) is not None:
                 self._fail(item[0], self.error)
+                item[0].end()
                 LIBRARY.fake_open(item[1])
 
     def _fail(self, work: Work, said: str) -> None:

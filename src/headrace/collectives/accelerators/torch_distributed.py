@@ -115,6 +115,8 @@ class TorchDistributed(DividedTensors):
             group.close()
         self._log.leave()
         self._backend.shutdown()
+        # Later calls would have raised, and this was the last.
+        self._log.require_success()
 
     def abort(self) -> None:
         """Ends what is under way without the others: a wait for it raises."""

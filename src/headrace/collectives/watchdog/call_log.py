@@ -7,13 +7,15 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from headrace.collectives.watchdog.boards import LEFT, digest_of, take
+from headrace.collectives.watchdog.boards import LEFT, call_of, digest_of, said, take
+from headrace.errors import CollectiveFailed, in_one_line
 from headrace.shared_memory.calls import APART, REMEMBERED, GroupCalls
 from headrace.shared_memory.control_page import Heartbeat
 
-_VERDICT_S = 3.0
+VERDICT_S = 3.0
 """How long a lost process may take to be noticed after a connection to it has broken."""
 
 
@@ -50,6 +52,7 @@ class CallLog:
         problem: why no call can be made any more; None while one can. Then `ended` is set.
         watched: whether a watchdog looks.
         has_ended: tells whether the last call has, without waiting; None before there is one.
+        failure: tells why the last call has failed, without waiting; "" while it has not.
         waits: who has not come to this rank's last call.
         captures: whether the device records what it is told, for later: such calls wait for no rank, and none is noted.
     """
@@ -65,6 +68,8 @@ class CallLog:
         self.ended = threading.Event()
         self.watched = self.left = False
         self.has_ended: Callable[[], bool] | None = None
+        self.failure: Callable[[], str] = lambda: ""
+        self.failed_s = 0.0
         self.waits = Waits()
         self.captures: Callable[[], bool] = lambda: False
         self.differs_s = 0.0
@@ -84,8 +89,8 @@ class CallLog:
         call.number = 0
         kind = name, dtype
         if kind not in _CODES:
-            said = str(dtype or "").removeprefix("torch.").encode()
-            _CODES[kind] = zlib.crc32(name + b" " + said), said[:15]
+            type_name = str(dtype or "").removeprefix("torch.").encode()
+            _CODES[kind] = zlib.crc32(name + b" " + type_name), type_name[:15]
         code, call.dtype = _CODES[kind]
         call.name, call.nbytes, call.round = name, nbytes, self._heartbeat.step
         # Of numbers alone, because those of texts differ from process to process.
@@ -105,7 +110,11 @@ class CallLog:
             return
         if self._futures is None:
             self._futures = _has_future(work)
-        self.has_ended = work.get_future_result().done if self._futures else work.is_completed
+        if self._futures:
+            result = work.get_future_result()
+            self.has_ended, self.failure = result.done, partial(_failure, result)
+        else:
+            self.has_ended = work.is_completed
 
     def wait(self, work: Any) -> None:
         """Waits for a call, on the device where its backend can."""
@@ -119,7 +128,7 @@ class CallLog:
             yield
         except RuntimeError as error:
             if self.watched:
-                self.ended.wait(_VERDICT_S)
+                self.ended.wait(VERDICT_S)
             if self.problem:
                 raise self.problem from error
             raise
@@ -128,6 +137,16 @@ class CallLog:
         """Raises why the group has failed: what the device computes of a call that was aborted is nonsense."""
         if self.problem:
             raise self.problem
+
+    def require_success(self) -> None:
+        """Raises where the last call has failed: what the device computes of it is nonsense."""
+        self.require()
+        if why := self.failure():
+            call = said(call_of(self.calls, self.calls.number))
+            raise CollectiveFailed(
+                f"{call} has failed on rank {self.me}: {why}; the log of this rank and the errors of the others say "
+                "more, and with NCCL_DEBUG=INFO the library's own; look for a lost rank and at the network"
+            )
 
     def leave(self) -> None:
         """Says that this rank is done with the group: no other rank waits for it."""
@@ -142,6 +161,19 @@ class CallLog:
 
 _CODES: dict[tuple[bytes, object], tuple[int, bytes]] = {}
 """A number and the type's name, by what is called with which type."""
+
+
+_FAILED = {1: "it was not done in its time", 2: "its communicator has failed"}
+"""What torch's WorkResult says of a call that is done; it may be 100, unknown."""
+
+
+def _failure(result: Any) -> str:
+    if not result.done():
+        return ""
+    try:
+        return _FAILED.get(result.value(), "")
+    except RuntimeError as error:
+        return in_one_line(error)
 
 
 def _has_future(work: Any) -> bool:

@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from headrace.collectives.watchdog.activity import activity_of
 from headrace.collectives.watchdog.boards import LEFT, call_of, group_of, last_call, listed, said
-from headrace.collectives.watchdog.call_log import CallLog, Waits
+from headrace.collectives.watchdog.call_log import VERDICT_S, CallLog, Waits
 from headrace.collectives.watchdog.difference import CallDifference
 from headrace.collectives.watchdog.flight_record import FlightRecord
 from headrace.errors import CollectiveFailed, HeadraceError, in_one_line
@@ -123,6 +123,10 @@ class Watchdog:
             awaits = awaits or (1 + next(iter(late)) if late else 0)
             self._judge(log, late)
             self._require_end(log, bool(late) or ahead, passed_s)
+            log.failed_s = log.failed_s + passed_s if log.failure() else 0.0
+            # A lost rank, which explains more, may be noticed a little later.
+            if log.failed_s > VERDICT_S:
+                log.require_success()
             seeks |= log.stuck_s > _SEEKS_S
         board = self._boards[self._me]
         board.awaits, board.seeks = awaits, seeks
