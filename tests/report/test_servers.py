@@ -13,7 +13,7 @@ from msgspec import structs
 from headrace.parameter_server.server.counters import ServerCounters
 from headrace.parameter_server.wire import ShardLayout, ShardSpec
 from headrace.report.model.events import attempts
-from headrace.report.model.servers import ROUNDS, Staleness, imbalance, staleness_over_time, to_mean
+from headrace.report.model.servers import ROUNDS, ServerCounts, Staleness, imbalance, staleness_over_time, to_mean
 from headrace.report.model.summary import summarize
 from headrace.report.model.training import TrainingClock
 from headrace.report.views.table import run_plain
@@ -274,7 +274,10 @@ def _served(rank, time_s, staleness):
 def _over_time(events):
     begun = attempts(events)
     evaluated = [event for event in events if isinstance(event, Evaluated)]
-    return staleness_over_time(begun, TrainingClock((attempt.steps for attempt in begun), evaluated))
+    counted = ServerCounts()
+    for event in events:
+        counted.add(event)
+    return staleness_over_time(counted, TrainingClock((attempt.steps for attempt in begun), evaluated))
 
 
 def test_over_time_is_the_difference_between_two_events_of_all_servers():

@@ -71,19 +71,6 @@ class LossBins:
         np.maximum.at(self._time_s, bins, steps.time_s)
         self._changed[bins] = revision
 
-    def cut(self, step: int, revision: int) -> None:
-        """Takes out what a later attempt does again, from a step on; a bin that is cut in two keeps its share."""
-        if step >= self.steps:
-            return
-        whole, rest = divmod(step, self.width)
-        held = min(self.width, self.steps - whole * self.width)
-        for sums in (self._examples, *self._sums.values()):
-            sums[whole] *= rest / held
-            sums[whole + bool(rest) :] = 0
-        self._time_s[whole + bool(rest) :] = -math.inf
-        self._changed[whole:] = revision
-        self.steps = step
-
     def changed(self, since: int, batch: int | None) -> dict[str, Any] | None:
         """Returns the points from the first that has changed since a revision on; None if none has.
 

@@ -147,22 +147,13 @@ class Evaluations:
         self.events: list[Evaluated] = []
         self.pauses: list[Evaluated] = []
 
-    def pause(self, event: Evaluated) -> None:
-        """Notes how long an evaluation took."""
-        insort(self.pauses, replace(event, metrics={}), key=lambda each: each.time_s)
-
     def add(self, event: Evaluated, revision: int) -> None:
         """Takes an evaluation."""
         self.revision = revision
+        insort(self.pauses, replace(event, metrics={}), key=lambda each: each.time_s)
         insort(self.events, event, key=lambda each: each.time_s)
         if len(self.events) > _EVALUATIONS:
             del self.events[1:-1:2]
-
-    def cut(self, step: int, before_s: float, revision: int) -> None:
-        """Takes out those before a time that were later than a step, which is trained again."""
-        kept = [each for each in self.events if each.step <= step or each.time_s >= before_s]
-        if len(kept) < len(self.events):
-            self.events, self.revision = kept, revision
 
 
 class DriftCurve:

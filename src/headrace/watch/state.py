@@ -12,6 +12,7 @@ import numpy as np
 
 from headrace.machine.identity import own_version
 from headrace.report.format import clean
+from headrace.report.model.events import is_done_again
 from headrace.report.model.training import without
 from headrace.spec.events import (
     Evaluated,
@@ -44,6 +45,7 @@ class WatchedRun:
         self._complained = 0
         self._missing = 0.0
         self._grown_s: float | None = None
+        self._late: list[RunStarted] = []
         self._clear()
 
     def _clear(self) -> None:
@@ -97,16 +99,18 @@ class WatchedRun:
         match event:
             case RunStarted():
                 insort(self._starts, event, key=lambda each: each.time_s)
-                if event is self._starts[-1] and len(self._starts) > 1:
-                    self._loss.cut(event.resumed_step, self.revision)
-                self._evaluations.cut(event.resumed_step, event.time_s, self.revision)
+                repeats = len(self._starts) > 1 and self._loss.steps > event.resumed_step
+                if repeats and event not in self._late:
+                    # What is repeated counts once: it must not have been counted before. Once for each start, as a
+                    # file that was changed may have one behind steps at every reading.
+                    self._late.append(event)
+                    self._tail.begin_anew()
             case RunEnded():
                 if self._ended is None or event.time_s >= self._ended.time_s:
                     self._ended = event
             case Evaluated():
-                self._evaluations.pause(event)
-                later = [each.resumed_step for each in self._starts if each.time_s > event.time_s]
-                if event.step <= min(later, default=event.step):
+                later = (each for each in self._starts if each.time_s > event.time_s)
+                if not any(is_done_again(event, each) for each in later):
                     self._evaluations.add(event, self.revision)
 
     def _take_steps(self, steps: Steps) -> None:
@@ -116,16 +120,15 @@ class WatchedRun:
         self._lanes.add(steps, self.revision)
         self._recent.add(steps, self.revision)
         attempt = self._attempts(steps.time_s)
+        again = np.zeros(len(steps), dtype=bool)
+        for index, start in enumerate(self._starts):
+            again |= (attempt < index) & steps.done_again(start)
+        steps, attempt = steps.chosen(~again), attempt[~again]
         for index in np.unique(attempt).tolist():
             own = attempt == index
             begin, end = float(steps.began_s[own].min()), float(steps.time_s[own].max())
             before = self._windows.get(index, (begin, end))
             self._windows[index] = min(before[0], begin), max(before[1], end)
-        if len(self._starts) > 1:
-            # What a later attempt has done again counts once.
-            resumed = np.array([each.resumed_step for each in self._starts[1:]] + [np.iinfo(np.int64).max])
-            limits = np.minimum.accumulate(resumed[::-1])[::-1]
-            steps = steps.chosen(steps.step < limits[attempt])
         self._loss.add(steps, self.revision)
 
     def _attempts(self, time_s: Floats) -> Ints:

@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 
 _FIELDS = (
     *("rank", "time_s", "step", "examples", "loss", "weight"),
-    *("compute_s", "exchange_s", "update_s", "wait_s"),
+    *("compute_s", "exchange_s", "update_s", "wait_s", "lease"),
 )
 _of = attrgetter(*_FIELDS)
 _LEFT_OUT = (b'{"kind":"pushes"', b'{"kind":"passed"', b'{"kind":"rows_asked"', b'{"kind":"fed"')
@@ -38,6 +38,7 @@ class Steps:
     Attributes:
         spent_s: compute, exchange, update, and waiting for data: an array with four columns.
         before_s: end of the worker's step before; NaN where that is not known.
+        lease: the data lease, where data is leased; else -1.
         turn: the set of parameters that was trained, where sets take turns; else "".
     """
 
@@ -49,6 +50,7 @@ class Steps:
     weight: Floats
     spent_s: Floats
     before_s: Floats
+    lease: Floats
     turn: npt.NDArray[np.object_]
 
     def __len__(self) -> int:
@@ -59,6 +61,13 @@ class Steps:
         """When each step began."""
         spent_s: Floats = self.spent_s.sum(axis=1)
         return self.time_s - spent_s
+
+    def done_again(self, start: RunStarted) -> npt.NDArray[np.bool_]:
+        """Returns which steps an attempt that has started later repeats, as `is_done_again` does for one."""
+        again: npt.NDArray[np.bool_] = self.step >= start.resumed_step
+        for first, stop in start.resumed_leases:
+            again &= (self.lease < first) | (self.lease >= stop)
+        return again
 
     def chosen(self, mask: npt.NDArray[np.bool_]) -> Steps:
         """Returns the steps that a mask names."""
@@ -131,7 +140,8 @@ class LineReader:
         if not len(table):
             return None
         rank, step = table[:, 0].astype(np.int64), table[:, 2].astype(np.int64)
-        return Steps(rank, table[:, 1], step, table[:, 3], table[:, 4], table[:, 5], table[:, 6:10], table[:, 10], turn)
+        at = table.T
+        return Steps(rank, at[1], step, at[3], at[4], at[5], table[:, 6:10], at[11], at[10], turn)
 
 
 def _is_sound(event: Event) -> bool:

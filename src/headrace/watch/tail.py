@@ -79,7 +79,7 @@ class RunTail:
         self._said: list[str] = []
         self._refused: dict[str, str] = {}
         self._cut: Counter[str] = Counter()
-        self._looked = False
+        self._again = False
 
     def poll(self) -> News:
         """Returns what was written since the last call, and a part of the history that has not been read yet."""
@@ -89,7 +89,9 @@ class RunTail:
         more = False
         for file in found:
             while self._grow(file, reader):
-                if more := time.monotonic() - began > _GROWTH_A_POLL_S:
+                # All starts of a run are known before its steps: they say which count.
+                late = file.path.name != _LAUNCHER and time.monotonic() - began > _GROWTH_A_POLL_S
+                if more := late:
                     break
         while self._preview and time.monotonic() - began < _PREVIEW_A_POLL_S:
             self._window(*self._preview.popleft(), reader)
@@ -102,6 +104,10 @@ class RunTail:
             file.first_bad = file.first_bad or clean(bad[0])[:_MOST_TEXT]
             file.bad += len(bad)
         return News(steps, tuple(reader.events), anew, more)
+
+    def begin_anew(self) -> None:
+        """Has the next `poll` read all files from their begin."""
+        self._again = True
 
     @property
     def missing(self) -> float:
@@ -134,6 +140,8 @@ class RunTail:
             self._cut.update(changes)
             times = (f"{what}{f' {count} times' if count > 1 else ''}" for what, count in self._cut.most_common(3))
             self._said = [f"{'; '.join(times)}: the run was read anew"]
+        anew, self._again = self._again or bool(changes), False
+        if anew:
             self._files = {}
             self._preview.clear()
         first = not self._files
@@ -149,7 +157,7 @@ class RunTail:
         if first:
             self._plan()
         order = sorted(self._files.values(), key=lambda file: (file.path.name != _LAUNCHER, file.path.name))
-        return order, bool(changes)
+        return order, anew
 
     def _stats(self) -> dict[str, os.stat_result] | None:
         """Returns what is known of each file; None where the directory cannot be read at the moment."""

@@ -277,9 +277,8 @@ def attempts(events: Iterable[Event]) -> tuple[Attempt, ...]:
                 raise DataError(
                     f"the run_started event counts {event.workers} workers; a run has 1 to {_MOST_WORKERS:,}"
                 )
-            done = [range(first, stop) for first, stop in event.resumed_leases]
             for _, past in begun:
-                past[:] = [each for each in past if not _is_done_again(each, event.resumed_step, done)]
+                past[:] = [each for each in past if not is_done_again(each, event)]
             begun.append((event, early))
             early = []
         (begun[-1][1] if begun else early).append(event)
@@ -291,13 +290,15 @@ def of_kind(kind: type[E], events: Iterable[Event]) -> Iterator[E]:
     return (event for event in events if isinstance(event, kind))
 
 
-def _is_done_again(event: Event, step: int, done: Sequence[range]) -> bool:
+def is_done_again(event: Event, start: RunStarted) -> bool:
+    """Tells whether an attempt that has started later repeats what an event is about."""
     match event:
         case Stepped():
-            return event.step >= step and not any(event.lease in leases for leases in done)
+            kept = any(first <= event.lease < stop for first, stop in start.resumed_leases)
+            return event.step >= start.resumed_step and not kept
         case NonFinite():
-            return event.step >= step
+            return event.step >= start.resumed_step
         # These say how many rounds were done, not which one.
         case Evaluated() | Saved():
-            return event.step > step
+            return event.step > start.resumed_step
     return False

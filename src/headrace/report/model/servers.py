@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from bisect import insort
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from msgspec import structs
@@ -14,7 +17,16 @@ from headrace.report.format import byte_count, duration, fixed
 from headrace.report.model.events import Attempt, of_kind
 from headrace.report.model.row_moves import RowMoveSummary, RowReadSummary, row_moves_of, row_reads_of
 from headrace.report.model.training import STEPPED_PARTS, TrainingClock, step_began_s
-from headrace.spec.events import BackupReady, ServerStarted, ServerStats, ShardStats, Stepped
+from headrace.spec.events import (
+    LAUNCHER,
+    BackupReady,
+    Event,
+    RunStarted,
+    ServerStarted,
+    ServerStats,
+    ShardStats,
+    Stepped,
+)
 from headrace.spec.plan import Plan
 
 ROUNDS = -1
@@ -69,12 +81,74 @@ class StalenessPoint:
     staleness: Staleness
 
 
-def staleness_over_time(attempts: Iterable[Attempt], clock: TrainingClock) -> tuple[StalenessPoint, ...]:
+@dataclass(frozen=True)
+class ServerSample:
+    """What a process of a server had counted at a time: bytes of all its shards, and updates by staleness."""
+
+    time_s: float
+    process_s: float
+    moved_bytes: int
+    busy_s: float
+    staleness: Counter[int]
+
+
+class ServerCounts:
+    """What servers have counted, event by event: totals of each of their processes, and samples over time.
+
+    A process counts from 0, and is named by when it has started, or its attempt if that was later.
+
+    Args:
+        most: samples of a server that are kept; every other one goes where there are more. 0 for all.
+
+    Attributes:
+        lasts: what each process said last, by rank and process.
+        samples: by rank, in the order of time.
+    """
+
+    def __init__(self, most: int = 0) -> None:
+        self.lasts: dict[tuple[int, float], ServerStats] = {}
+        self._most = most
+        self._starts: list[RunStarted | ServerStarted] = []
+        self.samples: dict[int, list[ServerSample]] = defaultdict(list)
+
+    def add(self, event: Event) -> bool:
+        """Takes an event; returns whether a server has counted."""
+        if isinstance(event, RunStarted | ServerStarted):
+            self._starts.append(event)
+        if not isinstance(event, ServerStats):
+            return False
+        # A start of the launcher's is one of all servers.
+        starts = (each.time_s for each in self._starts if each.rank in (LAUNCHER, event.rank))
+        process_s = max((time_s for time_s in starts if time_s <= event.time_s), default=-math.inf)
+        staleness = Staleness.of(event.staleness.values())
+        counts = Counter(staleness.counts if staleness is not None else {})
+        moved = sum(map(moved_bytes, event.shards))
+        samples = self.samples[event.rank]
+        insort(samples, ServerSample(event.time_s, process_s, moved, event.busy_s, counts), key=attrgetter("time_s"))
+        if self._most and len(samples) > self._most:
+            # They count from the start: what lies between two of them is not lost without one.
+            del samples[1:-1:2]
+        last = self.lasts.get((event.rank, process_s), event)
+        self.lasts[event.rank, process_s] = max(event, last, key=attrgetter("time_s"))
+        return True
+
+    def pieces(self, rank: int) -> Iterator[tuple[ServerSample | None, ServerSample]]:
+        """Yields the samples of a server by time, each with the one before it of the same process."""
+        samples = self.samples.get(rank, [])
+        for before, sample in zip([None, *samples], samples, strict=False):
+            yield (before if before is not None and before.process_s == sample.process_s else None), sample
+
+
+def staleness_over_time(counted: ServerCounts, clock: TrainingClock) -> tuple[StalenessPoint, ...]:
     """Returns the differences between consecutive counts of the servers; times without an update have no point."""
-    pieces = [piece for attempt in attempts for piece in _pieces(attempt, clock)]
+    pieces = [
+        (clock.until(now.time_s), now.staleness - (before.staleness if before is not None else Counter()))
+        for rank in counted.samples
+        for before, now in counted.pieces(rank)
+    ]
     # Servers speak about once a second: finer than that there is nothing to see.
     width = max(1.0, max((seconds for seconds, _ in pieces), default=0.0) / _POINTS)
-    bins: dict[int, list[tuple[float, Mapping[str, int]]]] = defaultdict(list)
+    bins: dict[int, list[tuple[float, Counter[int]]]] = defaultdict(list)
     for seconds, counts in pieces:
         bins[int(seconds / width)].append((seconds, counts))
     points = [
@@ -82,23 +156,6 @@ def staleness_over_time(attempts: Iterable[Attempt], clock: TrainingClock) -> tu
         for _, members in sorted(bins.items())
     ]
     return tuple(StalenessPoint(seconds, staleness) for seconds, staleness in points if staleness is not None)
-
-
-def _pieces(attempt: Attempt, clock: TrainingClock) -> list[tuple[float, Mapping[str, int]]]:
-    """Returns when each server wrote its counts, and what it had applied since the time before."""
-    before: dict[int, Counter[str]] = defaultdict(Counter)
-    pieces: list[tuple[float, Mapping[str, int]]] = []
-    for event in attempt.events:
-        if isinstance(event, ServerStarted):
-            before.pop(event.rank, None)  # A replacement counts from 0.
-        if not isinstance(event, ServerStats):
-            continue
-        now: Counter[str] = Counter()
-        for counts in event.staleness.values():
-            now.update(counts)
-        pieces.append((clock.until(event.time_s), now - before[event.rank]))
-        before[event.rank] = now
-    return pieces
 
 
 UNEVEN = 1.5
@@ -200,13 +257,22 @@ class ServerSummary:
 
 def servers_of(attempts: Sequence[Attempt], clock: TrainingClock) -> ServerSummary | None:
     """Returns what the servers of a run did; None without servers, or before the first has written an event."""
-    processes = [process for attempt in attempts for process in _processes(attempt)]
-    if not processes:
+    counted = ServerCounts()
+    for attempt in attempts:
+        for event in attempt.events:
+            counted.add(event)
+    if not counted.lasts:
         return None
+    # Training time of a process runs from its attempt's first step, or from its own start if that was later.
+    firsts = [
+        (attempt.started.time_s, min(map(step_began_s, chain.from_iterable(attempt.steps.values())), default=0.0))
+        for attempt in attempts
+    ]
     by_rank: dict[int, ServerWork] = {}
-    for began_s, served in processes:
-        by_rank[served.rank] = _work(served, began_s, by_rank.get(served.rank))
-    spoken = [served for _, served in processes]
+    for (rank, process_s), served in sorted(counted.lasts.items()):
+        first_s = next((first for begun_s, first in reversed(firsts) if begun_s <= process_s), firsts[0][1])
+        by_rank[rank] = _work(served, max(first_s, process_s), by_rank.get(rank))
+    spoken = tuple(counted.lasts.values())
     counts: dict[int, list[Mapping[str, int]]] = defaultdict(list)
     refused: Counter[str] = Counter()
     for served in spoken:
@@ -217,7 +283,7 @@ def servers_of(attempts: Sequence[Attempt], clock: TrainingClock) -> ServerSumma
     return ServerSummary(
         by_rank=dict(sorted(by_rank.items())),
         staleness={worker: each for worker, each in staleness.items() if each is not None},
-        over_time=staleness_over_time(attempts, clock),
+        over_time=staleness_over_time(counted, clock),
         refused=dict(sorted(refused.items())),
         waiting=_waiting(attempts, spoken),
         row_moves=row_moves_of(attempts),
@@ -293,25 +359,6 @@ def _uneven(
 def moved_bytes(shard: ShardStats) -> int:
     """Returns the bytes that workers pushed to a shard and pulled from it."""
     return shard.pushed_bytes + shard.pulled_bytes
-
-
-def _processes(attempt: Attempt) -> list[tuple[float, ServerStats]]:
-    """Returns of each server process when its training time began, and its last event.
-
-    It began with the first step, or with the process if that started later. A replacement counts from 0.
-    """
-    first = min(map(step_began_s, chain.from_iterable(attempt.steps.values())), default=0.0)
-    began: dict[int, float] = {}
-    lasts: dict[int, ServerStats] = {}
-    ended: list[tuple[float, ServerStats]] = []
-    for event in attempt.events:
-        if isinstance(event, ServerStarted):
-            if event.rank in lasts:
-                ended.append((began.get(event.rank, first), lasts.pop(event.rank)))
-            began[event.rank] = max(first, event.time_s)
-        elif isinstance(event, ServerStats):
-            lasts[event.rank] = event
-    return [*ended, *((began.get(rank, first), last) for rank, last in lasts.items())]
 
 
 def _work(served: ServerStats, began_s: float, before: ServerWork | None) -> ServerWork:
