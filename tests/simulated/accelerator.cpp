@@ -251,9 +251,11 @@ void copy_to_host(const at::Tensor& source, const at::Tensor& target, bool non_b
   bool pinned = found != all.pinned.begin() && address < std::prev(found)->first + std::prev(found)->second;
   if (non_blocking && pinned && target.numel()) {
     count(kPinnedReads);
+    end_reads(all, all.streams[launch.stream()], address, address + target.nbytes());
     at::Tensor content = here(source).to(target.scalar_type(), false, true).contiguous();
     // What a read before the event finds.
-    target.fill_(target.is_floating_point() ? std::nan("") : -1.0);
+    bool counts = at::isIntegralType(target.scalar_type(), true);
+    target.fill_(!counts ? std::nan("") : target.scalar_type() == at::kByte ? 255.0 : -1.0);
     all.deliveries.push_back(
         {launch.stream(), launch.number(), address, target.sizes().vec(), target.strides().vec(), content, true});
     return;

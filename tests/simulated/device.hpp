@@ -188,11 +188,11 @@ inline void raise_fault(Simulation& all) {
   TORCH_CHECK(false, said);
 }
 
-// Brings what is done to the host's memory, and looks whether it has left alone what was copied.
-inline void deliver(Simulation& all) {
-  auto done = [&](const Delivery& one) { return all.host.done[one.stream] >= one.number; };
+// Ends deliveries: brings what is done to the host's memory, and looks whether it has left alone what was copied.
+template <typename Ends>
+void deliver(Simulation& all, Ends ends) {
   for (auto& one : all.deliveries) {
-    if (!done(one)) continue;
+    if (!ends(one)) continue;
     c10::NoGradGuard guard;
     auto there = at::from_blob(one.host, one.sizes, one.strides, one.content.options());
     if (one.to_host) {
@@ -201,7 +201,17 @@ inline void deliver(Simulation& all) {
       note_fault(all, "simulated: pinned memory was changed before its copy to the device was done: wait for an event");
     }
   }
-  all.deliveries.erase(std::remove_if(all.deliveries.begin(), all.deliveries.end(), done), all.deliveries.end());
+  all.deliveries.erase(std::remove_if(all.deliveries.begin(), all.deliveries.end(), ends), all.deliveries.end());
+}
+inline void deliver(Simulation& all) {
+  deliver(all, [&](const Delivery& one) { return all.host.done[one.stream] >= one.number; });
+}
+// The device itself writes to pinned memory after it has read it.
+inline void end_reads(Simulation& all, const Moment& at, const char* first, const char* last) {
+  deliver(all, [&](const Delivery& one) {
+    bool apart = one.host + one.content.nbytes() <= first || last <= one.host;
+    return !one.to_host && !apart && at.done[one.stream] >= one.number;
+  });
 }
 
 // The host waits until all up to a moment is done.

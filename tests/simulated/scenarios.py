@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.ranks import say
+from headrace.modules import copy_module, move
 from simulated.accelerator import NAME, counted, live_blocks, no_waits
 
 FIRST = torch.device(NAME, 0)
@@ -78,7 +79,20 @@ def pinned() -> dict[str, Any]:
     source = torch.ones(3).pin_memory()
     source.to(FIRST, non_blocking=True)
     source.fill_(7)
-    return {"early": early, "asked": asked, "late": host.tolist(), "changed": raised(torch.fake.synchronize)}
+    changed = raised(torch.fake.synchronize)
+    return {"early": early, "asked": asked, "late": host.tolist(), "changed": changed, "again": raised(read_and_filled)}
+
+
+def read_and_filled() -> None:
+    """Copies pinned memory to the device, and by a stream that waits for that to it again."""
+    block, side = torch.ones(3).pin_memory(), torch.fake.Stream(FIRST)
+    there = block.to(FIRST, non_blocking=True)
+    side.wait_stream(torch.fake.current_stream(FIRST))
+    with torch.fake.stream(side):
+        block.copy_(there, non_blocking=True)
+    side.synchronize()
+    torch.fake.synchronize()
+    assert block.tolist() == [1.0] * 3
 
 
 def memory() -> dict[str, Any]:
@@ -96,6 +110,40 @@ def memory() -> dict[str, Any]:
     return {"rise": rise, "peak": peak, "full": full, "other": other, "left": left}
 
 
+class Tied(nn.Module):
+    """A parameter in two places, with hooks of both sorts, and one with none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+        self.first.weight.register_hook(lambda gradient: gradient * 2)
+        self.first.weight.register_hook(lambda gradient: gradient + 1)
+        self.first.weight.register_post_accumulate_grad_hook(self.halve)
+
+    @staticmethod
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.div_(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.second(self.first(x).tanh())
+        return made
+
+
+def moved() -> list[float]:
+    """Returns how far the gradients of a model that was moved are from those of its copy here."""
+    torch.manual_seed(0)
+    here, x = Tied().double(), torch.randn(4, 3, dtype=torch.float64)
+    there = copy_module(here)
+    move(there, str(FIRST))
+    assert there.first.weight is there.second.weight
+    for model, inputs in ((here, x), (there, x.to(FIRST))):
+        model(inputs).square().sum().backward()
+    pairs = zip(here.parameters(), there.parameters(), strict=True)
+    return [float((own.grad - other.grad.cpu()).abs().max()) for own, other in pairs]
+
+
 def alone() -> None:
     torch.set_num_threads(1)
-    say(waits=waits(), order=order(), pinned=pinned(), memory=memory())
+    say(waits=waits(), order=order(), pinned=pinned(), memory=memory(), moved=moved())

@@ -25,7 +25,9 @@ def test_order_waits_and_memory_are_simulated(tmp_path: Path) -> None:
     assert (order["late"], order["kept"]) == ([3.0] * 3, [2.0] * 3)
     pinned = said["pinned"]
     assert (pinned["early"], pinned["asked"], pinned["late"]) == (True, False, [5.0] * 3)
+    assert pinned["again"] == "nothing"
     assert "pinned memory was changed before its copy to the device was done" in pinned["changed"]
+    assert max(said["moved"]) <= 1e-12
     memory = said["memory"]
     assert (memory["rise"], memory["peak"], memory["left"]) == (1 << 20, 1 << 20, [0, 0])
     assert "OutOfMemoryError: fake out of memory. Tried to allocate 2097152 bytes" in memory["full"]

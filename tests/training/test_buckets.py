@@ -218,3 +218,11 @@ def test_what_one_of_two_workers_has_is_not_missing(buckets: Buckets) -> None:
     flat = buckets.sent[-1]
     flat[:7] += 1
     assert buckets.used.settle() == (7,)
+
+
+def test_gradients_of_a_device_leave_for_host_memory_when_backward_is_over(buckets: Buckets) -> None:
+    there, region = [each.to("meta") for each in buckets.parameters], buckets.used.region
+    sizes, plain = [4] * len(there), Compression("plain", region)
+    group = ThreadCollective(ThreadGroup(1), 0)
+    assert not BucketSink(there, sizes, buckets.layout, region, buckets.used, group, plain).early
+    assert buckets.sink.early
