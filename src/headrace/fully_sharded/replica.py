@@ -24,6 +24,7 @@ from headrace.training.clipping import GradientClipper, LossScale, StepDecision
 from headrace.training.compute import Compute, Computed
 from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import UsedParameters
+from headrace.training.on_device.totals import Total, all_weight, mean_of, over, own_weight
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import Updater
 from headrace.training.user_code.differentiable import require_graph
@@ -60,6 +61,7 @@ class ShardedModel(Compute):
     Args:
         used: takes of which parameters this worker has gradients.
         sample: returns a batch of a few examples.
+        total: sums the weights of losses over workers.
         communicates: whether layers exchange statistics of their examples; then an empty share has none, and no sample.
         scale: of the loss; None for none.
     """
@@ -74,6 +76,7 @@ class ShardedModel(Compute):
         group: ProcessGroup,
         used: UsedParameters,
         sample: Callable[[], Any],
+        total: Total,
         communicates: bool,
         scale: LossScale | None,
     ) -> None:
@@ -87,6 +90,7 @@ class ShardedModel(Compute):
         self._group = group
         self._used = used
         self._load_sample = sample
+        self._total = total
         self._communicates = communicates
         self._scale = scale
         self._until = frozen_until(sharded.module)
@@ -117,16 +121,21 @@ class ShardedModel(Compute):
             self._gradients.require_unchanged()
         else:
             self._begin()
-        weight = float(loss.weight if isinstance(loss, Mean) else share.examples)
-        (all_weight,) = self._group.sum([weight]) if isinstance(loss, Mean) else (float(share.of),)
-        mean = _summand(loss) / weight if isinstance(loss, Mean) and weight else _summand(loss)
+        part, computed = self._part(loss, share)
         if share.examples == 0:
             with self._sharded.silent():
-                mean.backward()
+                part.backward()
             return Computed(None, 0.0)
-        self._scaled(require_graph(mean) * (weight / all_weight if all_weight else 0.0)).backward()
+        self._scaled(require_graph(part)).backward()
         self._gradients.look()
-        return Computed(mean.detach() if weight else None, weight)
+        return computed
+
+    def _part(self, loss: Tensor | Mean, share: Share) -> tuple[Tensor, Computed]:
+        """Returns this share's part of the global mean, and what is known of its loss."""
+        if not isinstance(loss, Mean):
+            return loss * (share.examples / share.of), Computed(loss.detach(), float(share.examples))
+        own = own_weight(self._total, [loss.weight])
+        return over(loss.total, all_weight(self._total, own)), Computed(mean_of([loss.total.detach()], own), own)
 
     def send(self, share: Share) -> None:
         self._gradients.require_unchanged()
@@ -201,16 +210,17 @@ class ShardedModel(Compute):
 
     def _finish(self, losses: Sequence[tuple[Tensor | Mean, int]], epoch: int) -> Computed:
         weighed = [weigh(loss, examples) for loss, examples in losses]
-        own = float(sum(weight for _, weight in weighed))
-        if self._objective.weighed or any(isinstance(loss, Mean) for loss, _ in losses):
-            (all_weight,) = self._group.sum([own])
-            self._sharded.divide(all_weight)
+        if not (self._objective.weighed or any(isinstance(loss, Mean) for loss, _ in losses)):
+            self._tell_seen(epoch)
+            own = float(sum(examples for _, examples in losses))
+            one = losses[0][0] if len(losses) == 1 else None
+            return Computed(
+                one if isinstance(one, Tensor) and own else mean_of([each for each, _ in weighed], own), own
+            )
+        weight = own_weight(self._total, [each for _, each in weighed])
+        self._sharded.divide(all_weight(self._total, weight))
         self._tell_seen(epoch)
-        if not own:
-            return Computed(None, own)
-        if len(losses) == 1 and not isinstance(losses[0][0], Mean):
-            return Computed(losses[0][0], own)
-        return Computed(torch.stack([total for total, _ in weighed]).sum() / own, own)
+        return Computed(mean_of([total for total, _ in weighed], weight), weight)
 
     def _tell_seen(self, epoch: int) -> None:
         # The gradients of a unit are summed as one, also of what is frozen in this epoch, whose sum is left out.

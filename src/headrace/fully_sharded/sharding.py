@@ -181,7 +181,7 @@ class ShardedModule:
         for parameter, gradient in held:
             parameter.grad = gradient
 
-    def divide(self, weight: float) -> None:
+    def divide(self, weight: float | Tensor) -> None:
         """Divides the gradients by the weight of all examples."""
         divide([_gradient(each) for each in self._parameters.values()], weight)
 

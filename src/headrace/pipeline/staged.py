@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,7 @@ from headrace.training.clipping import GradientClipper, LossScale, StepDecision
 from headrace.training.compute import Compute, Computed
 from headrace.training.exchange import UpdatingExchange
 from headrace.training.gradients import GradientSink, assign, divide
+from headrace.training.on_device.totals import Total, all_weight, mean_of, own_weight
 from headrace.training.optimizer import StatePiece
 from headrace.training.update import Updater
 from headrace.training.user_code.differentiable import require_graph
@@ -58,7 +59,7 @@ class StagedModel(Compute):
         channels: Channels,
         objective: Objective,
         micro_batches: int,
-        total: Callable[[Sequence[float]], list[float]],
+        total: Total,
         scale: LossScale | None = None,
     ) -> None:
         self.module, self.device = part.module, channels.device
@@ -92,7 +93,7 @@ class StagedModel(Compute):
         held = [parameter.grad for parameter in self._trained]
         if self.sink is not None:
             assign(self._trained, [None] * len(held))
-        losses: dict[int, tuple[Tensor, float]] = {}
+        losses: dict[int, tuple[Tensor, float | Tensor]] = {}
         micro_batches: list[MicroBatch | None] = []
         for index, (start, stop) in enumerate(bounds(share.examples, (1,) * self._micro_batches)):
             if start == stop:
@@ -108,16 +109,16 @@ class StagedModel(Compute):
         self.in_flight, self.passes = self.runner.in_flight, self.runner.passes
         self.moved_bytes = self._channels.moved_bytes()
         self._part.sum_tied(self._channels)
-        own = float(sum(weight for _, weight in losses.values()))
+        own = own_weight(self._total, [weight for _, weight in losses.values()])
         for name, epoch in self._until.items():
             if share.epoch < epoch:
                 self.trained[name].grad = None
         # Every rank knows the weight of a loss that is a mean.
-        all_weight = float(share.examples)
+        weight: float | Tensor = float(share.examples)
         gradients = [parameter.grad for parameter in self._trained]
         if self._objective.weighed:
-            (all_weight,) = self._total([own])
-            divide(gradients, all_weight)
+            weight = all_weight(self._total, own)
+            divide(gradients, weight)
         if hooked:
             called(self._trained, share.examples / share.of)
             gradients = [parameter.grad for parameter in self._trained]
@@ -125,7 +126,7 @@ class StagedModel(Compute):
             self.sink.store(gradients)
             assign(self._trained, held)
         totals = [total for total, _ in losses.values()]
-        return Computed(torch.stack(totals).sum() / own if own else None, own if self.counts else all_weight)
+        return Computed(mean_of(totals, own), own if self.counts else weight)
 
     @torch.no_grad()
     def predict(self, batch: Any) -> Any:
@@ -151,7 +152,13 @@ class StagedModel(Compute):
         return module in self._part.stateful
 
     def _finish(
-        self, piece: Any, examples: int, share: Share, losses: dict[int, tuple[Tensor, float]], index: int, output: Any
+        self,
+        piece: Any,
+        examples: int,
+        share: Share,
+        losses: dict[int, tuple[Tensor, float | Tensor]],
+        index: int,
+        output: Any,
     ) -> Tensor:
         """Returns what is differentiated of a micro-batch's loss, and notes its loss."""
         loss = self._objective.loss(output, select_target(piece, self._objective.target))
@@ -159,7 +166,7 @@ class StagedModel(Compute):
         # Not where a forward is repeated before its backward: the first has no graph.
         if torch.is_grad_enabled():
             require_graph(total)
-        losses[index] = total.detach(), float(weight)
+        losses[index] = total.detach(), weight
         # What a part of a `Mean` is all_weight is known when all have been weighed.
         part = total if isinstance(loss, Mean) else total / share.of
         return part if self.scale is None else part * self.scale.value

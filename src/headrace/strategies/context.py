@@ -27,11 +27,11 @@ from headrace.training.compute import Compute
 from headrace.training.embeddings.layer import sparse_layers
 from headrace.training.exchange import Replica
 from headrace.training.gradients import GradientSink, SharedGradients
-from headrace.training.on_device.totals import DeviceTotal
+from headrace.training.on_device.totals import DeviceTotal, Total
 from headrace.training.optimizer import build, build_over
 from headrace.training.update import Updater
 from headrace.training.user_code.objective import Objective
-from headrace.training.whole_model import ModelParallelGroup, WholeModel
+from headrace.training.whole_model import Connects, ModelParallelGroup, WholeModel
 
 if TYPE_CHECKING:
     from headrace.parameter_server.replication.directory import ServerDirectory
@@ -67,8 +67,8 @@ class WorkerContext:
         optimizer: the job's factory.
         group: the workers.
         device_group: connects, at its first call, the collective that carries the devices' own tensors, and returns it;
-            returns None where they live in the memory of one host. It is a `ThroughHost` on an accelerator where no
-            backend carries the tensors of all workers.
+            returns None where they live in the memory of one host. It goes through host memory on an accelerator where
+            no backend carries the tensors of all workers.
         rounds_per_epoch: of the training data.
         batches: what is known of the global batches.
         first: the round that the run begins with.
@@ -131,10 +131,7 @@ class WorkerContext:
                 from headrace.training.fixed_shapes.graph_mode import CompiledModule
 
                 graph = CompiledModule(self.module, self.batches.full // max(1, local_shares), self.options.compile)
-            total: Callable[[Sequence[float]], list[float]] | DeviceTotal = list if local_shares else self.group.sum
-            if self.objective.weighed and not local_shares:
-                known, devices = _carrier(self, self.group, self.device)
-                total = DeviceTotal(devices, self.device) if known else total
+            total = list if local_shares else self.total(self.group, self.device_group)
             return WholeModel(self.module, self.objective, sink, total, always, self.options, self.scale, graph)
 
         return self.inside.compute(whole, sink, self.scale) if self.inside else whole()
@@ -147,14 +144,19 @@ class WorkerContext:
         # By where the sum lies, and not this worker's device: all workers must check alike.
         place = _HOST if in_host else next((each.device for each in (gradients or {}).values()), self.device)
         immediate, inside = place.type == "cpu", self.inside
-        if inside is None:
-            there = on_device(self, self.options, self.group, place)
-            return GradientClipper(self.options, self.group, self.scale, immediate, there=there)
-        assert gradients is not None
-        repeated = [gradients[name] for name in gradients if name in inside.repeated]
-        return GradientClipper(
-            self.options, inside.everyone, self.scale, immediate, lambda: repeated, inside.group.world
-        )
+        group, times, repeated = self.group, 1, list[Tensor]()
+        if inside is not None:
+            assert gradients is not None
+            group, times = inside.everyone, inside.group.world
+            repeated = [gradients[name] for name in gradients if name in inside.repeated]
+        connect = inside.connects[1] if inside else self.device_group
+        there = on_device(self, self.options, group, place, connect, lambda: repeated, times)
+        return GradientClipper(self.options, group, self.scale, immediate, lambda: repeated, times, there)
+
+    def total(self, group: ProcessGroup, connect: Connects) -> Total:
+        """Returns what sums the weights of losses over a group, whose devices `connect` connects: where they lie."""
+        known, devices = _carrier(connect, group, self.device) if self.objective.weighed else (False, None)
+        return DeviceTotal(devices, self.device) if known else group.sum
 
     def updater_over(
         self, owned: Sequence[tuple[Segment, Tensor]], named: Iterable[tuple[str, Tensor]] | None = None
@@ -205,29 +207,40 @@ class WorkerContext:
                 )
 
 
-def _carrier(context: WorkerContext, group: ProcessGroup, place: torch.device) -> tuple[bool, Collective | None]:
+def _carrier(connect: Connects, group: ProcessGroup, place: torch.device) -> tuple[bool, Collective | None]:
     """Returns whether what lies on an accelerator can be summed there, over the workers of a group, and by what."""
     # Of a group whose members may be lost, each round ends when all know that it is done.
     if place.type == HOST or not group.fixed:
         return False, None
     if group.world == 1:
         return True, None
-    devices = context.device_group() if kind_of(place.type).backend else None
+    devices = connect() if kind_of(place.type).backend else None
     carries = devices is not None and not isinstance(devices, ThroughHost) and devices.world == group.world
     return carries, devices if carries else None
 
 
 def on_device(
-    context: WorkerContext, options: Options, group: ProcessGroup, place: torch.device
+    context: WorkerContext,
+    options: Options,
+    group: ProcessGroup,
+    place: torch.device,
+    connect: Connects,
+    repeated: Callable[[], Sequence[Tensor]] = tuple,
+    times: int = 1,
+    first: int = 0,
 ) -> DeviceClipping | None:
-    """Returns what decides on an accelerator, where the gradients of `group` lie; None where the host decides."""
-    known, devices = _carrier(context, group, place)
+    """Returns what decides on an accelerator, where the gradients of `group` lie; None where the host decides.
+
+    `repeated` and `times` are as of `GradientClipper`, `first` is the first rank of the group.
+    """
+    known, devices = _carrier(connect, group, place)
     if not known:
         return None
     from headrace.training.on_device.clipping import DeviceClipping
 
     clip = options.clip_norm, options.clip_value
-    return DeviceClipping(group.rank, clip, devices, context.scale, context.found_inf, place)
+    rank = first + group.rank
+    return DeviceClipping(rank, clip, devices, context.scale, context.found_inf, place, repeated, times)
 
 
 def among(context: WorkerContext, group: ProcessGroup, members: Sequence[int]) -> Callable[[], Collective | None]:

@@ -157,7 +157,8 @@ class FullySharded(Strategy):
         updater = _updater_of(segments, sharded.pieces, whole, context)
         used = UsedParameters(group, len(sharded.pieces))
         objective, options, sample = context.objective, context.options, context.sample
-        compute = ShardedModel(sharded, objective, options, group, used, sample, communicates, context.scale)
+        total = context.total(group, context.device_group)
+        compute = ShardedModel(sharded, objective, options, group, used, sample, total, communicates, context.scale)
         if group.rank == 0:
             compute.notes = (sharded.describe(),)
         return Replica(compute, ShardedExchange(sharded, updater, context.clipper(), used, group.rank == 0, mates))
@@ -196,7 +197,7 @@ class FullySharded(Strategy):
             )
         # What several stages hold is measured by the first.
         measured = frozenset(each.parameter for each in plan.segments if each.owner == rank)
-        return Replica(compute, DividedExchange(updater, context.clipper({}), used, divided, measured))
+        return Replica(compute, DividedExchange(updater, context.clipper({}, in_host=True), used, divided, measured))
 
 
 def _require_own_backward(context: WorkerContext) -> None:

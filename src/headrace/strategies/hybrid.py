@@ -245,8 +245,9 @@ class Hybrid(ServedStrategy):
         inside = (
             self.inner.inside(near, everyone, mates)
             if isinstance(self.inner, TensorParallel)
-            else self._stages(plan, near, everyone, mates)
+            else self._stages(plan, near, context, mates)
         )
+        inside.connects = near.device_group, context.device_group
         own = replace(
             context, model=inside.model, group=mates, device_group=among(context, mates, across), inside=inside
         )
@@ -277,13 +278,12 @@ class Hybrid(ServedStrategy):
         assert isinstance(self.outer, ServedStrategy)
         return self.outer.server(of_outer(plan, self.outer), rank, replace(context, model=model))
 
-    def _stages(
-        self, plan: Plan, near: WorkerContext, everyone: ProcessGroup, mates: ProcessGroup
-    ) -> ModelParallelGroup:
+    def _stages(self, plan: Plan, near: WorkerContext, every: WorkerContext, mates: ProcessGroup) -> ModelParallelGroup:
         assert isinstance(self.inner, Pipeline)
         # A loss is weighed over all replicas, where these synchronize in every round.
-        total = everyone.sum if isinstance(self.outer, Mirrored | FullySharded) else near.group.sum
-        compute = self.inner.compute(plan, near, total, everyone)
+        weighing = every if isinstance(self.outer, Mirrored | FullySharded) else near
+        total = near.total(weighing.group, weighing.device_group)
+        compute = self.inner.compute(plan, near, total, every.group)
         compute.mates = mates
         counts_all = isinstance(self.outer, Mirrored | ParameterAveraging)
         if near.options.clip_norm is not None and compute.tied and counts_all:
@@ -292,7 +292,7 @@ class Hybrid(ServedStrategy):
                 f"{compute.tied[0]!r}; use hr.Hybrid(hr.FullySharded(...), hr.Pipeline(...)), hr.Pipeline alone, or "
                 "leave clip_norm out"
             )
-        return StagedReplica(compute, near.group, everyone, near.model)
+        return StagedReplica(compute, near.group, every.group, near.model)
 
 
 def _check_sharded(outer: Strategy) -> None:

@@ -72,7 +72,6 @@ class LocalExchange(UpdatingExchange):
     """
 
     def __init__(self, segments: Iterable[Segment], context: WorkerContext, first: int = 0) -> None:
-        self._first = first
         self.updater = context.updater_of(segments)
         self.parameter_bytes = context.model.parameter_bytes
         self._parameters = {name: each for name, each in context.module.named_parameters() if each.requires_grad}
@@ -81,13 +80,18 @@ class LocalExchange(UpdatingExchange):
         immediate = context.device.type == "cpu"
         if context.inside:
             group, self._options = context.inside.group, without
-            repeated = partial(self._gradients, context.inside.repeated)
-            self._clipper = GradientClipper(context.options, group, context.scale, immediate, repeated, group.world)
+            repeated, connect = partial(self._gradients, context.inside.repeated), context.inside.connects[0]
+            there = on_device(context, context.options, group, context.device, connect, repeated, group.world, first)
+            self._clipper = GradientClipper(
+                context.options, group, context.scale, immediate, repeated, group.world, there
+            )
         else:
             # It only checks: clipping one's own gradients is torch's.
             alone = ThreadCollective(ThreadGroup(1), 0)
-            there = on_device(context, without, alone, context.device)
+            there = on_device(context, without, alone, context.device, context.device_group, first=first)
             self._clipper = GradientClipper(without, alone, context.scale, immediate, there=there)
+        # What decides on the device counts from the first rank of the run.
+        self._shift = first if there is None else 0
         self.defers = self._clipper.defers
 
     def begin(self, round_: int) -> None:
@@ -101,7 +105,7 @@ class LocalExchange(UpdatingExchange):
             nn.utils.clip_grad_value_(self._parameters.values(), self._options.clip_value)
         if decision.apply and self._options.clip_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters.values(), self._options.clip_norm)
-        return replace(decision, bad_losses=tuple(self._first + place for place in decision.bad_losses))
+        return replace(decision, bad_losses=tuple(self._shift + place for place in decision.bad_losses))
 
     def _gradients(self, names: Container[str]) -> list[Tensor]:
         chosen = (parameter.grad for name, parameter in self._parameters.items() if name in names)

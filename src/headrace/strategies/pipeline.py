@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -40,6 +40,7 @@ from headrace.strategies.context import ModelProbe, WorkerContext
 from headrace.strategies.refusals import STAGES, WHOLE_BATCH_NORM, Refusal
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
+from headrace.training.on_device.totals import Total
 from headrace.training.whole_model import HALF
 from headrace.trees import map_tensors
 
@@ -175,7 +176,7 @@ class Pipeline(Strategy):
         self,
         plan: Plan,
         context: WorkerContext,
-        total: Callable[[Sequence[float]], list[float]] | None = None,
+        total: Total | None = None,
         everyone: ProcessGroup | None = None,
     ) -> StagedModel:
         """Builds what one rank runs, and releases the other ranks' parts of its module.
@@ -204,7 +205,9 @@ class Pipeline(Strategy):
         statistics = RunningStatistics(context.module, self.deferred_batch_norm and count > 1)
         half, actions = HALF.get(context.options.precision), schedule.actions(group.rank)
         runner = Runner(part.stages, channels, actions, self.recompute, statistics, part.trained_stages(), half)
-        return StagedModel(traced, part, runner, channels, context.objective, count, total or group.sum, context.scale)
+        if total is None:
+            total = context.total(group, context.device_group)
+        return StagedModel(traced, part, runner, channels, context.objective, count, total, context.scale)
 
     def _count(self, ranks: int) -> int:
         return self.micro_batches if isinstance(self.micro_batches, int) else MICRO_BATCHES_A_STAGE * ranks

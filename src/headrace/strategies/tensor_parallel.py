@@ -145,6 +145,7 @@ class TensorParallel(Strategy):
     def replica(self, plan: Plan, rank: int, context: WorkerContext) -> Replica:
         alone = ThreadCollective(ThreadGroup(1), 0)
         inside = self.inside(context, context.group, alone)
+        inside.connects = context.device_group, context.device_group
         own = replace(context, model=inside.model, group=alone, device_group=lambda: None, inside=inside)
         exchange = LocalExchange(everywhere(own.model.parameters), own)
         return Replica(own.whole_model(), exchange, slices=inside.slices)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from headrace import internals
 from headrace.batches import call
-from headrace.collectives.base import ProcessGroup
+from headrace.collectives.base import Collective, ProcessGroup
 from headrace.errors import DataError, UsageError
 from headrace.hooks import called, silenced
 from headrace.metrics import Mean, weigh
@@ -34,7 +34,7 @@ from headrace.training.gradients import (
     divide,
     times,
 )
-from headrace.training.on_device.totals import DeviceTotal, divided
+from headrace.training.on_device.totals import Total, all_weight, mean_of, over, own_weight
 from headrace.training.optimizer import StateSlices
 from headrace.training.user_code.differentiable import has_reentrant_checkpoint, require_graph
 from headrace.training.user_code.objective import Objective
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from headrace.training.fixed_shapes.graph_mode import GraphMode
 
 HALF: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+Connects = Callable[[], Collective | None]
+"""Connects devices at its first call; returns what carries their tensors."""
+
 _PLAIN = Options()
 # In every step of every model, which is why these are no calls of `internals`.
 _gradient_hooks = attrgetter(internals.gradient_hooks.name)
@@ -70,7 +73,7 @@ class WholeModel(Compute):
         module: nn.Module,
         objective: Objective,
         sink: GradientSink | None = None,
-        total: Callable[[Sequence[float]], list[float]] | DeviceTotal = list,
+        total: Total = list,
         always: bool = False,
         options: Options = _PLAIN,
         scale: LossScale | None = None,
@@ -188,14 +191,8 @@ class WholeModel(Compute):
         if not isinstance(loss, Mean):
             part = loss if share.examples == share.of else loss * (share.examples / share.of)
             return part, Computed(loss.detach(), float(share.examples))
-        if isinstance(self._total, DeviceTotal):
-            weighs = self._total.number(loss.weight)
-            (together,) = self._total([weighs])
-            return divided(loss.total, together), Computed(divided(loss.total.detach(), weighs), weighs)
-        weight = float(loss.weight)
-        (all_weight,) = self._total([weight])
-        part = loss.total / all_weight if all_weight else loss.total * 0
-        return part, Computed(loss.total.detach() / weight if weight else None, weight)
+        own = own_weight(self._total, [loss.weight])
+        return over(loss.total, all_weight(self._total, own)), Computed(mean_of([loss.total.detach()], own), own)
 
     def _take_part(self, loss: Tensor, share: Share) -> None:
         """Does what other workers do, whose layers exchange something in backward, too; this share is empty."""
@@ -281,21 +278,16 @@ class WholeModel(Compute):
                     early.gather()
                 totals.append(total.detach())
                 weights.append(weight)
-        there = self._total if means and isinstance(self._total, DeviceTotal) else None
-        own = there.number(sum(weights)) if there else float(sum(weights))
+        own = own_weight(self._total, weights) if means else float(sum(weights))
         if means:
-            (all_weight,) = there([own]) if there else self._total([float(own)])
-            divide([each.grad for each in (*self._trained.every, *self._leaves())], all_weight)
+            divide([each.grad for each in (*self._trained.every, *self._leaves())], all_weight(self._total, own))
         if hooked:
             called(self._trained.every, share.examples / share.of)
         gradients = [parameter.grad for parameter in self._trained.every]
         if self._sink is not None:
             self._sink.store(gradients)
             assign(self._trained.every, held)
-        total = torch.stack(totals).sum()
-        if isinstance(own, Tensor):
-            return Computed(divided(total, own), own)
-        return Computed(total / own if own else None, own)
+        return Computed(mean_of(totals, own), own)
 
     def _leaves(self) -> list[Tensor]:
         """Returns the rows of tables that forward has used; their gradients stay in `.grad`."""
@@ -338,10 +330,12 @@ class ModelParallelGroup(ABC):
         everyone: the ranks of all replicas.
         repeated: names of the parameters that every rank of a replica holds.
         model: what this rank holds.
+        connects: what connects the devices of this replica's ranks, and what those of all.
         piecewise: whether a parameter's gradient is added up from micro-batch to micro-batch.
         slices: where this rank holds slices of parameters; else None.
     """
 
+    connects: tuple[Connects, Connects]
     piecewise: ClassVar[bool] = False
     slices: StateSlices | None = None
     group: ProcessGroup

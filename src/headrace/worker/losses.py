@@ -63,7 +63,8 @@ class LossReader:
 
         `record` is that of a decision that was left on the device.
         """
-        if self._at_once or (loss is None and record is None):
+        there = any(isinstance(each, Tensor) for each in (head[3], loss, record))
+        if self._at_once or not there:
             self._write(head, number, float(head[3]), times_s)
             return
         self._unread.append((head, loss, record, times_s[:]))
