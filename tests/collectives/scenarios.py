@@ -227,6 +227,9 @@ def use_the_wire(host: SharedMemoryGroup, page: ControlPage, store: str, apart: 
             wire.reduce_scatter(part, torch.cat([summed, tensors[host.rank]]))
             if not torch.equal(part, expected + expected if host.rank == 0 else expected):
                 wrong.append(f"scatter of {dtype} x {length}")
+    empty = torch.empty(0, 3)
+    wire.all_reduce(empty)
+    wire.start_all_reduce(empty)()
     own = torch.tensor([200 + host.rank], dtype=torch.uint8)
     if wire.gather(own).tolist() != [[200], [201]]:
         wrong.append("gather")

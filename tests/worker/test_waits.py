@@ -45,6 +45,39 @@ def test_a_step_waits_for_nothing(call: str, devices: int, tmp_path: Path) -> No
             assert own[FIRST:] == [0] * (8 - FIRST), run["name"]
 
 
+HEAD = "from simulated import nccl\nimport headrace as hr\nfrom worker import waits_runs\nwaits_runs."
+BESIDE = {"default": 1, "clip": 2, "both": 3, "skip": 2, "skip, clip": 2, "accumulated": 1, "skip, both": 3}
+"""Waits of a thread beside the training thread, between hosts that encrypt: one a tensor that is summed."""
+
+
+def test_between_hosts_that_encrypt_a_thread_waits_for_each_copy(tmp_path: Path) -> None:
+    ended = on_hosts(f"{HEAD}steps(hr.Mirrored(2), bad={BAD})", tmp_path, 2, 1, timeout_s=560)
+    assert not any(ended.codes), ended.errors
+    assert not any(counters["faults"] for counters in ended.counters.values())
+    assert {run["name"]: [own[FIRST:] for own in run["waits"]] for run in ended.said[0]} == {
+        name: [[count] * (8 - FIRST)] * 2 for name, count in BESIDE.items()
+    }
+    for run in ended.said[0]:
+        assert run["apart"] <= 1e-9, run["name"]
+        assert (run["reads"], run["left_out"]) == (run["waits"], run["expected"])
+
+
+def test_buckets_leave_hosts_that_encrypt_during_backward(tmp_path: Path) -> None:
+    ended = on_hosts(f"{HEAD}overlapping(hr.Mirrored(2), accumulate=2)", tmp_path, 2, 1)
+    assert not any(ended.codes), ended.errors
+    (said,) = ended.said[0]
+    assert said["apart"] <= 1e-9
+    # Of two micro-batches, each from the last layer to the first.
+    assert said["found"] == [[[0, 0, 0, 0, 0, 0, 1, 1]] * 8] * 2
+
+
+def test_codecs_send_the_bits_of_cpus(tmp_path: Path) -> None:
+    program = f"{HEAD}coded(hr.Mirrored(2, codec='int8'))\nwaits_runs.coded(hr.Mirrored(2, codec='bf16'))"
+    ended = on_hosts(program, tmp_path, 2, 1)
+    assert not any(ended.codes), ended.errors
+    assert [said["apart"] for said in ended.said[0]] == [0.0, 0.0]
+
+
 @pytest.mark.parametrize(("strategy", "devices"), [("OneDevice()", 1), ("Mirrored(2)", 2)])
 def test_an_evaluation_waits_once(strategy: str, devices: int, tmp_path: Path) -> None:
     program = "from simulated import nccl\nimport headrace as hr\nfrom worker import waits_runs\n"

@@ -19,7 +19,7 @@ import headrace as hr
 from engine.ranks import say
 from headrace.strategies import Strategy
 from headrace.worker import losses
-from simulated.accelerator import counted, on_device
+from simulated.accelerator import counted, counters, on_device
 from strategies.contract_runs import distance
 
 BATCH, ROUNDS = 12, 8
@@ -54,6 +54,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "both": {"clip_value": 0.05, "clip_norm": 0.1},
     "skip": {"on_nonfinite": "skip"},
     "skip, clip": {"on_nonfinite": "skip", "clip_norm": 0.3, "ema_decay": 0.9, "warmup": 3},
+    "accumulated": {"accumulate": 3},
     "skip, both": {"on_nonfinite": "skip", "clip_value": 0.05, "clip_norm": 0.1, "accumulate": 2},
 }
 
@@ -128,6 +129,59 @@ def means(strategy: Strategy) -> None:
 def optimizers(strategy: Strategy) -> None:
     for name, optimizer in OPTIMIZERS.items():
         on_devices(name, make_job((0, 3, 4), optimizer=optimizer, **CASES["skip, clip"]), strategy)
+
+
+def coded(strategy: Strategy) -> None:
+    """Says how far a run of several hosts is from that of their CPUs, which send the same bits."""
+    job = make_job(optimizer=PLAIN, accumulate=2)
+    there, here = (hr.fit(job, strategy, device=device, check=False) for device in ("fake", "cpu"))
+    say(apart=distance(there.model.state_dict(), here.model.state_dict()))
+
+
+class Watched(nn.Module):
+    """Layers of over a megabyte each, between which backward says how many copies to the host have begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 400), nn.Linear(400, 400), nn.Linear(400, 400), nn.Linear(400, 4)])
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+            if x.requires_grad:
+                x.register_hook(self.look)
+        return x
+
+    def look(self, gradient: Tensor) -> None:
+        if gradient.device.type == "fake":
+            FOUND.append(counters()["pinned_reads"])
+
+
+FOUND: list[int] = []
+
+
+def looking(folder: Path, worker: hr.Worker) -> None:
+    steps = []
+    for batch in worker.batches():
+        FOUND.clear()
+        before = counters()["pinned_reads"]
+        worker.step(batch)
+        steps.append([count - before for count in FOUND])
+    (folder / str(worker.rank)).write_text(json.dumps(steps))
+
+
+def overlapping(strategy: Strategy, **options: Any) -> None:
+    """Says how many buckets have left between two layers of backward, and how far the run is from one on CPUs."""
+    job = dataclasses.replace(make_job(optimizer=PLAIN, **options), model=Watched)
+    folder = Path.cwd() / "looks"
+    folder.mkdir(exist_ok=True)
+    run = hr.launch(functools.partial(looking, folder), job, strategy, device="fake")
+    if int(os.environ.get("RANK", "0")):
+        return
+    here = hr.fit(job, strategy, device="cpu", engine=hr.ThreadEngine(), check=False)
+    found = [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
+    say(apart=distance(run.model.state_dict(), here.model.state_dict()), found=found)
 
 
 def evaluating(folder: Path, worker: hr.Worker) -> None:

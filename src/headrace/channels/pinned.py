@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headrace import internals
 from headrace.channels.mailbox import Inbox, Outbox
-from headrace.devices import runtime_of
+from headrace.collectives.accelerators.pinned import PinnedBlocks
 from headrace.errors import UsageError
 from headrace.modules import memory_of
 from headrace.shared_memory.layout import places
@@ -60,10 +60,8 @@ class PinnedCopies:
 
     def __init__(self, device: torch.device, buffers: Container[int]) -> None:
         self._device, self._buffers = device, buffers
-        self._runtime = runtime_of(device.type)
-        self._side = self._runtime.Stream(device)
+        self._blocks = PinnedBlocks(device)
         self._waiting: deque[_Departure] = deque()
-        self._blocks: list[tuple[Tensor, Any]] = []
 
     def outbox(self, inner: Outbox) -> Outbox:
         """Returns an end that sends tensors of the device by another."""
@@ -78,16 +76,13 @@ class PinnedCopies:
         sent = Sent(tensors, self._buffers)
         sizes = [tensor.numel() * tensor.element_size() for tensor in sent.tensors]
         begins, end = places(sizes)
-        block = self._take(end)
+        block = self._blocks.take(end)
         views = [
             block[begin : begin + size].view(tensor.dtype).view(tensor.shape)
             for begin, size, tensor in zip(begins, sizes, sent.tensors, strict=True)
         ]
-        self._side.wait_stream(self._runtime.current_stream(self._device))
-        with self._runtime.stream(self._side):
-            for view, tensor in zip(views, sent.tensors, strict=True):
-                view.copy_(tensor, non_blocking=True)
-        self._waiting.append(_Departure(outbox, note, sent, views, block, self._side.record_event()))
+        copied = self._blocks.fetch(zip(views, sent.tensors, strict=True))
+        self._waiting.append(_Departure(outbox, note, sent, views, block, copied))
 
     def leave(self) -> None:
         """Sends what has been copied, as soon as it is."""
@@ -96,7 +91,7 @@ class PinnedCopies:
             each.copied.synchronize()
             each.sent.end()
             each.outbox.send(each.note, each.copies)
-            self._blocks.append((each.block, None))
+            self._blocks.give(each.block)
 
     def drop(self) -> None:
         """Sends nothing of a batch that has failed."""
@@ -104,20 +99,11 @@ class PinnedCopies:
 
     def bring(self, data: Tensor) -> Tensor:
         """Returns bytes on the device, for what it does next."""
-        block = self._take(len(data))
+        block = self._blocks.take(len(data))
         block[: len(data)].copy_(data)
         there = block[: len(data)].to(self._device, non_blocking=True)
-        self._blocks.append((block, self._runtime.current_stream(self._device).record_event()))
+        self._blocks.give(block, self._blocks.computing().record_event())
         return there
-
-    def _take(self, nbytes: int) -> Tensor:
-        """Returns pinned memory of at least so many bytes that nothing is copied to or from."""
-        for index, (block, copied) in enumerate(self._blocks):
-            if len(block) >= nbytes and (copied is None or copied.query()):
-                del self._blocks[index]
-                return block
-        # A power of 2, to which torch rounds it.
-        return torch.empty(1 << max(12, (nbytes - 1).bit_length()), dtype=torch.uint8, pin_memory=True)
 
 
 class _PinnedOutbox(Outbox):

@@ -100,6 +100,12 @@ class Collective(_Divided):
     queued = False
     """Whether calls return before they are done, in the order of the device's other work: no rank waits in them."""
 
+    in_host = False
+    """Whether sums of what lies on devices are made in host memory and stay there, by `near`."""
+
+    near: ProcessGroup | None = None
+    """What exchanges tensors that lie in host memory, of devices whose own go there; None where that is shared."""
+
     bucket_bytes = (25 << 20, 25 << 20)
     """Of gradients that are summed while backward runs: the first bucket's, and the most; enough for full speed."""
 
@@ -157,7 +163,8 @@ class ProcessGroup(Collective):
     whether the members stay the same, `votes` whether a `commit` may ask for approval. `in_memory` is what `share` is
     left to, of processes that may lie on several hosts and are all on one. `store` returns a store of torch.distributed
     where processes on several hosts have one, which only they can read. `start_barrier` comes to a barrier, and returns
-    what waits for the others; None where a barrier cannot be divided.
+    what waits for the others; None where a barrier cannot be divided. `start_when` is a `start_all_reduce` of a tensor
+    that is there when its first argument has been called; None where no thread waits for it.
     """
 
     one_memory: bool = True
@@ -168,6 +175,7 @@ class ProcessGroup(Collective):
     in_memory: ProcessGroup | None = None
     store: Callable[[], Any] | None = None
     start_barrier: Callable[[], Callable[[], None]] | None = None
+    start_when: Callable[[Callable[[], object], Tensor, Compression], Callable[[], None]] | None = None
 
     def subgroup(self, members: Sequence[int]) -> ProcessGroup:
         """Returns a group of some of the ranks; every rank calls it at the same time, for the one it belongs to."""

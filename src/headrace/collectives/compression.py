@@ -24,6 +24,15 @@ class Compression:
         # By numpy, because the system gives it only the pages that are written.
         self.residuals = torch.from_numpy(np.zeros(region.nbytes, np.uint8))
 
+    def of(self, copy: Tensor, tensor: Tensor) -> Compression:
+        """Returns this one for the copy of a tensor of the region, which lies elsewhere."""
+        if self.name == "plain":
+            return self
+        moved = Compression.__new__(Compression)
+        moved.name, moved.parts, moved.residuals = self.name, self.parts, self.residuals
+        moved._start = self._start + copy.data_ptr() - tensor.data_ptr()
+        return moved
+
     def forget(self) -> None:
         """Begins without residuals, where this rank will send other parts than before."""
         if self.parts:

@@ -100,6 +100,7 @@ class MultiHostGroup(ProcessGroup):
         self._closed = self.abandoned = False
         self._background: ThreadPoolExecutor | None = None
         self.start_barrier = lambda: self._start(partial(self._sum, []))
+        self.start_when = lambda *what: self._start(partial(self._all_reduce_when, *what))
         self._pending: list[Future[object]] = []
         names = list(dict.fromkeys(home.hosts))
         self._mates = [[r for r in range(self.world) if home.hosts[r] == name] for name in names]
@@ -245,7 +246,7 @@ class MultiHostGroup(ProcessGroup):
 
     def _all_reduce(self, flat: Tensor, compression: Compression) -> None:
         local, count = self._local, len(self._own)
-        if self.world == 1:
+        if self.world == 1 or not flat.numel():
             return
         if flat.nbytes * self.world <= _SMALL_BYTES:
             rows = self._gather(flat.view(torch.uint8)).view(flat.dtype)
@@ -263,6 +264,10 @@ class MultiHostGroup(ProcessGroup):
             for start in range(0, flat.numel(), step):
                 self._reduce_window(local, flat[start : start + step], compression)
             local.moved_bytes += flat.nbytes * (3 * count - 2) // count
+
+    def _all_reduce_when(self, arrived: Callable[[], object], tensor: Tensor, compression: Compression) -> None:
+        arrived()
+        self._all_reduce(_flat(tensor), compression)
 
     def _reduce_window(self, local: SharedMemoryGroup, window: Tensor, compression: Compression) -> None:
         if not self._regions or len(self._regions[0]) < window.nbytes:

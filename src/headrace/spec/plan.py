@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from headrace.devices import kind_of
+
 MOST_MEMBERS = 64
 """How many workers may come and go in a run."""
 
@@ -219,6 +221,12 @@ def exchanges_in_host_memory(plan: Plan) -> bool:
     places = [place_of(role) for role in plan.roles if role.computes and role.device != "cpu"]
     apart = len(set(places)) < len(places) or len(device_kinds(plan)) > 1
     return bool(places) and (apart or (spans_hosts(plan) and (plan.min_workers > 0 or not plan.trusted)))
+
+
+def sums_lie_in_host_memory(plan: Plan) -> bool:
+    """Whether what is exchanged there stays there; else it goes on from the devices of all workers, and comes back."""
+    passes = spans_hosts(plan) and not plan.min_workers and all(kind_of(each).streams for each in device_kinds(plan))
+    return exchanges_in_host_memory(plan) and not passes
 
 
 def cuts_shares(plan: Plan) -> bool:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from headrace.collectives.accelerators.through_host import ThroughHost
 from headrace.collectives.base import Collective, ProcessGroup
 from headrace.collectives.threads import ThreadCollective
 from headrace.devices import HOST, kind_of
@@ -215,7 +214,7 @@ def _carrier(connect: Connects, group: ProcessGroup, place: torch.device) -> tup
     if group.world == 1:
         return True, None
     devices = connect() if kind_of(place.type).backend else None
-    carries = devices is not None and not isinstance(devices, ThroughHost) and devices.world == group.world
+    carries = devices is not None and not devices.in_host and devices.world == group.world
     return carries, devices if carries else None
 
 
@@ -259,7 +258,7 @@ def summing_of(context: WorkerContext) -> tuple[Collective | None, torch.device]
     That is the worker's own device, or host memory where no backend carries the tensors of all devices.
     """
     devices = context.device_group()
-    return (devices.near, _HOST) if isinstance(devices, ThroughHost) else (devices, context.device)
+    return (devices.near, _HOST) if devices is not None and devices.in_host else (devices, context.device)
 
 
 def with_tables(replica: Replica, context: WorkerContext) -> Replica:

@@ -166,9 +166,10 @@ class BucketReduction(Reduction):
         overlap: bool = True,
     ) -> None:
         used: GradientUse
-        if device.type == "cpu":
+        if device.type == "cpu" or (codec != "plain" and not collective.queued):
+            # A codec would round the counts.
             used = UsedParameters(group, len(trainable))
-            result = torch.zeros(FlatLayout(trainable).nbytes, dtype=torch.uint8)
+            result = torch.zeros(FlatLayout(trainable).nbytes, dtype=torch.uint8, device=device)
         else:
             used = SummedUse(group, trainable, device, lambda: self._buckets.wait())
             result = used.region

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.errors import NonFiniteGradient, NonFiniteLoss
 from headrace.spec.events import NonFinite
-from headrace.spec.plan import exchanges_in_host_memory
+from headrace.spec.plan import sums_lie_in_host_memory
 from headrace.training.clipping import StepDecision
 from headrace.worker.session import WorkerSession
 
@@ -34,8 +34,8 @@ class LossReader:
     def __init__(self, session: WorkerSession) -> None:
         options, plan, exchange = session.run.job.options, session.run.plan, session.replica.exchange
         self.decided: Callable[[StepDecision, int, float | None], None] = lambda decision, step, loss: None
-        # What is exchanged in host memory has waited for the device already.
-        waits = plan.role(session.rank).device == "cpu" or exchanges_in_host_memory(plan)
+        # What is summed in host memory has waited for the device already.
+        waits = plan.role(session.rank).device == "cpu" or sums_lie_in_host_memory(plan)
         needs = options.on_nonfinite != "raise" or options.precision == "fp16"
         self._at_once = waits or (needs and not exchange.defers)
         self.defers = exchange.defers and not waits

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from headrace.collectives.accelerators.through_host import ThroughHost
 from headrace.collectives.base import Collective, ProcessGroup, moved_bytes_of
 from headrace.collectives.threads import ThreadCollective, ThreadGroup
 from headrace.data.loading.loader import Loader, as_pipeline
@@ -30,7 +29,7 @@ from headrace.shared_memory.control_page import ControlPage
 from headrace.spec.events import Notice
 from headrace.spec.job import Job, Share
 from headrace.spec.parameter_sets import one_optimizer
-from headrace.spec.plan import Plan, Role, exchanges_in_host_memory, name_of
+from headrace.spec.plan import Plan, Role, exchanges_in_host_memory, name_of, sums_lie_in_host_memory
 from headrace.strategies.context import BatchInfo, WorkerContext
 from headrace.training.embeddings.constructing import deferred_tables, put_tables
 from headrace.training.exchange import Replica, UpdatingExchange
@@ -85,7 +84,9 @@ class DeviceGroup:
         if role.device == "cpu":
             return None if group.one_memory else group
         if exchanges_in_host_memory(run.plan):
-            return ThroughHost(group)
+            from headrace.collectives.accelerators.through_host import ThroughHost
+
+            return ThroughHost(group, sums_lie_in_host_memory(run.plan))
         if group.world == 1 and group.fixed:
             return ThreadCollective(ThreadGroup(1), 0)
         # Here, because importing torch.distributed costs what a CPU run need not pay.
