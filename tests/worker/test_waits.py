@@ -25,8 +25,14 @@ FIRST = 4
         (f"steps(hr.OneDevice(), bad={BAD})", 1),
         (f"steps(hr.Mirrored(2), bad={BAD})", 2),
         (f"steps(hr.FullySharded(2), ('clip', 'skip, clip'), bad={BAD})", 2),
+        (f"steps(hr.Pipeline(2), ('default', 'both', 'skip, clip'), bad={BAD})", 2),
+        (f"steps(hr.TensorParallel(2), ('default', 'both', 'skip, clip'), bad={BAD})", 2),
         ("optimizers(hr.OneDevice())", 1),
         ("means(hr.Mirrored(2))", 2),
+        ("means(hr.FullySharded(2))", 2),
+        ("means(hr.Pipeline(2), ('default', 'clip'))", 2),
+        ("means(hr.TensorParallel(2))", 2),
+        (f"hybrids({BAD})", 4),
     ],
 )
 def test_a_step_waits_for_nothing(call: str, devices: int, tmp_path: Path) -> None:

@@ -121,9 +121,17 @@ def steps(strategy: Strategy, names: Sequence[str] = tuple(CASES), bad: Sequence
         on_devices(name, make_job(own, **{**changes, **CASES[name]}), strategy)
 
 
-def means(strategy: Strategy) -> None:
-    for name, options in (("mean", {}), ("pieces", {"accumulate": 3}), ("clip", {"clip_norm": 0.3})):
-        on_devices(name, make_job((), mean_of_some, **options), strategy)
+def means(strategy: Strategy, names: Sequence[str] = ("default", "accumulated", "clip")) -> None:
+    for name in names:
+        on_devices(f"mean, {name}", make_job((), mean_of_some, **CASES[name]), strategy)
+
+
+def hybrids(bad: Sequence[int]) -> None:
+    """Runs replicas of two devices each; those that FullySharded divides between replicas lie in host memory."""
+    for inner in (hr.Pipeline(2, micro_batches=2), hr.TensorParallel(2)):
+        steps(hr.Hybrid(hr.Mirrored(2), inner), ("both", "skip, clip"), bad)
+        means(hr.Hybrid(hr.Mirrored(2), inner), ("clip",))
+    means(hr.Hybrid(hr.Mirrored(2), hr.FullySharded(2)))
 
 
 def optimizers(strategy: Strategy) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.batches import call, select_target
-from headrace.collectives.base import Collective, ProcessGroup
+from headrace.collectives.base import Collective
 from headrace.errors import UsageError
 from headrace.fully_sharded.sharding import ShardedModule
 from headrace.fully_sharded.units import refuse_hooks
@@ -73,7 +73,6 @@ class ShardedModel(Compute):
         sharded: ShardedModule,
         objective: Objective,
         options: Options,
-        group: ProcessGroup,
         used: UsedParameters,
         sample: Callable[[], Any],
         total: Total,
@@ -87,7 +86,6 @@ class ShardedModel(Compute):
         self._options = options
         # Without autocast where units are of that type themselves.
         self._half = None if sharded.half else HALF.get(options.precision)
-        self._group = group
         self._used = used
         self._load_sample = sample
         self._total = total
@@ -102,7 +100,7 @@ class ShardedModel(Compute):
 
     def run(self, share: Share) -> Computed:
         self._begin()
-        largest = -(-share.of // self._group.world)
+        largest = -(-share.of // self._used.world)
         turns = max(1, min(self._options.accumulate, largest))
         pieces = min(turns, share.examples)
         held = self.place(share.batch)

@@ -130,7 +130,7 @@ class WorkerContext:
                 from headrace.training.fixed_shapes.graph_mode import CompiledModule
 
                 graph = CompiledModule(self.module, self.batches.full // max(1, local_shares), self.options.compile)
-            total = list if local_shares else self.total(self.group, self.device_group)
+            total = list if local_shares else total_of(self)
             return WholeModel(self.module, self.objective, sink, total, always, self.options, self.scale, graph)
 
         return self.inside.compute(whole, sink, self.scale) if self.inside else whole()
@@ -151,11 +151,6 @@ class WorkerContext:
         connect = inside.connects[1] if inside else self.device_group
         there = on_device(self, self.options, group, place, connect, lambda: repeated, times)
         return GradientClipper(self.options, group, self.scale, immediate, lambda: repeated, times, there)
-
-    def total(self, group: ProcessGroup, connect: Connects) -> Total:
-        """Returns what sums the weights of losses over a group, whose devices `connect` connects: where they lie."""
-        known, devices = _carrier(connect, group, self.device) if self.objective.weighed else (False, None)
-        return DeviceTotal(devices, self.device) if known else group.sum
 
     def updater_over(
         self, owned: Sequence[tuple[Segment, Tensor]], named: Iterable[tuple[str, Tensor]] | None = None
@@ -216,6 +211,13 @@ def _carrier(connect: Connects, group: ProcessGroup, place: torch.device) -> tup
     devices = connect() if kind_of(place.type).backend else None
     carries = devices is not None and not devices.in_host and devices.world == group.world
     return carries, devices if carries else None
+
+
+def total_of(context: WorkerContext) -> Total:
+    """Returns what sums the weights of losses over the workers: on their devices, where that can be."""
+    group, device = context.group, context.device
+    known, devices = _carrier(context.device_group, group, device) if context.objective.weighed else (False, None)
+    return DeviceTotal(devices, device) if known else group.sum
 
 
 def on_device(

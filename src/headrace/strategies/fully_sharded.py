@@ -37,7 +37,7 @@ from headrace.spec.model import ModelSpec
 from headrace.spec.plan import EVERY_WORKER, Plan, Segment
 from headrace.strategies.broadcast import broadcast
 from headrace.strategies.checks import check_count, refuse_coupled, refuse_derived_state, refuse_parts
-from headrace.strategies.context import ModelProbe, WorkerContext
+from headrace.strategies.context import ModelProbe, WorkerContext, total_of
 from headrace.strategies.refusals import Refusal, one_program
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
@@ -157,8 +157,8 @@ class FullySharded(Strategy):
         updater = _updater_of(segments, sharded.pieces, whole, context)
         used = UsedParameters(group, len(sharded.pieces))
         objective, options, sample = context.objective, context.options, context.sample
-        total = context.total(group, context.device_group)
-        compute = ShardedModel(sharded, objective, options, group, used, sample, total, communicates, context.scale)
+        total = total_of(context)
+        compute = ShardedModel(sharded, objective, options, used, sample, total, communicates, context.scale)
         if group.rank == 0:
             compute.notes = (sharded.describe(),)
         return Replica(compute, ShardedExchange(sharded, updater, context.clipper(), used, group.rank == 0, mates))

@@ -30,7 +30,7 @@ from headrace.spec.compute import LayerSpec
 from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.plan import EVERY_WORKER, Plan, ProcessCounts, Role, Segment
 from headrace.strategies.checks import refuse_derived_state, refuse_parts
-from headrace.strategies.context import ModelProbe, WorkerContext, among
+from headrace.strategies.context import ModelProbe, WorkerContext, among, total_of
 from headrace.strategies.fully_sharded import FullySharded, require_sliceable, sharded_plan
 from headrace.strategies.mirrored import Mirrored
 from headrace.strategies.parameter_averaging import ParameterAveraging
@@ -281,8 +281,7 @@ class Hybrid(ServedStrategy):
     def _stages(self, plan: Plan, near: WorkerContext, every: WorkerContext, mates: ProcessGroup) -> ModelParallelGroup:
         assert isinstance(self.inner, Pipeline)
         # A loss is weighed over all replicas, where these synchronize in every round.
-        weighing = every if isinstance(self.outer, Mirrored | FullySharded) else near
-        total = near.total(weighing.group, weighing.device_group)
+        total = total_of(every if isinstance(self.outer, Mirrored | FullySharded) else near)
         compute = self.inner.compute(plan, near, total, every.group)
         compute.mates = mates
         counts_all = isinstance(self.outer, Mirrored | ParameterAveraging)

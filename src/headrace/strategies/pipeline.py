@@ -36,7 +36,7 @@ from headrace.spec.model import ModelSpec, ProfileRequest
 from headrace.spec.plan import Plan, Role, Segment
 from headrace.strategies.broadcast import broadcast
 from headrace.strategies.checks import check_count, refuse_coupled, refuse_derived_state, refuse_parts
-from headrace.strategies.context import ModelProbe, WorkerContext
+from headrace.strategies.context import ModelProbe, WorkerContext, total_of
 from headrace.strategies.refusals import STAGES, WHOLE_BATCH_NORM, Refusal
 from headrace.strategies.strategy import Strategy, describe_options
 from headrace.training.exchange import Replica
@@ -205,8 +205,7 @@ class Pipeline(Strategy):
         statistics = RunningStatistics(context.module, self.deferred_batch_norm and count > 1)
         half, actions = HALF.get(context.options.precision), schedule.actions(group.rank)
         runner = Runner(part.stages, channels, actions, self.recompute, statistics, part.trained_stages(), half)
-        if total is None:
-            total = context.total(group, context.device_group)
+        total = total or total_of(context)
         return StagedModel(traced, part, runner, channels, context.objective, count, total, context.scale)
 
     def _count(self, ranks: int) -> int:
