@@ -164,6 +164,7 @@ TRACEABLE: dict[str, Callable[..., Any]] = {
     "loops over a shape": lambda model, x: torch.stack([x[:, index] for index in range(x.shape[1])], 1),
     "several at once": lambda model, x: torch.cat([part * 2 for part in x.chunk(2, 1)], 1) + x.max(1).values[:, None],
     "a number of the data": lambda model, x: x * x.detach().mean().item(),
+    "a table of sizes": lambda model, x: x * {4: 2.0}.get(x.shape[1], 1.0) * (3.0 if str(x.shape[1]) == "4" else 1.0),
     "written parts": lambda model, x: x.clone().index_fill_(1, torch.tensor([0]), 0.0),
 }
 
@@ -186,6 +187,44 @@ def test_what_python_does_with_tensors_is_followed(name: str) -> None:
         output.sum().backward()
         results.append((output.detach(), [parameter.grad for parameter in model.parameters()]))
     torch.testing.assert_close(*results)
+
+
+def matched(model: nn.Module, x: Tensor) -> Tensor:
+    match x:
+        case Tensor():
+            return x * 2
+    return x
+
+
+TYPES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "a type": lambda model, x: x * 2 if type(x) is Tensor else x,
+    "a pattern": matched,
+    "what can be called": lambda model, x: x if callable(x) else x * 2,
+    "a type in evaluation": lambda model, x: x * 2 if not model.training and type(x) is Tensor else x,
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_what_python_decides_by_the_type_of_a_value_is_that_of_tensors(name: str) -> None:
+    """Proxies are none: outputs were others, without a word."""
+    torch.manual_seed(0)
+    model, x = Model(TYPES[name]), torch.randn(4, 4)
+    traced = trace(model, x)
+    assert type(traced).__name__ == "ReplayedModel"
+    one, two = cut(traced, [["first"], ["second", "third"]])
+    for mode in (True, False):
+        model.train(mode)
+        first, second = (stage if mode else stage.evaluated for stage in (one, two))
+        torch.testing.assert_close(second.run(first.run(traced.inputs(x)))[OUTPUT], model(x))
+
+
+@pytest.mark.parametrize("decide", [lambda n: {4: 2.0}.get(n, 1.0), str, "{}".format, repr])
+def test_a_size_that_was_looked_up_or_written_must_stay(decide: Callable[[Any], Any]) -> None:
+    model = Model(lambda model, x: x * 2 if decide(x.shape[1]) in (2.0, "4") else x)
+    (stage,) = cut(traced := trace(model, torch.randn(3, 4)), [["first", "second", "third"]])
+    model.first = nn.Linear(4, 5)
+    with pytest.raises(JobError, match="in the forward of Model is 4, and now that is 5; give every batch the same"):
+        stage.run(traced.inputs(torch.randn(3, 4)))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -20,6 +20,7 @@ from headrace.tensor_parallel.layout import Layout
 from headrace.tensor_parallel.recording import Trial, tried
 from headrace.tensor_parallel.replica import ShardDim
 from headrace.tensor_parallel.rewriter import Rewriter
+from headrace.training.user_code.trial import largest_difference, largest_element
 from headrace.trees import tensors_of
 
 _TOLERANCE: Mapping[torch.dtype, float] = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -160,14 +161,9 @@ def _weighed(output: Tensor) -> Tensor:
 
 def _distance(found: Tensor, right: Tensor, least: float = 0.0) -> float:
     """Returns the largest difference in multiples of what is allowed."""
-    if not right.numel():
-        return 0.0
-    if not torch.equal(right.isfinite(), found.isfinite()):
-        return math.inf
-    found, right = found.detach().nan_to_num(0.0, 0.0, 0.0), right.nan_to_num(0.0, 0.0, 0.0)
-    scale = max(float(right.abs().max()), least)
-    off = float((found - right).abs().max())
-    return off / (scale * _TOLERANCE.get(right.dtype, 0.1)) if off else 0.0
+    off = largest_difference(found, right)
+    allowed = max(largest_element(right), least) * _TOLERANCE.get(right.dtype, 0.1)
+    return off / allowed if allowed else math.inf if off else 0.0
 
 
 def verified(

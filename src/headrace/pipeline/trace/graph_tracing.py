@@ -10,19 +10,18 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
+from headrace.errors import in_one_line
 from headrace.hooks import silenced
 from headrace.modules import evaluating, same_values, set_train_modes, stateful_modules
+from headrace.pipeline.replay.structure import template
 from headrace.pipeline.trace.fx_tracer import record
 from headrace.pipeline.trace.graph_stage import RecordedModel
 from headrace.pipeline.trace.inputs import longer_batch, masked_otherwise, places
 from headrace.pipeline.trace.layers import align, lay_out
 from headrace.pipeline.trace.recorded_forward import Recording, Untraceable, answer, execute
-from headrace.training.user_code.trial import trial
-from headrace.trees import tensors_of
+from headrace.training.user_code.trial import largest_difference, largest_element, rounding, trial
 
 _NUMBER = "what it does depends on the number of examples"
-_ROUNDING = 1e3
-"""Times the precision of a type: what operations in another order may make of it."""
 _MASK = "what it does depends on the mask"
 
 
@@ -43,11 +42,11 @@ def trace_graph(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         try:
             set_train_modes(module)
             recording = record(module, args, kwargs, tuple(whole))
-            _verify(recording, module, *longer_batch(args, kwargs), _NUMBER)
-            if not recording.recomputes:
-                _require_backward(recording, module, args, kwargs)
+            longer = longer_batch(args, kwargs)
+            _verify(recording, module, *longer, _NUMBER)
+            _require_same(recording, module, *longer)
             if recording.constants:
-                _compare_constants(recording, record(module, *longer_batch(args, kwargs), tuple(whole)))
+                _compare_constants(recording, record(module, *longer, tuple(whole)))
             for masked in masked_otherwise(args, kwargs):
                 _verify(recording, module, *masked, _MASK)
             with evaluating(module):
@@ -100,49 +99,58 @@ def _evaluated(
     whole: tuple[type[nn.Module], ...],
 ) -> Recording | None:
     """Records what a model does in evaluation, where that is something else than was recorded."""
+    longer = longer_batch(args, kwargs)
     try:
-        _verify(recording, module, args, kwargs, "what it does in training is not what it does else")
+        _verify(recording, module, *longer, "what it does in training is not what it does else")
+        _require_same(recording, module, *longer)
     except Untraceable:
         evaluated = record(module, args, kwargs, whole)
-        _verify(
-            evaluated,
-            module,
-            *longer_batch(args, kwargs),
-            "what it does in evaluation depends on the number of examples",
-        )
+        _verify(evaluated, module, *longer, "what it does in evaluation depends on the number of examples")
+        _require_same(evaluated, module, *longer)
         return evaluated
     return None
 
 
-def _require_backward(
-    recording: Recording, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> None:
-    """Raises an `Untraceable` if the backward pass is another one than that of forward, whose output is the same.
+def _require_same(recording: Recording, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raises an `Untraceable` if forward, or its backward pass in training, is another one than what was recorded.
 
-    Hooks of autograd's graph, and of what it saves, are not recorded.
+    What Python asks of the type of a value is answered for a proxy. Hooks of autograd's graph, and of what it saves,
+    are not recorded.
     """
     trained = [each for each in module.parameters() if each.requires_grad]
 
-    def gradients(run: Callable[[], Any]) -> tuple[Tensor, Sequence[Tensor | None]]:
+    def results(run: Callable[[], Any]) -> tuple[list[Tensor], Sequence[Tensor | None]]:
         with trial(module), torch.enable_grad(), silenced(trained):
-            leaves = [each for each in tensors_of(run()) if each.requires_grad]
+            outputs = template(run())[1]
+            leaves = [each for each in outputs if each.requires_grad]
+            # torch.utils.checkpoint may take no other gradients than those of backward().
+            if not leaves or recording.recomputes or not module.training:
+                return outputs, ()
             weighed = [each.flatten() @ torch.linspace(1, 2, each.numel()).to(each) for each in leaves]
-            total = torch.stack([each.double() for each in weighed]).sum() if weighed else torch.zeros(())
-            return total.detach(), torch.autograd.grad(total, trained, allow_unused=True) if weighed else ()
+            total = torch.stack([each.double() for each in weighed]).sum()
+            return outputs, torch.autograd.grad(total, trained, allow_unused=True)
 
-    one, of_one = gradients(lambda: module.forward(*args, **kwargs))
-    other, of_other = gradients(lambda: _verify(recording, module, args, kwargs, _NUMBER, gradients=True))
-    if not _apart([one], [other]) and _apart(of_one, of_other):
+    def forward() -> Any:
+        try:
+            return module.forward(*args, **kwargs)
+        except Exception as error:  # whatever a user's forward raises, of one example more
+            raise Untraceable(module, f"{_NUMBER}: {in_one_line(error)}") from error
+
+    one, of_one = results(forward)
+    other, of_other = results(lambda: _verify(recording, module, args, kwargs, _NUMBER, gradients=True))
+    if _apart(one, other):
+        raise Untraceable(module, "it computes something else than was seen of it, as where Python asks for a type")
+    if _apart(of_one, of_other):
         raise Untraceable(module, "its backward pass is not that of its operations (hooks of autograd's graph)")
 
 
 def _apart(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
     """Tells whether tensors differ by more than rounding of the largest: one that should be 0 is all rounding."""
+    if [each is None for each in some] != [each is None for each in others]:
+        return True
     pairs = [(one, other) for one, other in zip(some, others, strict=True) if one is not None and other is not None]
-    least = _ROUNDING * max((float(one.abs().max()) for one, _ in pairs if one.numel()), default=0.0)
-    return any((one is None) != (other is None) for one, other in zip(some, others, strict=True)) or any(
-        float((one - other).abs().max()) > least * torch.finfo(one.dtype).eps for one, other in pairs if one.numel()
-    )
+    largest = max((largest_element(other) for _, other in pairs), default=0.0)
+    return any(largest_difference(one, other) > largest * rounding(one.dtype) for one, other in pairs)
 
 
 def _verify(

@@ -58,10 +58,17 @@ class ValueProxy(fx.Proxy):
         return item in self.tracer.settle(self)
 
     def __hash__(self) -> int:
-        return id(self)
+        # A table by sizes is looked up with a size, and one by tensors with the tensor itself.
+        return id(self) if _isinstance(value_of(self), Tensor) else hash(self.tracer.settle(self))
 
     def __format__(self, spec: str) -> str:
-        return format(value_of(self), spec)
+        return format(self.tracer.settle(self), spec)
+
+    def __repr__(self) -> str:
+        return repr(self.tracer.settle(self))
+
+    def __str__(self) -> str:
+        return str(self.tracer.settle(self))
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return self.tracer.create_proxy("call_method", name, (self, *args), kwargs)

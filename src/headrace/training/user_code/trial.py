@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -11,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headrace.batches import call
 from headrace.machine.dynamo import has_compiler
 from headrace.machine.generators import forked_generators
-from headrace.modules import stateful_modules
+from headrace.modules import is_dense, stateful_modules
 from headrace.training.user_code.objective import Objective
 from headrace.training.user_code.untouched import same_generators, untouched
 
@@ -121,3 +122,38 @@ def drawn_without_torch() -> tuple[object, ...]:
     numpy: dict[str, Any] = np.random.get_state(legacy=False)
     words, place = numpy["state"]["key"].tobytes(), numpy["state"]["pos"]
     return random.getstate(), words, place, numpy["has_gauss"]
+
+
+def largest_difference(one: Tensor, other: Tensor) -> float:
+    """Returns how far apart elements of two trials are at most; infinity where forms or what is finite differ.
+
+    Whole numbers and truth values are the same, or infinitely far apart.
+    """
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return math.inf
+    if not _is_inexact(one):
+        return 0.0 if torch.equal(_dense(one), _dense(other)) else math.inf
+    one, other = _dense(one), _dense(other)
+    if not torch.equal(one.isfinite(), other.isfinite()):
+        return math.inf
+    return largest_element(one.nan_to_num(0.0, 0.0, 0.0) - other.nan_to_num(0.0, 0.0, 0.0))
+
+
+def largest_element(tensor: Tensor) -> float:
+    """Returns the largest magnitude of the finite elements; 0 for whole numbers and truth values."""
+    if not tensor.numel() or not _is_inexact(tensor):
+        return 0.0
+    return float(_dense(tensor).nan_to_num(0.0, 0.0, 0.0).abs().max())
+
+
+def _is_inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.detach() if is_dense(tensor) else tensor.detach().to_dense()
+
+
+def rounding(kind: torch.dtype) -> float:
+    """Returns which part of the largest element operations in another order may make of a type."""
+    return min(1e3 * torch.finfo(kind).eps, 0.05) if kind.is_floating_point or kind.is_complex else 0.0
