@@ -246,12 +246,12 @@ def test_the_kernel_s_figures_of_others(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(saving, "own_processor_s", lambda: next(own))
     gauge = OtherWorkGauge()
     gauge.measured("matrix")
-    assert gauge.found() == (OtherWork("matrix", 4.0, 1.0, 0.5),)
-    assert gauge.found()[0].share == 0.375
+    assert gauge.work() == (OtherWork("matrix", 4.0, 1.0, 0.5),)
+    assert gauge.work()[0].share == 0.375
     # Where the kernel does not say, nothing is added.
     gauge.skipped()
     gauge.measured("matrix")
-    assert gauge.found() == (OtherWork("matrix", 4.0, 1.0, 0.5),)
+    assert gauge.work() == (OtherWork("matrix", 4.0, 1.0, 0.5),)
 
 
 def test_a_measurement_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ class Node:
             self.apart[what.number] = rows
             return moving, rows
         if kind == "kept":
-            return (moves.kept[what], self.apart[what]) if what in moves.kept else None
+            return (moves.gone[what], self.apart[what]) if what in moves.gone else None
         if kind == "install":
             before, number, moving, rows = what
             if moves.install(number, moving):
@@ -167,7 +167,7 @@ class Moving:
             own = self.nodes[owner(map_, row)]
             # Its mover was lost before it could say so; what asks for the row next does.
             for number in own.adopt(0, map_) if map_.version > own.moves.map.version else ():
-                (copy,) = [node.handle(-1, "kept", number) for node in self.nodes if number in node.moves.kept]
+                (copy,) = [node.handle(-1, "kept", number) for node in self.nodes if number in node.moves.gone]
                 own.handle(-1, "install", (None, number, *copy))
             assert own.adopt(0, map_) == []
             should = sorted(lease for lease, rows in enumerate(self.touched) if row in rows)

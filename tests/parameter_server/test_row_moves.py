@@ -43,7 +43,7 @@ PLANTED = {
     "any claim counts": ("        if number <= self.seen:", "        if False:"),
     "a claim is for ever": ("        if mover != self.mover:", "        if False:"),
     "rows stay where they were": ("            _replaced(self.here, each, [], _cut)\n", ""),
-    "no copy is kept": ("self.kept = {move.number: moving}", "self.kept = {}"),
+    "no copy is kept": ("self.gone = {move.number: moving}", "self.gone = {}"),
     "missing rows do not matter": (
         "number for number in numbers if number not in self.aside]",
         "number for number in numbers if number not in self.aside and False]\n"
@@ -96,7 +96,7 @@ def test_rows_that_are_missing_keep_a_map_away_until_their_copy_is_brought() -> 
     source, target, rows = RowMoves(0), RowMoves(1), RowRange(0, 0, 1)
     source.claim(1, 7)
     moving = source.take(Move(1, (rows,), 0, 1), 7, [5], now_s=9.0)
-    assert moving == source.kept[1] == module.Moving(((5, 6),), (MovingRows(rows),), 0, 9.0)
+    assert moving == source.gone[1] == module.Moving(((5, 6),), (MovingRows(rows),), 0, 9.0)
     assert target.adopt(source.map, [4]) == ({}, [1])
     assert (target.map, target.here) == (RowMap(), [])
     assert target.install(1, moving)

@@ -50,7 +50,7 @@ def place_in_average(
     """Moves a module's trainable parameters to where they are averaged; what is kept begins as a copy of them."""
     average = make(FlatLayout(model.trainable))
     named = dict(module.named_parameters())
-    for spec, view in zip(model.trainable, average.layout.views(average.own), strict=True):
+    for spec, view in zip(model.trainable, average.layout.views(average.local), strict=True):
         view.copy_(named[spec.name].data)
         named[spec.name].data = view
     average.begin()
@@ -60,12 +60,12 @@ def place_in_average(
 
 def require_alike(module: nn.Module, model: ModelSpec, rank: int) -> None:
     """Raises UsageError if a module is not the run's model: its parameters would be averaged with different ones."""
-    named = [each for each in module.named_parameters() if not each[1].is_meta]
-    own = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named}
+    named = [entry for entry in module.named_parameters() if not entry[1].is_meta]
+    here = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named}
     run = {spec.name: (spec.shape, f"torch.{spec.dtype}") for spec in model.parameters}
-    for name in [*run, *(own.keys() - run.keys())]:
-        if own.get(name) != run.get(name):
-            mine, theirs = (_form(name, each.get(name)) for each in (own, run))
+    for name in [*run, *(here.keys() - run.keys())]:
+        if here.get(name) != run.get(name):
+            mine, theirs = (_form(name, forms.get(name)) for forms in (here, run))
             raise UsageError(
                 f"rank {rank} has {mine}, and the run's model has {theirs}; the model must be alike on all workers, "
                 "so let it depend on nothing but the job"
@@ -167,7 +167,7 @@ class ParameterAverager(LocalStepsSync):
         if not averaged:
             self._swapped = False
             if self._saved is not None:
-                self.average.own.copy_(self._saved)
+                self.average.local.copy_(self._saved)
                 self._saved = None
             # Time in evaluations does not count as training, which an exchange is compared with.
             self._left_s += perf_counter() - self._swapped_s
@@ -175,7 +175,7 @@ class ParameterAverager(LocalStepsSync):
         self._swapped_s = perf_counter()
         if self.stretch.rounds or not self._config.outer.agrees:
             # A device has no room for it.
-            self._saved = self.average.own.to(HOST, copy=True)
+            self._saved = self.average.local.to(HOST, copy=True)
             self.average.publish()
             finite = all_finite(self.average.elements)
             weights, _, _ = self._agree(self.stretch.synced + self.stretch.rounds, finite, 0.0)
@@ -189,14 +189,14 @@ class ParameterAverager(LocalStepsSync):
     def own(self) -> tuple[StatePiece, ...]:
         pieces = [piece for i, region in enumerate(self.average.lost) for piece in self.pieces(f"{_LOST}-{i}", region)]
         if not self._config.outer.agrees:
-            pieces += self.pieces(PARAMETER, self.average.own)
+            pieces += self.pieces(PARAMETER, self.average.local)
         # Rank 0's is in the checkpoint for workers that find no state of their own.
         alone = self._group.rank and not self._config.average_state
         return (*pieces, *(self._updater.state() if alone else ()))
 
     def kept(self) -> tuple[StatePiece, ...]:
-        kept = enumerate(self.average.kept[1:], 1)
-        return tuple(piece for index, region in kept for piece in self.pieces(f"{OUTER}-{index}", region))
+        regions = enumerate(self.average.outer_state[1:], 1)
+        return tuple(piece for index, region in regions for piece in self.pieces(f"{OUTER}-{index}", region))
 
     def settings(self) -> dict[str, Any]:
         return {"averaging": {**self.stretch.period.settings(), "synced": self.stretch.synced}}
@@ -204,7 +204,7 @@ class ParameterAverager(LocalStepsSync):
     def load(self, pieces: Sequence[StatePiece], settings: Mapping[str, Any] | None) -> None:
         period = self.stretch.period.restored(settings, self._config.period) or self.stretch.period
         self.stretch = replace(self.stretch, period=period)
-        places = {f"{OUTER}-{index}": region for index, region in enumerate(self.average.kept)}
+        places = {f"{OUTER}-{index}": region for index, region in enumerate(self.average.outer_state)}
         places |= {f"{_LOST}-{index}": region for index, region in enumerate(self.average.lost)}
         for piece in pieces:
             if piece.key in places:
@@ -222,8 +222,8 @@ class ParameterAverager(LocalStepsSync):
         """Returns every copy's weight in the mean, the slowest worker's time since the last synchronization, and the
         time that one took the worker that came last to it. All ranks' parameters are written when it returns.
         """
-        own = self.stretch.weight if self._config.outer.weighted else 1.0
-        every = self._group.gather_numbers([own if finite else -1.0, train_s, self._exchange_s])
+        weight = self.stretch.weight if self._config.outer.weighted else 1.0
+        every = self._group.gather_numbers([weight if finite else -1.0, train_s, self._exchange_s])
         weights = [weight for weight, _, _ in every]
         live = [weight for weight in weights if weight >= 0]
         if not live:

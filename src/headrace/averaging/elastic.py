@@ -30,12 +30,12 @@ class AveragedState(ElasticState):
         self._local = local
         self._averager = averager
         self._agrees = agrees
-        self._kept: tuple[list[Tensor], Stretch, tuple[StatePiece, ...], dict[str, Any]] | None = None
+        self._saved: tuple[list[Tensor], Stretch, tuple[StatePiece, ...], dict[str, Any]] | None = None
 
     @property
     def _regions(self) -> tuple[Tensor, ...]:
         average = self._averager.average
-        return (average.own, *average.kept)
+        return (average.local, *average.outer_state)
 
     def keep(self) -> None:
         regions = [region.clone() for region in self._regions]
@@ -43,13 +43,13 @@ class AveragedState(ElasticState):
             replace(piece, value=piece.flat.clone(), in_place=False) if piece.in_place else piece
             for piece in self._local.state()
         )
-        self._kept = regions, self._averager.stretch, pieces, self._local.settings()
+        self._saved = regions, self._averager.stretch, pieces, self._local.settings()
 
     def bring_back(self) -> None:
-        assert self._kept is not None
-        regions, self._averager.stretch, pieces, settings = self._kept
-        for region, kept in zip(self._regions, regions, strict=True):
-            region.copy_(kept)
+        assert self._saved is not None
+        regions, self._averager.stretch, pieces, settings = self._saved
+        for region, saved in zip(self._regions, regions, strict=True):
+            region.copy_(saved)
         self._local.load(pieces, settings)
 
     def regroup(self) -> None:
@@ -59,8 +59,8 @@ class AveragedState(ElasticState):
 
     def give(self) -> tuple[StatePiece, ...]:
         averager = self._averager
-        kept = enumerate(averager.average.kept)
-        outer = (piece for index, region in kept for piece in averager.pieces(f"{OUTER}-{index}", region))
+        regions = enumerate(averager.average.outer_state)
+        outer = (piece for index, region in regions for piece in averager.pieces(f"{OUTER}-{index}", region))
         return (*self._local.state(), *outer)
 
     def take(self, pieces: Iterable[StatePiece], settings: Mapping[str, Any]) -> None:
@@ -69,7 +69,7 @@ class AveragedState(ElasticState):
         self._averager.load(every, settings)
         if not self._agrees:
             # What the worker that gave them has beside are its own parameters.
-            average.own.copy_(average.kept[0])
+            average.local.copy_(average.outer_state[0])
         average.begin()
         given = settings["averaging"]
         period = self._averager.stretch.period

@@ -58,12 +58,12 @@ class ParameterMixing(LocalStepsSync):
         self.group = group
         self._period = period
         self._updater = updater
-        parameters = {name: each.detach() for name, each in module.named_parameters() if each.requires_grad}
+        trained = {name: value.detach() for name, value in module.named_parameters() if value.requires_grad}
         chosen = set(map(id, averaged_buffers(module)))
-        self._statistics = {name: each for name, each in module.named_buffers() if id(each) in chosen}
-        self._named = {**parameters, **self._statistics}
+        self._statistics = {name: buffer for name, buffer in module.named_buffers() if id(buffer) in chosen}
+        self._named = {**trained, **self._statistics}
         self.tensors = list(self._named.values())
-        self._layout = FlatLayout([describe_tensor(name, each) for name, each in self._named.items()])
+        self._layout = FlatLayout([describe_tensor(name, tensor) for name, tensor in self._named.items()])
         self._bytes = ShownBytes(self._layout.nbytes, group, reads, closing)
         self._shown = self._views(group.rank)
         self.kept_bytes = self._layout.nbytes
@@ -80,7 +80,7 @@ class ParameterMixing(LocalStepsSync):
         They are to read, not to change.
         """
         self.group.moved_bytes += self._layout.nbytes
-        return [view.to(own.device) for view, own in zip(self._views(rank), self.tensors, strict=True)]
+        return [view.to(tensor.device) for view, tensor in zip(self._views(rank), self.tensors, strict=True)]
 
     def coming(self, done: int) -> int:
         return -(-done // self._period) * self._period
@@ -95,8 +95,8 @@ class ParameterMixing(LocalStepsSync):
         self._finite = all_finite(self.tensors)
         self._bytes.show(round_)
         self.mix(round_)
-        moved = sum(squared(own.cpu() - shown) for own, shown in zip(self.tensors, self._shown, strict=True))
-        norm = sum(squared(own) for own in self.tensors)
+        moved = sum(squared(tensor.cpu() - shown) for tensor, shown in zip(self.tensors, self._shown, strict=True))
+        norm = sum(squared(tensor) for tensor in self.tensors)
         self._drift = math.sqrt(moved / norm) if norm else 0.0
 
     def synchronize(self, done: int) -> SyncResult:
@@ -121,25 +121,25 @@ class ParameterMixing(LocalStepsSync):
             return
         if not averaged:
             assert self._saved is not None
-            for own, kept in zip(self.tensors, self._saved, strict=True):
-                own.copy_(kept)
+            for tensor, saved in zip(self.tensors, self._saved, strict=True):
+                tensor.copy_(saved)
             self._saved = None
             return
         # A device has no room for them.
-        self._saved = [own.to(HOST, copy=True) for own in self.tensors]
+        self._saved = [tensor.to(HOST, copy=True) for tensor in self.tensors]
         self._show()
         region = self._bytes.regions[self.group.rank]
         for span in self._layout.spans:
             part = span.of(region)
             part.div_(self.group.world)
             self.group.all_reduce(part)
-        for own, mean in zip(self.tensors, self._shown, strict=True):
-            own.copy_(mean)
+        for tensor, mean in zip(self.tensors, self._shown, strict=True):
+            tensor.copy_(mean)
 
     def own(self) -> tuple[StatePiece, ...]:
         pieces = [
-            StatePiece.of(name, _STATISTIC if name in self._statistics else PARAMETER, 0, own)
-            for name, own in self._named.items()
+            StatePiece.of(name, _STATISTIC if name in self._statistics else PARAMETER, 0, tensor)
+            for name, tensor in self._named.items()
         ]
         # Rank 0's optimizer is in the checkpoint for workers that find no state of their own.
         return (*pieces, *(self._updater.state() if self.group.rank else ()))
@@ -156,5 +156,5 @@ class ParameterMixing(LocalStepsSync):
     @torch.no_grad()
     def _show(self) -> None:
         self.group.moved_bytes += self._layout.nbytes
-        for shown, own in zip(self._shown, self.tensors, strict=True):
-            shown.copy_(own)
+        for shown, tensor in zip(self._shown, self.tensors, strict=True):
+            shown.copy_(tensor)

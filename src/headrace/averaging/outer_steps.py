@@ -33,11 +33,11 @@ class OuterStep(ABC):
     agrees: ClassVar[bool] = True
 
     @abstractmethod
-    def model(self, kept: Sequence[Tensor], mean: Tensor) -> Tensor:
-        """Returns the trained model's elements for a mean of the copies; `kept` are `copies_kept` tensors like it."""
+    def model(self, state: Sequence[Tensor], mean: Tensor) -> Tensor:
+        """Returns the trained model's elements for a mean of the copies; `state` are `copies_kept` tensors like it."""
 
     @abstractmethod
-    def step(self, kept: Sequence[Tensor], mean: Tensor, copies: Sequence[Tensor], workers: int) -> None:
+    def step(self, state: Sequence[Tensor], mean: Tensor, copies: Sequence[Tensor], workers: int) -> None:
         """Changes what is kept, and the copies that are here: all, or this worker's. `mean` is of `workers` copies."""
 
     def sgd(self) -> Mapping[str, float | bool]:
@@ -52,10 +52,10 @@ class OuterStep(ABC):
 class MeanStep(OuterStep):
     """The mean itself (Stich, "Local SGD converges fast and communicates little", 2019, algorithm 1)."""
 
-    def model(self, kept: Sequence[Tensor], mean: Tensor) -> Tensor:
+    def model(self, state: Sequence[Tensor], mean: Tensor) -> Tensor:
         return mean
 
-    def step(self, kept: Sequence[Tensor], mean: Tensor, copies: Sequence[Tensor], workers: int) -> None:
+    def step(self, state: Sequence[Tensor], mean: Tensor, copies: Sequence[Tensor], workers: int) -> None:
         for copy in copies:
             copy.copy_(mean)
 
@@ -89,14 +89,14 @@ class Nesterov(OuterStep):
         _check_number("lr", self.lr, lambda lr: 0 < lr < math.inf, "above 0")
         _check_number("momentum", self.momentum, lambda momentum: 0 <= momentum < 1, "of at least 0 and below 1")
 
-    def model(self, kept: Sequence[Tensor], mean: Tensor) -> Tensor:
-        anchor, velocity = kept
+    def model(self, state: Sequence[Tensor], mean: Tensor) -> Tensor:
+        anchor, velocity = state
         gradient = anchor - mean
         velocity = velocity * self.momentum + gradient
         return anchor - self.lr * gradient.add_(velocity, alpha=self.momentum)
 
-    def step(self, kept: Sequence[Tensor], mean: Tensor, copies: Sequence[Tensor], workers: int) -> None:
-        anchor, velocity = kept
+    def step(self, state: Sequence[Tensor], mean: Tensor, copies: Sequence[Tensor], workers: int) -> None:
+        anchor, velocity = state
         gradient = anchor - mean
         velocity.mul_(self.momentum).add_(gradient)
         anchor.sub_(self.lr * gradient.add_(velocity, alpha=self.momentum))
@@ -135,12 +135,12 @@ class Elastic(OuterStep):
     def __post_init__(self) -> None:
         _check_number("beta", self.beta, lambda beta: 0 < beta <= 1, "above 0 and of at most 1")
 
-    def model(self, kept: Sequence[Tensor], mean: Tensor) -> Tensor:
-        (center,) = kept
+    def model(self, state: Sequence[Tensor], mean: Tensor) -> Tensor:
+        (center,) = state
         return center
 
-    def step(self, kept: Sequence[Tensor], mean: Tensor, copies: Sequence[Tensor], workers: int) -> None:
-        (center,) = kept
+    def step(self, state: Sequence[Tensor], mean: Tensor, copies: Sequence[Tensor], workers: int) -> None:
+        (center,) = state
         for copy in copies:
             copy.lerp_(center, self.beta / workers)
         # alpha times the sum is beta times the mean.

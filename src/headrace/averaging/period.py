@@ -50,11 +50,11 @@ class PeriodController:
         """Returns the next period; a worker that has joined since the last learns it from the others."""
         known = (self._period.rounds, self._period.most) if self._known else (0, 0)
         mine = (
-            max((each.rounds for each in self._measured), default=0),
+            max((stretch.rounds for stretch in self._measured), default=0),
             # A worker that was late does not count in what an exchange costs, and all of them wait for the last.
-            max((each.train_s for each in self._measured), default=0.0),
-            min((each.exchange_s for each in self._measured), default=0.0),
-            max((each.drift for each in self._measured), default=0.0),
+            max((stretch.train_s for stretch in self._measured), default=0.0),
+            min((stretch.exchange_s for stretch in self._measured), default=0.0),
+            max((stretch.drift for stretch in self._measured), default=0.0),
         )
         rounds, most, spans, trained_s, exchanged_s, drifts = zip(
             *self._group.gather_numbers([*known, *mine]), strict=True
@@ -63,7 +63,7 @@ class PeriodController:
         self._known = True
         if not max(spans):
             return now
-        exchange_s = min(each for each, had in zip(exchanged_s, spans, strict=True) if had)
+        exchange_s = min(seconds for seconds, had in zip(exchanged_s, spans, strict=True) if had)
         # The rounds that were measured may be fewer than the period.
         measured = Measured(int(max(spans)), max(trained_s), exchange_s, max(drifts))
         return next_period(now, measured, self._target)

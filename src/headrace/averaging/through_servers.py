@@ -132,8 +132,8 @@ class ServedAveragingConfig:
 
 def state_on_server(model: ModelSpec, optimizer: Callable[..., Any]) -> MeanState:
     """Returns the state of the workers' optimizers, on a server, which has none of their parameters."""
-    zeros = ((each, torch.zeros(each.shape, dtype=getattr(torch, each.dtype))) for each in model.parameters)
-    named = {each.name: nn.Parameter(tensor, requires_grad=each.trainable) for each, tensor in zeros}
+    zeros = ((spec, torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))) for spec in model.parameters)
+    named = {spec.name: nn.Parameter(tensor, requires_grad=spec.trainable) for spec, tensor in zeros}
     return mean_state(named, build(optimizer, named.items()), optimizer)
 
 
@@ -143,8 +143,8 @@ def outer_optimizer(
     """Returns an optimizer that makes the outer step with parameters, and the mean of `states`."""
     every = list(named)
     groups = [
-        {"params": [each for name, each in every if (name in states) is is_state], **own}
-        for is_state, own in ((False, options), (True, MeanStep().sgd()))
+        {"params": [tensor for name, tensor in every if (name in states) is is_state], **settings}
+        for is_state, settings in ((False, options), (True, MeanStep().sgd()))
     ]
     return torch.optim.SGD([group for group in groups if group["params"]])
 
@@ -241,7 +241,7 @@ class ServedAveragingExchange(ServedExchange):
         self._period.load(settings)
         # The averaged state begins with this worker's.
         self._center.gather()
-        self.load_values(self._center.own, only_state=True)
+        self.load_values(self._center.local, only_state=True)
 
     def memory(self) -> tuple[int, int]:
         parameter_bytes, state_bytes = self._inner.memory()
@@ -285,7 +285,7 @@ class ServedAveragingExchange(ServedExchange):
 
         Returns whether the servers say so, too.
         """
-        nothing = [[None] * len(places) for places in self._center.own]
+        nothing = [[None] * len(places) for places in self._center.local]
         share, self._weight, self._shares = self._shares[0], 0.0, []
         # Servers stop waiting for a worker that was late; this push makes them wait for it again.
         reason = self.client.push(nothing, lease, 0.0, share, pull=True, patience_s=self._patience_s)

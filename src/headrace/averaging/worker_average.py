@@ -45,37 +45,37 @@ class AverageSums:
 class WorkerAverage(ABC):
     """Averages the workers' copies.
 
-    `own` is this worker's copy, `(nbytes,)` uint8, and `shown` is where the others see it, if it is not there. In the
-    same form, `kept` is what the outer step keeps beside it, and `lost` what was lost of what this worker sent, which
+    `local` is this worker's copy, `(nbytes,)` uint8, and `shown` is where the others see it, if it is not there. In the
+    same form, `outer_state` is that of the outer step, and `lost` what was lost of what this worker sent, which
     is sent with the next. `nbytes` is what this rank adds to the host.
     """
 
     layout: FlatLayout
-    own: Tensor
+    local: Tensor
     shown: Tensor | None = None
-    kept: tuple[Tensor, ...]
+    outer_state: tuple[Tensor, ...]
     lost: tuple[Tensor, ...] = ()
     nbytes: int
 
     @property
     def elements(self) -> list[Tensor]:
         """This worker's copy, flat, one tensor a type."""
-        return [span.of(self.own) for span in self.layout.spans]
+        return [span.of(self.local) for span in self.layout.spans]
 
     def begin(self) -> None:
         """Begins what is kept as the copies, which are all alike."""
-        for region in self.kept[:1]:
-            region.copy_(self.own)
+        for region in self.outer_state[:1]:
+            region.copy_(self.local)
 
     def publish(self) -> None:
         """Copies this worker's copy to where the others see it; a barrier follows before ranks combine them."""
         if self.shown is not None:
-            self.shown.copy_(self.own)
+            self.shown.copy_(self.local)
 
     def take(self) -> None:
         """Copies it back, after another barrier."""
         if self.shown is not None:
-            self.own.copy_(self.shown)
+            self.local.copy_(self.shown)
 
     @abstractmethod
     def combine(self, weights: Sequence[float], preview: bool = False) -> AverageSums:
@@ -105,16 +105,16 @@ class SharedMemoryAverage(WorkerAverage):
     ) -> None:
         self.layout = layout
         regions = group.share(layout.nbytes)
-        self.own = regions[group.rank]
-        apart = apart or device != self.own.device
+        self.local = regions[group.rank]
+        apart = apart or device != self.local.device
         if apart:
-            self.own, self.shown = torch.zeros_like(self.own, device=device), self.own
+            self.local, self.shown = torch.zeros_like(self.local, device=device), self.local
         # One for all, of which each rank moves its part.
-        self.kept = tuple(group.share(0 if group.rank else layout.nbytes)[0] for _ in range(outer.copies_kept))
+        self.outer_state = tuple(group.share(0 if group.rank else layout.nbytes)[0] for _ in range(outer.copies_kept))
         self.nbytes = layout.nbytes * (1 + apart + (0 if group.rank else outer.copies_kept))
         parts = [span.part(group.rank, group.world) for span in layout.spans]
         self._copies = [[part.of(region) for region in regions] for part in parts]
-        self._kept = [[part.of(region) for region in self.kept] for part in parts]
+        self._outer_state = [[part.of(region) for region in self.outer_state] for part in parts]
         self._group = group
         self._outer = outer
         # It reads its part of the others' copies, and writes the mean into it: 2 (N - 1)/N of a copy.
@@ -122,15 +122,15 @@ class SharedMemoryAverage(WorkerAverage):
 
     def combine(self, weights: Sequence[float], preview: bool = False) -> AverageSums:
         total = AverageSums([0.0] * len(weights), 0.0)
-        for copies, kept in zip(self._copies, self._kept, strict=True):
-            for start in range(0, len(copies[0]), _CHUNK):
-                chunk, its_kept = ([each[start : start + _CHUNK] for each in regions] for regions in (copies, kept))
-                self._combine(chunk, its_kept, weights, preview, total)
+        for every in zip(self._copies, self._outer_state, strict=True):
+            for start in range(0, len(every[0][0]), _CHUNK):
+                copies, state = ([region[start : start + _CHUNK] for region in regions] for regions in every)
+                self._combine(copies, state, weights, preview, total)
         self._group.moved_bytes += self._traffic
         return total
 
     def _combine(
-        self, copies: list[Tensor], kept: list[Tensor], weights: Sequence[float], preview: bool, total: AverageSums
+        self, copies: list[Tensor], state: list[Tensor], weights: Sequence[float], preview: bool, total: AverageSums
     ) -> None:
         """Averages some elements, and adds their sums to `total`."""
         live = [rank for rank, weight in enumerate(weights) if weight >= 0]
@@ -144,7 +144,7 @@ class SharedMemoryAverage(WorkerAverage):
             elif others:
                 total.squares[rank] += squared(copy - mean)
         total.norm += squared(mean)
-        apply_outer(self._outer, kept, preview, mean, copies, len(live))
+        apply_outer(self._outer, state, preview, mean, copies, len(live))
 
 
 class CollectiveAverage(WorkerAverage):
@@ -164,9 +164,9 @@ class CollectiveAverage(WorkerAverage):
         # What the codec has lost of all that this worker sent, and of the piece that it answered with.
         losses = 2 if CODECS[codec].feedback else 0
         count = 1 + coded + losses + outer.copies_kept
-        self.own, *more = (torch.zeros(layout.nbytes, dtype=torch.uint8, device=device) for _ in range(count))
+        self.local, *more = (torch.zeros(layout.nbytes, dtype=torch.uint8, device=device) for _ in range(count))
         self._anchor = more.pop() if coded else None
-        self.lost, self.kept = tuple(more[:losses]), tuple(more[losses:])
+        self.lost, self.outer_state = tuple(more[:losses]), tuple(more[losses:])
         self.nbytes = layout.nbytes * count
         self._codec = codec
         self._device = device
@@ -186,13 +186,13 @@ class CollectiveAverage(WorkerAverage):
     def begin(self) -> None:
         super().begin()
         if self._anchor is not None:
-            self._anchor.copy_(self.kept[0] if self.kept else self.own)
+            self._anchor.copy_(self.outer_state[0] if self.outer_state else self.local)
 
     def combine(self, weights: Sequence[float], preview: bool = False) -> AverageSums:
         total, rank = AverageSums([0.0] * len(weights), 0.0), self._collective.rank
         means = []
         for index, span in enumerate(self.layout.spans):
-            copy = span.of(self.own)
+            copy = span.of(self.local)
             if self._anchor is None:
                 mean = torch.zeros_like(copy) if weights[rank] < 0 else copy * weights[rank]
                 self._collective.all_reduce(mean)
@@ -214,12 +214,12 @@ class CollectiveAverage(WorkerAverage):
 
     def _move(self, means: Sequence[Tensor], workers: int, left_out: bool, preview: bool) -> None:
         for span, mean in zip(self.layout.spans, means, strict=True):
-            copy, kept = span.of(self.own), [span.of(region) for region in self.kept]
+            copy, state = span.of(self.local), [span.of(region) for region in self.outer_state]
             if left_out:
                 copy.copy_(mean)
-            apply_outer(self._outer, kept, preview, mean, [copy], workers)
+            apply_outer(self._outer, state, preview, mean, [copy], workers)
             if self._anchor is not None and not preview:
-                span.of(self._anchor).copy_(kept[0] if kept else copy)
+                span.of(self._anchor).copy_(state[0] if state else copy)
 
 
 def _nothing() -> None:
@@ -257,15 +257,15 @@ class _CodedMean:
             # What has no weight must not take with it what was lost before.
             counts = lost and weights[rank] > 0
             self._codec.encode(apart[piece], row[:length], lost[0][piece] if counts else None)
-        own, length = self._pieces[rank], self._lengths[rank]
-        total = torch.zeros_like(apart[own])
+        piece, length = self._pieces[rank], self._lengths[rank]
+        total = torch.zeros_like(apart[piece])
         one = torch.empty_like(total)
         for weight, row in zip(weights, self._collective.all_to_all(sent), strict=True):
             if weight > 0:
                 self._codec.decode(row[:length], one)
                 total.add_(one, alpha=weight)
         (answer,) = self._rows(1)
-        self._codec.encode(total, answer[:length], lost[1][own] if lost else None)
+        self._codec.encode(total, answer[:length], lost[1][piece] if lost else None)
         mean = torch.empty_like(apart)
         for row, piece, length in zip(self._collective.gather(answer), self._pieces, self._lengths, strict=True):
             self._codec.decode(row[:length], mean[piece])
@@ -277,13 +277,13 @@ class _CodedMean:
 
 
 def apply_outer(
-    outer: OuterStep, kept: Sequence[Tensor], preview: bool, mean: Tensor, copies: Sequence[Tensor], workers: int
+    outer: OuterStep, state: Sequence[Tensor], preview: bool, mean: Tensor, copies: Sequence[Tensor], workers: int
 ) -> None:
     """Applies the outer step to copies, or writes the trained model into them."""
     if not preview:
-        outer.step(kept, mean, copies, workers)
+        outer.step(state, mean, copies, workers)
         return
-    model = outer.model(kept, mean)
+    model = outer.model(state, mean)
     for copy in copies:
         copy.copy_(model)
 
@@ -303,8 +303,8 @@ class ExtraState:
         self._state = state
         tensors = [*self._buffers, *(like.value for like in state.likes)]
         self._average = make(FlatLayout([describe_tensor(str(index), tensor) for index, tensor in enumerate(tensors)]))
-        views = self._average.layout.views(self._average.own)
-        self._statistics, self._kept = views[: len(self._buffers)], views[len(self._buffers) :]
+        views = self._average.layout.views(self._average.local)
+        self._statistics, self._optimizer_state = views[: len(self._buffers)], views[len(self._buffers) :]
         self.nbytes = self._average.nbytes
 
     @property
@@ -316,7 +316,7 @@ class ExtraState:
         """Copies this worker's to where it is averaged."""
         for buffer, view in zip(self._buffers, self._statistics, strict=True):
             view.copy_(buffer)
-        self._state.gather(self._kept)
+        self._state.gather(self._optimizer_state)
         self._average.publish()
 
     def combine(self, weights: Sequence[float]) -> None:
@@ -333,7 +333,7 @@ class ExtraState:
         self._average.take()
         for buffer, view in zip(self._buffers, self._statistics, strict=True):
             buffer.copy_(view)
-        self._state.spread(self._kept)
+        self._state.spread(self._optimizer_state)
 
 
 def extra_state(

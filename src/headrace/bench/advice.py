@@ -80,12 +80,12 @@ def gpu_gains(here: MachineFigures, there: MachineFigures) -> dict[tuple[str, st
 
 
 def _quickest(machine: MachineFigures, row: str, processors: bool) -> Figure | None:
-    found = [
-        each
-        for each in machine.figures
-        if (each.part, each.row) == ("training", row) and each.column.startswith("CPU") == processors
+    times = [
+        figure
+        for figure in machine.figures
+        if (figure.part, figure.row) == ("training", row) and figure.column.startswith("CPU") == processors
     ]
-    return min(found, key=lambda each: each.value, default=None)
+    return min(times, key=lambda figure: figure.value, default=None)
 
 
 def _measured(job: JobFacts, gpu_step_s: float) -> str:

@@ -108,16 +108,16 @@ class MachineFigures:
 
     def parts(self) -> list[str]:
         """Returns the parts that were measured, or could not be."""
-        found = {each.part for each in self._places()}
+        found = {place.part for place in self._places()}
         return [part for part in PARTS if part in found]
 
     def rows(self, part: str) -> list[str]:
         """Returns a part's rows in the order of measurement."""
-        return list(dict.fromkeys(each.row for each in self._places() if each.part == part and each.row))
+        return list(dict.fromkeys(place.row for place in self._places() if place.part == part and place.row))
 
     def columns(self, part: str) -> list[str]:
         """Returns a part's columns in the order of measurement, those without any number last."""
-        return list(dict.fromkeys(each.column for each in self._places() if each.part == part))
+        return list(dict.fromkeys(place.column for place in self._places() if place.part == part))
 
     def _places(self) -> list[Figure | Gap]:
         return [*self.figures, *self.gaps]
@@ -125,7 +125,7 @@ class MachineFigures:
     def at(self, part: str, row: str, column: str) -> Figure | None:
         """Returns the figure of a place."""
         place = (part, row, column)
-        return next((each for each in self.figures if (each.part, each.row, each.column) == place), None)
+        return next((figure for figure in self.figures if (figure.part, figure.row, figure.column) == place), None)
 
     @staticmethod
     def load(path: Path | str) -> MachineFigures:
@@ -135,11 +135,11 @@ class MachineFigures:
             if isinstance(document, dict):
                 # What was said of them beside others, in the result of --json.
                 document.pop("advice", None)
-            found = from_plain(MachineFigures, document)
-            for each in found.figures:
-                if not 0 < each.value < math.inf:
-                    raise ValueError(f"{each.part}, {each.row}, {each.column} is {each.value} {each.unit}")
-            return found
+            machine = from_plain(MachineFigures, document)
+            for figure in machine.figures:
+                if not 0 < figure.value < math.inf:
+                    raise ValueError(f"{figure.part}, {figure.row}, {figure.column} is {figure.value} {figure.unit}")
+            return machine
         except (OSError, ValueError, TypeError) as error:
             raise UsageError(
                 f"{path} cannot be read as figures of a machine: {error}; give a file of `headrace bench` with --json "

@@ -43,11 +43,11 @@ def declare_operators() -> None:
     Without them importing it fails ("operator torchvision::nms does not exist"). They are declared without an
     implementation: a call of one raises NotImplementedError.
     """
-    found = importlib.util.find_spec("torchvision")
-    if found is None or found.origin is None or _declared:
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None or _declared:
         return
     try:
-        torch.ops.load_library(str(Path(found.origin).with_name("_C.so")))
+        torch.ops.load_library(str(Path(spec.origin).with_name("_C.so")))
     except OSError:
         library = torch.library.Library("torchvision", "FRAGMENT")
         # The declarations end with the library.

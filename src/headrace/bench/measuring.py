@@ -44,29 +44,29 @@ def measure(
     ends = time.monotonic() + effort.until_s
     facts = machine_facts()
     options = {"effort": effort.name, **({"folder": str(folder.resolve())} if "storage" in only else {})}
-    kept = begun(save, MachineFigures(facts["host"], (), facts=facts, options=options))
-    if kept.figures:
-        say(f"{save} has {plural(len(kept.figures), 'number')} already; the others follow")
+    saved = begun(save, MachineFigures(facts["host"], (), facts=facts, options=options))
+    if saved.figures:
+        say(f"{save} has {plural(len(saved.figures), 'number')} already; the others follow")
     figures: list[Figure] = []
     gaps: list[Gap] = []
     gauge = OtherWorkGauge()
     measured: dict[str, Callable[[], Iterator[Figure | Gap]]] = {
-        "matrix": lambda: matrix(effort, kept),
-        "memory": lambda: memory(effort, kept),
-        "transfer": lambda: transfer(effort, kept),
-        "storage": lambda: storage(effort, folder, kept),
-        "networks": lambda: networks(effort, ends, kept),
+        "matrix": lambda: matrix(effort, saved),
+        "memory": lambda: memory(effort, saved),
+        "transfer": lambda: transfer(effort, saved),
+        "storage": lambda: storage(effort, folder, saved),
+        "networks": lambda: networks(effort, ends, saved),
     }
-    for found in chain.from_iterable(measured[name]() for name in GROUPS if name in only):
-        if isinstance(found, Gap):
-            gaps.append(found)
+    for entry in chain.from_iterable(measured[name]() for name in GROUPS if name in only):
+        if isinstance(entry, Gap):
+            gaps.append(entry)
         else:
-            figures.append(found)
-            if found != kept.at(found.part, found.row, found.column):
-                gauge.measured(found.part)
-                keep(save, merged(kept, figures, gaps, gauge.found()))
-                say(f"{found.part}: {found.row}, {found.column}: {found.value:.4g} {found.unit}")
+            figures.append(entry)
+            if entry != saved.at(entry.part, entry.row, entry.column):
+                gauge.measured(entry.part)
+                keep(save, merged(saved, figures, gaps, gauge.work()))
+                say(f"{entry.part}: {entry.row}, {entry.column}: {entry.value:.4g} {entry.unit}")
         gauge.skipped()
-    result = merged(kept, figures, gaps, gauge.found())
+    result = merged(saved, figures, gaps, gauge.work())
     keep(save, result)
     return result

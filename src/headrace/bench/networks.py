@@ -55,10 +55,10 @@ NETWORKS: Mapping[str, Callable[[Any], nn.Module]] = {
 """torchvision's, by name; those that compute least come first."""
 
 
-def networks(effort: Effort, ends: float, kept: MachineFigures) -> Iterator[Figure | Gap]:
+def networks(effort: Effort, ends: float, saved: MachineFigures) -> Iterator[Figure | Gap]:
     """Measures both, unless they are kept; after `ends`, by the monotonic clock, no other number is begun."""
     settings = _settings(effort)
-    columns = [each.name for each in settings]
+    columns = [setting.name for setting in settings]
     try:
         models = import_models()
     except Unusable as error:
@@ -66,7 +66,7 @@ def networks(effort: Effort, ends: float, kept: MachineFigures) -> Iterator[Figu
         return
     for name, make in list(NETWORKS.items())[: effort.networks]:
         for setting in settings:
-            yield from _network(name, partial(make, models), setting, effort, ends, kept)
+            yield from _network(name, partial(make, models), setting, effort, ends, saved)
     for part in ("inference", "training"):
         if effort.networks < len(NETWORKS):
             rest = list(NETWORKS)[effort.networks :]
@@ -80,14 +80,14 @@ def networks(effort: Effort, ends: float, kept: MachineFigures) -> Iterator[Figu
 def _settings(effort: Effort) -> list[Setting]:
     """Returns the columns that this machine has."""
     *_, cpu = processor_settings()
-    found = [replace(cpu, name="CPU")]
+    settings = [replace(cpu, name="CPU")]
     if effort.compiled:
-        found.append(replace(cpu, name="CPU, compiled", compiled=True))
+        settings.append(replace(cpu, name="CPU, compiled", compiled=True))
     for gpu in gpu_settings():
-        found += [replace(gpu, name=f"{GPU}, no cuDNN", cudnn=False), gpu]
+        settings += [replace(gpu, name=f"{GPU}, no cuDNN", cudnn=False), gpu]
         if effort.compiled:
-            found.append(replace(gpu, name=f"{GPU}, compiled", compiled=True))
-    return found
+            settings.append(replace(gpu, name=f"{GPU}, compiled", compiled=True))
+    return settings
 
 
 class _Batch:
@@ -110,11 +110,11 @@ class _Batch:
 
 
 def _network(
-    name: str, make: Callable[[], nn.Module], setting: Setting, effort: Effort, ends: float, kept: MachineFigures
+    name: str, make: Callable[[], nn.Module], setting: Setting, effort: Effort, ends: float, saved: MachineFigures
 ) -> Iterator[Figure | Gap]:
     batch: _Batch | None = None
     for part in ("inference", "training"):
-        before = kept.at(part, name, setting.name)
+        before = saved.at(part, name, setting.name)
         if before:
             yield before
             continue
@@ -146,21 +146,21 @@ def _measured(part: str, name: str, batch: _Batch, setting: Setting, effort: Eff
         if graph:
             # Otherwise the compiler gives up after some networks that share code, and runs the others as they are.
             torch.compiler.reset()
-    return figure(part, name, setting.name, "ms", [1e3 * each for each in times])
+    return figure(part, name, setting.name, "ms", [1e3 * seconds for seconds in times])
 
 
 def _lacking_memory(network: nn.Module, images: Tensor) -> str | None:
     """Returns what is short for a training step, by what autograd keeps of a small batch; None if it fits."""
-    kept: dict[int, int] = {}
+    storages: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         network(images[:_PROBED])
-    own = sum(parameter.nbytes for parameter in network.parameters())
-    needed = own + max(0, sum(kept.values()) - own) * BATCH // _PROBED
+    parameter_bytes = sum(parameter.nbytes for parameter in network.parameters())
+    needed = parameter_bytes + max(0, sum(storages.values()) - parameter_bytes) * BATCH // _PROBED
     spare = spare_memory_bytes()
     if 1.25 * needed < spare:
         return None

@@ -80,9 +80,9 @@ def _table(machine: MachineFigures, part: str) -> str:
     columns = machine.columns(part)
     rows = []
     for row in machine.rows(part):
-        found = [machine.at(part, row, column) for column in columns]
-        unit = next((each.unit for each in found if each), "")
-        cells = [MISSING if each is None else html_text(_cell(each)) for each in found]
+        figures = [machine.at(part, row, column) for column in columns]
+        unit = next((figure.unit for figure in figures if figure), "")
+        cells = [MISSING if figure is None else html_text(_cell(figure)) for figure in figures]
         rows.append(table_row(html_text(f"{row} [{unit}]" if unit else row), cells))
     return scrolled_table(columns, rows, "")
 
@@ -101,31 +101,31 @@ def _groups(
 ) -> Iterator[tuple[Sequence[Figure], Sequence[bool]]]:
     """Yields what is drawn in one picture, and which of it was measured here."""
     machines = [machine for machine in (here, beside) if machine]
-    titles = dict.fromkeys((_title(part, each.row), each.unit) for each in here.figures if each.part == part)
+    titles = dict.fromkeys((_title(part, figure.row), figure.unit) for figure in here.figures if figure.part == part)
     for title, unit in titles:
-        found = [
-            (each, machine is here)
+        bars = [
+            (figure, machine is here)
             for machine in machines
-            for each in machine.figures
-            if each.part == part and each.unit == unit and _title(part, each.row) == title
+            for figure in machine.figures
+            if figure.part == part and figure.unit == unit and _title(part, figure.row) == title
         ]
-        for begin in range(0, len(found), _MOST_BARS):
-            chosen = found[begin : begin + _MOST_BARS]
-            yield [each for each, _ in chosen], [own for _, own in chosen]
+        for begin in range(0, len(bars), _MOST_BARS):
+            chosen = bars[begin : begin + _MOST_BARS]
+            yield [figure for figure, _ in chosen], [is_own for _, is_own in chosen]
 
 
-def _picture(part: str, rows: Sequence[Figure], own: Sequence[bool]) -> Picture:
+def _picture(part: str, rows: Sequence[Figure], ours: Sequence[bool]) -> Picture:
     unit, name = rows[0].unit, _title(part, rows[0].row)
     bars = [
         Bar(
-            each.row.partition(", ")[2] + f": {each.column}" if part in _BY_KIND else each.column,
-            f"{short(each.value)} {unit}",
-            [(each.value, COLOURS["compute_s" if is_own else "exchange_s"])],
+            figure.row.partition(", ")[2] + f": {figure.column}" if part in _BY_KIND else figure.column,
+            f"{short(figure.value)} {unit}",
+            [(figure.value, COLOURS["compute_s" if is_own else "exchange_s"])],
         )
-        for each, is_own in zip(rows, own, strict=True)
+        for figure, is_own in zip(rows, ours, strict=True)
     ]
     title = f"{name}, {unit}"
     reading = "Shorter is better." if is_time(unit) else "Longer is better."
-    if not all(own):
+    if not all(ours):
         reading += " The other colour: published, or of another machine."
     return Picture(title, draw_bars(f"{part} {title} {rows[0].row} {rows[0].column}", bars, unit), reading)

@@ -32,11 +32,11 @@ class OtherWorkGauge:
         self._before, self._own_s = processor_times(), own_processor_s()
         if before is None or self._before is None:
             return
-        own = self._own_s - own_before
+        own_s = self._own_s - own_before
         spent = OtherWork(
             part,
             self._before.total_s - before.total_s,
-            max(0.0, self._before.busy_s - before.busy_s - own),
+            max(0.0, self._before.busy_s - before.busy_s - own_s),
             self._before.stolen_s - before.stolen_s,
         )
         self._found[part] = self._found[part] + spent if part in self._found else spent
@@ -45,7 +45,7 @@ class OtherWorkGauge:
         """Begins anew without counting the time since the last call."""
         self._before, self._own_s = processor_times(), own_processor_s()
 
-    def found(self) -> tuple[OtherWork, ...]:
+    def work(self) -> tuple[OtherWork, ...]:
         """Returns what was counted so far."""
         return tuple(self._found.values())
 
@@ -97,24 +97,24 @@ def merged(
     before: MachineFigures, figures: Sequence[Figure], gaps: Sequence[Gap], work: Sequence[OtherWork]
 ) -> MachineFigures:
     """Returns the figures that were there with those of this call, and the gaps as this call found them."""
-    new = {(each.part, each.row, each.column) for each in figures}
-    rest = [each for each in before.figures if (each.part, each.row, each.column) not in new]
-    seen = {each.part for each in figures} | {each.part for each in gaps}
-    others = {each.part: each for each in before.others}
-    for each in work:
-        others[each.part] = others[each.part] + each if each.part in others else each
+    new = {(figure.part, figure.row, figure.column) for figure in figures}
+    rest = [figure for figure in before.figures if (figure.part, figure.row, figure.column) not in new]
+    seen = {figure.part for figure in figures} | {gap.part for gap in gaps}
+    others = {other.part: other for other in before.others}
+    for spent in work:
+        others[spent.part] = others[spent.part] + spent if spent.part in others else spent
     order = list(PARTS)
     return replace(
         before,
-        figures=tuple(sorted([*figures, *rest], key=lambda each: order.index(each.part))),
-        gaps=(*(each for each in before.gaps if each.part not in seen), *gaps),
+        figures=tuple(sorted([*figures, *rest], key=lambda figure: order.index(figure.part))),
+        gaps=(*(gap for gap in before.gaps if gap.part not in seen), *gaps),
         others=tuple(others[part] for part in PARTS if part in others),
     )
 
 
-def disturbance(found: MachineFigures) -> str:
+def disturbance(machine: MachineFigures) -> str:
     """Returns what disturbed the measurement; "" if the machine was idle."""
-    parts = [work for work in found.others if work.share > IDLE_SHARE]
+    parts = [work for work in machine.others if work.share > IDLE_SHARE]
     if not parts:
         return ""
     said = "; ".join(f"{PARTS[work.part]}: {work}" for work in parts)
@@ -124,10 +124,10 @@ def disturbance(found: MachineFigures) -> str:
     )
 
 
-def shown_facts(found: MachineFigures) -> list[tuple[str, str]]:
+def shown_facts(machine: MachineFigures) -> list[tuple[str, str]]:
     """Returns the machine's facts, and how much of the processors' time the measurement could not have."""
-    worst = max(found.others, key=lambda each: each.share, default=None)
+    worst = max(machine.others, key=lambda work: work.share, default=None)
     if worst is None:
-        return list(found.facts.items())
+        return list(machine.facts.items())
     others = f"at most {percent(worst.share)} of the processors' time ({PARTS[worst.part]})"
-    return [*found.facts.items(), ("other programs", others)]
+    return [*machine.facts.items(), ("other programs", others)]

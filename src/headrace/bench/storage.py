@@ -23,12 +23,12 @@ _LETS_GO_S = 0.5
 DISK, CACHE = "disk", "RAM (page cache)"
 
 
-def storage(effort: Effort, folder: Path, kept: MachineFigures) -> Iterator[Figure | Gap]:
+def storage(effort: Effort, folder: Path, saved: MachineFigures) -> Iterator[Figure | Gap]:
     """Measures reads of files that are written into a folder of their own in `folder`, which is removed.
 
     Raises UnfitMachine if they do not fit or cannot be written.
     """
-    done = [found for row in _rows(effort) for column in (DISK, CACHE) if (found := kept.at("storage", row, column))]
+    done = [figure for row in _rows(effort) for column in (DISK, CACHE) if (figure := saved.at("storage", row, column))]
     if len(done) == 2 * len(_rows(effort)):
         yield from done
         return
@@ -40,8 +40,8 @@ def storage(effort: Effort, folder: Path, kept: MachineFigures) -> Iterator[Figu
                 f"{folder} has {byte_count(free)} free, and the files to read are {byte_count(needed)}; name another "
                 "folder with --folder, or leave storage out with --only"
             )
-        with temporary_folder("headrace-bench-", folder) as own:
-            yield from _reads(effort, own, kept)
+        with temporary_folder("headrace-bench-", folder) as inner:
+            yield from _reads(effort, inner, saved)
     except OSError as error:
         raise UnfitMachine(f"files cannot be written or read in {folder}: {error}; use another --folder") from error
 
@@ -52,7 +52,7 @@ def _rows(effort: Effort) -> tuple[str, str, str, str]:
     return large, "4 kB pieces of it, at random", f"{files}, in order", f"{files}, at random"
 
 
-def _reads(effort: Effort, folder: Path, kept: MachineFigures) -> Iterator[Figure | Gap]:
+def _reads(effort: Effort, folder: Path, saved: MachineFigures) -> Iterator[Figure | Gap]:
     large = folder / "large"
     _write(large, effort.file_bytes)
     small = [folder / f"{number:05d}" for number in range(effort.files)]
@@ -66,8 +66,8 @@ def _reads(effort: Effort, folder: Path, kept: MachineFigures) -> Iterator[Figur
         ("files/s", small, lambda: _whole(mixed)),
     )
     for row, (unit, files, read) in zip(_rows(effort), reads, strict=True):
-        yield kept.at("storage", row, DISK) or _cold(row, unit, files, read)
-        yield kept.at("storage", row, CACHE) or _warm(row, unit, files, read)
+        yield saved.at("storage", row, DISK) or _cold(row, unit, files, read)
+        yield saved.at("storage", row, CACHE) or _warm(row, unit, files, read)
 
 
 def _cold(row: str, unit: str, files: Sequence[Path], read: Callable[[], float]) -> Figure | Gap:

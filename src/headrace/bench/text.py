@@ -27,7 +27,7 @@ def _lines(here: MachineFigures, answer: str, beside: MachineFigures | None) -> 
         if beside and beside.rows(part):
             yield from ("", f"Beside: {beside.name}", *_part(beside, part))
     yield ""
-    if any(each.spread > _UNSTEADY for each in here.figures):
+    if any(figure.spread > _UNSTEADY for figure in here.figures):
         yield f"~ varies by more than {_UNSTEADY:.0%} between repetitions"
     if beside and beside.source:
         yield from textwrap.wrap(f"{beside.name}: {beside.source}", _WIDTH)
@@ -53,8 +53,8 @@ def _table(machine: MachineFigures, part: str, rows: Sequence[str], shown: Seque
         cells = [([""] * (depth - len(head)) + head)[line] for head in heads]
         yield (" " * label + "".join(f"{cell:>{_CELL}}" for cell in cells)).rstrip()
     for row in rows:
-        found = [machine.at(part, row, column) for column in shown]
-        units = {each.unit for each in found if each}
+        figures = [machine.at(part, row, column) for column in shown]
+        units = {figure.unit for figure in figures if figure}
         if units:
-            cells = [f"{short(each.value)}{'~' * (each.spread > _UNSTEADY)}" if each else "" for each in found]
+            cells = [f"{short(one.value)}{'~' * (one.spread > _UNSTEADY)}" if one else "" for one in figures]
             yield (f"{row} {units.pop()}".ljust(label) + "".join(f"{cell:>{_CELL}}" for cell in cells)).rstrip()

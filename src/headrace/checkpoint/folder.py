@@ -163,9 +163,9 @@ def _read_rest(file: File, record: FileRecord, digest: Digest, buffers: Iterable
     _check_digest(digest.hexdigest(), record)
 
 
-def _check_digest(found: str, record: FileRecord) -> None:
-    if found != record.sha256:
-        raise ValueError(f"its content has changed: SHA-256 {found[:16]}..., saved as {record.sha256[:16]}...")
+def _check_digest(digest: str, record: FileRecord) -> None:
+    if digest != record.sha256:
+        raise ValueError(f"its content has changed: SHA-256 {digest[:16]}..., saved as {record.sha256[:16]}...")
 
 
 def _check_size(file: File, record: FileRecord) -> None:
@@ -245,8 +245,8 @@ class CheckpointFolder:
         else:
             self._delete(part)
         steps = self._steps()
-        kept = [older for older in steps if older <= step][-keep:]
-        doomed = [other for other in steps if other not in kept]
+        recent = [older for older in steps if older <= step][-keep:]
+        doomed = [other for other in steps if other not in recent]
         for other in doomed:
             self._storage.rename(folder_name(other), folder_name(other, ".old"))
         if doomed:
@@ -299,14 +299,14 @@ class CheckpointFolder:
 
     def _named(self, ending: str) -> list[str]:
         """Returns the names of steps with this ending."""
-        found = []
+        names = []
         with suppress(FileNotFoundError):
             for count, name in enumerate(self._storage.entries("")):
                 if count == _MOST_ENTRIES:
                     raise OSError(errno.E2BIG, f"it holds more than {_MOST_ENTRIES:,} entries", str(self.path))
                 if step_of(name, ending) is not None:
-                    found.append(name)
-        return found
+                    names.append(name)
+        return names
 
     def _delete(self, place: str) -> None:
         """Deletes a folder with all that is in it; of links, only the links."""

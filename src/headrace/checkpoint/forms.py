@@ -115,7 +115,7 @@ def extra_states(module: nn.Module, of: Callable[[str], bool] = lambda name: Tru
     Raises:
         UsageError: it has something that is no tensor and that JSON has no word for.
     """
-    found: dict[str, Tensor] = {}
+    states: dict[str, Tensor] = {}
     for name, owner in stateful_modules(module):
         if not of(name):
             continue
@@ -127,10 +127,10 @@ def extra_states(module: nn.Module, of: Callable[[str], bool] = lambda name: Tru
                 f"get_extra_state of the module {name!r} has {error}, and nothing is pickled; return "
                 "tensors, numbers, texts, None, and dicts, lists and tuples of them"
             ) from None
-        found[f"extra/{name}{_JSON}"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        states[f"extra/{name}{_JSON}"] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         for index, tensor in enumerate(tensors):
-            found[f"extra/{name}|{index}"] = tensor.detach().cpu().clone()
-    return found
+            states[f"extra/{name}|{index}"] = tensor.detach().cpu().clone()
+    return states
 
 
 def load_extra_states(module: nn.Module, saved: Mapping[str, Tensor]) -> None:

@@ -41,11 +41,11 @@ class Copied:
     def __init__(self, arrived: Any, sources: Sequence[Tensor], torn: bool | None) -> None:
         self.arrived = arrived
         self.torn = torn
-        self._versions = [(each, internals.version(each)) for each in sources]
+        self._versions = [(source, internals.version(source)) for source in sources]
 
     def written(self) -> bool:
         """Tells whether anything has been written to what was copied."""
-        return any(internals.version(each) != version for each, version in self._versions)
+        return any(internals.version(source) != version for source, version in self._versions)
 
     def wait(self) -> bool:
         """Blocks until the copies are there; returns whether they are those of one moment. For the saver's thread."""

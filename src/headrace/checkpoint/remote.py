@@ -83,7 +83,7 @@ class RemoteFolder:
         """Deletes all but the last `keep` to this step, with newer ones and what was cut off, as a commit does."""
         with self._serving("written"):
             steps = self._steps()
-            whole = [each for each in steps if each <= step and self._counts(each)]
+            whole = [saved for saved in steps if saved <= step and self._counts(saved)]
             for doomed in sorted({*steps} - {*whole[-keep:]}):
                 self._delete(doomed)
 
@@ -99,13 +99,13 @@ class RemoteFolder:
             OSError: of the folder's disk.
         """
         steps, wrong = self.steps(), list[CorruptCheckpoint]()
-        for each in reversed(steps if step is None else [other for other in steps if other == step]):
+        for number in reversed(steps if step is None else [other for other in steps if other == step]):
             try:
-                self._bring(folder, each)
-                return each, tuple(wrong)
+                self._bring(folder, number)
+                return number, tuple(wrong)
             except ValueError as error:
-                folder.abandon(each)
-                wrong.append(CorruptCheckpoint(f"{self.url}/{folder_name(each)}", str(error)))
+                folder.abandon(number)
+                wrong.append(CorruptCheckpoint(f"{self.url}/{folder_name(number)}", str(error)))
         if wrong:
             raise wrong[0]
         there = f"; there are steps {', '.join(map(str, steps))}" if steps else ""
@@ -118,13 +118,13 @@ class RemoteFolder:
             content = self._manifest(step)
         if content is None:
             raise ValueError(f"it has no {manifest.NAME}: it was not copied to its end")
-        found = manifest.decode(content)
-        if found.step != step:
-            raise ValueError(f"it is of step {found.step}, its folder of step {step}: they were exchanged")
+        listed = manifest.decode(content)
+        if listed.step != step:
+            raise ValueError(f"it is of step {listed.step}, its folder of step {step}: they were exchanged")
         folder.begin(step)
-        for record in found.files:
+        for record in listed.files:
             folder.write_copy(step, record, self._chunks(step, record))
-        folder.commit(step, found.files, found.description, keep=1)
+        folder.commit(step, listed.files, listed.description, keep=1)
 
     def _manifest(self, step: int) -> bytes | None:
         """Returns the content of a copy's manifest, or its beginning if it is too long; None if there is none."""
@@ -157,9 +157,9 @@ class RemoteFolder:
         with self._system.open(place, "wb") as file:
             for chunk in chunks:
                 file.write(chunk)
-        found = self._system.info(place)["size"]
-        if found != size:
-            raise OSError(f"{place} has {found:,} bytes after {size:,} were written")
+        nbytes = self._system.info(place)["size"]
+        if nbytes != size:
+            raise OSError(f"{place} has {nbytes:,} bytes after {size:,} were written")
 
     def _steps(self) -> tuple[int, ...]:
         # Clients keep what they have listed, and other processes write there, too.
@@ -168,8 +168,8 @@ class RemoteFolder:
             names = self._system.ls(self._root, detail=False)
         except FileNotFoundError:
             return ()
-        found = (step_of(name.rstrip("/").rpartition("/")[2]) for name in names)
-        return tuple(sorted(step for step in found if step is not None))
+        numbers = (step_of(name.rstrip("/").rpartition("/")[2]) for name in names)
+        return tuple(sorted(step for step in numbers if step is not None))
 
     def _counts(self, step: int) -> bool:
         return bool(self._system.exists(self._place(step, manifest.NAME)))

@@ -85,8 +85,8 @@ class Storage:
 
     def entries(self, folder: str) -> Iterator[str]:
         """Yields the names in a folder, unordered."""
-        with self._folder(folder) as descriptor, os.scandir(descriptor) as found:
-            for entry in found:
+        with self._folder(folder) as descriptor, os.scandir(descriptor) as listing:
+            for entry in listing:
                 yield entry.name
 
     def make_folder(self, folder: str) -> None:

@@ -80,9 +80,9 @@ def _bytes(front: bytes, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tupl
     for _, tensor in tensors:
         for chunk in chunks(tensor.detach()):
             dense = chunk.resolve_conj().resolve_neg().contiguous().cpu()
-            own = tensor.is_contiguous() and dense.data_ptr() == chunk.data_ptr()
+            in_place = tensor.is_contiguous() and dense.data_ptr() == chunk.data_ptr()
             # One element is contiguous with any stride, but cannot be viewed as bytes with any.
-            yield dense.as_strided(dense.shape, (1,)).view(torch.uint8).numpy().data, not own
+            yield dense.as_strided(dense.shape, (1,)).view(torch.uint8).numpy().data, not in_place
 
 
 def chunks(tensor: Tensor) -> Iterator[Tensor]:

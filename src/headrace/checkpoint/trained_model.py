@@ -38,8 +38,8 @@ def save_model(
     first = {id(parameter): f"parameter/{name}" for name, parameter in module.named_parameters()}
     first |= {id(buffer): f"buffer/{name}" for name, buffer in module.named_buffers()}
     state = module.state_dict(keep_vars=True)
-    own = {name: saved.get(first.get(id(each), ""), each) for name, each in state.items()}
-    tensors = {name: tensor.detach().cpu().clone() for name, tensor in own.items() if isinstance(tensor, Tensor)}
+    current = {name: saved.get(first.get(id(value), ""), value) for name, value in state.items()}
+    tensors = {name: tensor.detach().cpu().clone() for name, tensor in current.items() if isinstance(tensor, Tensor)}
     dense = {name: tensor.contiguous() for name, tensor in encode({**tensors, **extra}).items()}
     try:
         # It may have been deleted while the run trained.
@@ -47,8 +47,8 @@ def save_model(
         _write(dense, path, place[0])
     except (OSError, SafetensorError) as error:
         size = sum(tensor.nbytes for tensor in dense.values())
-        kept = _keep(dense, path.name, place[0])
-        then = f"it is kept in {kept}" if kept else f"make room there, then {remedy}"
+        spare = _keep(dense, path.name, place[0])
+        then = f"it is kept in {spare}" if spare else f"make room there, then {remedy}"
         who = f"rank {place[0]} on {place[1]}"
         raise UnfitMachine(
             f"{who} cannot save the trained model, {size:,} bytes, in {path.parent}: {error}; {then}"

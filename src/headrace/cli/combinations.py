@@ -57,4 +57,4 @@ def count_of(strategy: Strategy) -> int | None:
     # Lazily: it imports torch.
     from headrace.strategies import COUNTS
 
-    return next((n for each in COUNTS if (n := getattr(strategy, each, None)) is not None), None)
+    return next((n for name in COUNTS if (n := getattr(strategy, name, None)) is not None), None)

@@ -40,8 +40,8 @@ def load_job(path: Path, settings: Sequence[str] = ()) -> Job:
         HeadraceError: an error of headrace while the file ran, with a note of the line.
     """
     find_job(path)
-    ours = [each for each in settings if each.strip().startswith(_OPTIONS)]
-    job = _job_of(path, _run_file(path), [each for each in settings if each not in ours])
+    ours = [setting for setting in settings if setting.strip().startswith(_OPTIONS)]
+    job = _job_of(path, _run_file(path), [setting for setting in settings if setting not in ours])
     job = replace(job, options=_set_options(job.options, ours))
     return replace(job, source=JobSource(str(path.resolve()), tuple(settings)))
 
@@ -64,7 +64,7 @@ def _job_of(path: Path, module: types.ModuleType, settings: Sequence[str]) -> Jo
 
 def _set_options(options: Options, settings: Sequence[str]) -> Options:
     values: dict[str, Any] = {}
-    known = [each.name for each in fields(Options) if each.name not in _OBJECTS]
+    known = [field.name for field in fields(Options) if field.name not in _OBJECTS]
     for setting in settings:
         key, text = _key_and_text(setting, values)
         name = key.removeprefix(_OPTIONS)

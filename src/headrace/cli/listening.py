@@ -46,18 +46,18 @@ class Listener:
 def listeners() -> list[Listener]:
     """Returns the listening sockets of this user's runs, or of all users' for root."""
     local, network = _local(), _network()
-    found = []
+    sockets = []
     for pid, inodes in _processes():
         for inode in inodes:
             if inode in local:
-                found.append(Listener(pid, f"local:{local.pop(inode).removeprefix('@')}", True, False))
+                sockets.append(Listener(pid, f"local:{local.pop(inode).removeprefix('@')}", True, False))
             elif inode in network:
                 host, port = network[inode]
                 shown = f"tcp://{f'[{host}]' if host.version == 6 else host}:{port}"
-                found.append(Listener(pid, shown, host.is_loopback, _encrypts(host, port)))
+                sockets.append(Listener(pid, shown, host.is_loopback, _encrypts(host, port)))
     # Names are seen by every user; their owners by root and the owner alone.
-    found += [Listener(0, f"local:{name.removeprefix('@')}", True, False) for name in local.values()]
-    return sorted(found, key=lambda each: (each.pid, each.address))
+    sockets += [Listener(0, f"local:{name.removeprefix('@')}", True, False) for name in local.values()]
+    return sorted(sockets, key=lambda listener: (listener.pid, listener.address))
 
 
 def _processes() -> Iterator[tuple[int, list[int]]]:
@@ -71,24 +71,24 @@ def _processes() -> Iterator[tuple[int, list[int]]]:
             for descriptor in (folder / "fd").iterdir():
                 with suppress(OSError):
                     held.append(os.readlink(descriptor))
-        if any(_OURS.fullmatch(each) for each in held):
-            matches = (_SOCKET.fullmatch(each) for each in held)
+        if any(_OURS.fullmatch(target) for target in held):
+            matches = (_SOCKET.fullmatch(target) for target in held)
             yield int(folder.name), [int(match[1]) for match in matches if match]
 
 
 def _local() -> dict[int, str]:
     """Returns the names that servers listen on for their own machine, by inode."""
-    found = {}
+    names = {}
     for line in (_PROC / "net" / "unix").read_text(errors="replace").splitlines()[1:]:
         fields = line.split()
         if len(fields) == 8 and int(fields[3], 16) & _ACCEPTS and _LOCAL.fullmatch(fields[7]):
-            found[int(fields[6])] = fields[7]
-    return found
+            names[int(fields[6])] = fields[7]
+    return names
 
 
 def _network() -> dict[int, tuple[IPv4Address | IPv6Address, int]]:
     """Returns all addresses with a listening socket, by inode."""
-    found = {}
+    addresses = {}
     for table in ("tcp", "tcp6"):
         path = _PROC / "net" / table
         if not disk.exists(path):
@@ -97,15 +97,15 @@ def _network() -> dict[int, tuple[IPv4Address | IPv6Address, int]]:
             fields = line.split()
             if fields[3] == _LISTENS:
                 host, _, port = fields[1].partition(":")
-                found[int(fields[9])] = (_address(host), int(port, 16))
-    return found
+                addresses[int(fields[9])] = (_address(host), int(port, 16))
+    return addresses
 
 
 def _address(digits: str) -> IPv4Address | IPv6Address:
     """Returns the address in /proc/net/tcp, whose words of 4 bytes stand in this machine's order."""
     words = [bytes.fromhex(digits[at : at + 8])[::-1] for at in range(0, len(digits), 8)]
-    found = ip_address(b"".join(words))
-    return found.ipv4_mapped or found if isinstance(found, IPv6Address) else found
+    address = ip_address(b"".join(words))
+    return address.ipv4_mapped or address if isinstance(address, IPv6Address) else address
 
 
 def _encrypts(host: IPv4Address | IPv6Address, port: int) -> bool:

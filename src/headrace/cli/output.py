@@ -91,8 +91,8 @@ def _traceback(error: BaseException) -> str:
 
 def _notes(error: BaseException) -> list[str]:
     # A worker's traceback is a note in Python; here it is shown separately.
-    own = error.traceback.rstrip() if isinstance(error, WorkerFailed) else None
-    return [note for note in getattr(error, "__notes__", ()) if note != own]
+    worker_traceback = error.traceback.rstrip() if isinstance(error, WorkerFailed) else None
+    return [note for note in getattr(error, "__notes__", ()) if note != worker_traceback]
 
 
 def _message(error: BaseException) -> str:

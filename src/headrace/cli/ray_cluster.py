@@ -96,9 +96,9 @@ def _mapping(option_name: str, text: str | None) -> Mapping[str, Any]:
     if text is None:
         return {}
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         raise UsageError(f"--{option_name} is no JSON: {error}, in {text[:80]!r}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise UsageError(f'--{option_name} is an object of JSON, {{"name": ...}}, got {text[:80]!r}')
-    return found
+    return value

@@ -93,37 +93,38 @@ def checks_of(survey: Survey, said: Cluster | None) -> list[Check]:
 
 def measured(survey: Survey, said: Cluster | None) -> Cluster:
     """Returns the survey's cluster, with the prices of a file."""
-    found = survey.cluster()
+    cluster = survey.cluster()
     prices = {host.name: host.price_per_hour for host in said.hosts} if said else {}
-    return replace(found, hosts=tuple(replace(each, price_per_hour=prices.get(each.name, 0.0)) for each in found.hosts))
+    hosts = tuple(replace(host, price_per_hour=prices.get(host.name, 0.0)) for host in cluster.hosts)
+    return replace(cluster, hosts=hosts)
 
 
 def _hosts(hosts: Sequence[HostFacts]) -> Iterator[Check]:
-    for each in hosts:
-        host, free = each.host, each.shared_memory_bytes
+    for report in hosts:
+        host, free = report.host, report.shared_memory_bytes
         devices = f", {len(host.accelerators)} accelerators" if host.accelerators else ""
-        found = f"{host.name} at {host.address}: {host.cores} cores, {byte_count(host.memory_bytes)} free{devices}"
-        yield ok("host", f"{found}, {byte_count(free)} of shared memory")
-        if each.interface:
-            yield warning("interface", each.interface, "let both connect by one network, or know why not")
+        text = f"{host.name} at {host.address}: {host.cores} cores, {byte_count(host.memory_bytes)} free{devices}"
+        yield ok("host", f"{text}, {byte_count(free)} of shared memory")
+        if report.interface:
+            yield warning("interface", report.interface, "let both connect by one network, or know why not")
         if free < _LITTLE_SHARED_MEMORY:
             yield warning("host", f"{host.name} has {byte_count(free)} free in /dev/shm", "docker run --shm-size=2g")
 
 
 def _different(hosts: Sequence[HostFacts]) -> Iterator[Check]:
-    for key in dict.fromkeys(key for each in hosts for key in each.facts):
-        values = {each.host.name: each.facts.get(key, _MISSING) for each in hosts}
+    for key in dict.fromkeys(key for report in hosts for key in report.facts):
+        values = {report.host.name: report.facts.get(key, _MISSING) for report in hosts}
         (usual, count), *others = Counter(values.values()).most_common()
         if not others:
             yield ok(key, usual) if not usual.startswith(_MISSING) else problem(key, usual, "correct it on all hosts")
             continue
         apart = {name: value for name, value in values.items() if value != usual or count * 2 <= len(values)}
-        found = ", ".join(f"{name} has {value}" for name, value in apart.items())
+        differing = ", ".join(f"{name} has {value}" for name, value in apart.items())
         rest = f"; the others have {usual}" if len(apart) < len(values) else ""
         if key == ACCELERATORS:
-            yield warning(key, f"not the same on all hosts: {found}{rest}", SPEED)
+            yield warning(key, f"not the same on all hosts: {differing}{rest}", SPEED)
             continue
-        yield problem(key, f"not the same on all hosts: {found}{rest}", f"give all hosts the same {key}")
+        yield problem(key, f"not the same on all hosts: {differing}{rest}", f"give all hosts the same {key}")
 
 
 def _links(survey: Survey) -> Iterator[Check]:
@@ -140,35 +141,35 @@ def _links(survey: Survey) -> Iterator[Check]:
         return
     rates = [link.bytes_per_s for link in cluster.links]
     late = [link.latency_s for link in cluster.links]
-    found = f"{_mbit(min(rates))} to {_mbit(max(rates))}, {_ms(min(late))} to {_ms(max(late))}"
-    yield ok("links", f"{len(rates)} directions: {found}")
+    text = f"{_mbit(min(rates))} to {_mbit(max(rates))}, {_ms(min(late))} to {_ms(max(late))}"
+    yield ok("links", f"{len(rates)} directions: {text}")
     yield from _slow(cluster)
     shared = [link for link in cluster.links if link.shared]
     if shared:
         ends = ", ".join(sorted({" - ".join(sorted((link.source, link.target))) for link in shared}))
-        found = f"{ends} share a switch: {_mbit(max(link.bytes_per_s for link in shared))} alone, less together"
-        yield warning("shared", found, "place what exchanges most on one side of it; plans count it by --cluster")
+        text = f"{ends} share a switch: {_mbit(max(link.bytes_per_s for link in shared))} alone, less together"
+        yield warning("shared", text, "place what exchanges most on one side of it; plans count it by --cluster")
 
 
 def _slow(cluster: Cluster) -> Iterator[Check]:
     names = [host.name for host in cluster.hosts]
     # What a switch limits says nothing of a host, nor does a slow sender of those that receive.
-    links = [each for each in cluster.links if not each.shared]
-    sends = {name: _best(each for each in links if each.source == name) for name in names}
+    links = [link for link in cluster.links if not link.shared]
+    sends = {name: _best(link for link in links if link.source == name) for name in names}
     slow, usual = _below(sends)
     for name in slow:
         yield warning("slow", f"{name} sends at most {_mbit(sends[name])}, others {_mbit(usual)}", "check its network")
-    links = [each for each in links if each.source not in slow]
-    receives = {name: _best(each for each in links if each.target == name) for name in names}
+    links = [link for link in links if link.source not in slow]
+    receives = {name: _best(link for link in links if link.target == name) for name in names}
     late, usual = _below(receives)
     for name in late:
-        found = f"{name} receives at most {_mbit(receives[name])}, others {_mbit(usual)}"
-        yield warning("slow", found, "check its network")
+        text = f"{name} receives at most {_mbit(receives[name])}, others {_mbit(usual)}"
+        yield warning("slow", text, "check its network")
     for link in links:
         usual = min(sends[link.source], receives[link.target])
         if link.bytes_per_s < _SLOW * usual:
-            found = f"from {link.source} to {link.target} {_mbit(link.bytes_per_s)}, elsewhere they have {_mbit(usual)}"
-            yield warning("slow", found, "check the way between them")
+            text = f"from {link.source} to {link.target} {_mbit(link.bytes_per_s)}, elsewhere they have {_mbit(usual)}"
+            yield warning("slow", text, "check the way between them")
 
 
 def _below(rates: Mapping[str, float]) -> tuple[list[str], float]:
@@ -186,21 +187,21 @@ def _clocks(links: Sequence[LinkFacts]) -> Iterator[Check]:
     ahead = {link.target: link.ahead_s for link in links if link.source == first and not link.error}
     for name, seconds in ahead.items():
         if abs(seconds) > _CLOCK_S:
-            found = f"{name} is {abs(seconds):.3g} s {'ahead of' if seconds > 0 else 'behind'} {first}"
-            yield warning("clock", found, "events of hosts are ordered by their clocks; run an NTP client")
+            text = f"{name} is {abs(seconds):.3g} s {'ahead of' if seconds > 0 else 'behind'} {first}"
+            yield warning("clock", text, "events of hosts are ordered by their clocks; run an NTP client")
     if ahead:
         yield ok("clocks", f"within {_ms(max(abs(seconds) for seconds in ahead.values()))} of {first}'s")
 
 
 def _contradictions(survey: Survey, said: Cluster) -> Iterator[Check]:
-    found = {each.host.name: each.host for each in survey.hosts}
-    for name in found.keys() - {host.name for host in said.hosts}:
+    surveyed = {report.host.name: report.host for report in survey.hosts}
+    for name in surveyed.keys() - {host.name for host in said.hosts}:
         yield problem("file", f"{name} is not in the cluster's file", "add it, or set HEADRACE_HOST to its name there")
     for host in said.hosts:
-        if host.name not in found:
+        if host.name not in surveyed:
             yield problem("file", f"no process runs on {host.name}", "start one there, or take it out of the file")
-        elif found[host.name].cores < host.cores:
-            cores = f"{host.name} has {found[host.name].cores} cores, the file says {host.cores}"
+        elif surveyed[host.name].cores < host.cores:
+            cores = f"{host.name} has {surveyed[host.name].cores} cores, the file says {host.cores}"
             yield warning("file", cores, "correct it")
         try:
             socket.getaddrinfo(host.address or None, 0)
@@ -209,9 +210,9 @@ def _contradictions(survey: Survey, said: Cluster) -> Iterator[Check]:
     if not said.links and said.link_bytes_per_s == Cluster.link_bytes_per_s:
         return
     for link in survey.cluster().links:
-        told = said.link(link.source, link.target)
-        if link.bytes_per_s < _LESS * told.bytes_per_s:
-            what = f"{_mbit(link.bytes_per_s)}, the file says {_mbit(told.bytes_per_s)}"
+        stated = said.link(link.source, link.target)
+        if link.bytes_per_s < _LESS * stated.bytes_per_s:
+            what = f"{_mbit(link.bytes_per_s)}, the file says {_mbit(stated.bytes_per_s)}"
             yield warning("file", f"from {link.source} to {link.target}: {what}", "plan with the measured file")
 
 

@@ -64,6 +64,6 @@ def table(checks: Sequence[Check]) -> Table:
     shown.add_column(no_wrap=True)
     shown.add_column(overflow="fold")
     for check in checks:
-        found = f"{check.found}\n-> {check.remedy}" if check.remedy else check.found
-        shown.add_row(Text(check.verdict.value, style=_STYLES[check.verdict]), Text(check.name), Text(found))
+        text = f"{check.found}\n-> {check.remedy}" if check.remedy else check.found
+        shown.add_row(Text(check.verdict.value, style=_STYLES[check.verdict]), Text(check.name), Text(text))
     return shown

@@ -90,13 +90,13 @@ def _unpack(packed: Path, expected: str, where: str) -> None:
     try:
         with gzip.open(packed) as source, target.open("wb") as sink:
             shutil.copyfileobj(source, sink, _CHUNK)
-        found = digest_of(target)
+        digest = digest_of(target)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        found = f"none, as it cannot be unpacked ({error})"
-    if found != expected:
+        digest = f"none, as it cannot be unpacked ({error})"
+    if digest != expected:
         raise DataError(
             f"{packed.name} from {where} is not the file it should be and is not used: its contents' sha256 is "
-            f"{found}, expected {expected}; try again, or find out what changes the download"
+            f"{digest}, expected {expected}; try again, or find out what changes the download"
         )
 
 
@@ -261,10 +261,10 @@ def fashion_mnist(
 
 def _read(path: Path, expected: str) -> Tensor:
     """Reads a file in IDX format: two zeros, type, number of dims, the lengths, the bytes."""
-    found = digest_of(path)
-    if found != expected:
+    digest = digest_of(path)
+    if digest != expected:
         raise DataError(
-            f"{path} is damaged: its sha256 is {found}, expected {expected}; delete it and it is fetched again"
+            f"{path} is damaged: its sha256 is {digest}, expected {expected}; delete it and it is fetched again"
         )
     content = np.fromfile(path, dtype=np.uint8)
     start = 4 + 4 * int(content[3])
@@ -287,8 +287,8 @@ def digits() -> ImageData:
         torch.Size([1437, 1, 8, 8])
     """
     # Not through scikit-learn, which imports scipy and pandas for it, and takes longer to do so than torch.
-    found = importlib.util.find_spec("sklearn")
-    file = Path(found.origin).parent / _DIGITS_FILE if found and found.origin else None
+    package = importlib.util.find_spec("sklearn")
+    file = Path(package.origin).parent / _DIGITS_FILE if package and package.origin else None
     if file is None or not disk.is_file(file):
         raise UnfitMachine(
             "the digits come with scikit-learn, which is not installed, or without its data sets: " + remedy("data")

@@ -260,7 +260,7 @@ def string_ids(strings: Any, rows: int) -> Tensor:
         raise UsageError(f"rows must be a whole number from 2 to 2**63 - 1, got {rows!r}")
     # As objects, because numpy's own strings lose zeros at their end.
     array = np.array(strings, dtype=object)
-    ids = np.fromiter((1 + _hash(each) % (rows - 1) for each in array.flat), dtype=np.int64, count=array.size)
+    ids = np.fromiter((1 + _hash(string) % (rows - 1) for string in array.flat), dtype=np.int64, count=array.size)
     return torch.from_numpy(ids).view(array.shape)
 
 

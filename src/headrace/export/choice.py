@@ -53,16 +53,16 @@ def choose(
         raise UsageError(f"--target takes {', '.join(TARGETS)}, got {target}")
     if quantize is not None and quantize not in PRECISIONS:
         raise UsageError(f"--quantize takes {', '.join(PRECISIONS)}, got {quantize!r}")
-    usual = tuple(each for each in TARGETS[target] if quantize is None or each not in _WHOLE)
+    usual = tuple(name for name in TARGETS[target] if quantize is None or name not in _WHOLE)
     taken = usual if formats is None else tuple(formats)
-    unknown = [each for each in taken if each not in FORMATS]
+    unknown = [name for name in taken if name not in FORMATS]
     if unknown or not taken:
         raise UsageError(f"--formats takes {', '.join(FORMATS)}, got {', '.join(unknown) or 'none'}")
     if target in _ALONE and (len(taken) > 1 or taken[0] not in _ALONE[target]):
         raise UsageError(
             f"--target {target} takes the format {' or '.join(_ALONE[target])} alone, got {', '.join(taken)}"
         )
-    if phones := [each for each in taken if each in _ALONE["mobile"] and target != "mobile"]:
+    if phones := [name for name in taken if name in _ALONE["mobile"] and target != "mobile"]:
         raise UsageError(f"the format {phones[0]} goes with --target mobile")
     if quantize is not None and (target == "browser" or set(taken) & set(_WHOLE)):
         raise UsageError("--quantize goes with --formats onnx for a server, and with the format pte for phones")
@@ -87,9 +87,9 @@ def read_labels(path: Path) -> tuple[str, ...]:
         # Spreadsheets put a mark before the first line.
         text = path.read_text(encoding="utf-8-sig")
         lines = text.removesuffix("\n").split("\n") if text else []
-        found = json.loads(text) if _LIST.match(text) else lines
+        names = json.loads(text) if _LIST.match(text) else lines
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read as labels: {error}; write one a line, or a JSON list") from error
-    if not found or not all(isinstance(label, str) for label in found):
+    if not names or not all(isinstance(label, str) for label in names):
         raise UsageError(f"{path} holds no labels; write one a line, or a JSON list of texts")
-    return tuple(found)
+    return tuple(names)

@@ -83,14 +83,14 @@ def inputs_of(job: Job, model: nn.Module, batch: Any) -> ModelInputs:
     ((args, kwargs),) = seen
     if job.task is not None and job.task.name.startswith("own_loss"):
         kwargs.pop(_LABELS, None)
-    found = dict(zip(_parameters(model, len(args)), args, strict=True)) | kwargs
-    for name, value in found.items():
+    inputs = dict(zip(_parameters(model, len(args)), args, strict=True)) | kwargs
+    for name, value in inputs.items():
         if not isinstance(value, Tensor):
             raise JobError(
                 f"the model's input {name} is a {type(value).__name__}; an exported model takes tensors by name: let "
                 "the batch be a dict of tensors, or let Job.inputs select them"
             )
-    return ModelInputs(found, len(args))
+    return ModelInputs(inputs, len(args))
 
 
 def outputs_of(output: Any) -> dict[str, Tensor]:
@@ -107,13 +107,13 @@ def outputs_of(output: Any) -> dict[str, Tensor]:
         pairs = [(f"output_{index}", value) for index, value in enumerate(output)]
     else:
         pairs = []
-    found = {name: value for name, value in pairs if isinstance(value, Tensor)}
-    if not found:
+    tensors = {name: value for name, value in pairs if isinstance(value, Tensor)}
+    if not tensors:
         raise JobError(
             f"the model returns a {type(output).__name__} without a tensor on its first level; return a tensor, a "
             "tuple or a dict of tensors"
         )
-    return found
+    return tensors
 
 
 def predictor_of(job: Job, model: nn.Module, batch: Any) -> tuple[Predictor, ModelInputs]:
@@ -147,5 +147,5 @@ def _parameters(model: nn.Module, count: int) -> list[str]:
 def run(module: Predictor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Runs the trained model without gradients."""
     with torch.no_grad():
-        found: dict[str, Tensor] = module(*inputs.values())
-    return found
+        outputs: dict[str, Tensor] = module(*inputs.values())
+    return outputs

@@ -182,8 +182,8 @@ class OnnxRunner(ProgramRunner):
         self._outputs = [output.name for output in self._session.get_outputs()]
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = self._session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
-        return {name: torch.from_numpy(array) for name, array in zip(self._outputs, found, strict=True)}
+        arrays = self._session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
+        return {name: torch.from_numpy(array) for name, array in zip(self._outputs, arrays, strict=True)}
 
 
 def require(*libraries: str) -> None:
@@ -218,11 +218,11 @@ def _untraceable(predictor: Predictor, error: BaseException) -> JobError:
 
 def _translated(program: ExportedProgram, error: BaseException) -> str:
     """Returns ", at layers.2 (Gate)", whose operation the exporter did not translate; "" where unknown."""
-    found, cause = None, error
-    while found is None and cause is not None:
-        found, cause = _NODE.search(str(cause)), cause.__cause__  # type: ignore[assignment]
+    match, cause = None, error
+    while match is None and cause is not None:
+        match, cause = _NODE.search(str(cause)), cause.__cause__  # type: ignore[assignment]
     for node in program.graph.nodes:
-        if found is not None and node.name == found[1] and (stack := node.meta.get("nn_module_stack")):
+        if match is not None and node.name == match[1] and (stack := node.meta.get("nn_module_stack")):
             path, kind = list(stack.values())[-1]
             return f", at {path.removeprefix('model').lstrip('.') or 'the model'} ({str(kind).rpartition('.')[2]})"
     return ""

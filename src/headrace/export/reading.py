@@ -35,9 +35,9 @@ def read_inputs(path: Path, forms: Forms) -> dict[str, Array]:
     if not disk.is_file(path):
         raise UsageError(f"{path} {'is no file' if disk.exists(path) else 'does not exist'}; name a file of examples")
     try:
-        found = reader(path, forms)
-        check_names(list(found), forms)
-        arrays = {form.name: fitting(form, found[form.name]) for form in forms}
+        values = reader(path, forms)
+        check_names(list(values), forms)
+        arrays = {form.name: fitting(form, values[form.name]) for form in forms}
         check_lengths(arrays, forms)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
@@ -56,11 +56,11 @@ def _array(path: Path, forms: Forms) -> dict[str, Any]:
 def _arrays(path: Path, forms: Forms) -> dict[str, Any]:
     try:
         with np.load(path, allow_pickle=False) as archive:
-            found = {name: archive[name] for name in archive.files}
+            arrays = {name: archive[name] for name in archive.files}
     except (ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise DataError(f"it is not an archive of arrays ({error!s:.100})") from None
     # What `np.savez(path, array)` calls an array without a name.
-    return {forms[0].name: found["arr_0"]} if len(forms) == 1 and list(found) == ["arr_0"] else found
+    return {forms[0].name: arrays["arr_0"]} if len(forms) == 1 and list(arrays) == ["arr_0"] else arrays
 
 
 def _json(path: Path, forms: Forms) -> dict[str, Any]:
@@ -70,11 +70,11 @@ def _json(path: Path, forms: Forms) -> dict[str, Any]:
         raise DataError(f"it is not JSON ({error!s:.100})") from None
     if isinstance(content, dict):
         return content
-    if isinstance(content, list) and content and all(isinstance(each, dict) for each in content):
+    if isinstance(content, list) and content and all(isinstance(example, dict) for example in content):
         names = list(content[0])
-        if any(list(each) != names for each in content):
+        if any(list(example) != names for example in content):
             raise DataError(f"every example has the same names in the same order, the first has {', '.join(names)}")
-        return {name: [each[name] for each in content] for name in names}
+        return {name: [example[name] for example in content] for name in names}
     return {_only(forms, "an object with a list for each"): content}
 
 
@@ -154,7 +154,7 @@ def _image(path: Path, forms: Forms) -> dict[str, Any]:
     if numpy_type(form).kind != "f":
         return {name: example.round()}
     low, high = (
-        np.asarray([otherwise if each is None else each for each in values or [None]], np.float32).reshape(-1, 1, 1)
+        np.asarray([otherwise if bound is None else bound for bound in values or [None]], np.float32).reshape(-1, 1, 1)
         for values, otherwise in ((form.low, 0), (form.high, 1))
     )
     return {name: low + example / 255 * (high - low)}

@@ -215,11 +215,11 @@ def values_of(forms: Sequence[TensorForm], batches: Sequence[Mapping[str, Tensor
     """Returns the inputs' forms with the range of their values in some batches."""
     import torch
 
-    found = []
+    ranged = []
     for form in forms:
         tensors = [batch[form.name] for batch in batches]
         image = len(form.shape) == 4 and form.shape[1] <= _MOST_CHANNELS
         rows = [tensor.transpose(0, 1).flatten(1) if image else tensor.reshape(1, -1) for tensor in tensors]
         low, high = (torch.stack([pick(row.double(), dim=1) for row in rows]) for pick in (torch.amin, torch.amax))
-        found.append(replace(form, low=tuple(low.amin(0).tolist()), high=tuple(high.amax(0).tolist())))
-    return tuple(found)
+        ranged.append(replace(form, low=tuple(low.amin(0).tolist()), high=tuple(high.amax(0).tolist())))
+    return tuple(ranged)

@@ -24,14 +24,14 @@ class WholeBag(nn.Module):
         if input.dim() != 2:
             return F.embedding_bag(input, self.weight, offsets, mode=self.mode, padding_idx=self.padding)
         rows = F.embedding(input, self.weight)
-        kept = (torch.ones_like(input) if self.padding is None else (input != self.padding).long()).unsqueeze(2)
+        mask = (torch.ones_like(input) if self.padding is None else (input != self.padding).long()).unsqueeze(2)
         if self.mode == "max":
-            return rows.masked_fill(kept == 0, -torch.inf).amax(1).masked_fill(kept.sum(1) == 0, 0.0)
-        factor = kept.to(rows.dtype)
+            return rows.masked_fill(mask == 0, -torch.inf).amax(1).masked_fill(mask.sum(1) == 0, 0.0)
+        factor = mask.to(rows.dtype)
         if per_sample_weights is not None:
             factor = factor * per_sample_weights.unsqueeze(2)
         total = (rows * factor).sum(1)
-        return total / kept.sum(1).clamp(min=1) if self.mode == "mean" else total
+        return total / mask.sum(1).clamp(min=1) if self.mode == "mean" else total
 
 
 def with_whole_tables(model: nn.Module) -> nn.Module:

@@ -71,14 +71,14 @@ def typed(form: TensorForm, values: Any) -> Array:
         raise DataError(f"expected {form_text(form)}, got {_KIND_TEXT.get(array.dtype.kind, str(array.dtype))}")
     # A number that is too large becomes infinite or another one, which is said below.
     with np.errstate(invalid="ignore", over="ignore"):
-        found: Array = array.astype(wanted)
+        converted: Array = array.astype(wanted)
     if wanted.kind == "f":
-        same = bool(np.isfinite(found).all()) or bool((np.isfinite(found) == np.isfinite(array)).all())
+        same = bool(np.isfinite(converted).all()) or bool((np.isfinite(converted) == np.isfinite(array)).all())
     else:
-        same = bool((found == array).all()) and not (array.dtype.kind == "f" and not _exact(array, wanted))
+        same = bool((converted == array).all()) and not (array.dtype.kind == "f" and not _exact(array, wanted))
     if not same:
         raise DataError(f"expected {form_text(form)}, got a number that {wanted} does not hold")
-    return found
+    return converted
 
 
 def _from_lists(form: TensorForm, values: Any) -> Array:
@@ -97,11 +97,11 @@ def _from_lists(form: TensorForm, values: Any) -> Array:
     if not (kinds <= {int, float} or kinds == {bool}):
         if list in kinds:
             raise DataError(f"expected {form_text(form)}, got lists of different lengths")
-        told = ", ".join(sorted(_TYPE_TEXT.get(kind, kind.__name__) for kind in kinds))
-        raise DataError(f"expected {form_text(form)}, got {told}")
+        names = ", ".join(sorted(_TYPE_TEXT.get(kind, kind.__name__) for kind in kinds))
+        raise DataError(f"expected {form_text(form)}, got {names}")
     if kinds == {int, float} and not form.dtype.startswith("float"):
         # As floats, large whole numbers would be rounded because of one float beside them.
-        level = [int(each) if isinstance(each, float) and each.is_integer() else each for each in level]
+        level = [int(value) if isinstance(value, float) and value.is_integer() else value for value in level]
         kinds = set(map(type, level))
     # A float takes any whole number that it can, not only those of 64 bits.
     kind = np.float64 if form.dtype.startswith("float") else np.uint64 if form.dtype == "uint64" else np.int64
@@ -122,18 +122,18 @@ def check_lengths(arrays: Mapping[str, Array], forms: Sequence[TensorForm]) -> i
     """Returns the number of examples; raises DataError where the inputs have different ones."""
     counts = {form.name: len(arrays[form.name]) for form in forms if form.shape[:1] == (-1,)}
     if len(set(counts.values())) > 1:
-        told = ", ".join(f"{name} {count}" for name, count in counts.items())
-        raise DataError(f"every input has as many examples, got {told}")
+        listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise DataError(f"every input has as many examples, got {listed}")
     return next(iter(counts.values()), 1)
 
 
-def check_names(found: Sequence[str], forms: Sequence[TensorForm]) -> None:
+def check_names(given: Sequence[str], forms: Sequence[TensorForm]) -> None:
     """Raises DataError where inputs are missing, unknown, or given twice."""
     wanted = [form.name for form in forms]
-    if sorted(found) != sorted(wanted):
+    if sorted(given) != sorted(wanted):
         raise DataError(
-            f"expected {', '.join(map(form_text, forms))}; got {', '.join(f'{name!r:.40}' for name in found[:20])}"
-            if found
+            f"expected {', '.join(map(form_text, forms))}; got {', '.join(f'{name!r:.40}' for name in given[:20])}"
+            if given
             else f"expected {', '.join(map(form_text, forms))}; got no input"
         )
 

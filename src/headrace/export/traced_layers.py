@@ -46,13 +46,13 @@ def whole_recurrent_layers() -> Iterator[None]:
     torch's own implementation in Python unrolls the time steps, which fixes their number in the program. The operation
     itself stays in the graph either way, and takes any number.
     """
-    kept = [dict(operation.py_kernels) for operation, _ in _LAYERS]
+    saved = [dict(operation.py_kernels) for operation, _ in _LAYERS]
     try:
         for operation, shapes in _LAYERS:
             _replace(operation, dict.fromkeys(operation.py_kernels, shapes))
         yield
     finally:
-        for (operation, _), kernels in zip(_LAYERS, kept, strict=True):
+        for (operation, _), kernels in zip(_LAYERS, saved, strict=True):
             _replace(operation, kernels)
 
 
@@ -65,12 +65,12 @@ def _replace(operation: Any, kernels: dict[Any, Any]) -> None:
 @contextmanager
 def pooled_by_slices() -> Iterator[None]:
     """Lets a model that is traced compute `adaptive_max_pool1d` and `2d` by slices; the values are the same."""
-    kept = F.adaptive_max_pool1d, F.adaptive_max_pool2d
+    originals = F.adaptive_max_pool1d, F.adaptive_max_pool2d
     F.adaptive_max_pool1d, F.adaptive_max_pool2d = _pool1d, _pool2d  # type: ignore[assignment]
     try:
         yield
     finally:
-        F.adaptive_max_pool1d, F.adaptive_max_pool2d = kept
+        F.adaptive_max_pool1d, F.adaptive_max_pool2d = originals
 
 
 def _pool1d(input: Tensor, output_size: Any, return_indices: bool = False) -> Tensor:

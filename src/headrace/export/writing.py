@@ -139,14 +139,14 @@ def _write_programs(
         return _Subject(job, subject.predictor, examples_of(job)).inputs()
 
     how = ""
-    for each in choice.formats:
-        path = place / FORMATS[each]
-        if each == "pte":
+    for form in choice.formats:
+        path = place / FORMATS[form]
+        if form == "pte":
             few = {name: tensor[:_SAMPLE] for name, tensor in subject.inputs()[0].items()}
             how = save_pte(traced, path, subject.predictor, few, choice.quantize, calibration)
-        elif each == "tflite":
+        elif form == "tflite":
             save_tflite(traced, path, {name: tensor[:1] for name, tensor in subject.inputs()[0].items()})
-        elif each == "onnx":
+        elif form == "onnx":
             programs.save_onnx(traced, path, facts.inputs, facts.outputs)
             if choice.quantize:
                 how = quantize_onnx(path, choice.quantize, calibration())
@@ -161,7 +161,7 @@ def _look(place: Path, subject: _Subject, facts: Signature, choice: ExportChoice
     for path in sorted(place.iterdir()):
         difference: float | None = None
         metrics: Mapping[str, float] = {}
-        if path.name in (FORMATS[each] for each in choice.formats):
+        if path.name in (FORMATS[name] for name in choice.formats):
             runner = open_runner(path, facts.inputs, facts.outputs)
             difference = _checked(path, runner, subject, choice)
             if facts.quantized is not None:
@@ -190,9 +190,9 @@ def _look_at_rounded(
             )
         notes.append(f"{path.name} in {quantized.kind}: {said}")
     both: dict[str, Program] = {"before": partial(run, subject.predictor), "after": runner.run}
-    found = metrics_of(subject.job, subject.predictor.model, both)
-    quantized = replace(quantized, before=found["before"])
-    return replace(facts, quantized=quantized, notes=(*facts.notes, *notes)), found["after"]
+    metrics = metrics_of(subject.job, subject.predictor.model, both)
+    quantized = replace(quantized, before=metrics["before"])
+    return replace(facts, quantized=quantized, notes=(*facts.notes, *notes)), metrics["after"]
 
 
 def _checked(path: Path, runner: ProgramRunner, subject: _Subject, choice: ExportChoice) -> float:
@@ -204,14 +204,14 @@ def _checked(path: Path, runner: ProgramRunner, subject: _Subject, choice: Expor
     largest, typical = _difference(runner, subject)
     if choice.quantize is not None:
         if not typical <= MOST_ROUNDED:
-            other = next(each for each in PRECISIONS if each != choice.quantize)
+            other = next(precision for precision in PRECISIONS if precision != choice.quantize)
             raise JobError(
                 f"{path.name} in {choice.quantize} computes something else than the trained model: the root of "
                 f"the mean square of the difference is {typical:.2g} of the output's, at most {MOST_ROUNDED:g} "
                 f"is allowed; try --quantize {other}, or leave it out"
             )
     elif not largest <= MOST_DIFFERENT:
-        rest = ",".join(each for each in choice.formats if FORMATS[each] != path.name)
+        rest = ",".join(name for name in choice.formats if FORMATS[name] != path.name)
         raise JobError(
             f"{path.name} computes something else than the trained model: the largest difference is {largest:.2g} of "
             f"the largest value, at most {MOST_DIFFERENT:g} is allowed; "
@@ -227,17 +227,17 @@ def _difference(runner: ProgramRunner, subject: _Subject) -> tuple[float, float]
     """
     largest, squares = [torch.zeros(())], torch.zeros(2, dtype=torch.float64)
     for tensors in subject.inputs():
-        found = runner.run(tensors)
+        outputs = runner.run(tensors)
         for name, wanted in run(subject.predictor, tensors).items():
             if not wanted.isfinite().all():
                 raise JobError(f"the trained model returns {name} with NaN or infinity on its own data; train it again")
-            if not wanted.numel() and found[name].shape == wanted.shape:
+            if not wanted.numel() and outputs[name].shape == wanted.shape:
                 continue
             if not wanted.is_floating_point():
-                largest.append((found[name] != wanted).float().mean())
+                largest.append((outputs[name] != wanted).float().mean())
                 continue
             scale = max(wanted.abs().max().item(), torch.finfo(torch.float32).tiny)
-            apart = found[name] - wanted
+            apart = outputs[name] - wanted
             largest.append(apart.abs().max() / scale)
             squares += torch.stack([apart.double().square().sum(), wanted.double().square().sum()])
     typical = (squares[0] / squares[1].clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
@@ -251,13 +251,13 @@ def _missing(runner: ProgramRunner, subject: _Subject) -> dict[str, float]:
     """
     shares: dict[str, list[Tensor]] = {}
     for tensors in subject.inputs():
-        found = runner.run(tensors)
+        outputs = runner.run(tensors)
         for name, wanted in run(subject.predictor, tensors).items():
             if not wanted.is_floating_point():
-                rows = zip(wanted.flatten(1), found[name].flatten(1), strict=True) if wanted.dim() > 1 else ()
+                rows = zip(wanted.flatten(1), outputs[name].flatten(1), strict=True) if wanted.dim() > 1 else ()
                 ranked = [(~torch.isin(one, other)).float().mean() for one, other in rows]
-                shares.setdefault(name, []).extend(ranked or [(wanted != found[name]).float().mean()])
-    return {name: torch.stack(each).mean().item() for name, each in shares.items()}
+                shares.setdefault(name, []).extend(ranked or [(wanted != outputs[name]).float().mean()])
+    return {name: torch.stack(values).mean().item() for name, values in shares.items()}
 
 
 def examples_of(job: Job) -> list[Any]:
@@ -265,16 +265,16 @@ def examples_of(job: Job) -> list[Any]:
     data = job.data if job.eval_data is None else job.eval_data
     pipeline, _ = as_pipeline(data)
     loader = Loader(pipeline, job.seed, min(_BATCH, len(pipeline)), (1,), 0, ordered=True)
-    found, count = [], 0
+    batches, count = [], 0
     for share in loader.sweep(alone=True):
         if share.examples:
-            found.append(share.batch)
+            batches.append(share.batch)
             count += share.examples
         if count >= _CHECKED:
             break
-    if not found:
+    if not batches:
         raise DataError("the model cannot be exported without an example, and a filter leaves out all")
-    return found
+    return batches
 
 
 def _outputs_of(
@@ -286,7 +286,7 @@ def _outputs_of(
     """
     others = {dim: run(predictor, _of_another_length(few, dim)) for dim in free}
     forms = tuple(
-        form_of(name, tensor, tuple(dim for found in others.values() for dim in _following(tensor, found[name])))
+        form_of(name, tensor, tuple(dim for other in others.values() for dim in _following(tensor, other[name])))
         for name, tensor in expected.items()
     )
     mixed = [name for name, tensor in expected.items() if 0 in others and _mixes(tensor, others[0][name])]
@@ -310,9 +310,9 @@ def _mixes(output: Tensor, fewer: Tensor) -> bool:
     """Whether what an example gets depends on the other examples of its call."""
     if output.shape[1:] != fewer.shape[1:]:
         return True
-    own = (output[: len(fewer)] if output.dim() else output).double()
-    scale = own[own.isfinite()].abs().sum().item() / max(1, own.numel())
-    return not torch.allclose(own, fewer.double(), rtol=_MIXED, atol=_MIXED * scale, equal_nan=True)
+    first = (output[: len(fewer)] if output.dim() else output).double()
+    scale = first[first.isfinite()].abs().sum().item() / max(1, first.numel())
+    return not torch.allclose(first, fewer.double(), rtol=_MIXED, atol=_MIXED * scale, equal_nan=True)
 
 
 def _notes(traced: programs.Traced, cached: bool, choice: ExportChoice, mixed: Sequence[str]) -> tuple[str, ...]:

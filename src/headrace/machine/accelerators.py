@@ -40,9 +40,9 @@ def unlike(titles: Sequence[str], balances: bool) -> str:
             ranks.setdefault(title, []).append(rank)
     if len(ranks) < 2:
         return ""
-    each = "; ".join(f"rank{'s' * (len(own) > 1)} {', '.join(map(str, own))}: {title}" for title, own in ranks.items())
+    which = "; ".join(f"rank{'s' * (len(at) > 1)} {', '.join(map(str, at))}: {title}" for title, at in ranks.items())
     how = "their shares follow their speed" if balances else "equal shares wait for the slowest: balance='speed'"
-    return f"the workers' accelerators are not alike ({each}); {how}"
+    return f"the workers' accelerators are not alike ({which}); {how}"
 
 
 def backend_version(kind: DeviceKind) -> str:
@@ -67,18 +67,18 @@ def explained_by_device(error: BaseException, device: str, where: str) -> BaseEx
     `where` says whose device it is: "rank 1 on b". Nothing can be asked of the device any more.
     """
     said = " ".join(str(error).split()).lower() if isinstance(error, RuntimeError) else ""
-    if any(each in said for each in _BROKEN):
+    if any(phrase in said for phrase in _BROKEN):
         remedy = (
             "its hardware or driver has failed, see the system's log (dmesg, Xid) and nvidia-smi -q; start without it "
             "or its host, and go on from the last checkpoint with resume=True (--resume)"
         )
-    elif any(each in said for each in _KERNEL):
+    elif any(phrase in said for phrase in _KERNEL):
         remedy = (
             "a kernel went beyond its memory, or the device has failed: if it is this device alone (dmesg, Xid), "
             "start without it; else CUDA_LAUNCH_BLOCKING=1 shows the operation. resume=True goes on from the last "
             "checkpoint"
         )
-    elif any(each in said for each in _TAKEN):
+    elif any(phrase in said for phrase in _TAKEN):
         remedy = (
             "another process has it for itself (nvidia-smi shows which, and the compute mode), or it was taken from "
             "this one: end that process, or give this one another device"
@@ -112,11 +112,11 @@ def memories(kind: DeviceKind) -> tuple[int, ...]:
     if library.nvmlInit_v2() != 0:
         return ()
     try:
-        found = [_memory(library, name) for name in _visible(library, kind.visible)]
+        bytes_each = [_memory(library, name) for name in _visible(library, kind.visible)]
     finally:
         library.nvmlShutdown()
     # Where one is not known, neither is which is the largest.
-    return tuple(found) if all(found) else ()
+    return tuple(bytes_each) if all(bytes_each) else ()
 
 
 def _visible(library: ctypes.CDLL, variable: str) -> list[str]:

@@ -46,8 +46,8 @@ def is_file(path: Path) -> bool:
 
 def is_full(folder: Path) -> bool:
     """Tells whether this process can add nothing to the file system of a folder."""
-    found = os.statvfs(folder)
-    return not (found.f_bavail if os.geteuid() else found.f_bfree)
+    status = os.statvfs(folder)
+    return not (status.f_bavail if os.geteuid() else status.f_bfree)
 
 
 def disk_fails(error: OSError) -> bool:

@@ -22,8 +22,8 @@ def random_state(device: torch.device) -> Tensor:
 
         _, (state,) = get_device_states(torch.empty(1, device=device))
         return state
-    own: Tensor = runtime_of(device.type).get_rng_state(device)
-    return own
+    values: Tensor = runtime_of(device.type).get_rng_state(device)
+    return values
 
 
 def set_random_state(state: Tensor, device: torch.device) -> None:
@@ -43,8 +43,8 @@ def random_states() -> Mapping[str, Tensor]:
     kinds = [kind.name for kind in accelerators() if not kind.package]
     runtimes: dict[str, Any] = {name: getattr(torch, name, None) for name in kinds}
     # A runtime that cannot be asked has nothing to begin.
-    begun = {name: each for name, each in runtimes.items() if getattr(each, "is_initialized", bool)()}
-    return {name: each.get_rng_state() for name, each in begun.items()}
+    begun = {name: runtime for name, runtime in runtimes.items() if getattr(runtime, "is_initialized", bool)()}
+    return {name: runtime.get_rng_state() for name, runtime in begun.items()}
 
 
 def set_random_states(states: Mapping[str, Tensor]) -> None:

@@ -64,22 +64,22 @@ def detect(device: str | Sequence[str], ranks: int | None = None, fixed_shapes: 
     """
     require_linux()
     named = one_each(device)
-    kind, found = choose_each(named) if named else choose(str(device), fixed_shapes)
+    kind, devices = choose_each(named) if named else choose(str(device), fixed_shapes)
     parts = parts_of_devices(kind_of(kind))
     identities: Sequence[str] = ()
     if parts or (ranks or 1) > 1:
-        identities = [identity_of(each, parts) for each in named or found]
+        identities = [identity_of(device, parts) for device in named or devices]
     if parts:
         # A process sees the one that it is given alone.
-        found, named = (tuple(HOST if each == HOST else f"{kind}:0" for each in names) for names in (found, named))
+        devices, named = (tuple(HOST if name == HOST else f"{kind}:0" for name in names) for names in (devices, named))
     room = 0
-    if found:
+    if devices:
         # Here, because a run on CPUs needs none of it.
         from headrace.machine.accelerators import memories
 
         room = max(memories(kind_of(kind)), default=0)
     host = Host(
-        *(host_name(), cores(), spare_memory_bytes(), found),
+        *(host_name(), cores(), spare_memory_bytes(), devices),
         worker_devices=named,
         identities=tuple(identities),
         device_memory_bytes=room,

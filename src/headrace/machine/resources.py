@@ -114,11 +114,11 @@ def own_processor_s(root: Path = _ROOT) -> float:
         if len(words) > 14:
             parents[int(folder.name)] = int(words[1])
             took[int(folder.name)] = sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
-    own, added = {os.getpid()}, {os.getpid()}
+    family, added = {os.getpid()}, {os.getpid()}
     while added:
-        added = {each for each, parent in parents.items() if parent in added} - own
-        own |= added
-    return sum(took.get(each, 0.0) for each in own)
+        added = {process for process, parent in parents.items() if parent in added} - family
+        family |= added
+    return sum(took.get(process, 0.0) for process in family)
 
 
 def load_average(root: Path = _ROOT) -> float | None:

@@ -55,14 +55,14 @@ def build_server(
     """
     count = len(layout) + (optimizer.tables is not None)
     machines = [Shard(range(plan.replicas), *policies) for _ in range(count)]
-    own = open_server_transport(layout, transport, process.address)
+    link = open_server_transport(layout, transport, process.address)
     replicated = None
     if plan.backups:
         primary = functools.partial(_open_client_transport, layout=layout, pushes=Slots(()), hello_s=_RECONNECT_HELLO_S)
-        replicated = ReplicatedTransport(own, layout.push_slots, layout.reply_slots, process.number, primary)
-        own = replicated.transport
+        replicated = ReplicatedTransport(link, layout.push_slots, layout.reply_slots, process.number, primary)
+        link = replicated.transport
     given = leases if rank == plan.servers[0] else None
-    return Server(own, layout, optimizer, machines, given, replicated=replicated, measures=measures)
+    return Server(link, layout, optimizer, machines, given, replicated=replicated, measures=measures)
 
 
 def open_server_transport(layout: ShardLayout, transport: str, address: str = "") -> ServerTransport:
@@ -101,7 +101,9 @@ def connect(
     """Returns a client of some servers; `closing` closes its connections. The other arguments are those of `Client`."""
     connections = []
     used = list(servers.addresses())
-    for index, (address, layout, own, role) in enumerate(zip(tuple(used), layouts, places, servers.roles, strict=True)):
+    for index, (address, layout, into, role) in enumerate(
+        zip(tuple(used), layouts, places, servers.roles, strict=True)
+    ):
         pushes = Slots(()) if observes else layout.push_slots
         open_one = functools.partial(_open_client_transport, layout=layout, pushes=pushes)
 
@@ -121,7 +123,7 @@ def connect(
         require = functools.partial(servers.require, index)
         connections.append(
             ServerConnection(
-                transport, layout, own, role.rank, role.host, reopen, has_moved=has_moved, require_link=require
+                transport, layout, into, role.rank, role.host, reopen, has_moved=has_moved, require_link=require
             )
         )
     client = Client(

@@ -122,15 +122,15 @@ def _shard_of(segment: Segment, parameter: ParameterSpec) -> ShardSpec:
 
 
 def _state_shards(shards: Sequence[ShardSpec], known: Mapping[str, ParameterSpec], state: MeanState) -> list[ShardSpec]:
-    found = []
+    pieces = []
     for like, spec in zip(state.likes, state.specs, strict=True):
         for shard in (shard for shard in shards if shard.parameter == like.name):
             if spec.shape == known[like.name].shape:
-                found.append(ShardSpec(spec.name, shard.start, shard.shape, spec.dtype, exact=True))
+                pieces.append(ShardSpec(spec.name, shard.start, shard.shape, spec.dtype, exact=True))
             elif not shard.start:
                 # State of the whole parameter goes with the parameter's first shard.
-                found.append(ShardSpec(spec.name, 0, spec.shape, spec.dtype, exact=True))
-    return found
+                pieces.append(ShardSpec(spec.name, 0, spec.shape, spec.dtype, exact=True))
+    return pieces
 
 
 def places_of(layout: ShardLayout, module: nn.Module, state: Mapping[str, Tensor] | None = None) -> list[Tensor]:

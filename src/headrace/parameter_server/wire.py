@@ -158,13 +158,13 @@ class ShardLayout:
         return json.dumps([*self._names, *pieces]).encode()
 
 
-def layout_difference(own: ShardLayout, described: bytes) -> str:
+def layout_difference(layout: ShardLayout, described: bytes) -> str:
     """Says how a layout that was described differs from one's own, "" if it does not.
 
     Raises:
         ValueError: it is no layout's description.
     """
-    mine = own.describe()
+    mine = layout.describe()
     if described == mine:
         return ""
     if len(described) > _LONGER * len(mine) + _LONGER_BYTES:
@@ -175,18 +175,18 @@ def layout_difference(own: ShardLayout, described: bytes) -> str:
         raise ValueError("a worker described shards that are nested too deep") from None
 
 
-def _compare(own: list[object], other: object) -> str:
-    if own == other:
+def _compare(ours: list[object], other: object) -> str:
+    if ours == other:
         return ""
     if not isinstance(other, list) or len(other) < 2:
         raise ValueError("a worker described no shards")
-    if own[:2] != other[:2]:
-        return f"the worker's codecs are {other[:2]!s:.60} and the server's {own[:2]}; use the same on both"
-    own, other = own[2:], other[2:]
-    at = next((i for i, (mine, its) in enumerate(zip(own, other, strict=False)) if mine != its), None)
+    if ours[:2] != other[:2]:
+        return f"the worker's codecs are {other[:2]!s:.60} and the server's {ours[:2]}; use the same on both"
+    ours, other = ours[2:], other[2:]
+    at = next((i for i, (mine, its) in enumerate(zip(ours, other, strict=False)) if mine != its), None)
     if at is None:
-        return f"the worker's model has {len(other)} shards here and the server {len(own)}; build the same on both"
-    return f"shard {at} is {_words(other[at])} in the worker, {_words(own[at])} on the server; build the same model"
+        return f"the worker's model has {len(other)} shards here and the server {len(ours)}; build the same on both"
+    return f"shard {at} is {_words(other[at])} in the worker, {_words(ours[at])} on the server; build the same model"
 
 
 def _is_at(gradient: Tensor, place: Tensor) -> bool:
@@ -203,11 +203,11 @@ def _words(piece: object) -> str:
 
 def like(tensors: Mapping[str, Tensor], name: str, known: Tensor) -> Tensor:
     """Returns the tensor of a snapshot with this name; raises ValueError unless it is of the form of `known`."""
-    found = tensors.get(name)
-    if found is None or found.shape != known.shape or found.dtype != known.dtype:
-        words = "missing" if found is None else f"{tuple(found.shape)} of {found.dtype}"
+    tensor = tensors.get(name)
+    if tensor is None or tensor.shape != known.shape or tensor.dtype != known.dtype:
+        words = "missing" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
         raise ValueError(f"the tensor {name!r} is {words}, and {tuple(known.shape)} of {known.dtype} is needed")
-    return found
+    return tensor
 
 
 class Kind(IntEnum):
@@ -318,9 +318,9 @@ def decode(data: bytes) -> Message:
     count, rest = divmod(len(data) - _HEAD.size, 8)
     if count < 0 or rest or count > _MOST:
         raise ValueError(f"a message of {len(data)} bytes is none of form {_VERSION}")
-    version, kind, first, told, flag, steps, lease, weight, share, number, *numbers = _struct(count).unpack(data)
-    if version != _VERSION or told != count:
-        raise ValueError(f"no message of form {_VERSION}: {len(data)} bytes for {told} numbers of form {version}")
+    version, kind, first, stated, flag, steps, lease, weight, share, number, *numbers = _struct(count).unpack(data)
+    if version != _VERSION or stated != count:
+        raise ValueError(f"no message of form {_VERSION}: {len(data)} bytes for {stated} numbers of form {version}")
     if not -1 <= lease <= _LAST_LEASE:
         raise ValueError(f"a message of lease {lease}; leases are counted from 0 to {_LAST_LEASE:,}")
     # NaN is in no range.

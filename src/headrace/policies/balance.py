@@ -34,8 +34,8 @@ def balanced_sizes(sizes: Sequence[int], seconds: Sequence[float], least_gain: f
     total, workers = sum(sizes), range(len(sizes))
     wanted = [max(1, int(total * speed / sum(speeds))) for speed in speeds]
     while sum(wanted) > total:
-        wanted[max((each for each in workers if wanted[each] > 1), key=lambda each: wanted[each] / speeds[each])] -= 1
+        wanted[max((rank for rank in workers if wanted[rank] > 1), key=lambda rank: wanted[rank] / speeds[rank])] -= 1
     while sum(wanted) < total:
-        wanted[min(workers, key=lambda each: (wanted[each] + 1) / speeds[each])] += 1
+        wanted[min(workers, key=lambda rank: (wanted[rank] + 1) / speeds[rank])] += 1
     expected = max(size / speed for size, speed in zip(wanted, speeds, strict=True))
     return tuple(wanted) if expected < (1 - least_gain) * max(seconds) else tuple(sizes)

@@ -54,29 +54,29 @@ class Measurement:
 
 def doubts(measured: Measurement, one_device: float | None) -> tuple[str, ...]:
     """Returns why a measurement is not to be believed, given the rate of one device; empty if it is."""
-    found = []
+    doubts = []
     if measured.rate is not None and one_device and measured.workers > 1:
         ratio = measured.rate / one_device
         if ratio > measured.workers:
-            found.append(f"{ratio:.2f} x one device with {measured.workers} workers is impossible")
+            doubts.append(f"{ratio:.2f} x one device with {measured.workers} workers is impossible")
     if measured.spread is not None and measured.spread > MOST_SPREAD:
-        found.append(f"its rate varied by {100 * measured.spread:.0f} %")
-    return (*found, *_disturbances(measured.machine))
+        doubts.append(f"its rate varied by {100 * measured.spread:.0f} %")
+    return (*doubts, *_disturbances(measured.machine))
 
 
 def _disturbances(machine: MachineLoad | None) -> tuple[str, ...]:
     if machine is None:
         return ()
-    found = []
+    disturbances = []
     # Cores that the run does not use may be busy.
     idle = max(0, machine.cores - machine.used)
     if machine.others > idle + MOST_OTHERS * machine.used:
-        found.append(f"other programs kept {machine.others:.1f} of {machine.cores} cores busy")
+        disturbances.append(f"other programs kept {machine.others:.1f} of {machine.cores} cores busy")
     if machine.average is not None and machine.average > idle + MOST_LOAD * machine.used:
-        found.append(f"the load average was {machine.average:.1f} before it")
+        disturbances.append(f"the load average was {machine.average:.1f} before it")
     if machine.stolen > MOST_STOLEN:
-        found.append(f"{100 * machine.stolen:.0f} % of the processor time was stolen")
-    return tuple(found)
+        disturbances.append(f"{100 * machine.stolen:.0f} % of the processor time was stolen")
+    return tuple(disturbances)
 
 
 @dataclass(frozen=True)

@@ -357,8 +357,8 @@ class ViewAgreement:
     def _decide(self, proposal: _Proposal) -> list[Action]:
         if proposal.view is None or not may_go_on(proposal.base.members, proposal.accepted):
             return []
-        told = dict.fromkeys([*proposal.base.members, *proposal.view.members])
-        messages = [Send(member, Decided(proposal.view)) for member in told if member != self.me]
+        members = dict.fromkeys([*proposal.base.members, *proposal.view.members])
+        messages = [Send(member, Decided(proposal.view)) for member in members if member != self.me]
         return [*messages, *self._install(proposal.view)]
 
     def _install(self, view: MemberView) -> list[Action]:

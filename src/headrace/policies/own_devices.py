@@ -23,10 +23,10 @@ def with_own_devices(seen: Sequence[Host], local: Sequence[str]) -> Host:
             takes that of its number; where each sees devices of its own, the first that no other process takes.
     """
     first, every = seen[0], [_devices(host) for host in seen]
-    if all(each == every[0] for each in every):
+    if all(devices == every[0] for devices in every):
         return first if first.worker_devices else _in_order_of(first, every[0], local)
     if len(first.worker_devices) == len(seen):
-        chosen = [each[place] for place, each in enumerate(every)]
+        chosen = [devices[place] for place, devices in enumerate(every)]
     else:
         chosen = _one_each(every)
     names, identities = zip(*chosen, strict=True)

@@ -27,7 +27,7 @@ def pieces_of(plan: Plan, examples: int, micro_batches: int) -> list[int]:
         micro_batches = chosen if isinstance(chosen, int) else MICRO_BATCHES_A_STAGE * ranks
     shares = [stop - start for start, stop in bounds(examples, plan.data_shares)]
     parts = (bounds(share, (1,) * micro_batches) for share in shares)
-    return [stop - start for own in parts for start, stop in own if stop > start]
+    return [stop - start for pieces in parts for start, stop in pieces if stop > start]
 
 
 def worker_roles(strategy: str, workers: int | None, cluster: Cluster, spread: bool = False) -> tuple[Role, ...]:
@@ -79,8 +79,8 @@ def worker_and_server_roles(
     names = {rank: host.name for host in cluster.hosts for rank in host.ranks}
     hosts = [names.get(rank, cluster.hosts[0].name) for rank in range(left, cluster.ranks)]
     kinds = _pair_over_hosts(strategy, hosts, left) if backups else kinds
-    each = enumerate(zip(kinds, hosts, strict=True), left)
-    return (*roles, *(Role(rank, kind, host, "cpu", 1, -1) for rank, (kind, host) in each))
+    placed = enumerate(zip(kinds, hosts, strict=True), left)
+    return (*roles, *(Role(rank, kind, host, "cpu", 1, -1) for rank, (kind, host) in placed))
 
 
 def data_parallel_plan(
@@ -107,8 +107,8 @@ def data_parallel_plan(
         InfeasiblePlan: the cluster cannot hold it, with the numbers.
     """
     roles = worker_roles(strategy, workers, cluster, spread)
-    each, once = copies
-    require_memory(strategy, (each * len(roles) + once) * model.trainable_bytes, cluster, roles, model)
+    copies_each, once = copies
+    require_memory(strategy, (copies_each * len(roles) + once) * model.trainable_bytes, cluster, roles, model)
     _require_table_memory(strategy, roles, model, cluster)
     return Plan(
         strategy=strategy,
@@ -255,9 +255,9 @@ def _pair_over_hosts(strategy: str, hosts: Sequence[str], first: int) -> list[st
     server, backup = ["server"], ["backup"]
     orders = (server * pairs + backup * pairs, (server + 2 * backup + server) * pairs, (server + backup) * pairs)
     for kinds in orders:
-        ranks = {kind: [index for index, each in enumerate(kinds[: 2 * pairs]) if each == kind] for kind in set(kinds)}
+        ranks = {kind: [place for place in range(2 * pairs) if kinds[place] == kind] for kind in set(kinds)}
         paired = list(zip(ranks["server"], ranks["backup"], strict=False))
-        if len(paired) == pairs and all(hosts[own] != hosts[other] for own, other in paired):
+        if len(paired) == pairs and all(hosts[server] != hosts[other] for server, other in paired):
             return kinds[: 2 * pairs]
     where = ", ".join(f"rank {rank} on {host}" for rank, host in enumerate(hosts, first))
     raise InfeasiblePlan(

@@ -36,8 +36,8 @@ def choose_moves(loads: Sequence[ServerLoad], most: int = 128) -> list[tuple[Loa
 
     Each one is that which brings the two nearest to each other (as in longest-processing-time scheduling, Graham 1969).
     """
-    now = [float(each.load) for each in loads]
-    left = [sorted(each.pieces, key=lambda piece: piece.load) for each in loads]
+    now = [float(server.load) for server in loads]
+    left = [sorted(server.pieces, key=lambda piece: piece.load) for server in loads]
     chosen: list[tuple[LoadPiece, int, int]] = []
     while len(chosen) < most:
         source, target = now.index(max(now)), now.index(min(now))

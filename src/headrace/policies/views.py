@@ -63,7 +63,7 @@ def next_view(
         return None
     done = max(state.done for state in able.values())
     # A member may have committed it, and be gone.
-    if len(able) == len(states) and all(each == MemberState(done, True) for each in able.values()):
+    if len(able) == len(states) and all(state == MemberState(done, True) for state in able.values()):
         done += 1
     gone = set(leaving) if able.keys() - set(leaving) else set()
     present = [member for member in base.members if member in states and member not in gone]

@@ -91,7 +91,7 @@ class PredictionServer:
         self._version = installed_version("headrace")
         self._refusals = Refusals()
         infer, tensorflow = (
-            _Endpoint(self._predicting(each), self._unsent) for each in (self._infer, self._tensorflow)
+            _Endpoint(self._predicting(protocol), self._unsent) for protocol in (self._infer, self._tensorflow)
         )
         self._predictions = ((_INFER, infer), (_PREDICT, tensorflow))
         self._health = {LIVE: _Endpoint(self._live), READY: _Endpoint(self._ready)}
@@ -166,7 +166,7 @@ class PredictionServer:
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         await self.load()
-        tasks = [asyncio.create_task(each) for each in (self.catalog.watch(), self._turn())]
+        tasks = [asyncio.create_task(routine) for routine in (self.catalog.watch(), self._turn())]
         try:
             yield
         finally:
@@ -266,7 +266,7 @@ class PredictionServer:
 
     async def _models(self, scope: Scope, receive: Receive) -> HttpAnswer:
         return json_reply(
-            {"models": [model_metadata(each, each.newest()) for _, each in sorted(self.catalog.models.items())]}
+            {"models": [model_metadata(model, model.newest()) for _, model in sorted(self.catalog.models.items())]}
         )
 
     async def _model(self, scope: Scope, receive: Receive) -> HttpAnswer:
@@ -361,8 +361,8 @@ def _other_site(scope: Scope) -> bool:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Answers for addresses and methods that do not exist."""
     assert isinstance(error, HTTPException)
-    told = {404: f"there is no {request.scope['path'][:100]}; /openapi.json lists the addresses", 405: "another method"}
-    text = told.get(error.status_code, error.detail)
+    unknown = f"there is no {request.scope['path'][:100]}; /openapi.json lists the addresses"
+    text = {404: unknown, 405: "another method"}.get(error.status_code, error.detail)
     if allowed := (error.headers or {}).get("Allow" if error.headers and "Allow" in error.headers else "allow"):
         text = f"{request.method} is not possible here; {allowed} is"
     reply = error_reply(RequestError(error.status_code, text))

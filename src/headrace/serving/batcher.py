@@ -102,7 +102,7 @@ class Batcher:
 
     def _wanted(self) -> list[asyncio.Future[list[Array]]]:
         every = itertools.chain(self._queue, *self._computing.values())
-        return [each.answer for each in every if not each.answer.done()]
+        return [request.answer for request in every if not request.answer.done()]
 
     def _start(self) -> None:
         """Gives the thread what is due."""
@@ -133,18 +133,18 @@ class Batcher:
     def _take(self) -> list[_Waiting]:
         """Removes the first request, and those that fit into its batch, from the queue; drops cancelled ones."""
         batch: list[_Waiting] = []
-        kept: list[_Waiting] = []
+        passed: list[_Waiting] = []
         rows = 0
         while self._queue and (not batch or (self._together and rows < self._most_rows)):
-            each = self._queue.popleft()
-            if each.answer.done():
-                self._rows -= each.rows
-            elif not batch or (each.form == batch[0].form and rows + each.rows <= self._most_rows):
-                batch.append(each)
-                rows += each.rows
+            request = self._queue.popleft()
+            if request.answer.done():
+                self._rows -= request.rows
+            elif not batch or (request.form == batch[0].form and rows + request.rows <= self._most_rows):
+                batch.append(request)
+                rows += request.rows
             else:
-                kept.append(each)
-        self._queue.extendleft(reversed(kept))
+                passed.append(request)
+        self._queue.extendleft(reversed(passed))
         self._rows -= rows
         if batch:
             self._expected = min(rows, self._most_rows)
@@ -153,20 +153,20 @@ class Batcher:
     def _run(self, batch: Sequence[_Waiting]) -> list[list[Array]]:
         """Computes a batch; returns the outputs of each request."""
         began = time.perf_counter()
-        rows = sum(each.rows for each in batch)
+        rows = sum(request.rows for request in batch)
         if len(batch) == 1:
-            found = [self._slices(batch[0])]
+            results = [self._slices(batch[0])]
         else:
             names = batch[0].inputs
-            outputs = self._compute({name: np.concatenate([each.inputs[name] for each in batch]) for name in names})
-            ends = list(itertools.accumulate(each.rows for each in batch))
-            found = [
-                [output[end - each.rows : end] for output in outputs] for each, end in zip(batch, ends, strict=True)
+            outputs = self._compute({name: np.concatenate([one.inputs[name] for one in batch]) for name in names})
+            ends = itertools.accumulate(one.rows for one in batch)
+            results = [
+                [output[end - one.rows : end] for output in outputs] for one, end in zip(batch, ends, strict=True)
             ]
         seconds = time.perf_counter() - began
         self._row_s = seconds / rows
         self._computed(rows, seconds)
-        return found
+        return results
 
     def _slices(self, one: _Waiting) -> list[Array]:
         """Computes one request, in slices where it has more examples than a batch: memory stays bounded."""
@@ -187,9 +187,9 @@ class Batcher:
             return  # by `close`, which left no queue
         error = computed.exception()
         if error is None:
-            for each, outputs in zip(batch, computed.result(), strict=True):
-                if not each.answer.done():
-                    each.answer.set_result(outputs)
+            for request, outputs in zip(batch, computed.result(), strict=True):
+                if not request.answer.done():
+                    request.answer.set_result(outputs)
         elif len(batch) == 1:
             if not batch[0].answer.done():
                 batch[0].answer.set_exception(error)
@@ -199,6 +199,6 @@ class Batcher:
 
     def _alone(self, batch: Sequence[_Waiting]) -> None:
         """Computes the requests of a batch that failed one by one: only the one that is wrong fails."""
-        for each in batch:
-            if not each.answer.done():
-                self._give([each])
+        for request in batch:
+            if not request.answer.done():
+                self._give([request])

@@ -79,12 +79,12 @@ class LoadedVersion:
             raise RequestError(422, f"{rows} examples of this size do not fit into memory; send fewer") from None
         except Exception as error:  # of the runtime, which has a class for each status
             _log.info("%s version %s cannot compute a request: %s", self.name, self.number, error)
-            told = str(error).rpartition("Status Message: ")[2] or type(error).__name__
-            raise RequestError(422, f"the model cannot compute this input: {told:.300}") from None
+            reason = str(error).rpartition("Status Message: ")[2] or type(error).__name__
+            raise RequestError(422, f"the model cannot compute this input: {reason:.300}") from None
         for form, output in zip(self.facts.outputs, outputs, strict=True):
-            if told := not_finite(form.name, output, self.batched):
+            if reason := not_finite(form.name, output, self.batched):
                 self._not_finite.inc()
-                raise RequestError(422, told)
+                raise RequestError(422, reason)
         return outputs
 
     def require_room(self) -> None:
@@ -124,18 +124,18 @@ class ServedModel:
         """Returns a version; raises RequestError 404 where it is not loaded."""
         if number is None:
             return self.newest()
-        found = self.versions.get(int(number)) if _NUMBER.fullmatch(number) else None
-        if found is None:
+        version = self.versions.get(int(number)) if _NUMBER.fullmatch(number) else None
+        if version is None:
             loaded = ", ".join(map(str, sorted(self.versions))) or "none"
             raise RequestError(404, f"{self.name} has no version {number[:20]!r}; loaded: {loaded}")
-        return found
+        return version
 
     def due(self, keep: int) -> list[int]:
         """Returns the numbers of the versions that should answer, the newest last; what was refused counts not."""
         if not self.numbered:
             return [1]
-        found = sorted(int(path.name) for path in self.folder.iterdir() if _is_version(path))
-        return [number for number in found if not self.refused(number)][-keep:]
+        numbers = sorted(int(path.name) for path in self.folder.iterdir() if _is_version(path))
+        return [number for number in numbers if not self.refused(number)][-keep:]
 
     def path(self, number: int) -> Path:
         """Returns the folder of a version."""
@@ -182,10 +182,10 @@ class Catalog:
 
     def model(self, name: str) -> ServedModel:
         """Returns a model; raises RequestError 404 where there is none of that name."""
-        found = self.models.get(name)
-        if found is None:
+        served = self.models.get(name)
+        if served is None:
             raise RequestError(404, f"there is no model {name[:40]!r}; there are {', '.join(sorted(self.models))}")
-        return found
+        return served
 
     async def load(self) -> None:
         """Loads the versions that are due; raises what is wrong with one."""

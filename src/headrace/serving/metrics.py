@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
@@ -16,20 +18,17 @@ class ServerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        own, model = self.registry, ("model", "version")
-        self.requests = Counter(
-            f"{_PREFIX}_requests", "Requests for predictions, by status.", (*model, "code"), registry=own
-        )
+        common: dict[str, Any] = {"labelnames": ("model", "version"), "registry": self.registry}
+        by_code = {**common, "labelnames": ("model", "version", "code")}
+        self.requests = Counter(f"{_PREFIX}_requests", "Requests for predictions, by status.", **by_code)
         self.seconds = Histogram(
-            f"{_PREFIX}_request_seconds", "From a request to its answer.", model, buckets=_SECONDS, registry=own
+            f"{_PREFIX}_request_seconds", "From a request to its answer.", buckets=_SECONDS, **common
         )
-        self.batch = Histogram(
-            f"{_PREFIX}_batch_examples", "Examples computed together.", model, buckets=_ROWS, registry=own
-        )
-        self.compute = Histogram(f"{_PREFIX}_compute_seconds", "Of one batch.", model, buckets=_SECONDS, registry=own)
-        self.not_finite = Counter(f"{_PREFIX}_not_finite", "Requests with NaN or infinity.", model, registry=own)
-        self.queue = Gauge(f"{_PREFIX}_queue_requests", "Requests that wait.", model, registry=own)
-        self.loaded = Gauge(f"{_PREFIX}_loaded", "1 for each version that answers.", model, registry=own)
+        self.batch = Histogram(f"{_PREFIX}_batch_examples", "Examples computed together.", buckets=_ROWS, **common)
+        self.compute = Histogram(f"{_PREFIX}_compute_seconds", "Of one batch.", buckets=_SECONDS, **common)
+        self.not_finite = Counter(f"{_PREFIX}_not_finite", "Requests with NaN or infinity.", **common)
+        self.queue = Gauge(f"{_PREFIX}_queue_requests", "Requests that wait.", **common)
+        self.loaded = Gauge(f"{_PREFIX}_loaded", "1 for each version that answers.", **common)
 
     def forget(self, name: str, version: str) -> None:
         """Leaves out the gauges of a version that is gone."""

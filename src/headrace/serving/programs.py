@@ -53,8 +53,8 @@ def _torch(path: Path, facts: Signature, threads: int | None) -> Compute:
     runner = TorchRunner(path, facts.inputs, facts.outputs)
 
     def compute(inputs: Mapping[str, Array]) -> list[Array]:
-        found = runner.run({name: torch.from_numpy(array) for name, array in inputs.items()})
-        return [found[form.name].numpy() for form in facts.outputs]
+        outputs = runner.run({name: torch.from_numpy(array) for name, array in inputs.items()})
+        return [outputs[form.name].numpy() for form in facts.outputs]
 
     return compute
 
@@ -102,11 +102,11 @@ def open_program(folder: Path, threads: int | None = None, trust_pt2: bool = Fal
     return facts, compute
 
 
-def _check_forms(path: Path, found: Sequence[Any], wanted: Sequence[TensorForm]) -> None:
+def _check_forms(path: Path, nodes: Sequence[Any], wanted: Sequence[TensorForm]) -> None:
     types = {}
-    for each in found:
-        kind = each.type.removeprefix("tensor(").removesuffix(")")
-        types[each.name] = _ORT_TYPES.get(kind, kind)
+    for node in nodes:
+        kind = node.type.removeprefix("tensor(").removesuffix(")")
+        types[node.name] = _ORT_TYPES.get(kind, kind)
     if types != {form.name: form.dtype for form in wanted}:
         raise DataError(
             f"{path} has {', '.join(f'{name} {kind}' for name, kind in types.items()):.300}, its signature says "
@@ -126,11 +126,11 @@ def _compute_sample(folder: Path, facts: Signature, compute: Compute) -> None:
         inputs[form.name] = shaped(form, array)
     recorded = max((file.difference or 0.0 for file in facts.files.values()), default=0.0)
     allowed = max(_MOST_DIFFERENT, 10 * recorded)
-    for form, found in zip(facts.outputs, compute(inputs), strict=True):
+    for form, output in zip(facts.outputs, compute(inputs), strict=True):
         wanted = sample.get(f"output/{form.name}")
-        if wanted is None or wanted.shape != found.shape:
-            raise DataError(f"{folder / SAMPLE} has no output/{form.name} of the shape {found.shape}; export it again")
-        difference = float(np.abs(found - wanted).max() / max(float(np.abs(wanted).max()), 1e-30))
+        if wanted is None or wanted.shape != output.shape:
+            raise DataError(f"{folder / SAMPLE} has no output/{form.name} of the shape {output.shape}; export it again")
+        difference = float(np.abs(output - wanted).max() / max(float(np.abs(wanted).max()), 1e-30))
         if not difference <= allowed:
             raise DataError(
                 f"the model in {folder} computes {form.name} of its own sample {difference:.2g} off, at most "
@@ -152,7 +152,7 @@ def _read_sample(path: Path) -> dict[str, Array]:
     if not 0 < header <= min(_MOST_HEADER_BYTES, size):
         raise DataError(f"{path} has a header of {header:,} bytes, at most {_MOST_HEADER_BYTES:,} are read")
     try:
-        found: dict[str, Array] = load(content)
+        arrays: dict[str, Array] = load(content)
     except (SafetensorError, KeyError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error!s:.200}") from None
-    return found
+    return arrays

@@ -155,7 +155,7 @@ async def _run(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
-    models = {name: tuple(sorted(each.versions)) for name, each in application.catalog.models.items()}
+    models = {name: tuple(sorted(model.versions)) for name, model in application.catalog.models.items()}
     health_url = "" if probed is None else url_of(probed)
     health = None if probed is None else HealthServer(probed, settings.any_host)
     if health is not None:

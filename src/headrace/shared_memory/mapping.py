@@ -56,11 +56,11 @@ def use_large_pages(memory: memoryview) -> bool:
 
 
 def _map(address: int | None, nbytes: int, protection: int, flags: int, descriptor: int) -> int:
-    found: int = _mmap(address, nbytes, protection, flags, descriptor, 0)
-    if found == _FAILED:
+    mapped: int = _mmap(address, nbytes, protection, flags, descriptor, 0)
+    if mapped == _FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    return found
+    return mapped
 
 
 def _map_aligned(nbytes: int, protection: int, flags: int, descriptor: int) -> int:

@@ -105,7 +105,7 @@ class SharedSegment:
         """Maps a segment that a process of the same user holds; an UnfitMachine if it cannot be seen from here."""
         path = f"/proc/{pid}/fd/{descriptor}"
         try:
-            own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            duplicate = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
@@ -114,9 +114,9 @@ class SharedSegment:
                 "must run as one user and see each other's processes (one PID namespace)"
             ) from error
         try:
-            return cls(own, nbytes)
+            return cls(duplicate, nbytes)
         except BaseException:
-            os.close(own)
+            os.close(duplicate)
             raise
 
     @classmethod

@@ -142,7 +142,7 @@ class Cluster:
     def require(self, hosts: Sequence[Host]) -> None:
         """Raises UnknownName for a host of a run that this cluster does not have."""
         for host in hosts:
-            if host.name not in {each.name for each in self.hosts}:
+            if host.name not in {host.name for host in self.hosts}:
                 raise UnknownName("host", host.name, (each.name for each in self.hosts), "the given cluster")
 
     @staticmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -142,13 +143,13 @@ class ComputeProfile:
     def _next_to(self, examples: int) -> tuple[BatchProfile, BatchProfile]:
         if len(self.batches) == 1:
             return self.batches[0], self.batches[0]
-        above = next((place for place, each in enumerate(self.batches) if each.examples > examples), len(self.batches))
+        above = bisect_right(self.batches, examples, key=lambda batch: batch.examples)
         place = min(max(above, 1), len(self.batches) - 1)
         return self.batches[place - 1], self.batches[place]
 
 
 def _check_figures(value: BatchProfile | ComputeProfile | LayerSpec, where: str) -> None:
-    for each in fields(value):
-        figure = getattr(value, each.name)
+    for field in fields(value):
+        figure = getattr(value, field.name)
         if isinstance(figure, int | float) and not (math.isfinite(figure) and figure >= 0):
-            raise UsageError(f"{each.name} of {where} must be a number of at least 0, got {figure!r}")
+            raise UsageError(f"{field.name} of {where} must be a number of at least 0, got {figure!r}")

@@ -116,7 +116,7 @@ class Job:
     def turns(self) -> TurnOrder | None:
         """Which set is trained in which round; None where one optimizer has all parameters."""
         sets = self.sets
-        return TurnOrder({name: each.rounds for name, each in sets.items()}) if sets else None
+        return TurnOrder({name: chosen.rounds for name, chosen in sets.items()}) if sets else None
 
     def _check_callables(self) -> None:
         if not callable(self.model):

@@ -162,7 +162,7 @@ class ModelSpec:
 
     def in_channels_last(self) -> ModelSpec:
         """Returns the model with its 4-d parameters in channels-last order."""
-        parameters = tuple(replace(each, channels_last=len(each.shape) == 4) for each in self.parameters)
+        parameters = tuple(replace(parameter, channels_last=len(parameter.shape) == 4) for parameter in self.parameters)
         return replace(self, parameters=parameters)
 
     @staticmethod

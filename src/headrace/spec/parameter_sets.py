@@ -44,7 +44,7 @@ class ParameterSet:
     def __post_init__(self) -> None:
         if not callable(self.optimizer):
             raise UsageError(f"a set's optimizer must be callable, got {self.optimizer!r:.60}")
-        if isinstance(self.patterns, str) or not all(isinstance(each, str) and each for each in self.patterns):
+        if isinstance(self.patterns, str) or not all(isinstance(pattern, str) and pattern for pattern in self.patterns):
             raise UsageError(
                 f"patterns are a list of names or patterns such as ['critic.*'], got {self.patterns!r:.60}"
             )
@@ -54,8 +54,8 @@ class ParameterSet:
 
     def options(self, options: Options) -> Options:
         """Returns the options that the set is trained with, from those of the job."""
-        own = {name: getattr(self, name) for name in ("schedule", "warmup", "clip_norm")}
-        return replace(options, **{name: value for name, value in own.items() if value is not None})
+        given = {name: getattr(self, name) for name in ("schedule", "warmup", "clip_norm")}
+        return replace(options, **{name: value for name, value in given.items() if value is not None})
 
 
 class TurnOrder:
@@ -80,18 +80,18 @@ def as_sets(optimizer: object) -> dict[str, ParameterSet]:
     """Returns the sets of a job's `optimizer`, by name in the order of their turns; {} where it is one optimizer."""
     if not isinstance(optimizer, Mapping):
         return {}
-    return {name: each if isinstance(each, ParameterSet) else ParameterSet(each) for name, each in optimizer.items()}
+    return {name: one if isinstance(one, ParameterSet) else ParameterSet(one) for name, one in optimizer.items()}
 
 
 def check_sets(optimizer: Mapping[str, object], loss: object) -> None:
     """Raises UsageError unless there is an optimizer and a loss for each set."""
     if not optimizer:
         raise UsageError("optimizer is a dict without an entry; name the sets of parameters that are trained")
-    for name, each in optimizer.items():
+    for name, value in optimizer.items():
         if not isinstance(name, str) or not name.replace("_", "").isalnum():
             raise UsageError(f"a set of parameters has a name of letters, digits and _, got {name!r:.60}")
-        if not (isinstance(each, ParameterSet) or callable(each)):
-            raise UsageError(f"the optimizer of {name!r} must be callable or an hr.ParameterSet, got {each!r:.60}")
+        if not (isinstance(value, ParameterSet) or callable(value)):
+            raise UsageError(f"the optimizer of {name!r} must be callable or an hr.ParameterSet, got {value!r:.60}")
     if not isinstance(loss, Mapping):
         raise UsageError(
             f"optimizer has {len(optimizer)} sets of parameters, {', '.join(optimizer)}, and each needs a loss of its "
@@ -120,16 +120,16 @@ def divide(
         UnknownName: a pattern fits no parameter.
         UsageError: a parameter is in two sets, or in none.
     """
-    patterns = {name: tuple(each.patterns) or (f"{name}.*",) for name, each in sets.items()}
+    patterns = {name: tuple(chosen.patterns) or (f"{name}.*",) for name, chosen in sets.items()}
     known = [*(alias for aliases in parameters.values() for alias in aliases), *frozen]
-    for own in patterns.values():
-        require_matches(own, known)
-    found: dict[str, list[str]] = {name: [] for name in sets}
+    for fitting in patterns.values():
+        require_matches(fitting, known)
+    members: dict[str, list[str]] = {name: [] for name in sets}
     for parameter, aliases in parameters.items():
         holders = [
             name
-            for name, own in patterns.items()
-            if any(fnmatchcase(alias, pattern) for alias in aliases for pattern in own)
+            for name, fitting in patterns.items()
+            if any(fnmatchcase(alias, pattern) for alias in aliases for pattern in fitting)
         ]
         if len(holders) > 1:
             tied = f" (it is tied: {', '.join(aliases)})" if len(aliases) > 1 else ""
@@ -142,8 +142,8 @@ def divide(
                 f"the parameter {parameter!r} is in none of the sets {', '.join(sets)}; add a pattern for it "
                 "(hr.ParameterSet(optimizer, patterns=[...])), or freeze it: hr.frozen(model, ...)"
             )
-        found[holders[0]].append(parameter)
-    return {name: tuple(own) for name, own in found.items()}
+        members[holders[0]].append(parameter)
+    return {name: tuple(names) for name, names in members.items()}
 
 
 def loss_name(name: str) -> str:

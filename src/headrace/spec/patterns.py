@@ -22,7 +22,7 @@ class GroupedOptimizer:
         chosen: dict[str, list[tuple[str, Any]]] = {pattern: [] for pattern in self.groups}
         rest: list[tuple[str, Any]] = []
         for name, parameter in named:
-            pattern = next((each for each in self.groups if fnmatchcase(name, each)), None)
+            pattern = next((group for group in self.groups if fnmatchcase(name, group)), None)
             (rest if pattern is None else chosen[pattern]).append((name, parameter))
         # A part of a model, as a pipeline's stage has, may have none of a pattern's.
         groups = [{**self.groups[pattern], "params": members} for pattern, members in chosen.items() if members]
@@ -52,9 +52,9 @@ def grouped(optimizer: Callable[..., Any], groups: Mapping[str, Mapping[str, Any
         >>> hr.fit(replace(job, optimizer=optimizer)).status
         'ok'
     """
-    for pattern, own in groups.items():
-        if not isinstance(own, Mapping) or "params" in own:
-            raise UsageError(f"the group {pattern!r} needs options by name, as {{'lr': 0.01}}, got {own!r:.60}")
+    for pattern, settings in groups.items():
+        if not isinstance(settings, Mapping) or "params" in settings:
+            raise UsageError(f"the group {pattern!r} needs options by name, as {{'lr': 0.01}}, got {settings!r:.60}")
     return GroupedOptimizer(optimizer, groups, options)
 
 

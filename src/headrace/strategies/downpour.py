@@ -203,7 +203,7 @@ class Downpour(ServedStrategy):
         opens = functools.partial(connect, servers, layouts, closing=context.closing, together=together)
         if not self.overlap:
             main = opens(places, check)
-            return ServerLinks(main, places, self.fetch_every, replica_group, kept=own)
+            return ServerLinks(main, places, self.fetch_every, replica_group, own_steps=own)
         # A connection belongs to one thread, so each thread has its own.
         fetched = [[torch.empty_like(place, device="cpu") for place in own] for own in places]
         pushing = Background(BackgroundThread("push"), opens(fetched, check))

@@ -311,7 +311,7 @@ class ParameterAveraging(ServedStrategy):
         exchange = ServedAveragingExchange(
             config, plan, center, layouts, context, agreement(context), local, brings_parameters(client, rank)
         )
-        exchange.load_values(center.own)
+        exchange.load_values(center.local)
         return Replica(context.whole_model(local_shares=len(plan.shares)), exchange, exchange.leases)
 
     def _average(

@@ -141,9 +141,9 @@ class TransportLayout:
         for layout in (self, replace(self, pushes=Slots(()))):
             if hello == layout.hello():
                 return layout
-        own, theirs = (_HELLO.unpack_from(each, _GREETING.size) for each in (self.hello(), hello))
+        ours, theirs = (_HELLO.unpack_from(message, _GREETING.size) for message in (self.hello(), hello))
         raise ValueError(
-            f"the server has {_describe(own)}, the worker {_describe(theirs)}; build the same model on both, with the "
+            f"the server has {_describe(ours)}, the worker {_describe(theirs)}; build the same model on both, with the "
             "same sharding and compression"
         )
 

@@ -105,7 +105,7 @@ class AcceptLimiter:
     def _set(self, closed: bool) -> None:
         with _socket_at(self._descriptor) as listening:
             if closed:
-                program = b"".join(struct.pack("HBBI", *each) for each in _DROP_SYN)
+                program = b"".join(struct.pack("HBBI", *instruction) for instruction in _DROP_SYN)
                 place = ctypes.create_string_buffer(program)
                 filter_ = struct.pack("HL", len(_DROP_SYN), ctypes.addressof(place))
                 listening.setsockopt(socket.SOL_SOCKET, _ATTACH, filter_)
@@ -183,7 +183,7 @@ class ConnectionGuard:
         if not self._half_open:
             return
         with self._lock:
-            for connection in [each for each in self._half_open if monotonic() - each.since > _HELLO_S]:
+            for connection in [known for known in self._half_open if monotonic() - known.since > _HELLO_S]:
                 self._disconnect(connection)
 
     def close(self, linger_ms: int = 0) -> None:
@@ -257,7 +257,7 @@ class ConnectionGuard:
     def _measure(self) -> None:
         """Ends connections that have sent more than they may."""
         now = monotonic()
-        for connection, sent in [(each, _sent_bytes(each.descriptor)) for each in self._connections.values()]:
+        for connection, sent in [(known, _sent_bytes(known.descriptor)) for known in self._connections.values()]:
             allowed = _HELLO_BYTES
             if connection.greeted:
                 allowed = _AHEAD_BYTES + int(_HEARTBEAT_BYTES * (now - connection.since))
@@ -295,8 +295,8 @@ def _peer_address(descriptor: int) -> str:
 @contextmanager
 def _socket_at(descriptor: int) -> Iterator[socket.socket]:
     """Gives the socket of a descriptor, which stays open, because it is ZeroMQ's."""
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor)
+    opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=descriptor)
     try:
-        yield found
+        yield opened
     finally:
-        found.detach()
+        opened.detach()

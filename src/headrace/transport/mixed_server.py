@@ -33,8 +33,8 @@ class MixedServerTransport(ServerTransport):
         self._both = (local, remote)
         self._local, self._remote = self._both
         self._poll = select.epoll()
-        for each in self._both:
-            self._poll.register(each.descriptor, select.EPOLLIN)
+        for transport in self._both:
+            self._poll.register(transport.descriptor, select.EPOLLIN)
         self._spin = Spin(SPIN_S)
 
     def parameters(self, slot: int) -> Tensor:
@@ -44,8 +44,8 @@ class MixedServerTransport(ServerTransport):
         return self._local.writing(slots)
 
     def set_version(self, slot: int, version: int) -> None:
-        for each in self._both:
-            each.set_version(slot, version)
+        for transport in self._both:
+            transport.set_version(slot, version)
 
     def receive(self, timeout_s: float) -> list[ReceivedMessage]:
         deadline = monotonic() + timeout_s
@@ -53,8 +53,8 @@ class MixedServerTransport(ServerTransport):
             # Without the memory of a client of this host: a backup is on another one.
             received = [
                 replace(mail, peer=2 * mail.peer + place, memory=None)
-                for place, each in enumerate(self._both)
-                for mail in each.receive(0.0)
+                for place, transport in enumerate(self._both)
+                for mail in transport.receive(0.0)
             ]
             self.moved_bytes = self._local.moved_bytes + self._remote.moved_bytes
             left = min(deadline - monotonic(), self._remote.rest_s)
@@ -81,5 +81,5 @@ class MixedServerTransport(ServerTransport):
 
     def close(self) -> None:
         self._poll.close()
-        for each in (self._remote, self._local):
-            each.close()
+        for transport in (self._remote, self._local):
+            transport.close()

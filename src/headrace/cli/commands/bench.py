@@ -73,13 +73,13 @@ def bench(
     if "storage" not in chosen:
         refuse_idle(answer.given("--folder"), "for storage, which --only leaves out")
     job = _facts(path, settings or ()) if path else None
-    found = measure(QUICK if quick else FULL, folder, chosen, say, save)
-    said = advice(found, compared, job)
+    measured = measure(QUICK if quick else FULL, folder, chosen, say, save)
+    said = advice(measured, compared, job)
     if out:
         with writing("the page", out, "--out"):
-            write_page(out, found, said, compared)
-    shown = [*lines(found, said, compared), *([f"page: {out}"] if out else [])]
-    answer.give({**found.plain(), "advice": said}, "\n".join(shown))
+            write_page(out, measured, said, compared)
+    shown = [*lines(measured, said, compared), *([f"page: {out}"] if out else [])]
+    answer.give({**measured.plain(), "advice": said}, "\n".join(shown))
 
 
 def _facts(path: Path, settings: Sequence[str]) -> JobFacts:

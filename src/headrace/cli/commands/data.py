@@ -82,7 +82,7 @@ def data(
         chosen = resolved(strategy, workers)
         from headrace.api.profiling import profile
 
-        found = profile(
+        profiled = profile(
             job,
             chosen,
             device=device,
@@ -90,7 +90,7 @@ def data(
             engine=engine,
             say=lambda line: say(f"measuring {line}"),
         )
-    answer.give(_plain(job_name(path), found), "\n".join(_lines(job_name(path), found)))
+    answer.give(_plain(job_name(path), profiled), "\n".join(_lines(job_name(path), profiled)))
 
 
 def _check(answer: Answer, job: Any) -> None:
@@ -104,61 +104,61 @@ def _check(answer: Answer, job: Any) -> None:
     answer.give({"deterministic": True, "examples": count}, text)
 
 
-def _plain(name: str, found: Profile) -> dict[str, Any]:
+def _plain(name: str, profiled: Profile) -> dict[str, Any]:
     # Lazily, as below: `--help` need not wait for reports.
     from headrace.report.views.subjects import BOTTLENECK, INPUT
 
-    together, ceiling = found.together, found.ceiling
+    together, ceiling = profiled.together, profiled.ceiling
     return {
         "job": name,
         "strategy": together.strategy,
         "workers": together.workers,
         "global_batch_size": together.started.global_batch_size,
-        "alone": {"examples_per_s": found.alone_per_s, **(to_json(INPUT, found.stages) or {})},
+        "alone": {"examples_per_s": profiled.alone_per_s, **(to_json(INPUT, profiled.stages) or {})},
         "ceiling": {"examples_per_s": ceiling.examples_per_s},
         "together": {
             "examples_per_s": together.examples_per_s,
-            "of_ceiling": _of_ceiling(found),
-            "second": dict(_second(found)),
+            "of_ceiling": _of_ceiling(profiled),
+            "second": dict(_second(profiled)),
             "waits": {
                 str(rank): times.wait_s / times.total_s if times.total_s else 0.0
                 for rank, times in together.times_by_rank.items()
             },
             **(to_json(INPUT, together.inputs) or {}),
         },
-        "bottleneck": to_json(BOTTLENECK, found.bottleneck),
+        "bottleneck": to_json(BOTTLENECK, profiled.bottleneck),
     }
 
 
-def _lines(name: str, found: Profile) -> Iterator[str]:
+def _lines(name: str, profiled: Profile) -> Iterator[str]:
     from headrace.report.views.subjects import INPUT_STAGE, readers_text
 
-    together = found.together
+    together = profiled.together
     workers = f"{together.workers} worker{'s' * (together.workers != 1)}"
     yield from wrapped(f"{name}: {together.strategy}, {workers}, batches of {together.started.global_batch_size}")
     yield ""
-    whole = _of_ceiling(found)
+    whole = _of_ceiling(profiled)
     rates = (
-        ("the input alone", found.alone_per_s, f"read by {readers_text(found.alone)}"),
-        ("the training alone", found.ceiling.examples_per_s, "with batches that lie ready: the ceiling"),
+        ("the input alone", profiled.alone_per_s, f"read by {readers_text(profiled.alone)}"),
+        ("the training alone", profiled.ceiling.examples_per_s, "with batches that lie ready: the ceiling"),
         ("both together", together.examples_per_s, f"{percent(whole)} of the ceiling" if whole else ""),
     )
     yield f"{'':20}{'examples/s':>12}"
     for what, rate, why in rates:
         yield f"{what:20}{short(rate):>12}   {why}".rstrip()
     yield ""
-    second = ", ".join(f"{what} {1e3 * part:.0f} ms" for what, part in _second(found) if part >= 5e-4)
+    second = ", ".join(f"{what} {1e3 * part:.0f} ms" for what, part in _second(profiled) if part >= 5e-4)
     yield from wrapped(f"A second of a worker goes to: {second or MISSING}.")
     yield ""
     yield f"{'stage':{_NAME_WIDTH}}{'ms an example':>14}{'of the input':>14}{'of it waiting':>15}"
-    inputs = together.inputs or found.stages
+    inputs = together.inputs or profiled.stages
     for stage in inputs.stages:
         cost, part, waits = to_cells(INPUT_STAGE, (inputs, stage))
         yield f"{cut(clean(stage.name), _NAME_WIDTH):{_NAME_WIDTH}}{cost:>14}{part:>14}{waits:>15}"
     if inputs.skipped:
         yield f"{inputs.skipped} examples could not be had and were left out"
     yield ""
-    bottleneck = found.bottleneck
+    bottleneck = profiled.bottleneck
     if bottleneck is None:
         yield from wrapped("Too little was done to say what holds it up: try more --seconds.")
         return
@@ -166,16 +166,16 @@ def _lines(name: str, found: Profile) -> Iterator[str]:
     yield from wrapped(f"Try next: {bottleneck.remedy}")
 
 
-def _of_ceiling(found: Profile) -> float | None:
-    most, reached = found.ceiling.examples_per_s, found.together.examples_per_s
+def _of_ceiling(profiled: Profile) -> float | None:
+    most, reached = profiled.ceiling.examples_per_s, profiled.together.examples_per_s
     return reached / most if most and reached is not None else None
 
 
-def _second(found: Profile) -> list[tuple[str, float]]:
+def _second(profiled: Profile) -> list[tuple[str, float]]:
     """Returns the parts of a mean step, as parts of 1."""
     from headrace.report.model.training import STEP_PARTS
 
-    times = found.together.times
+    times = profiled.together.times
     if times is None or times.total_s <= 0:
         return []
     return [(name, getattr(times, part) / times.total_s) for part, name in STEP_PARTS.items()]

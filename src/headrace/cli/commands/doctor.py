@@ -81,8 +81,8 @@ def _torch() -> Iterator[Check]:
     for kind in accelerators():
         # Before torch is imported, which loads the package, and ends where the two do not fit.
         if kind.package and importlib.util.find_spec(kind.package) and (said := package_problem(kind)):
-            found, _, remedy = said.partition(": ")
-            yield problem(kind.package, found, f"{remedy}, or pip uninstall {kind.package}")
+            what, _, remedy = said.partition(": ")
+            yield problem(kind.package, what, f"{remedy}, or pip uninstall {kind.package}")
             return
     try:
         # Here alone: it takes a second, and `--help` has none.
@@ -140,8 +140,8 @@ def _accelerators() -> Iterator[Check]:
 def _usable(kind: DeviceKind, names: Sequence[str]) -> Iterator[Check]:
     """Says what the devices of a kind are, and by what they exchange."""
     devices = [f"{kind.name}:{index}" for index in range(len(names))]
-    found = listed(devices) if not parts_of_devices(kind) else f"{len(names)} x a part of {names[0]}"
-    yield warning_if(len(set(names)) > 1, ACCELERATORS, found, SPEED)
+    title = listed(devices) if not parts_of_devices(kind) else f"{len(names)} x a part of {names[0]}"
+    yield warning_if(len(set(names)) > 1, ACCELERATORS, title, SPEED)
     version = backend_version(kind)
     if kind.backend and not version:
         missing = f"torch is built without {kind.backend}, by which workers on several of them exchange"
@@ -172,22 +172,22 @@ def _extras() -> Iterator[Check]:
 
 def _cores() -> Iterator[Check]:
     allowed, quota = cores(), core_quota()
-    found = f"{allowed} usable of {os.cpu_count()}"
+    text = f"{allowed} usable of {os.cpu_count()}"
     if quota is not None and quota < allowed:
-        found += f", limited to the time of {quota:.3g} by a control group"
+        text += f", limited to the time of {quota:.3g} by a control group"
     yield warning_if(
         min(allowed, quota or allowed) < 2,
         "cores",
-        found,
+        text,
         "workers share one core: use strategy one_device, or give more cores",
     )
 
 
 def _memory() -> Iterator[Check]:
     spare = spare_memory_bytes()
-    found = f"{byte_count(spare)} free of {byte_count(memory_limit_bytes())}"
+    text = f"{byte_count(spare)} free of {byte_count(memory_limit_bytes())}"
     yield warning_if(
-        spare < _LITTLE_MEMORY, "memory", found, f"a worker takes about 0.5 GB; have {byte_count(_LITTLE_MEMORY)} free"
+        spare < _LITTLE_MEMORY, "memory", text, f"a worker takes about 0.5 GB; have {byte_count(_LITTLE_MEMORY)} free"
     )
 
 
@@ -210,18 +210,18 @@ def _shared_memory() -> Iterator[Check]:
         yield warning("/dev/shm", "not there", "mount -t tmpfs tmpfs /dev/shm")
         return
     usage = shutil.disk_usage(folder)
-    found = f"{byte_count(usage.free)} free of {byte_count(usage.total)}"
+    text = f"{byte_count(usage.free)} free of {byte_count(usage.total)}"
     yield warning_if(
-        usage.free < _LITTLE_SHARED_MEMORY, "/dev/shm", found, "docker run --shm-size=2g, or delete what fills it"
+        usage.free < _LITTLE_SHARED_MEMORY, "/dev/shm", text, "docker run --shm-size=2g, or delete what fills it"
     )
 
 
 def _system() -> Iterator[Check]:
-    found = f"{platform.system()} {platform.release()} on {platform.machine()}"
+    system = f"{platform.system()} {platform.release()} on {platform.machine()}"
     if platform.system() == "Linux":
-        yield ok("kernel", found)
+        yield ok("kernel", system)
     else:
-        yield problem("kernel", found, "use Linux: workers share memory by its system calls")
+        yield problem("kernel", system, "use Linux: workers share memory by its system calls")
     usage = shutil.disk_usage(Path.cwd())
     space = f"{byte_count(usage.free)} free of {byte_count(usage.total)} in {Path.cwd()}"
     if not os.access(Path.cwd(), os.W_OK):
@@ -243,16 +243,16 @@ def _listener(listener: Listener) -> Check:
     who = f"process {listener.pid}" if listener.pid else "another user's process"
     if listener.address.startswith("local:"):
         return ok("listens", f"{who}: {listener.address}, this machine and its user alone")
-    found = f"{who}: {listener.address}, {'loopback' if listener.loopback else 'reached from other machines'}, "
+    reach = f"{who}: {listener.address}, {'loopback' if listener.loopback else 'reached from other machines'}, "
     if listener.encrypted:
-        return ok("listens", f"{found}encrypted, with the run's secret")
+        return ok("listens", f"{reach}encrypted, with the run's secret")
     if listener.loopback:
         remedy = "not headrace's servers: torch's rendezvous or a script; any user of this machine can speak to it"
-        return warning("listens", f"{found}not encrypted", remedy)
+        return warning("listens", f"{reach}not encrypted", remedy)
     remedy = (
         "every host that reaches it can connect to it: set MASTER_ADDR to 127.0.0.1, or keep others off by a firewall"
     )
-    return problem("listens", f"{found}not encrypted", remedy)
+    return problem("listens", f"{reach}not encrypted", remedy)
 
 
 CHECKS: tuple[Callable[[], Iterable[Check]], ...] = (
@@ -291,8 +291,8 @@ def _job(path: Path, settings: Sequence[str]) -> Iterator[Check]:
     for notice in info.notices:
         yield ok("job", notice)
     for finding in findings:
-        found = f"{finding.where}: {finding.what} (matters for {finding.scope.value})"
-        yield warning("job", found, finding.remedy)
+        what = f"{finding.where}: {finding.what} (matters for {finding.scope.value})"
+        yield warning("job", what, finding.remedy)
 
 
 @command(_EXAMPLES)
@@ -333,14 +333,14 @@ def _survey(path: Path | None, settings: Sequence[str], file: Path | None, answe
     # Lazily: it imports torch.
     from headrace.engine.network.survey import survey
 
-    found = survey(own_facts(path, settings))
-    checks = checks_of(found, said)
+    surveyed = survey(own_facts(path, settings))
+    checks = checks_of(surveyed, said)
     if launched_rank() == 0:
         target = file.with_suffix(".measured.toml") if file else Path("cluster.measured.toml")
-        target.write_text(measured(found, said).toml(), encoding="utf-8")
+        target.write_text(measured(surveyed, said).toml(), encoding="utf-8")
         _show(answer, checks, target)
     elif worst(checks) is Verdict.PROBLEM:
-        typer.echo(f"see what is wrong on {found.hosts[0].host.name}, where rank 0 is", err=True)
+        typer.echo(f"see what is wrong on {surveyed.hosts[0].host.name}, where rank 0 is", err=True)
     return checks
 
 

@@ -107,7 +107,7 @@ def _only_defines(script: Path) -> bool:
     """Whether a script has definitions alone, and its own lines call nothing that trains."""
     module = ast.parse(script.read_text(encoding="utf-8"))
     called = [node.func for node in ast.walk(module) if isinstance(node, ast.Call)]
-    names = {getattr(each, "attr", getattr(each, "id", "")) for each in called}
+    names = {getattr(call, "attr", getattr(call, "id", "")) for call in called}
     # A docstring is a constant that stands alone.
     texts = [node for node in module.body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
     defines = all(isinstance(node, _DEFINITIONS) or node in texts for node in module.body)
@@ -121,13 +121,13 @@ def stdout_for_results(keep_clean: bool) -> Iterator[None]:
         yield
         return
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def over_ssh(

@@ -63,7 +63,7 @@ def profile(
         # Lazily: it imports torch.
         from headrace.api.model_profile import profile as measure
 
-        found = measure(
+        measured = measure(
             job,
             device=device,
             threads=threads,
@@ -75,14 +75,14 @@ def profile(
     file = out or Path(f"{job_name(path)}.profile.json")
     with writing("the profile", file, "--out"):
         file.parent.mkdir(parents=True, exist_ok=True)
-        found.save(file)
-    document = {**to_plain(found), "file": str(file)}
-    answer.give(document, "\n".join([*_lines(job_name(path), found), f"profile: {file}"]))
+        measured.save(file)
+    document = {**to_plain(measured), "file": str(file)}
+    answer.give(document, "\n".join([*_lines(job_name(path), measured), f"profile: {file}"]))
 
 
 def _sizes(text: str) -> list[int]:
     try:
-        sizes = [int(each) for each in text.split(",")]
+        sizes = [int(size) for size in text.split(",")]
     except ValueError:
         sizes = []
     if not sizes or min(sizes) < 1:
@@ -108,20 +108,20 @@ def _lines(name: str, model: ModelSpec) -> Iterator[str]:
             f"{duration(step_s):>12}{short(batch.examples / step_s):>14}{byte_count(batch.saved_bytes):>16}"
         )
     yield ""
-    own = compute.batches[-1]
+    top = compute.batches[-1]
     yield from wrapped(
-        f"A step of {own.examples} examples: forward {duration(own.forward_s)}, backward {duration(own.backward_s)}, "
+        f"A step of {top.examples} examples: forward {duration(top.forward_s)}, backward {duration(top.backward_s)}, "
         f"the update {duration(compute.optimizer_s)}, everything else {duration(compute.fixed_s)}; its time deviates "
         f"by {percent(compute.spread)}. Each micro-batch after the first takes {duration(compute.accumulate_s)} more, "
         "to add its gradients."
     )
     if model.flops_per_example:
-        rate = own.examples * model.flops_per_example / own.forward_s
+        rate = top.examples * model.flops_per_example / top.forward_s
         yield from wrapped(
             f"Forward computes {model.flops_per_example / 1e6:,.3g} MFLOP an example, here {rate / 1e9:,.3g} GFLOP/s."
         )
     yield ""
-    yield from _layer_lines(own)
+    yield from _layer_lines(top)
     if "disturbed" in model.origin:
         yield from wrapped(
             f"NOT IDLE: {model.origin['disturbed']}. The quickest steps count; profile again when nothing else runs."
@@ -179,47 +179,47 @@ def calibrate(
     from headrace.spec.model import ModelSpec
 
     profiled, machines = ModelSpec.load(model), cluster_of(cluster)
-    found = fit(runs, profiled, machines, force=force)
+    calibration = fit(runs, profiled, machines, force=force)
     if out:
         with writing("the profile", out / "model.json", "--out"):
             out.mkdir(parents=True, exist_ok=True)
-            found.constants.model(profiled).save(out / "model.json")
-        (out / "cluster.toml").write_text(found.constants.cluster(machines).toml(), encoding="utf-8")
+            calibration.constants.model(profiled).save(out / "model.json")
+        (out / "cluster.toml").write_text(calibration.constants.cluster(machines).toml(), encoding="utf-8")
     document = {
-        "compute": found.constants.compute,
-        "network": found.constants.network,
+        "compute": calibration.constants.compute,
+        "network": calibration.constants.network,
         "runs": [
             {
-                "run": each.run,
-                "strategy": each.strategy.name,
-                "measured_per_s": each.measured,
-                "predicted_per_s": each.predicted,
-                "calibrated_per_s": each.calibrated,
+                "run": run.run,
+                "strategy": run.strategy.name,
+                "measured_per_s": run.measured,
+                "predicted_per_s": run.predicted,
+                "calibrated_per_s": run.calibrated,
             }
-            for each in found.runs
+            for run in calibration.runs
         ],
-        "left_out": dict(found.left_out),
+        "left_out": dict(calibration.left_out),
     }
-    answer.give(document, "\n".join(_calibration_lines(found, out)))
+    answer.give(document, "\n".join(_calibration_lines(calibration, out)))
 
 
-def _calibration_lines(found: Calibration, out: Path | None) -> Iterator[str]:
+def _calibration_lines(calibration: Calibration, out: Path | None) -> Iterator[str]:
     yield f"{'examples/s':<30}{'measured':>10}{'predicted':>11}{'error':>9}{'calibrated':>12}{'error':>8}"
-    for each in found.runs:
-        calibrated = short(each.calibrated)
+    for row in calibration.runs:
+        calibrated = short(row.calibrated)
         yield (
-            f"{cut(clean(each.run), 29):<30}{short(each.measured):>10}{short(each.predicted):>11}"
-            f"{_error(each.predicted, each.measured):>9}{calibrated:>12}{_error(each.calibrated, each.measured):>8}"
+            f"{cut(clean(row.run), 29):<30}{short(row.measured):>10}{short(row.predicted):>11}"
+            f"{_error(row.predicted, row.measured):>9}{calibrated:>12}{_error(row.calibrated, row.measured):>8}"
         ).rstrip()
     yield ""
-    constants = found.constants
+    constants = calibration.constants
     network = f"; the links are {fixed(constants.network)} x as fast" if constants.network else ""
     yield from wrapped(f"The profile's times are {fixed(constants.compute)} x as long{network}.")
     if constants.network is None:
         yield from wrapped("These runs do not say how fast the links are: their time does not depend on it.")
-    if len(found.runs) > 1:
+    if len(calibration.runs) > 1:
         yield from wrapped("Each run is calibrated with constants of the other runs alone.")
-    for run, why in found.left_out.items():
+    for run, why in calibration.left_out.items():
         yield from wrapped(f"left out: {run}: {why}")
     if out:
         yield f"calibrated: {out / 'model.json'}, {out / 'cluster.toml'}"

@@ -98,7 +98,7 @@ def recommend(
     from headrace.prediction.recommendation.page import write_page
     from headrace.prediction.recommendation.recommend import recommend as find
 
-    found = find(
+    advice = find(
         known,
         machines,
         global_batch_size=global_batch_size or batch,
@@ -109,16 +109,16 @@ def recommend(
         assumptions=assumptions_of(assume or ()),
         force=force,
     )
-    own = _own_settings(found.winner.accumulate, pieces, settings or ())
-    command = _command(found, job, machines, cluster, own)
+    chosen = _own_settings(advice.winner.accumulate, pieces, settings or ())
+    command = _command(advice, job, machines, cluster, chosen)
     shell_lines = _shell_lines(command)
-    needed = _needed(found, job, batch)
-    lines = list(_lines(found, shell_lines, needed))
+    needed = _needed(advice, job, batch)
+    lines = list(_lines(advice, shell_lines, needed))
     if out is not None:
         with writing("the page", out, "--out"):
-            write_page(out, found, [*_sentences(found), *needed], shell_lines)
+            write_page(out, advice, [*_sentences(advice), *needed], shell_lines)
         lines.append(f"page: {out}")
-    answer.give(_plain(found, " ".join(map(_quoted, command)), needed), "\n".join(lines))
+    answer.give(_plain(advice, " ".join(map(_quoted, command)), needed), "\n".join(lines))
 
 
 def seconds_of(text: str) -> float:
@@ -127,7 +127,7 @@ def seconds_of(text: str) -> float:
     Raises:
         UsageError: it is something else.
     """
-    for unit, factor in sorted(_UNITS.items(), key=lambda each: -len(each[0])):
+    for unit, factor in sorted(_UNITS.items(), key=lambda item: -len(item[0])):
         number = text.removesuffix(unit)
         if number != text:
             try:
@@ -158,57 +158,58 @@ def _known(path: Path, settings: list[str] | None) -> tuple[ModelSpec | Path, in
     return measured, job.global_batch_size, count, job.options.accumulate
 
 
-def _sentences(found: Recommendation) -> Iterator[str]:
+def _sentences(advice: Recommendation) -> Iterator[str]:
     # Lazily: it imports torch.
     from headrace.prediction.recommendation.offers import SLOWER_NETWORK
 
-    winner = found.winner
+    winner = advice.winner
     prediction, batch = winner.prediction, winner.prediction.global_batch_size
-    fit = len(found.offers) + len(found.bounded)
-    yield f"Of {found.tried} candidates {fit} fit; {len(found.offers)} of these were simulated."
-    if found.bounded:
-        yield f"{len(found.bounded)} were bounded, not simulated: their bound is no better than one of their family."
-    yield f"It takes {duration(winner.seconds)} for {found.goal.examples:,} examples in rounds of {batch:,},"
+    fit = len(advice.offers) + len(advice.bounded)
+    yield f"Of {advice.tried} candidates {fit} fit; {len(advice.offers)} of these were simulated."
+    if advice.bounded:
+        yield f"{len(advice.bounded)} were bounded, not simulated: their bound is no better than one of their family."
+    yield f"It takes {duration(winner.seconds)} for {advice.goal.examples:,} examples in rounds of {batch:,},"
     yield f"and {duration(winner.slow_s)} where the network attains {SLOWER_NETWORK:g} of its rate."
-    if not found.distribute:
+    if not advice.distribute:
         yield "Do not distribute: one device is the best, or as good."
-    elif found.speed_up is None:
+    elif advice.speed_up is None:
         yield "The model does not fit on one device."
     else:
-        yield f"That is {found.speed_up:.2f} times as fast as one device. Its bottleneck: {prediction.bottleneck}."
-        able = [each for each in found.offers if each.candidate.family == winner.candidate.family and not each.refused]
-        if found.knee < max(each.candidate.devices for each in able):
-            yield f"From {found.knee} devices on, more bring less than half of what they would at best."
+        yield f"That is {advice.speed_up:.2f} times as fast as one device. Its bottleneck: {prediction.bottleneck}."
+        family = winner.candidate.family
+        able = [offer for offer in advice.offers if offer.candidate.family == family and not offer.refused]
+        if advice.knee < max(offer.candidate.devices for offer in able):
+            yield f"From {advice.knee} devices on, more bring less than half of what they would at best."
         else:
-            yield f"Up to these {found.knee} devices, more bring at least half of what they would at best."
-    if found.deadline_s is not None and winner.seconds > found.deadline_s:
-        yield f"Nothing meets the deadline: this is {duration(winner.seconds - found.deadline_s)} too late."
+            yield f"Up to these {advice.knee} devices, more bring at least half of what they would at best."
+    if advice.deadline_s is not None and winner.seconds > advice.deadline_s:
+        yield f"Nothing meets the deadline: this is {duration(winner.seconds - advice.deadline_s)} too late."
 
 
 def _own_settings(needed: int, given: int, settings: Sequence[str]) -> list[str]:
     """Returns the settings with the micro-batches a share that the winner needs, where the job has others."""
     if needed == given:
         return list(settings)
-    own = [each for each in settings if each.partition("=")[0].strip() != _ACCUMULATE]
-    return [*own, f"{_ACCUMULATE}={needed}"]
+    others = [setting for setting in settings if setting.partition("=")[0].strip() != _ACCUMULATE]
+    return [*others, f"{_ACCUMULATE}={needed}"]
 
 
-def _needed(found: Recommendation, job: Path, batch: int | None) -> list[str]:
+def _needed(advice: Recommendation, job: Path, batch: int | None) -> list[str]:
     """Returns what the job must say for the command to train what was recommended; no option of it says so."""
-    simulated = found.winner.prediction.global_batch_size
+    simulated = advice.winner.prediction.global_batch_size
     if simulated == batch:
         return []
-    own = "" if batch is None else f" in place of {batch}"
-    return [f"The command needs global_batch_size={simulated}{own} in {job}."]
+    stated = "" if batch is None else f" in place of {batch}"
+    return [f"The command needs global_batch_size={simulated}{stated} in {job}."]
 
 
-def _command(found: Recommendation, job: Path, machines: Cluster, file: Path, settings: Sequence[str]) -> list[str]:
+def _command(advice: Recommendation, job: Path, machines: Cluster, file: Path, settings: Sequence[str]) -> list[str]:
     """Returns the words of what runs the winner: on one host `headrace train`, on several `headrace launch`.
 
     A file of the cluster has the hosts' addresses. Of machines that are not rented yet the names stand there.
     """
-    winner = found.winner
-    trained = [str(job), "--strategy", winner.text, *(word for each in settings for word in ("--set", each))]
+    winner = advice.winner
+    trained = [str(job), "--strategy", winner.text, *(word for setting in settings for word in ("--set", setting))]
     if len(winner.hosts) == 1:
         return ["headrace", "train", *trained]
     known = ["--cluster", str(file)] if disk.exists(file) else []
@@ -243,8 +244,8 @@ def _shell_lines(words: Sequence[str]) -> list[str]:
     return lines
 
 
-def _lines(found: Recommendation, command: Sequence[str], needed: Sequence[str]) -> Iterator[str]:
-    winner = found.winner
+def _lines(advice: Recommendation, command: Sequence[str], needed: Sequence[str]) -> Iterator[str]:
+    winner = advice.winner
     hosts = f"{len(winner.hosts)} host{'s' * (len(winner.hosts) > 1)}"
     rows = [
         ("recommended", winner.text),
@@ -254,7 +255,7 @@ def _lines(found: Recommendation, command: Sequence[str], needed: Sequence[str])
         rows.append(("money", f"{short(winner.money)} for the hosts, whole"))
     for name, value in rows:
         yield from wrapped(value, f"{name:<13}", " " * 13)
-    yield from wrapped(" ".join(_sentences(found)))
+    yield from wrapped(" ".join(_sentences(advice)))
     yield ""
     yield from command
     for sentence in needed:
@@ -265,40 +266,40 @@ def _lines(found: Recommendation, command: Sequence[str], needed: Sequence[str])
         )
     yield ""
     yield "the best of the others, and why they lost"
-    for offer in found.best:
+    for offer in advice.best:
         if offer.text != winner.text:
-            yield from wrapped(f"{offer.text}: {found.why_not(offer)}", "  ", "      ")
-    for note in found.notes:
+            yield from wrapped(f"{offer.text}: {advice.why_not(offer)}", "  ", "      ")
+    for note in advice.notes:
         yield from wrapped(note, "  ", "      ")
-    for family, why, number in found.misfits:
+    for family, why, number in advice.misfits:
         yield from wrapped(f"{family}, {number} candidates: {why}", "  ", "      ")
 
 
-def _plain(found: Recommendation, command: str, needed: Sequence[str]) -> dict[str, Any]:
+def _plain(advice: Recommendation, command: str, needed: Sequence[str]) -> dict[str, Any]:
     return {
-        "winner": _offer_plain(found, found.winner),
+        "winner": _offer_plain(advice, advice.winner),
         "command": command,
-        "distribute": found.distribute,
-        "speed_up": found.speed_up,
-        "knee": found.knee,
-        "candidates": found.tried,
-        "notes": [*needed, *found.notes],
-        "examples": found.goal.examples,
-        "offers": [_offer_plain(found, offer) for offer in found.offers],
+        "distribute": advice.distribute,
+        "speed_up": advice.speed_up,
+        "knee": advice.knee,
+        "candidates": advice.tried,
+        "notes": [*needed, *advice.notes],
+        "examples": advice.goal.examples,
+        "offers": [_offer_plain(advice, offer) for offer in advice.offers],
         "bounded": [
             {
-                "strategy": each.candidate.text,
-                "devices": each.candidate.devices,
-                "least_seconds": each.least_s,
-                "better": each.better,
+                "strategy": bounded.candidate.text,
+                "devices": bounded.candidate.devices,
+                "least_seconds": bounded.least_s,
+                "better": bounded.better,
             }
-            for each in found.bounded
+            for bounded in advice.bounded
         ],
-        "misfits": [{"family": family, "why": why, "candidates": number} for family, why, number in found.misfits],
+        "misfits": [{"family": family, "why": why, "candidates": number} for family, why, number in advice.misfits],
     }
 
 
-def _offer_plain(found: Recommendation, offer: Offer) -> dict[str, Any]:
+def _offer_plain(advice: Recommendation, offer: Offer) -> dict[str, Any]:
     return {
         "strategy": offer.text,
         "devices": offer.candidate.devices,
@@ -307,6 +308,6 @@ def _offer_plain(found: Recommendation, offer: Offer) -> dict[str, Any]:
         "slow_seconds": offer.slow_s,
         "money": offer.money,
         "accumulate": offer.accumulate,
-        "why_not": "" if offer.text == found.winner.text else found.why_not(offer),
+        "why_not": "" if offer.text == advice.winner.text else advice.why_not(offer),
         "prediction": prediction_plain(offer.prediction),
     }

@@ -139,7 +139,7 @@ def rehearse(
     # Lazily: it imports torch.
     from headrace.api.rehearsal.rehearse import rehearse as run
 
-    found = run(
+    rehearsal = run(
         job,
         chosen,
         cluster,
@@ -151,7 +151,7 @@ def rehearse(
         force=force,
         say=say,
     )
-    answer.give(_rehearsal_plain(found), "\n".join(_rehearsal_lines(found)))
+    answer.give(_rehearsal_plain(rehearsal), "\n".join(_rehearsal_lines(rehearsal)))
 
 
 def assumptions_of(settings: Sequence[str]) -> Assumptions | None:
@@ -163,7 +163,7 @@ def assumptions_of(settings: Sequence[str]) -> Assumptions | None:
     # Lazily: it imports numpy.
     from headrace.prediction.simulation.scene import Assumptions
 
-    known = [each.name for each in fields(Assumptions)]
+    known = [field.name for field in fields(Assumptions)]
     values: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -235,43 +235,44 @@ def _text(prediction: Prediction, run_dir: Path | None) -> str:
     return "\n".join(f"{name:<12}{value}" for name, value in rows)
 
 
-def _rehearsal_plain(found: Rehearsal) -> dict[str, Any]:
+def _rehearsal_plain(rehearsal: Rehearsal) -> dict[str, Any]:
     """Returns a rehearsal as JSON values."""
+    run, alone = rehearsal.run, rehearsal.alone
     return {
         "rehearsed": True,
-        "strategy": found.run.plan.strategy,
-        "workers": found.run.plan.workers,
-        "metrics": found.run.metrics,
-        "virtual_s": found.virtual_s,
-        "seconds": found.seconds,
-        "memory_bytes": found.memory_bytes,
-        "staleness": _staleness(found.run),
-        "alone": None if found.alone is None else {"metrics": found.alone.metrics, "seconds": found.alone_s},
-        "notes": list(found.notes),
-        "run_dir": str(found.run.run_dir),
+        "strategy": run.plan.strategy,
+        "workers": run.plan.workers,
+        "metrics": run.metrics,
+        "virtual_s": rehearsal.virtual_s,
+        "seconds": rehearsal.seconds,
+        "memory_bytes": rehearsal.memory_bytes,
+        "staleness": _staleness(run),
+        "alone": None if alone is None else {"metrics": alone.metrics, "seconds": rehearsal.alone_s},
+        "notes": list(rehearsal.notes),
+        "run_dir": str(run.run_dir),
     }
 
 
 def _staleness(run: Run) -> float | None:
     servers = run.summary.servers
-    found = servers.staleness_of_all if servers is not None else None
-    return found.mean if found is not None else None
+    staleness = servers.staleness_of_all if servers is not None else None
+    return staleness.mean if staleness is not None else None
 
 
-def _rehearsal_lines(found: Rehearsal) -> Iterator[str]:
+def _rehearsal_lines(rehearsal: Rehearsal) -> Iterator[str]:
     """Yields the result beside that of one process, at most 80 columns wide."""
-    run, alone = found.run, found.alone
+    run, alone = rehearsal.run, rehearsal.alone
     here = f"{run.plan.strategy}, {plural(run.plan.workers, 'worker')}"
     yield f"{'':<14}{here:>28}{'one process' * (alone is not None):>18}"
     for name in run.metrics:
         single = "" if alone is None or name not in alone.metrics else f"{alone.metrics[name]:.4g}"
         yield f"{clean(name)[:13]:<14}{run.metrics[name]:>28.4g}{single:>18}"
-    beside = duration(found.alone_s) if alone is not None and found.alone_s else ""
-    yield f"{'virtual time':<14}{duration(found.virtual_s):>28}{beside:>18}"
+    beside = duration(rehearsal.alone_s) if alone is not None and rehearsal.alone_s else ""
+    yield f"{'virtual time':<14}{duration(rehearsal.virtual_s):>28}{beside:>18}"
     staleness = _staleness(run)
     if staleness is not None:
         yield f"{'staleness':<14}{f'{staleness:.3g} updates on average':>28}"
-    yield f"{'here':<14}{f'{duration(found.seconds)}, {byte_count(found.memory_bytes)}':>28}"
-    for note in found.notes:
+    yield f"{'here':<14}{f'{duration(rehearsal.seconds)}, {byte_count(rehearsal.memory_bytes)}':>28}"
+    for note in rehearsal.notes:
         yield from wrapped(note, "note          ", " " * 14)
     yield f"run dir: {run.run_dir}"

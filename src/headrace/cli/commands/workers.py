@@ -43,15 +43,15 @@ def workers(
     """
     if change == Change.LIST:
         states = ask_for_states(_run_dir(change, words, 1))
-        lines = [f"rank {each.rank} on {each.host}, process {each.process}: {each.state}" for each in states]
-        answer.give({"workers": [asdict(each) for each in states]}, "\n".join(lines))
+        lines = [f"rank {worker.rank} on {worker.host}, process {worker.process}: {worker.state}" for worker in states]
+        answer.give({"workers": [asdict(worker) for worker in states]}, "\n".join(lines))
         return
     run_dir = _run_dir(change, words, 2)
     count = int(words[0]) if words[0].isdecimal() else 0
     if count < 1:
         raise UsageError(f"N must be at least 1, got {words[0]}")
-    told = ask_for_workers(run_dir, count if change == Change.ADD else -count)
-    answer.give({"said": told}, told)
+    reply = ask_for_workers(run_dir, count if change == Change.ADD else -count)
+    answer.give({"said": reply}, reply)
 
 
 def _run_dir(change: Change, words: list[str], wanted: int) -> Path:

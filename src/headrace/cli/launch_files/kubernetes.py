@@ -101,15 +101,15 @@ def _job_set(wanted: LaunchRequest, pods: PodSettings) -> list[Manifest]:
 
 def _train_job(wanted: LaunchRequest, pods: PodSettings) -> list[Manifest]:
     nodes = wanted.hosts or wanted.workers
-    each = processes_of_each(wanted.workers, nodes)
+    per_node = processes_of_each(wanted.workers, nodes)
     trainer = {
         "image": pods.image,
         # It finds the other nodes by what the runtime sets.
         "command": ["torchrun", "--no-python", *_train(wanted)],
         "numNodes": nodes,
-        "numProcPerNode": each,
+        "numProcPerNode": per_node,
         "env": [_secret_variable(wanted)],
-        "resourcesPerNode": _resources(wanted, each),
+        "resourcesPerNode": _resources(wanted, per_node),
     }
     pod = {
         "terminationGracePeriodSeconds": wanted.save_s + _LEFT_S,

@@ -129,7 +129,7 @@ def sbatch_script(wanted: LaunchRequest, time_limit: str) -> str:
 _ONE_HOST = """\
 #!/bin/sh
 # Written by headrace launch-files. Run it where headrace is in the PATH: sh {file}
-exec torchrun --standalone --nproc-per-node {each} --no-python \\
+exec torchrun --standalone --nproc-per-node {per_host} --no-python \\
     {command}
 """
 _HOSTS = """\
@@ -139,7 +139,7 @@ _HOSTS = """\
 # The secret is the same on all hosts: (umask 077; python -c "import secrets; print(secrets.token_hex(32))" > secret)
 : "${{NODE_RANK:?is the number of this host, from 0 to {last}}}"
 : "${{MASTER_ADDR:?is the address of host 0 in the network of all}}"
-exec torchrun --nnodes {hosts} --node-rank "$NODE_RANK" --nproc-per-node {each} \\
+exec torchrun --nnodes {hosts} --node-rank "$NODE_RANK" --nproc-per-node {per_host} \\
     --master-addr "$MASTER_ADDR" --master-port "${{MASTER_PORT:-29500}}" --no-python \\
     {command}
 """
@@ -148,12 +148,12 @@ exec torchrun --nnodes {hosts} --node-rank "$NODE_RANK" --nproc-per-node {each} 
 def torchrun_script(wanted: LaunchRequest) -> str:
     """Returns the script, one for all hosts; raises UsageError where they would have unequal numbers of processes."""
     hosts = wanted.hosts or 1
-    each = processes_of_each(wanted.workers, hosts)
+    per_host = processes_of_each(wanted.workers, hosts)
     return (_ONE_HOST if hosts == 1 else _HOSTS).format(
         file=wanted.file.name,
         hosts=hosts,
         last=hosts - 1,
-        each=each,
+        per_host=per_host,
         command=shell(wanted.train(wanted.run_dir or f"runs/{wanted.name}")),
     )
 

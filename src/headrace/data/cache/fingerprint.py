@@ -182,10 +182,10 @@ def _globals_of(code: types.CodeType) -> list[str]:
 
 def _installed(module: str) -> bool:
     """Returns whether a module counts by the version of its package."""
-    found = sys.modules.get(module)
-    if found is None or module == "__main__":
+    loaded = sys.modules.get(module)
+    if loaded is None or module == "__main__":
         return False
-    file = getattr(found, "__file__", None)
+    file = getattr(loaded, "__file__", None)
     if file is None or file.startswith((*_LIBRARIES, _OURS)):
         return True
     # Also the user's site-packages, those of another environment, and what `pip install --target` has filled.

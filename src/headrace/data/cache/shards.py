@@ -157,13 +157,13 @@ class _Shard:
         if last >= 0:
             front = front_at(buffer, last)
             begin = len(buffer) if front is None else last + front.record_bytes
-        found = []
+        entries = []
         while (front := front_at(buffer, begin)) is not None and begin + front.record_bytes <= len(buffer):
             if not is_sound(buffer[begin : begin + front.record_bytes]):
                 break
-            found.append((front.index, begin, front.generation, 0))
+            entries.append((front.index, begin, front.generation, 0))
             begin += front.record_bytes
-        return _signed(np.array(found, dtype=ENTRY))
+        return _signed(np.array(entries, dtype=ENTRY))
 
     def new_entries(self) -> NDArray[np.void]:
         """Returns the entries that have been added; the first time, also of records without an entry."""

@@ -160,16 +160,16 @@ class Store:
         forms = self._layout[indices]
         if not forms.all():
             return None
-        kept = indices[forms != _LEFT_OUT]
-        form = self._layout[kept[0]] if len(kept) else _STRANGE
-        if form < 1 or (self._layout[kept] != form).any() or self._layouts[form - 1].batch is None:
+        present = indices[forms != _LEFT_OUT]
+        form = self._layout[present[0]] if len(present) else _STRANGE
+        if form < 1 or (self._layout[present] != form).any() or self._layouts[form - 1].batch is None:
             return None
         known = self._layouts[form - 1]
         # The whole record: a mapping may end in the middle of one that was being written.
         length = data_of(known) + max((leaf.end for leaf in known.leaves), default=0)
-        places = zip((self._shard[kept] - 1).tolist(), self._offset[kept].tolist(), strict=True)
+        places = zip((self._shard[present] - 1).tolist(), self._offset[present].tolist(), strict=True)
         records = [self._shards.buffer(shard, offset + length)[offset:] for shard, offset in places]
-        return gathered(known, records), len(kept)
+        return gathered(known, records), len(present)
 
     def put(self, examples: Sequence[tuple[int, Any]]) -> None:
         """Adds examples, each with its index, while there is room; a DataError for a type that cannot be cached."""
@@ -189,8 +189,8 @@ class Store:
         if not self._notices:
             return ()
         with self._lock:
-            told, self._notices = tuple(self._notices), []
-        return told
+            notices, self._notices = tuple(self._notices), []
+        return notices
 
     def _append(self, packed: Sequence[tuple[int, int, NDArray[np.uint8]]]) -> None:
         room = math.inf if self._limit is None else self._limit - self._shards.nbytes
@@ -303,9 +303,9 @@ os.register_at_fork(before=_OPENING.acquire, after_in_parent=_OPENING.release, a
 def store_of(cache: Cache, examples: int) -> Store:
     """Returns this process's store of a cache, the same for all readers, as long as the cache's definition lives."""
     with _OPENING:
-        found = _OPEN.get(cache)
+        opened = _OPEN.get(cache)
         # A fork appends to files of its own.
-        if found is None or found[0] != os.getpid():
+        if opened is None or opened[0] != os.getpid():
             if cache.folder is None:
                 store = Store(MemoryShards(cache.limit or 0), examples, cache.limit or 0, "the cache in memory")
             else:
@@ -314,5 +314,5 @@ def store_of(cache: Cache, examples: int) -> Store:
                 for other in [other for other in _OPEN if other.folder == cache.folder and other.key != cache.key]:
                     del _OPEN[other]  # its files are gone
                 store = Store(FileShards(folder, lock=lock), examples, cache.limit, f"the cache in {folder}", notices)
-            found = _OPEN[cache] = os.getpid(), store
-    return found[1]
+            opened = _OPEN[cache] = os.getpid(), store
+    return opened[1]

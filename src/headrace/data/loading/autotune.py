@@ -59,7 +59,7 @@ class ReadModes:
 
     def without(self, kind: str) -> ReadModes:
         """Returns the modes of the other kinds."""
-        return replace(self, kinds=tuple(each for each in self.kinds if each != kind))
+        return replace(self, kinds=tuple(other for other in self.kinds if other != kind))
 
     def first(self, read_s: float) -> ReadMode:
         """Returns the mode to begin with, if one reader takes `read_s` for a batch."""
@@ -75,19 +75,19 @@ class ReadModes:
         """
         more = min(self.most, mode.readers + max(1, mode.readers // 2))
         fewer = max(min(mode.readers, self.free), mode.readers - max(1, mode.readers // 3))
-        found = []
+        modes = []
         if mode.parallel == "inline":
-            found += [ReadMode("threads", self.free)] if read_s >= QUICK_S else []
+            modes += [ReadMode("threads", self.free)] if read_s >= QUICK_S else []
         else:
-            found += [ReadMode(mode.parallel, more), ReadMode(mode.parallel, fewer)]
+            modes += [ReadMode(mode.parallel, more), ReadMode(mode.parallel, fewer)]
         if mode.parallel != "processes" and read_s >= _WORTH_S:
-            found.insert(1, ReadMode("processes", max(mode.readers, min(2, self.most))))
+            modes.insert(1, ReadMode("processes", max(mode.readers, min(2, self.most))))
         if mode.parallel == "processes":
-            found.append(ReadMode("threads", mode.readers))
+            modes.append(ReadMode("threads", mode.readers))
         # Inline, it cannot be faster than the time that it computes.
         if rate * (1 + _GAIN) * computing_s < 1:
-            found.append(ReadMode("inline"))
-        return [each for each in dict.fromkeys(found) if each.parallel in self.kinds and each != mode]
+            modes.append(ReadMode("inline"))
+        return [other for other in dict.fromkeys(modes) if other.parallel in self.kinds and other != mode]
 
 
 class Autotuner:
@@ -187,11 +187,11 @@ class Autotuner:
         if tried.parallel == before.parallel == "threads" and rate > _NEARLY_TWICE * self._rate:
             self._modes = self._modes.without("processes")
         self._rate = rate
-        self._untried = [each for each in self._candidates() if each != before]
+        self._untried = [mode for mode in self._candidates() if mode != before]
 
     def _candidates(self) -> list[ReadMode]:
-        found = self._modes.neighbors(self.current, self._rate, self._read_s, self._computing_s)
-        return [mode for mode in found if self._known.get(mode, math.inf) > _HOPELESS * self._rate]
+        modes = self._modes.neighbors(self.current, self._rate, self._read_s, self._computing_s)
+        return [mode for mode in modes if self._known.get(mode, math.inf) > _HOPELESS * self._rate]
 
     def _change(self, mode: ReadMode) -> None:
         # Batches of the mode before are still to come.

@@ -86,11 +86,11 @@ class BatchReader:
             tuner = Autotuner(self._best, modes, self._tell)
             mode = self._best
             self._switch(mode, prefetcher, processes)
-            while (found := prefetcher.take()) is not None:
-                read_s, waiting_s = sum(found[1].seconds), sum(found[1].waiting)
-                yield found
+            while (read := prefetcher.take()) is not None:
+                read_s, waiting_s = sum(read[1].seconds), sum(read[1].waiting)
+                yield read
                 # A reference here would hold the batch until the next one has come.
-                del found
+                del read
                 before = mode
                 if self._no_processes and mode.parallel == "processes":
                     mode = self._best = tuner.exclude("processes")
@@ -102,8 +102,8 @@ class BatchReader:
         finally:
             self.prefetcher = None
             # The prefetcher's threads may wait for the processes.
-            for each in processes:
-                each.end()
+            for process in processes:
+                process.end()
             prefetcher.close()
             _close(processes)
 
@@ -114,18 +114,18 @@ class BatchReader:
                 # The size of one batch decides how the other threads allocate memory.
                 self._share_memory(1)
                 prefetcher.set_readers(1)
-                if (found := prefetcher.take()) is not None:
-                    yield found
-                del found
+                if (read := prefetcher.take()) is not None:
+                    yield read
+                del read
             return ReadMode(modes.kinds[0], self._reading.count or modes.free)
         least = math.inf
         # The first batch may be slow because it is the first.
         for _ in range(_LOOKS):
-            if (found := prefetcher.take()) is None:
+            if (read := prefetcher.take()) is None:
                 break
-            least = min(least, sum(found[1].seconds))
-            yield found
-            del found
+            least = min(least, sum(read[1].seconds))
+            yield read
+            del read
             if least > _SLOW_S:
                 break
         mode = modes.first(least)
@@ -247,22 +247,22 @@ class _Sizes:
     def expected(self) -> int:
         """Returns about how many bytes the largest batch will take."""
         some = range(0, len(self._visited), max(1, len(self._visited) // _SOME))
-        told = [self._source_bytes([place]) for place in some]
-        known = [size for size in told if size is not None]
+        sizes = [self._source_bytes([place]) for place in some]
+        known = [size for size in sizes if size is not None]
         with self._lock:
-            if len(known) < len(told):
+            if len(known) < len(sizes):
                 return self._estimate(None) or 0
             source = self.examples * max(known)
             # Before the first batch, its size is taken to be that of its source.
             return self._estimate(source) or (1 + self._copies) * source
 
-    def measured(self, part: Part, found: int) -> None:
+    def measured(self, part: Part, nbytes: int) -> None:
         """Records how many bytes the batch of a part has."""
         source = self._source_bytes(part[1].tolist())
         with self._lock:
-            self._largest = max(self._largest or 0, found)
+            self._largest = max(self._largest or 0, nbytes)
             if source:
-                self._ratio = max(self._ratio or 0.0, found / source)
+                self._ratio = max(self._ratio or 0.0, nbytes / source)
 
     def _estimate(self, source: int | None) -> int | None:
         if source is not None and self._ratio is not None:

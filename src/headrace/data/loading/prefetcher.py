@@ -145,13 +145,13 @@ class Prefetcher:
             if job.future.set_running_or_notify_cancel():
                 try:
                     read = job.read(job.part)
-                    found = read.nbytes
-                    self._measured(job.part, found)
+                    nbytes = read.nbytes
+                    self._measured(job.part, nbytes)
                 except BaseException as error:  # raised by `take`
                     job.future.set_exception(error)
                 else:
-                    self.budget.add(found - job.bytes)
-                    job.bytes = found
+                    self.budget.add(nbytes - job.bytes)
+                    job.bytes = nbytes
                     job.future.set_result(read)
                     # Else it would hold its batch until the next part comes.
                     del read

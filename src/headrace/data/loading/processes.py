@@ -52,7 +52,7 @@ _FORKS = itertools.count(1)
 _FORKING = threading.Lock()
 """One fork at a time: another thread's fork would hold this reader's end of the channel open, and no loss of the reader
 would be seen. filelock 3.30 to 4.2, which torch and transformers import, also refuses two forks at once."""
-_ERRORS: dict[str, type[HeadraceError]] = {each.__name__: each for each in (DataError, UnfitMachine, UsageError)}
+_ERRORS: dict[str, type[HeadraceError]] = {error.__name__: error for error in (DataError, UnfitMachine, UsageError)}
 
 
 class ReaderStalled(Exception):
@@ -201,9 +201,9 @@ def _serve(channel: socket.socket, read: Callable[[int, Tensor], ReadResult]) ->
         places = torch.from_numpy(np.frombuffer(bytearray(_receive(channel, 8 * count)), dtype=np.int64))
         segment = None
         try:
-            found = read(epoch, places)
-            reply, segment = _packed(found)
-            del found
+            result = read(epoch, places)
+            reply, segment = _packed(result)
+            del result
         except Exception as error:  # sent to the worker
             kind = type(error).__name__ if type(error).__name__ in _ERRORS else "DataError"
             said = str(error) if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"
@@ -265,7 +265,7 @@ def _packed(read: ReadResult) -> tuple[dict[str, Any], SharedSegment | None]:
     encoder = ValueEncoder()
     try:
         # A subclass arrives as a plain tensor.
-        batch = map_tensors(lambda each: each if type(each) is Tensor else each.as_subclass(Tensor), read.batch)
+        batch = map_tensors(lambda tensor: tensor if type(tensor) is Tensor else tensor.as_subclass(Tensor), read.batch)
         header = encoder.header(batch, "a batch")
     except Unencodable as error:
         raise UsageError(

@@ -141,9 +141,9 @@ class ExampleReader:
         if self._gathers:
             # As a whole, from a cache that is the last step, if that is possible.
             spent = [(0.0, 0.0)] * (1 + self._cached)
-            found = self._timed(spent, lambda: self._store().gather(self._indices(places).numpy()))
-            if found is not None:
-                batch, examples = found
+            gathered = self._timed(spent, lambda: self._store().gather(self._indices(places).numpy()))
+            if gathered is not None:
+                batch, examples = gathered
                 return self._read(batch, examples, (), [*spent, (0.0, 0.0)])
         spent = []
         skipped: list[str] = []
@@ -225,10 +225,10 @@ class ExampleReader:
         """Marks the examples that a cache has; returns all except those that it knows to be left out."""
         if self._cache is None or not rows:
             return rows
-        found = self._store().find([row.index for row in rows])
-        for row, absent in zip(rows, found, strict=True):
+        states = self._store().find([row.index for row in rows])
+        for row, absent in zip(rows, states, strict=True):
             row.first = -1 if absent is Absent.MISSING else self._cached
-        return [row for row, absent in zip(rows, found, strict=True) if absent is not Absent.LEFT_OUT]
+        return [row for row, absent in zip(rows, states, strict=True) if absent is not Absent.LEFT_OUT]
 
     def _keep(self, rows: list[_Row]) -> list[_Row]:
         """Takes the cached examples from the cache, and adds the others to it."""
@@ -298,11 +298,11 @@ class ExampleReader:
         return self._each(rows, step.name, alone, skipped)
 
     def _each(self, rows: Sequence[_Row], who: str, work: Callable[[_Row], bool], skipped: list[str]) -> list[_Row]:
-        kept = []
+        ready = []
         for row in rows:
             try:
                 if work(row):
-                    kept.append(row)
+                    ready.append(row)
             except Exception as error:
                 if not self._skips:
                     if who == SOURCE and isinstance(error, DataError):
@@ -310,7 +310,7 @@ class ExampleReader:
                         raise
                     raise unreadable(self._source.key(row.index), who, error) from error
                 skipped.append(f"{self._source.key(row.index)}: {who} raised {type(error).__name__}: {error}")
-        return kept
+        return ready
 
     def _rng(self, row: _Row, position: int) -> np.random.Generator:
         # A cache draws no numbers: the steps after it draw the same as without it.
@@ -322,9 +322,9 @@ class ExampleReader:
             return self._written(self._into, rows, skipped)
         if self._gathers:
             # Reading back what was just cached, row by row, takes no thread from training.
-            found = self._store().gather(np.array([row.index for row in rows]))
-            if found is not None:
-                return found[0]
+            gathered = self._store().gather(np.array([row.index for row in rows]))
+            if gathered is not None:
+                return gathered[0]
         if self._collator:
             keys = [self._source.key(row.index) for row in rows]
             drawing = len(self._pipeline.steps)

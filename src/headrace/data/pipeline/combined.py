@@ -131,11 +131,11 @@ def _of_the_whole(pipeline: InputPipeline) -> Iterator[tuple[str, str]]:
 
 def check_cache_folders(*pipelines: InputPipeline) -> None:
     """Raises a UsageError if two caches of other examples or other steps have the same folder."""
-    found: dict[str, Cache] = {}
+    caches: dict[str, Cache] = {}
     for cache in chain.from_iterable(map(_caches_of, pipelines)):
         if cache.folder is None:
             continue
-        other = found.setdefault(cache.folder, cache)
+        other = caches.setdefault(cache.folder, cache)
         if other.key != cache.key:
             raise UsageError(
                 f"two pipelines keep their cache in {cache.folder}, of {other.about} and of {cache.about}, and each "
@@ -189,15 +189,15 @@ class _Several(Source):
 
     def _take(self, which: int, place: int, seed: int, number: int) -> Any:
         pipeline = self.pipelines[which]
-        own = seed if pipeline.seed is None else pipeline.seed
-        key = (which, own, number)
+        pipeline_seed = seed if pipeline.seed is None else pipeline.seed
+        key = (which, pipeline_seed, number)
         order = self._orders.get(key)
         if order is None:
             # Only the last epochs are used; two threads may make the same order.
             for old in [old for old in list(self._orders) if old[0] == which and old[2] < number - 1]:
                 self._orders.pop(old, None)
-            order = self._orders[key] = ExampleOrder(len(pipeline), own, number, pipeline.shuffled)
-        return ExampleReader(pipeline, own).example(number, order.at(place))
+            order = self._orders[key] = ExampleOrder(len(pipeline), pipeline_seed, number, pipeline.shuffled)
+        return ExampleReader(pipeline, pipeline_seed).example(number, order.at(place))
 
 
 class _Chained(_Several):
@@ -252,7 +252,7 @@ class _Interleaved(_Several):
                 turns += 1
 
     def example(self, index: int, epoch: Epoch) -> Any:
-        first, turns, left = self._stretches[bisect_right(self._stretches, index, key=lambda each: each[0]) - 1]
+        first, turns, left = self._stretches[bisect_right(self._stretches, index, key=lambda stretch: stretch[0]) - 1]
         offset = index - first
         sizes = [min(self._block, len(self.pipelines[which]) - turns * self._block) for which in left]
         more, offset = divmod(offset, sum(sizes))
@@ -293,15 +293,15 @@ def replayed(batches: Sequence[Any]) -> tuple[InputPipeline, int]:
     for batch in batches:
         leaves: dict[str, Tensor] = {}
         map_leaves(lambda name, leaf: leaves.__setitem__(name, leaf), batch)  # noqa: B023  (at once)
-        own = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.dim()}
-        if own and all(map(len, own.values())) and (not alike or _form(own) == _form(alike[0])):
-            alike.append(own)
+        tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.dim()}
+        if tensors and all(map(len, tensors.values())) and (not alike or _form(tensors) == _form(alike[0])):
+            alike.append(tensors)
     if not alike:
         raise DataError("no batch has a tensor with an example in it, so there is nothing to train on")
-    size = min(len(leaf) for own in alike for leaf in own.values())
+    size = min(len(leaf) for tensors in alike for leaf in tensors.values())
     columns: dict[str, list[Tensor]] = defaultdict(list)
-    for own in alike:
-        for name, leaf in own.items():
+    for tensors in alike:
+        for name, leaf in tensors.items():
             columns[name].append(leaf[:size])
     joined = {name: torch.cat(column) for name, column in columns.items()}
     tree = map_leaves(lambda name, leaf: joined.get(name, leaf), batches[0])

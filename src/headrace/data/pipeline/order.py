@@ -84,12 +84,12 @@ class _Scatter:
         self._terms = words[_ROUNDS:] & self._mask
 
     def __call__(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        found = self._mix(places.astype(np.uint64))
-        outside = np.flatnonzero(found >= self._count)
+        mixed = self._mix(places.astype(np.uint64))
+        outside = np.flatnonzero(mixed >= self._count)
         while len(outside):
-            found[outside] = self._mix(found[outside])
-            outside = outside[found[outside] >= self._count]
-        return found.view(np.int64)
+            mixed[outside] = self._mix(mixed[outside])
+            outside = outside[mixed[outside] >= self._count]
+        return mixed.view(np.int64)
 
     def _mix(self, words: NDArray[np.uint64]) -> NDArray[np.uint64]:
         for factor, term in zip(self._factors, self._terms, strict=True):

@@ -267,8 +267,8 @@ def _columns(examples: Sequence[Mapping[Any, Any]]) -> dict[Any, list[Any]]:
 def _tensors(examples: Sequence[Any]) -> list[Tensor]:
     try:
         return [
-            _from_numpy(each, "an example") if isinstance(each, np.ndarray) else torch.as_tensor(each)
-            for each in examples
+            _from_numpy(example, "an example") if isinstance(example, np.ndarray) else torch.as_tensor(example)
+            for example in examples
         ]
     except (RuntimeError, TypeError, ValueError) as error:
         raise DataError(f"an example of a batch is no tensor: {error}; make it numbers in a map") from error

@@ -43,7 +43,7 @@ class Columns:
     @property
     def nbytes(self) -> int:
         """Bytes of all columns."""
-        tensors = sum(each.values.numel() * each.values.element_size() for each in self.numbers.values())
+        tensors = sum(column.values.numel() * column.values.element_size() for column in self.numbers.values())
         return tensors + sum(int(array.nbytes) for array in self.others.values())
 
     def row(self, index: int) -> dict[str, Any]:
@@ -65,9 +65,9 @@ class Columns:
             raise self._missing(name, int(indices[taken.is_null().index(True).as_py()]))
         if not _is_list(taken.type):
             return taken.to_pylist()
-        found = _numbers(taken)
-        if found is not None and found.missing is None:
-            return found.values
+        column = _numbers(taken)
+        if column is not None and column.missing is None:
+            return column.values
         return [self._value(name, index) for index in indices.tolist()]
 
     def _value(self, name: str, index: int) -> Any:
@@ -102,11 +102,11 @@ def to_columns(table: Any, key: Callable[[int], str]) -> Columns:
         # As one array, which is decoded. Offsets of 32 bits end at 2 GB of text.
         wide = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}.get(kind, kind)
         array = column.cast(wide).combine_chunks()
-        found = _numbers(array)
-        if found is None:
+        column_numbers = _numbers(array)
+        if column_numbers is None:
             others[name] = array
         else:
-            numbers[name] = found
+            numbers[name] = column_numbers
     return Columns(tuple(table.column_names), table.num_rows, numbers, others, key)
 
 
@@ -119,15 +119,15 @@ def concatenate(pieces: Iterable[Columns], rows: int, key: Callable[[int], str])
         for name in piece.names:
             if name in piece.others:
                 raise DataError(f"{piece.key(0)} and the rows after it: {name!r} has lists that are missing or ragged")
-            found = piece.numbers[name]
+            column = piece.numbers[name]
             if name not in numbers:
-                values = torch.empty((rows, *found.values.shape[1:]), dtype=found.values.dtype)
+                values = torch.empty((rows, *column.values.shape[1:]), dtype=column.values.dtype)
                 numbers[name] = Numbers(values, None)
             held = numbers[name]
-            held.values[begin:end] = found.values
-            if found.missing is not None:
+            held.values[begin:end] = column.values
+            if column.missing is not None:
                 missing = torch.zeros(rows, dtype=torch.bool) if held.missing is None else held.missing
-                missing[begin:end] = found.missing
+                missing[begin:end] = column.missing
                 numbers[name] = Numbers(held.values, missing)
         begin = end
     return Columns(tuple(numbers), rows, numbers, {}, key)
@@ -135,7 +135,7 @@ def concatenate(pieces: Iterable[Columns], rows: int, key: Callable[[int], str])
 
 def batch_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the batch of what `Columns.take` returns."""
-    return {name: each if isinstance(each, Tensor) else collate(each) for name, each in values.items()}
+    return {name: value if isinstance(value, Tensor) else collate(value) for name, value in values.items()}
 
 
 def select_columns(names: Sequence[str], columns: Sequence[str] | None, where: str) -> list[str]:

@@ -103,8 +103,8 @@ class _Rows(Source):
 
     @property
     def identity(self) -> str:
-        numbers = [(name, each.values) for name, each in self._columns.numbers.items()]
-        others = [(name, each.to_pylist()) for name, each in self._columns.others.items()]
+        numbers = [(name, column.values) for name, column in self._columns.numbers.items()]
+        others = [(name, column.to_pylist()) for name, column in self._columns.others.items()]
         return f"ray {fingerprint(numbers, others)}"
 
 

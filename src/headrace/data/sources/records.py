@@ -94,7 +94,7 @@ class _RecordSource(FileSource):
     """One byte range an example; `places` has for each file where the records begin and, last, where they end."""
 
     def __init__(self, kind: str, files: Sequence[SourceFile], places: Sequence[NDArray[np.int64]]) -> None:
-        super().__init__(kind, files, [len(each) - 1 for each in places])
+        super().__init__(kind, files, [len(begins) - 1 for begins in places])
         self._places = tuple(places)
 
     def nbytes(self, index: int) -> int | None:
@@ -145,8 +145,8 @@ def _scan_lines(file: SourceFile) -> NDArray[np.int64]:
     for start in range(0, file.length, _CHUNK):
         content = np.frombuffer(file.read(start, min(_CHUNK, file.length - start)), dtype=np.uint8)
         begins.append(np.flatnonzero(content == _NEWLINE) + (start + 1))
-    found = np.concatenate(begins)
-    return found if found[-1] == file.length else np.append(found, file.length)
+    ends = np.concatenate(begins)
+    return ends if ends[-1] == file.length else np.append(ends, file.length)
 
 
 def _content(file: SourceFile, label: Callable[[str], Any] | None) -> Any:
@@ -203,23 +203,23 @@ def from_tfrecord(where: str | Sequence[str], **options: Any) -> InputPipeline:
 def _scan_records(file: SourceFile) -> NDArray[np.int64]:
     """Returns where each record's content begins and, last, where another one would; `(records + 1,)`."""
     window, place = Window(file), 0
-    found: list[int] = []
+    starts: list[int] = []
     while place < file.length:
         head = window.at(place, _HEAD.size)
         if len(head) < _HEAD.size:
-            raise _truncated(file, len(found), place, _HEAD.size)
+            raise _truncated(file, len(starts), place, _HEAD.size)
         length, check = _HEAD.unpack(head)
         if _checksum(head[:8]) != check:
-            packed = "; it is compressed, so unpack it" if head[:2] == b"\x1f\x8b" and not found else ""
+            packed = "; it is compressed, so unpack it" if head[:2] == b"\x1f\x8b" and not starts else ""
             raise DataError(
-                f"{file.name}: the length of record {len(found)}, at byte {place:,}, has a wrong checksum, so the file "
-                f"is damaged or no TFRecord file{packed}"
+                f"{file.name}: the length of record {len(starts)}, at byte {place:,}, has a wrong checksum, so the "
+                f"file is damaged or no TFRecord file{packed}"
             )
-        found.append(place + _HEAD.size)
+        starts.append(place + _HEAD.size)
         if place + _HEAD.size + length + _FOOT.size > file.length:
-            raise _truncated(file, len(found) - 1, place, _HEAD.size + length + _FOOT.size)
+            raise _truncated(file, len(starts) - 1, place, _HEAD.size + length + _FOOT.size)
         place += _HEAD.size + length + _FOOT.size
-    return np.array([*found, place + _HEAD.size], dtype=np.int64)
+    return np.array([*starts, place + _HEAD.size], dtype=np.int64)
 
 
 def _truncated(file: SourceFile, record: int, place: int, wanted: int) -> DataError:
@@ -309,7 +309,7 @@ class _ArrayRecords(FileSource):
     def _read(self, at: int, records: list[int]) -> list[bytes]:
         file = self._files[at]
         try:
-            found: list[bytes] = self._reader(at).read(records)
+            contents: list[bytes] = self._reader(at).read(records)
             # From a file that was truncated meanwhile, it returns empty records.
             file.require(os.stat(file.name).st_size)
         except (OSError, RuntimeError) as error:
@@ -317,7 +317,7 @@ class _ArrayRecords(FileSource):
             raise DataError(
                 f"of {file.name}, {which} cannot be read: {error}; write the file again, or on_error('skip')"
             ) from error
-        return found
+        return contents
 
     def _reader(self, at: int) -> Any:
         # A fork does not have the threads that its parent's reader may have started.

@@ -144,13 +144,13 @@ class Remote:
         """Returns the file system, which fsspec caches in each process, and the path on it."""
         fsspec = import_package("fsspec", "files elsewhere need fsspec")
         try:
-            found: tuple[Any, str] = fsspec.core.url_to_fs(self.address, **self.options)
+            opened: tuple[Any, str] = fsspec.core.url_to_fs(self.address, **self.options)
         except (ImportError, ValueError) as error:
             protocol = self.address.partition("://")[0]
             raise UnfitMachine(
                 f"{protocol}:// cannot be read here: {error}; {remedy('remote')} brings what s3:// and https:// need"
             ) from error
-        return found
+        return opened
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,20 +237,20 @@ def find_files(
     where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], options: Mapping[str, Any]
 ) -> list[SourceFile]:
     """Returns the files that match patterns, those of each in the order of their names; a DataError if one has none."""
-    patterns = [os.fspath(each) for each in ([where] if isinstance(where, str | os.PathLike) else where)]
+    patterns = [os.fspath(pattern) for pattern in ([where] if isinstance(where, str | os.PathLike) else where)]
     if options and not any("://" in pattern for pattern in patterns):
         raise UsageError(f"{', '.join(options)}: there is no such parameter, and files of this machine need none")
-    found: list[SourceFile] = []
+    matching: list[SourceFile] = []
     for pattern in patterns:
         files = _remote(pattern, options) if "://" in pattern else _local(pattern)
         if not files:
             # Some remote file systems report an unreachable server as an empty folder.
             why = "or its server cannot be reached" if "://" in pattern else f"from {os.getcwd()}"
             raise DataError(f"no file is found by {pattern!r} ({why}); give another pattern")
-        found += sorted(files, key=lambda file: file.name)
-    if not found:
+        matching += sorted(files, key=lambda file: file.name)
+    if not matching:
         raise DataError("no file is found, because no pattern is given")
-    return found
+    return matching
 
 
 def _local(pattern: str) -> list[SourceFile]:
@@ -271,14 +271,14 @@ def _remote(pattern: str, options: Mapping[str, Any]) -> list[SourceFile]:
     system, path = remote.open()
     try:
         details = system.glob(path, detail=True)
-        told = {name: each if each.get("size") else system.info(name) for name, each in details.items()}
+        known = {name: detail if detail.get("size") else system.info(name) for name, detail in details.items()}
     except Exception as error:
         raise DataError(f"{pattern} cannot be listed: {error or repr(error)}") from error
     files = []
-    for name, each in told.items():
-        if each.get("type") != "directory":
-            stamps = (str(each[key]) for key in _STAMPS if each.get(key))
-            files.append(SourceFile(name, each.get("size"), next(stamps, ""), remote))
+    for name, detail in known.items():
+        if detail.get("type") != "directory":
+            stamps = (str(detail[key]) for key in _STAMPS if detail.get(key))
+            files.append(SourceFile(name, detail.get("size"), next(stamps, ""), remote))
     return files
 
 

@@ -151,7 +151,7 @@ def from_parquet(
     """
     files = find_files(where, options)
     metadata = map_files(lambda file: _opened(file, None, attrgetter("metadata")), files)
-    schemas = [each.schema.to_arrow_schema() for each in metadata]
+    schemas = [file.schema.to_arrow_schema() for file in metadata]
     names = select_columns(schemas[0].names, columns, files[0].name)
     _require_one_schema(files, schemas, names, "write both with one type, or leave it out by columns=[...]")
     widths = [width(schemas[0].field(name).type) for name in names]
@@ -188,10 +188,10 @@ def _require_one_schema(files: Sequence[SourceFile], schemas: Sequence[Any], nam
                 raise DataError(f"{file.name} has no column {name!r}, which {files[0].name} has; it has {has}")
             if counts[name] > 1:
                 raise DataError(f"{file.name} has {counts[name]} columns of the name {name!r}; give each its own")
-            found, expected = schema.field(name).type, schemas[0].field(name).type
-            if found != expected:
+            dtype, expected = schema.field(name).type, schemas[0].field(name).type
+            if dtype != expected:
                 raise DataError(
-                    f"{file.name}: column {name!r} is {found}, and in {files[0].name} it is {expected}; "
+                    f"{file.name}: column {name!r} is {dtype}, and in {files[0].name} it is {expected}; "
                     + remedy.format(name)
                 )
 
@@ -217,7 +217,7 @@ class _Parquet(FileSource):
         self._metadata = tuple(metadata)
         self._names = list(names)
         # The file of each row group, and its number there.
-        self._groups = [(at, group) for at, each in enumerate(metadata) for group in range(each.num_row_groups)]
+        self._groups = [(at, group) for at, file in enumerate(metadata) for group in range(file.num_row_groups)]
         lengths = [metadata[at].row_group(group).num_rows for at, group in self._groups]
         for (at, group), rows in zip(self._groups, lengths, strict=True):
             if rows < 0:
@@ -240,12 +240,12 @@ class _Parquet(FileSource):
         places = np.argsort(which, kind="stable")
         rows = torch.from_numpy((wanted - begins[which])[places])
         # Piece by piece, so that each is decoded once even if two do not fit into memory.
-        found = []
+        tables = []
         for piece, count in zip(*(it.tolist() for it in np.unique(which, return_counts=True)), strict=True):
-            found.append(self._piece(piece).take(rows[:count]))
+            tables.append(self._piece(piece).take(rows[:count]))
             rows = rows[count:]
         back = np.argsort(places)
-        return batch_of({name: _in_order([each[name] for each in found], back) for name in self._names})
+        return batch_of({name: _in_order([table[name] for table in tables], back) for name in self._names})
 
     def key(self, index: int) -> str:
         which, row = self._spans.find(index)

@@ -150,13 +150,13 @@ def read_all(examples: Any, limit: int) -> list[Any]:
     name = type(examples).__name__
     if not isinstance(examples, Iterable) or isinstance(examples, str | bytes | Mapping):
         raise DataError(f"data cannot be a {name}; give {_FORMS}, or an iterable of examples")
-    found = list(islice(examples, limit + 1))
-    if len(found) > limit:
+    read = list(islice(examples, limit + 1))
+    if len(read) > limit:
         raise DataError(
             f"the {name} has more than {limit:,} examples, and as they have no index, all must fit into memory; if "
             "they do, raise limit; else give a data set with __len__ and __getitem__, or files to hr.data.from_..."
         )
-    return found
+    return read
 
 
 def _from_dataset(dataset: Any, collate_fn: Any = None) -> InputPipeline:

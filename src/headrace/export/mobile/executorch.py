@@ -101,14 +101,14 @@ class PteRunner(ProgramRunner):
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         try:
-            found = self._method.execute([inputs[name].contiguous() for name in self._inputs])
+            outputs = self._method.execute([inputs[name].contiguous() for name in self._inputs])
         except RuntimeError as error:
             raise JobError(
                 f"ExecuTorch's runtime cannot compute {len(next(iter(inputs.values())))} examples with {self._name}: "
                 f"{first_line(error)}; an operation of the model has one size in it; {_OTHERS}"
             ) from None
         # They lie in memory that the next call writes to.
-        return {name: output.clone() for name, output in zip(self._outputs, found, strict=True)}
+        return {name: output.clone() for name, output in zip(self._outputs, outputs, strict=True)}
 
 
 class _Half(nn.Module):

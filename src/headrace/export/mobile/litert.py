@@ -67,20 +67,20 @@ class TfliteRunner(ProgramRunner):
                 # The signature's memory is the interpreter's, so that it is kept.
                 self._interpreter: Any = Interpreter(str(path))
                 self._call: Any = self._interpreter.get_signature_runner()
-                self._types = {name: each["dtype"] for name, each in self._call.get_input_details().items()}
+                self._types = {name: detail["dtype"] for name, detail in self._call.get_input_details().items()}
             except (RuntimeError, ValueError, ImportError) as error:
                 raise JobError(
                     f"LiteRT's interpreter cannot load {path.name}: {first_line(error)}; {_TRIED} was tried"
                 ) from None
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found: dict[str, list[Tensor]] = {name: [] for name in self._outputs}
+        outputs: dict[str, list[Tensor]] = {name: [] for name in self._outputs}
         given = {name: self._of_file(name, inputs[name].numpy()) for name in self._inputs}
         for index in range(len(next(iter(inputs.values())))):
             answer = self._call(**{name: values[index : index + 1] for name, values in given.items()})
             for name in self._outputs:
-                found[name].append(torch.from_numpy(answer[name]))
-        return {name: torch.cat(parts) for name, parts in found.items()}
+                outputs[name].append(torch.from_numpy(answer[name]))
+        return {name: torch.cat(parts) for name, parts in outputs.items()}
 
     def _of_file(self, name: str, values: np.ndarray) -> np.ndarray:
         """Returns an input in the file's type; raises DataError for a whole number that this does not hold."""

@@ -46,18 +46,18 @@ def metrics_of(job: Job, model: torch.nn.Module, programs: Mapping[str, Program]
         target = select_target(share.batch, job.target)
         for name, program in programs.items():
             output = _raw(job, program(tensors))
-            for each in accumulated[name].values():
-                each.add(output, target)
+            for accumulator in accumulated[name].values():
+                accumulator.add(output, target)
             for measure, function in means.items():
                 total, weight = weigh(function(output, target), share.examples, measure)
                 sums[name][measure][0] += float(total)
                 sums[name][measure][1] += float(weight)
-    values = {
-        name: {measure: total / weight for measure, (total, weight) in found.items() if weight}
-        | {measure: each.value() for measure, each in accumulated[name].items()}
-        for name, found in sums.items()
-    }
-    return {program: {name: found[name] for name in measures if name in found} for program, found in values.items()}
+    values = {}
+    for name, totals in sums.items():
+        measured = {measure: total / weight for measure, (total, weight) in totals.items() if weight}
+        measured |= {measure: accumulator.value() for measure, accumulator in accumulated[name].items()}
+        values[name] = {measure: measured[measure] for measure in measures if measure in measured}
+    return values
 
 
 def measurable(job: Job) -> bool:

@@ -44,47 +44,47 @@ class CenterVariable(BackgroundWork):
         self,
         client: Client,
         layouts: Sequence[ShardLayout],
-        own: Sequence[Sequence[Tensor]],
+        local: Sequence[Sequence[Tensor]],
         copy: Sequence[Sequence[Tensor]],
         mirror: OptimizerMirror,
         keeps: bool,
     ) -> None:
-        self.client, self.own = client, own
+        self.client, self.local = client, local
         self._pieces = [layout.pieces for layout in layouts]
-        self._own, self._copy = ([*chain(*places)] for places in (own, copy))
+        self._local, self._copy = ([*chain(*places)] for places in (local, copy))
         # Optimizer state differs from the center's only during a lease.
         apart = [not piece.exact for piece in chain(*self._pieces)]
         self._apart = [index for index, is_apart in enumerate(apart) if is_apart]
         self._rest = [index for index, is_apart in enumerate(apart) if not is_apart]
         self._mirror = mirror
         self._keeps = keeps
-        self._kept: list[Tensor] | None = None
+        self._saved: list[Tensor] | None = None
         self._begun = False
 
     def take(self, all_of_it: bool = True) -> None:
         """Sets this worker's values to the center's, or only those of optimizer state."""
         taken = [*self._apart, *self._rest] if all_of_it else self._rest
         if taken:
-            foreach_copy_([self._own[index] for index in taken], [self._copy[index] for index in taken])
+            foreach_copy_([self._local[index] for index in taken], [self._copy[index] for index in taken])
         self._mirror.spread()
 
     def renew(self) -> None:
         # A new worker has no parameters of its own yet.
-        if self._keeps and self._begun and self._kept is None:
-            self._kept = [self._own[index].clone() for index in self._apart]
+        if self._keeps and self._begun and self._saved is None:
+            self._saved = [self._local[index].clone() for index in self._apart]
         self.client.pull()
         self.take()
 
     def resume(self) -> None:
         self._begun = True
-        if self._kept is not None:
-            foreach_copy_([self._own[index] for index in self._apart], self._kept)
-            self._kept = None
+        if self._saved is not None:
+            foreach_copy_([self._local[index] for index in self._apart], self._saved)
+            self._saved = None
 
     def distances(self) -> list[list[Tensor]]:
         """Returns center minus own value, by server and shard."""
         self._mirror.gather()
-        ways = (copy - own.to(copy.device) for own, copy in zip(self._own, self._copy, strict=True))
+        ways = (copy - value.to(copy.device) for value, copy in zip(self._local, self._copy, strict=True))
         return [[next(ways).view(piece.shape) for piece in pieces] for pieces in self._pieces]
 
     def gather(self) -> None:
@@ -94,7 +94,7 @@ class CenterVariable(BackgroundWork):
     def approach(self, alpha: float) -> None:
         """Moves the parameters by a fraction towards the center."""
         for index in self._apart:
-            self._own[index].lerp_(self._copy[index].to(self._own[index].device), alpha)
+            self._local[index].lerp_(self._copy[index].to(self._local[index].device), alpha)
 
     @property
     def norm(self) -> float:

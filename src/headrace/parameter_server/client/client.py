@@ -110,17 +110,17 @@ class Client:
             rows: gradients of tables, by server; see `RowClient`. They count together with the others, or not at all.
         """
         if finite is None:
-            finite = all_finite([gradient for own in gradients for gradient in own if gradient is not None])
+            finite = all_finite([gradient for shards in gradients for gradient in shards if gradient is not None])
         head = Message(Kind.PUSH_PULL if pull else Kind.PUSH, 0, finite, lease, weight, share, steps=steps)
         if self._in_turn:
             return self._push_in_turn(gradients, head, pull, patience_s)
         for index in range(max((len(server.buckets) for server in self.servers), default=0)):
             for number, server in enumerate(self.servers):
                 if index < len(server.buckets):
-                    own = None if versions is None else versions[number]
+                    known = None if versions is None else versions[number]
                     # All workers push in the same order, so that no two wait for each other.
                     server.make_room(pull)
-                    server.push(server.buckets[index], gradients[number], head, own)
+                    server.push(server.buckets[index], gradients[number], head, known)
         for server, (numbers, blob) in zip(self.servers, rows, strict=bool(rows)):
             server.push_rows(head, numbers, blob)
         reason = self._conclude([server.finish(pull, monotonic() + patience_s) for server in self.servers])
@@ -136,11 +136,11 @@ class Client:
         last = decode(bytes(first.ask(Message(Kind.ROUND_MEMBERS)))).numbers
         # A push of an earlier round is repeated: the other servers know only the last round.
         counts = bool(last) and self._worker in RoundMembers.of(last).workers and decided.reason != Reason.LATE
-        for server, own in zip(others, gradients[1:], strict=True):
+        for server, pushed in zip(others, gradients[1:], strict=True):
             if last:
                 server.ask(Message(Kind.ROUND_MEMBERS, numbers=last))
             if counts:
-                server.push(server.buckets[0], own, head)
+                server.push(server.buckets[0], pushed, head)
             elif pull:
                 server.request(server.buckets[0])
         reason = self._conclude([decided, *(server.finish(pull) for server in others)])
@@ -148,9 +148,9 @@ class Client:
 
     def _conclude(self, answers: Sequence[_Answers]) -> Reason | None:
         """Returns why a push does not count, from the answers of all servers."""
-        self.apart = math.sqrt(sum(each.apart for each in answers))
-        self.first_reason = next((each.first_reason for each in answers if each.count), None)
-        return functools.reduce(_graver, (each.reason for each in answers), None)
+        self.apart = math.sqrt(sum(answer.apart for answer in answers))
+        self.first_reason = next((answer.first_reason for answer in answers if answer.count), None)
+        return functools.reduce(_graver, (answer.reason for answer in answers), None)
 
     @property
     def versions(self) -> list[list[int]]:

@@ -145,9 +145,9 @@ class ServerDataLeases(DataLeases):
         lease = self._lease_of(answer)
         self.lease, self._left, self.report = lease.lease, lease.rounds, floats_in(members)
         if self.steer is not None:
-            told = self.steer(lease, self.report)
-            if told is not None:
-                self.report = told
+            reply = self.steer(lease, self.report)
+            if reply is not None:
+                self.report = reply
                 self.ask()
                 return self.next()
             # A line search evaluates the same examples at points that the model may never be at.
@@ -220,11 +220,11 @@ class ServerDataLeases(DataLeases):
         """Waits for the next grant or sync point, and returns it on every rank of the replica."""
         if self._group.world == 1:
             return self.client.lease(self._rests)
-        told = [0.0] * (2 + _SHARED_NUMBERS)
+        sent = [0.0] * (2 + _SHARED_NUMBERS)
         if self._group.rank == 0:
             message = self.client.lease(self._rests)
-            told = [float(message.kind), float(message.lease), *map(float, message.numbers[:_SHARED_NUMBERS])]
-        kind, lease, *numbers = map(int, self._group.sum(told))
+            sent = [float(message.kind), float(message.lease), *map(float, message.numbers[:_SHARED_NUMBERS])]
+        kind, lease, *numbers = map(int, self._group.sum(sent))
         return Message(Kind(kind), lease=lease, numbers=tuple(numbers))
 
 

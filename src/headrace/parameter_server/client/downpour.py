@@ -49,7 +49,7 @@ class ServerLinks(BackgroundWork):
     `main` leases the data, and is used where all workers synchronize; it also pushes and fetches if nothing does so in
     the background. `fetching` writes to the places `fetched`, which are taken over on all ranks of a replica at once.
     `versions` are those of the parameters that this worker computes with, by server and shard; `renewed` says whether
-    they were taken over since a reader cleared it. Where a worker's own steps are `kept`, pushes and
+    they were taken over since a reader cleared it. With `own_steps`, those of this worker, pushes and
     fetches take turns, so that a fetch has all that was pushed before it, and nothing else.
     """
 
@@ -64,18 +64,18 @@ class ServerLinks(BackgroundWork):
         pushing: Background | None = None,
         fetching: Background | None = None,
         fetched: Sequence[Sequence[Tensor]] = (),
-        kept: OwnSteps | None = None,
+        own_steps: OwnSteps | None = None,
     ) -> None:
         self.main = main
-        self.kept = kept
+        self.own_steps = own_steps
         self.pushing = pushing
         self.versions = main.versions
         self._fetch_every = fetch_every
         self._replica_group = replica_group
         self._since, self._ready = 0, False
         self._fetching = fetching
-        self._places, self._into = ([place for own in each for place in own] for each in (places, fetched))
-        self._backgrounds = [each for each in (pushing, fetching) if each is not None]
+        self._places, self._into = ([*chain.from_iterable(by_server)] for by_server in (places, fetched))
+        self._backgrounds = [background for background in (pushing, fetching) if background is not None]
 
     def pull(self) -> None:
         """Brings the parameters up to date now."""
@@ -93,16 +93,16 @@ class ServerLinks(BackgroundWork):
         self._since += 1
         due = self._since == self._fetch_every
         if self._fetching is None:
-            if due and self.kept is not None:
-                self.kept.pull(self.pull)
+            if due and self.own_steps is not None:
+                self.own_steps.pull(self.pull)
             elif due:
                 self.pull()
             return
         self._ready |= self._fetching.thread.wait() if due else self._fetching.thread.done()
         if self._replica_group.all(self._ready):
             self._ready = False
-            if self.kept is not None:
-                self.kept.take_over(self._into)
+            if self.own_steps is not None:
+                self.own_steps.take_over(self._into)
             elif self._places:
                 foreach_copy_(self._places, self._into)
             self.versions, self.renewed = self._fetching.client.versions, True
@@ -113,15 +113,15 @@ class ServerLinks(BackgroundWork):
 
     def fetched(self) -> Callable[[], None]:
         """Returns a function for the thread that pushes, which waits until the fetch that runs now has what it has."""
-        if self.kept is None or self._fetching is None:
+        if self.own_steps is None or self._fetching is None:
             return lambda: None
         return self._fetching.thread.waiter()
 
     def _fetch_of(self, client: Client) -> Callable[[], None]:
         """Returns the task that fetches."""
-        if self.kept is None or self.pushing is None:
+        if self.own_steps is None or self.pushing is None:
             return client.pull
-        self.kept.begin_fetch()
+        self.own_steps.begin_fetch()
         pushed = self.pushing.thread.waiter()
 
         def fetch() -> None:
@@ -138,8 +138,8 @@ class ServerLinks(BackgroundWork):
         self.finish()
         self._ready = False
         self.pull()
-        if self.kept is not None:
-            self.kept.restart()
+        if self.own_steps is not None:
+            self.own_steps.restart()
 
     @property
     def moved_bytes(self) -> int:  # type: ignore[override]
@@ -339,8 +339,8 @@ class OwnStepsExchange(LeasedExchange):
         local: LocalOptimizer,
     ) -> None:
         super().__init__(leases, layouts, model, group, replica_group, links)
-        assert links.kept is not None, "links that keep this worker's steps"
-        self._local, self._own = local, links.kept
+        assert links.own_steps is not None, "links that keep this worker's steps"
+        self._local, self._own = local, links.own_steps
         self._shares: list[float] = []
 
     def begin(self, round_: int) -> None:

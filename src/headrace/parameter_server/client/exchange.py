@@ -83,20 +83,20 @@ class GradientBuffer:
 
     def add(self, others: GradientBuffer, factor: float = 1.0) -> None:
         """Adds other gradients times a factor: once into new memory, as autograd may share a tensor, then in place."""
-        for index, (own, other) in enumerate(zip(self._gradients, others._gradients, strict=True)):
+        for index, (gradient, other) in enumerate(zip(self._gradients, others._gradients, strict=True)):
             if other is None:
                 continue
-            if own is None:
+            if gradient is None:
                 self._gradients[index] = other if factor == 1 else other * factor
             elif index in self._own:
-                own.add_(other, alpha=factor)
+                gradient.add_(other, alpha=factor)
             else:
-                self._gradients[index] = torch.add(own, other, alpha=factor)
+                self._gradients[index] = torch.add(gradient, other, alpha=factor)
                 self._own.add(index)
 
     def multiply(self, factor: float) -> None:
         """Multiplies all, into new memory."""
-        self._gradients = [None if own is None else own * factor for own in self._gradients]
+        self._gradients = [None if gradient is None else gradient * factor for gradient in self._gradients]
 
     @property
     def gradients(self) -> tuple[Tensor | None, ...]:
@@ -124,8 +124,8 @@ class GradientBuffer:
         if norm is not None and total is not None:
             # A gradient that several ranks hold is measured by the rank that pushes it.
             there = [index for index, gradient in enumerate(self._gradients) if gradient is not None]
-            own = [gradient for index, gradient in zip(there, clipped, strict=True) if index in self._pushed]
-            (squared,) = total([squared_norm(own)])
+            pushed = [gradient for index, gradient in zip(there, clipped, strict=True) if index in self._pushed]
+            (squared,) = total([squared_norm(pushed)])
             factor = clip_coefficient(norm, squared)
             clipped = [gradient * factor for gradient in clipped]
         elif norm is not None:
@@ -146,15 +146,15 @@ def _slice(flat: Tensor | None, spec: ShardSpec) -> Tensor | None:
 
 def _whole_parameters(layouts: Sequence[ShardLayout], model: ModelSpec) -> dict[int, tuple[int, range]]:
     """Returns the server of each parameter that one server holds, and its shards there, by index."""
-    found = {}
+    holders = {}
     for index, parameter in enumerate(model.trainable):
         for server, layout in enumerate(layouts):
-            own = [shard for shard, spec in enumerate(layout.pieces) if spec.parameter == parameter.name]
-            starts = [layout.pieces[shard].start for shard in own]
-            whole = sum(layout.pieces[shard].elements for shard in own) == parameter.elements
-            if own and whole and starts == sorted(starts) and own == list(range(own[0], own[-1] + 1)):
-                found[index] = server, range(own[0], own[-1] + 1)
-    return found
+            shards = [shard for shard, spec in enumerate(layout.pieces) if spec.parameter == parameter.name]
+            starts = [layout.pieces[shard].start for shard in shards]
+            whole = sum(layout.pieces[shard].elements for shard in shards) == parameter.elements
+            if shards and whole and starts == sorted(starts) and shards == list(range(shards[0], shards[-1] + 1)):
+                holders[index] = server, range(shards[0], shards[-1] + 1)
+    return holders
 
 
 class GradientAccumulator:
@@ -314,8 +314,8 @@ class ServedExchange(Exchange):
             # First, because it makes the server drop all state that it has.
             self.client.ask(server, Message(Kind.LOAD), b"" if settings is None else json.dumps(settings).encode())
             for shard, spec in enumerate(self._layouts[server].pieces):
-                own = by_parameter.get(spec.parameter, ())
-                blob = pack({each.name: each.value for each in own})
+                saved = by_parameter.get(spec.parameter, ())
+                blob = pack({piece.name: piece.value for piece in saved})
                 self.client.ask(server, Message(Kind.LOAD, shard, 1), blob)
         if self.rows is not None and self.leases.leads:
             self.rows.load(every)
@@ -324,8 +324,8 @@ class ServedExchange(Exchange):
         """If this worker leads, loads values by server and shard into the servers; `only_state` omits parameters."""
         if self.rows is not None:
             self.rows.bring(self.leases.leads)
-        for server, (layout, own) in enumerate(zip(self._layouts, places, strict=True) if self.leases.leads else ()):
-            for shard, (spec, value) in enumerate(zip(layout.pieces, own, strict=True)):
+        for server, (layout, values) in enumerate(zip(self._layouts, places, strict=True) if self.leases.leads else ()):
+            for shard, (spec, value) in enumerate(zip(layout.pieces, values, strict=True)):
                 if spec.exact or not only_state:
                     state = StatePiece(spec.parameter, PARAMETER, spec.start, value)
                     self.client.ask(server, Message(Kind.LOAD, shard, 1), pack({state.name: value.cpu()}))
@@ -354,7 +354,7 @@ class ParameterServerExchange(ServedExchange):
         known = decision.apply if self.replica_group.checks or not decision.apply else None
         gradients = self.buffer.by_shard()
         if known is None:
-            known = sound and all_finite([each for own in gradients for each in own if each is not None])
+            known = sound and all_finite([tensor for shards in gradients for tensor in shards if tensor is not None])
         pushes = self.rows.pushes(of_rows) if self.rows is not None else ()
         lease, weight, share = step.lease, step.weight, step.share
         reason = self.client.push(gradients, lease, weight, share, known, pull=True, rows=pushes)

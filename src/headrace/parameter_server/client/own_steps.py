@@ -33,7 +33,7 @@ class OwnSteps:
             self._late = moved if self._late is None else list(foreach_add(self._late, moved))
         self._copy(self._origins, self._places)
         every = iter(moved)
-        return [[next(every).view(shape) for shape in own] for own in self._shapes]
+        return [[next(every).view(shape) for shape in shapes] for shapes in self._shapes]
 
     def begin_fetch(self) -> None:
         """From now on, what is pushed is not part of what is fetched next."""

@@ -70,8 +70,8 @@ class Session:
     ) -> None:
         self._connection = connection
         # A random number of its own: a worker may have several clients, and a process one after the other.
-        own = secrets.randbits(63)
-        self._joining = encode(Message(Kind.JOIN, flag=observes, numbers=(worker, incarnation, own)))
+        number = secrets.randbits(63)
+        self._joining = encode(Message(Kind.JOIN, flag=observes, numbers=(worker, incarnation, number)))
         self._check = check
         self._pushes = range(0 if observes else len(connection.layout))
         self._number = 0

@@ -357,8 +357,8 @@ class LeaseTable:
         ready = [*self._free, *(lease for lease in streams if lease < stop)]
         if worker:
             ready = [lease for lease in ready if lease >= self._together]
-        own = [lease for lease in ready if not self._fixed or lease % self._portions in {worker, *self._lost}]
-        lease = min(own or (ready if self._loose else ()), default=None)
+        fitting = [lease for lease in ready if not self._fixed or lease % self._portions in {worker, *self._lost}]
+        lease = min(fitting or (ready if self._loose else ()), default=None)
         if lease in self._free:
             self._free.remove(lease)
         elif lease is not None:

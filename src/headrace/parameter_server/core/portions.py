@@ -128,7 +128,7 @@ class PortionTable:
             round=self._round,
             serial=self._serial,
             evaluation=self._evaluation,
-            done=tuple((float(part), *told) for part, told in self._done.items()),
+            done=tuple((float(part), *result) for part, result in self._done.items()),
             holders=tuple((part, worker) for part, workers in self._holders.items() for worker in workers),
             counts=tuple(self._counts.items()),
             results=tuple(self._results),
@@ -186,8 +186,8 @@ class PortionTable:
     def _mean(self) -> tuple[float, float]:
         """Returns loss and weight of the whole batch, summed in the order of the portions."""
         every = [self._done[part] for part in range(self._portions)]
-        weight = sum(own for _, own in every)
-        return (sum(loss * own for loss, own in every) / weight if weight else 0.0), weight
+        weight = sum(portion for _, portion in every)
+        return (sum(loss * portion for loss, portion in every) / weight if weight else 0.0), weight
 
     @property
     def _steers(self) -> bool:
@@ -200,7 +200,7 @@ class PortionTable:
         if lease >= 0 and serial != self._serial:
             return
         for part in [of] if lease >= 0 else list(self._holders):
-            left = [each for each in self._holders.get(part, ()) if each != worker]
+            left = [other for other in self._holders.get(part, ()) if other != worker]
             self._holders.pop(part, None)
             if left:
                 self._holders[part] = left
@@ -210,7 +210,7 @@ class PortionTable:
             return []
         answers: list[Answer] = []
         # The fastest in front: the others wait little for the worker that steers.
-        for worker in sorted(self._asking, key=lambda each: -self._counts[each]) if self._round < self.until else ():
+        for worker in sorted(self._asking, key=lambda rank: -self._counts[rank]) if self._round < self.until else ():
             part = self._choose(worker)
             if part is None:
                 continue
@@ -230,7 +230,7 @@ class PortionTable:
             return free
         slow = (
             part for part in left
-            if all(self._counts[worker] >= self._counts[each] + _SLOWER_BY for each in self._holders[part])
+            if all(self._counts[worker] >= self._counts[holder] + _SLOWER_BY for holder in self._holders[part])
         )  # fmt: skip
         return next(slow, None)
 

@@ -43,7 +43,7 @@ class RowRange:
         if self.table != other.table or other.stop <= self.start or self.stop <= other.start:
             return [self]
         left = RowRange(self.table, self.start, other.start), RowRange(self.table, other.stop, self.stop)
-        return [each for each in left if each.start < each.stop]
+        return [part for part in left if part.start < part.stop]
 
     def within(self, other: RowRange) -> RowRange | None:
         """Returns the rows that both have."""
@@ -64,8 +64,8 @@ def overlapping(placed: Sequence[_Each], rows: RowRange) -> slice:
 
     For the empty slice, it is where the rows would be put.
     """
-    first = bisect_right(placed, (rows.table, rows.start), key=lambda each: (each.rows.table, each.rows.stop))
-    return slice(first, bisect_left(placed, (rows.table, rows.stop), first, key=lambda each: _begin(each.rows)))
+    first = bisect_right(placed, (rows.table, rows.start), key=lambda entry: (entry.rows.table, entry.rows.stop))
+    return slice(first, bisect_left(placed, (rows.table, rows.stop), first, key=lambda entry: _begin(entry.rows)))
 
 
 def _begin(rows: RowRange) -> tuple[int, int]:
@@ -77,8 +77,8 @@ def _replaced(
 ) -> None:
     """Replaces the ranges of some rows, in place; `cut` returns an entry for the part of its rows that stays."""
     at = overlapping(placed, rows)
-    left = [cut(each, part) for each in placed[at] for part in each.rows.without(rows)]
-    placed[at] = sorted([*left, *by], key=lambda each: _begin(each.rows))
+    left = [cut(entry, part) for entry in placed[at] for part in entry.rows.without(rows)]
+    placed[at] = sorted([*left, *by], key=lambda entry: _begin(entry.rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +107,21 @@ class RowMap:
 
     def changed_since(self, version: int) -> RowMap:
         """Returns what `updated` needs to make this map out of an earlier one of that version."""
-        return RowMap(self.version, tuple(each for each in self.placed if each.since > version))
+        return RowMap(self.version, tuple(entry for entry in self.placed if entry.since > version))
 
     def updated(self, changes: RowMap) -> RowMap:
         """Returns the map after later moves; `changes` are those since this map, or since an earlier one."""
         if changes.version <= self.version:
             return self
         placed = list(self.placed)
-        for each in changes.placed:
+        for change in changes.placed:
             # A row is where its last move brought it; of those that this map has already, nothing changes.
-            _replaced(placed, each.rows, [each], lambda old, rows: replace(old, rows=rows))
+            _replaced(placed, change.rows, [change], lambda old, rows: replace(old, rows=rows))
         return RowMap(changes.version, tuple(placed))
 
     def of(self, server: int) -> tuple[Placed, ...]:
         """Returns what was moved to a server and is still there."""
-        return tuple(each for each in self.placed if each.server == server)
+        return tuple(entry for entry in self.placed if entry.server == server)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class RowMoves:
 
     `map` is the latest that it knows: it has all moves from this server. `seen` is the greatest number of a move, or of
     a claim. `mover` is the worker that has claimed it last, -1 for none. `here` are the rows that were moved here, in
-    their order; `aside` is what may come, and `kept` what has left, by move.
+    their order; `aside` is what may come, and `gone` what has left, by move.
     """
 
     def __init__(self, server: int) -> None:
@@ -193,21 +193,21 @@ class RowMoves:
         self._server = server
         self.here: list[MovedRows] = []
         self.aside: dict[int, Moving] = {}
-        self.kept: dict[int, Moving] = {}
+        self.gone: dict[int, Moving] = {}
 
     def state(self) -> MovesState:
         """Returns the state."""
         here = tuple(
-            (each.since, MovingRows(each.rows, tuple(sorted(each.besides)), tuple(sorted(each.lack))))
-            for each in self.here
+            (moved.since, MovingRows(moved.rows, tuple(sorted(moved.besides)), tuple(sorted(moved.lack))))
+            for moved in self.here
         )
-        return MovesState(self.map, self.seen, self.mover, here, tuple(self.aside.items()), tuple(self.kept.items()))
+        return MovesState(self.map, self.seen, self.mover, here, tuple(self.aside.items()), tuple(self.gone.items()))
 
     def load(self, state: MovesState) -> None:
         """Takes over the state of another server, as its backup does."""
         self.map, self.seen, self.mover = state.map, state.seen, state.mover
-        self.here = [MovedRows(each.rows, since, set(each.besides), set(each.lack)) for since, each in state.here]
-        self.aside, self.kept = dict(state.aside), dict(state.kept)
+        self.here = [MovedRows(part.rows, since, set(part.besides), set(part.lack)) for since, part in state.here]
+        self.aside, self.gone = dict(state.aside), dict(state.kept)
 
     # ----- the move
 
@@ -235,17 +235,17 @@ class RowMoves:
             )
         self.seen = move.number
         rows: list[MovingRows] = []
-        for each in move.rows:
-            left = [each]
-            for own in self.here[overlapping(self.here, each)]:
-                if part := each.within(own.rows):
-                    rows.append(MovingRows(part, tuple(own.besides), tuple(own.lack)))
+        for wanted in move.rows:
+            left = [wanted]
+            for moved in self.here[overlapping(self.here, wanted)]:
+                if part := wanted.within(moved.rows):
+                    rows.append(MovingRows(part, tuple(moved.besides), tuple(moved.lack)))
                     left = [piece for whole in left for piece in whole.without(part)]
             rows += [MovingRows(part) for part in left]
-            _replaced(self.here, each, [], _cut)
+            _replaced(self.here, wanted, [], _cut)
         self.map = self.map.after(move)
         moving = Moving(intervals_of(done), tuple(rows), self._server, now_s)
-        self.kept = {move.number: moving}
+        self.gone = {move.number: moving}
         return moving
 
     def install(self, number: int, moving: Moving) -> bool:
@@ -273,7 +273,7 @@ class RowMoves:
             self._come(number, moving, base)
         self.map = map_
         self.seen = max(self.seen, map_.version)
-        self.aside = {number: each for number, each in self.aside.items() if number > map_.version}
+        self.aside = {number: moving for number, moving in self.aside.items() if number > map_.version}
         return came, []
 
     # ----- pushes
@@ -286,17 +286,17 @@ class RowMoves:
         Returns the ranges whose rows must not be updated, and the only ones whose rows may be; None for all others.
         """
         if was_done:
-            owed = [each for each in self.here if lease in each.lack and version >= each.since]
-            for each in owed:
-                each.lack.discard(lease)
+            owed = [moved for moved in self.here if lease in moved.lack and version >= moved.since]
+            for moved in owed:
+                moved.lack.discard(lease)
             return [], [each.rows for each in owed]
         skipped: list[RowRange] = []
-        for each in self.here if is_done else ():
-            if lease in each.besides:
-                each.besides.discard(lease)
-                skipped.append(each.rows)
-            elif version < each.since:
-                each.lack.add(lease)
+        for moved in self.here if is_done else ():
+            if lease in moved.besides:
+                moved.besides.discard(lease)
+                skipped.append(moved.rows)
+            elif version < moved.since:
+                moved.lack.add(lease)
         return skipped, None
 
     def later_than(self, version: int) -> list[RowRange]:
@@ -304,39 +304,39 @@ class RowMoves:
 
         It may have gradients for them, if they had been here before, or none, if it sent those to another server.
         """
-        return [each.rows for each in self.here if each.since > version]
+        return [moved.rows for moved in self.here if moved.since > version]
 
     def rest(self, lease: int, rows: Sequence[RowRange]) -> list[RowRange]:
         """Counts the rest of a push, whose rows were moved here while it was under way; returns what to update.
 
         `rows` are the ranges of moved rows here that the rest has gradients for; the push itself has come before.
         """
-        found = [each for each in self.here if each.rows in rows and lease in each.lack]
-        for each in found:
-            each.lack.discard(lease)
-        return [each.rows for each in found]
+        owed = [moved for moved in self.here if moved.rows in rows and lease in moved.lack]
+        for moved in owed:
+            moved.lack.discard(lease)
+        return [moved.rows for moved in owed]
 
     def settle(self) -> None:
         """Forgets leases: all of them are done everywhere."""
-        for each in self.here:
-            each.besides.clear()
-            each.lack.clear()
+        for moved in self.here:
+            moved.besides.clear()
+            moved.lack.clear()
         self.aside = {number: _settled(moving) for number, moving in self.aside.items()}
-        self.kept = {number: _settled(moving) for number, moving in self.kept.items()}
+        self.gone = {number: _settled(moving) for number, moving in self.gone.items()}
 
     def _come(self, number: int, moving: Moving, base: set[int]) -> None:
         """Counts the rows of a move as being here; `base` are the leases of this server."""
         theirs = numbers_in(moving.done)
         more, less = theirs - base, base - theirs
-        for each in moving.rows:
-            besides, lack = set(each.besides), set(each.lack)
-            moved = MovedRows(each.rows, number, (more | besides - base) - lack, (less - besides) | (lack & base))
-            self.here.insert(overlapping(self.here, each.rows).start, moved)
+        for part in moving.rows:
+            besides, lack = set(part.besides), set(part.lack)
+            moved = MovedRows(part.rows, number, (more | besides - base) - lack, (less - besides) | (lack & base))
+            self.here.insert(overlapping(self.here, part.rows).start, moved)
 
 
 def _settled(moving: Moving) -> Moving:
-    return replace(moving, done=(), rows=tuple(MovingRows(each.rows) for each in moving.rows))
+    return replace(moving, done=(), rows=tuple(MovingRows(part.rows) for part in moving.rows))
 
 
-def _cut(each: MovedRows, rows: RowRange) -> MovedRows:
-    return MovedRows(rows, each.since, set(each.besides), set(each.lack))
+def _cut(moved: MovedRows, rows: RowRange) -> MovedRows:
+    return MovedRows(rows, moved.since, set(moved.besides), set(moved.lack))

@@ -126,7 +126,7 @@ class Shard:
         if isinstance(event, RoundMembers):
             if event.round > self._among:
                 self._among = event.round
-                self._awaited = {worker for worker, own in event.workers if self._incarnations.get(worker) == own}
+                self._awaited = {worker for worker, now in event.workers if self._incarnations.get(worker) == now}
             return self._close() + self._release()
         if isinstance(event, Close):
             return self._close(early=event.worker in self._contributed) + self._release()
@@ -165,8 +165,8 @@ class Shard:
         self._overdue = set(state.overdue)
         self.last, self._among = state.last, state.among
         self._awaited = None if state.awaited is None else set(state.awaited)
-        told = ((each.push, Reason(each.refused) if each.refused else None) for each in state.told)
-        self._last = {push.worker: (push, _answer_of(push, refused)) for push, refused in told}
+        results = ((result.push, Reason(result.refused) if result.refused else None) for result in state.told)
+        self._last = {push.worker: (push, _answer_of(push, refused)) for push, refused in results}
 
     def _push(self, push: Push) -> list[Action]:
         worker = push.worker
@@ -194,8 +194,8 @@ class Shard:
             return [refused, *self._without(worker)]
         self.clocks[worker] += 1
         self._contributed[worker] = push
-        kept: list[Action] = [Accumulate(worker)] if push.finite and push.weight and not done else []
-        return [*kept, *self._close(), *self._release()]
+        sums: list[Action] = [Accumulate(worker)] if push.finite and push.weight and not done else []
+        return [*sums, *self._close(), *self._release()]
 
     def _finish(self, push: Push) -> Ack | Refuse:
         """Returns the result of a push at the end of its round.

@@ -278,10 +278,10 @@ class _Iteration:
         most = self._options.max_eval - self._evaluations
         slope_tensor = torch.tensor(slope, dtype=torch.float64)
         search: Callable[..., Any] = internals.strong_wolfe
-        loss, found, t_found, _ = search(self._try, None, t, direction, state.loss, gradient, slope_tensor, max_ls=most)
+        loss, point, t_found, _ = search(self._try, None, t, direction, state.loss, gradient, slope_tensor, max_ls=most)
         self._go(float(t_found))
-        if found.name != "g":
-            tape.run("move", "g", found.name)
+        if point.name != "g":
+            tape.run("move", "g", point.name)
         return replace(state, loss=float(loss), t=float(t_found), evaluations=self._evaluations)
 
     def _try(self, _: None, t: float | Tensor, __: _Vector) -> tuple[float, _Vector]:

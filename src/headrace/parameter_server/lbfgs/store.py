@@ -47,7 +47,8 @@ class VectorStore(ShardUpdater):
 
     def _pieces(self, shard: int) -> Iterable[StatePiece]:
         spec = self._layout.pieces[shard]
-        return [StatePiece(spec.parameter, name, spec.start, own) for name, own in self.vectors.pieces(shard).items()]
+        vectors = self.vectors.pieces(shard)
+        return [StatePiece(spec.parameter, name, spec.start, value) for name, value in vectors.items()]
 
     def _load_pieces(self, pieces: Sequence[StatePiece], shard: int) -> None:
         for piece in pieces:
@@ -56,9 +57,9 @@ class VectorStore(ShardUpdater):
 
     def all_state(self) -> tuple[ShardOptimizerState, dict[str, Tensor]]:
         tensors = {
-            f"vector/{shard}/{name}": own
+            f"vector/{shard}/{name}": value
             for shard in range(len(self._layout))
-            for name, own in self.vectors.pieces(shard).items()
+            for name, value in self.vectors.pieces(shard).items()
         }
         for shard, sums in enumerate(self.vectors.sums):
             tensors |= {f"sum/{shard}/{level}/{part}": node for (level, part), node in sums.nodes.items()}
@@ -74,8 +75,8 @@ class VectorStore(ShardUpdater):
             kind, _, rest = name.partition("/")
             if kind == "vector":
                 shard, _, vector = rest.partition("/")
-                own = self._piece(vector, int(shard))
-                own.copy_(like(tensors, name, own))
+                piece = self._piece(vector, int(shard))
+                piece.copy_(like(tensors, name, piece))
             elif kind == "sum":
                 shard, level, part = rest.split("/")
                 parameter = self.vectors.named[X][int(shard)]
@@ -129,5 +130,5 @@ class VectorStore(ShardUpdater):
         named = self.vectors.named
         if name not in named:
             self.vectors.check([["copy", name, X]])
-            named[name] = [torch.zeros_like(own) for own in named[X]]
+            named[name] = [torch.zeros_like(value) for value in named[X]]
         return named[name][shard]

@@ -67,8 +67,8 @@ class Vectors:
         """Adds the mean gradient over a portion of an evaluation."""
         if serial > self.serial:
             self.serial = serial
-            for each in self.sums:
-                each.nodes.clear()
+            for tree in self.sums:
+                tree.nodes.clear()
         if serial == self.serial:
             self.sums[shard].add(part, gradient.reshape(-1) * weight)
 
@@ -95,11 +95,11 @@ class Vectors:
         """Carries out a checked command other than `settle`; returns its number, if it has one."""
         name, *given = command
         if name == "keep":
-            self.named = {each: pieces for each, pieces in self.named.items() if each == X or each in given}
+            self.named = {vector: pieces for vector, pieces in self.named.items() if vector == X or vector in given}
         elif name == "gather":
             self._gather(*given)
         elif name in ("dot", "max", "sum"):
-            return self._number(name, *(self.named[each] for each in given))
+            return self._number(name, *(self.named[vector] for vector in given))
         elif name == "move":
             self.named[given[0]] = self.named.pop(given[1])
         elif name == "axpy":
@@ -110,12 +110,12 @@ class Vectors:
 
     def state_bytes(self) -> int:
         """Returns the bytes of all vectors but the parameters, and of the sums."""
-        kept = [piece for name, pieces in self.named.items() if name != X for piece in pieces]
-        kept += [node for each in self.sums for node in each.nodes.values()]
-        return sum(piece.numel() * piece.element_size() for piece in kept)
+        tensors = [piece for name, pieces in self.named.items() if name != X for piece in pieces]
+        tensors += [node for tree in self.sums for node in tree.nodes.values()]
+        return sum(piece.numel() * piece.element_size() for piece in tensors)
 
     def _check_names(self, command: str, given: Sequence[Any], known: set[str]) -> None:
-        names = [each for each in given if isinstance(each, str)]
+        names = [name for name in given if isinstance(name, str)]
         writes = command in ("copy", "move", "scale", "sub", "gather")
         out, reads = (names[:1], names[1:]) if writes else ([], names)
         # A vector that is kept need not be there.
@@ -142,9 +142,9 @@ class Vectors:
 
     def _gather(self, out: str, serial: int, weight: float) -> None:
         # Without any weight there is no gradient.
-        totals = [each.take() if serial == self.serial else None for each in self.sums]
+        totals = [tree.take() if serial == self.serial else None for tree in self.sums]
         of = zip(totals, self.named[X], strict=True)
-        self.named[out] = [torch.zeros_like(own) if total is None else total.div_(weight) for total, own in of]
+        self.named[out] = [torch.zeros_like(value) if total is None else total.div_(weight) for total, value in of]
 
     @staticmethod
     def _number(command: str, pieces: Sequence[Tensor], others: Sequence[Tensor] = ()) -> float:

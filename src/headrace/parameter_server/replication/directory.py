@@ -71,7 +71,7 @@ class ServerDirectory:
             return
         probe = self._probes.setdefault(index, LinkProbe(self.page, self.timeout_s))
         if probe.is_cut(primary, address, silent_s):
-            here, there = ((each, self.plan.role(each).host) for each in (self.rank, primary))
+            here, there = ((rank, self.plan.role(rank).host) for rank in (self.rank, primary))
             raise PeersApart(here, there, f"no progress for {silent_s:.1f} s: no packet comes from there")
 
     def _wait_for(self, server: int) -> str:

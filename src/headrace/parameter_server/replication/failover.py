@@ -75,11 +75,11 @@ class FailoverController:
             self._tell(rank, Down(process_number(self._page, rank)))
         except PrimaryLost as error:
             since = "the last one was lost" if server in self._guarded_before else "the servers began"
-            told = (
+            message = (
                 f"{cause}; no backup holds yet all that it held, {passed_s:.1f} s after {since}; resume=True goes on "
                 "from a checkpoint, and with more servers each holds less and its backup is filled sooner"
             )
-            raise PeerLost(rank, self._plan.roles[rank].host, told) from error
+            raise PeerLost(rank, self._plan.roles[rank].host, message) from error
 
     def unready_backup(self, rank: int) -> int | None:
         """Returns the rank of the backup that would follow the primary at a rank, if it is not known to be ready."""

@@ -114,8 +114,8 @@ class PeerWatch:
             self._probe = LinkProbe(self._page, self._timeout_s)
         if not epoch or backup < 0 or self._process not in (primary, backup):
             return False
-        rank, own = (process % len(self._page.ranks) for process in (other, self._process))
-        address = nearest(self._page.ranks[rank].address.read(), self._plan, rank, own)
+        rank, local = (process % len(self._page.ranks) for process in (other, self._process))
+        address = nearest(self._page.ranks[rank].address.read(), self._plan, rank, local)
         if address and not self._is_cut:
             self._is_cut = self._probe.is_cut(rank, address, monotonic() - self._since)
         return self._is_cut

@@ -230,7 +230,7 @@ class ReplicatedTransport:
                 # Clients of the old primary have to reconnect.
                 self._backup_link.close()
                 now, known = monotonic(), self._links.ends.items()
-                self._ends.extend((now, peer) for peer, told in known if not told)
+                self._ends.extend((now, peer) for peer, reported in known if not reported)
                 self._ends.extend((now + self._grace_s, peer) for peer, _ in known)
             elif isinstance(action, machine.Stop):
                 self._backup_link.close()

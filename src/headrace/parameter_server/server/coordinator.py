@@ -86,7 +86,7 @@ class Membership:
             raise Replaced(worker, newest)
         if incarnation > newest:
             self._newest[worker] = incarnation
-            self._known = {number: each for number, each in self._known.items() if each.worker != worker}
+            self._known = {number: member for number, member in self._known.items() if member.worker != worker}
         member = self._known.setdefault(session, Member(worker, incarnation, session, observes, peer))
         if (member.worker, member.incarnation, member.observes) != (worker, incarnation, observes):
             raise ValueError(f"worker {worker} uses the session of worker {member.worker}")
@@ -95,26 +95,26 @@ class Membership:
         self._at[peer] = member
         if len(self._known) > _MOST_CLIENTS:
             # The one that ended first; all that are connected are known.
-            del self._known[next(session for session, each in self._known.items() if self._at.get(each.peer) != each)]
+            del self._known[next(key for key, known in self._known.items() if self._at.get(known.peer) != known)]
         return member, before
 
     def superseded(self, member: Member) -> list[Member]:
         """Returns the clients that this one replaces: earlier incarnations, and other pushing clients of its worker."""
-        others = [each for each in self.clients(member.worker) if each is not member]
+        others = [other for other in self.clients(member.worker) if other is not member]
         older = member.incarnation
-        return [each for each in others if each.incarnation < older or not each.observes | member.observes]
+        return [other for other in others if other.incarnation < older or not other.observes | member.observes]
 
     def lose(self, worker: int, incarnation: int) -> bool:
         """Refuses the worker's processes before this incarnation from now on; returns False if it is known already."""
         if incarnation <= self._newest.get(worker, 0):
             return False
         self._newest[worker] = incarnation
-        self._known = {number: each for number, each in self._known.items() if each.worker != worker}
+        self._known = {number: member for number, member in self._known.items() if member.worker != worker}
         return True
 
     def clients(self, worker: int) -> list[Member]:
         """Returns all connected clients of a worker."""
-        return [each for each in self._at.values() if each.worker == worker]
+        return [member for member in self._at.values() if member.worker == worker]
 
     def state(self) -> MembershipState:
         """Returns the state."""
@@ -148,11 +148,11 @@ class Grace:
 
     def over(self, mail: Sequence[ReceivedMessage]) -> list[ReceivedMessage]:
         """Records the ended connections among some messages; returns those whose grace has ended."""
-        ends = [each for each in mail if not each.message]
+        ends = [message for message in mail if not message.message]
         if not ends and not self._ends:
             return ends
         now = monotonic()
-        self._ends.extend((now + self._seconds, each) for each in ends)
+        self._ends.extend((now + self._seconds, message) for message in ends)
         over = []
         while self._ends and self._ends[0][0] <= now:
             over.append(self._ends.popleft()[1])
@@ -250,7 +250,7 @@ class Coordinator:
     def state(self) -> CoordinatorState:
         """Returns the state."""
         every = self._asked.items()
-        asked = (AskedState(worker, each.member.session, each.number, each.answer.hex()) for worker, each in every)
+        asked = (AskedState(worker, one.member.session, one.number, one.answer.hex()) for worker, one in every)
         state = self._leases.state()
         if isinstance(state, PortionTableState):
             return CoordinatorState(self._stretch, None, tuple(asked), state)
@@ -267,7 +267,7 @@ class Coordinator:
         else:
             raise ValueError(f"the state is of no {type(self._leases).__name__}")
         self._asked = {
-            each.worker: _Asked(members[each.session], each.number, bytes.fromhex(each.answer)) for each in state.asked
+            one.worker: _Asked(members[one.session], one.number, bytes.fromhex(one.answer)) for one in state.asked
         }
 
     def _tell(self, answers: Iterable[Answer]) -> None:
@@ -281,7 +281,7 @@ class Coordinator:
             else:
                 # A worker that was lost unnoticed may have been replaced by now.
                 members = chain.from_iterable(
-                    (each, self._asked[each].member.incarnation) for each in answer.members if each in self._asked
+                    (rank, self._asked[rank].member.incarnation) for rank in answer.members if rank in self._asked
                 )
                 fence = (*self._stretch, answer.round, answer.meeting, *members)
                 message = Message(Kind.SYNC_POINT, numbers=fence, number=asked.number)

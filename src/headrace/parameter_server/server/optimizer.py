@@ -98,12 +98,12 @@ class ShardOptimizer(ShardUpdater):
         ]
         host = torch.device("cpu")
         named = (
-            (each.name, stand_in(each.shape, getattr(torch, each.dtype), host, each.trainable)) for each in self._whole
+            (spec.name, stand_in(spec.shape, getattr(torch, spec.dtype), host, spec.trainable)) for spec in self._whole
         )
         optimizer, self._parameters = build_over(self._factory, named, owned, filled=self._needs.gradients)
         prefer_fused(optimizer)
-        own = [(segment, each) for (segment, _), each in zip(owned, self._parameters, strict=True)]
-        self._updater = Updater(optimizer, own, self._clock.options, self._clock.rounds_per_epoch)
+        pairs = [(segment, parameter) for (segment, _), parameter in zip(owned, self._parameters, strict=True)]
+        self._updater = Updater(optimizer, pairs, self._clock.options, self._clock.rounds_per_epoch)
 
     def apply(self, gradients: Sequence[tuple[int, Tensor]], shards: Sequence[int], step: PushedStep) -> None:
         if self._sent:
@@ -181,8 +181,8 @@ class ShardOptimizer(ShardUpdater):
             elif kind == "sent":
                 worker, _, shard = rest.partition("/")
                 self._sent[int(worker), int(shard)] = like(tensors, name, self._parameters[int(shard)]).clone()
-        for index, own in pieces.items():
-            self._load_pieces(own, index)
+        for index, values in pieces.items():
+            self._load_pieces(values, index)
         torch.set_rng_state(like(tensors, "random", torch.get_rng_state()).clone())
         self._round, self._done = state.round, list(state.done)
         if self.tables is not None:
@@ -215,7 +215,7 @@ class ShardOptimizer(ShardUpdater):
             return
         implicit = 1 - 1 / workers
         groups = self._updater.optimizer.param_groups
-        kept = [{str(key): group[key] for key in ("momentum", "betas") if key in group} for group in groups]
+        options = [{str(key): group[key] for key in ("momentum", "betas") if key in group} for group in groups]
         for group in groups:
             if "momentum" in group:
                 group["momentum"] = max(0.0, group["momentum"] - implicit)
@@ -225,7 +225,7 @@ class ShardOptimizer(ShardUpdater):
         try:
             yield
         finally:
-            for group, before in zip(groups, kept, strict=True):
+            for group, before in zip(groups, options, strict=True):
                 group.update(before)
 
     def _advance(self, done: int) -> None:

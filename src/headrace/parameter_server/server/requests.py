@@ -123,20 +123,20 @@ class Requests:
         self._open.clear()
         if self.rows is not None:
             self.rows.load(tensors)
-        for each in open_:
-            message = decode(bytes.fromhex(each.message))
+        for opened in open_:
+            message = decode(bytes.fromhex(opened.message))
             if message.kind == Kind.PUSH_ROWS:
                 self._rows().add(
-                    each.worker, each.peer, message, memoryview(tensors[f"rows/{each.worker}"].numpy().tobytes())
+                    opened.worker, opened.peer, message, memoryview(tensors[f"rows/{opened.worker}"].numpy().tobytes())
                 )
                 continue
             gradients = {
-                shard: like(tensors, _gradient_name(each.worker, shard), self._tensors[shard]).clone()
-                for shard in each.present
+                shard: like(tensors, _gradient_name(opened.worker, shard), self._tensors[shard]).clone()
+                for shard in opened.present
             }
-            refused = Reason(each.refused) if each.refused else None
-            request = _Request(each.peer, message, self._named(message), each.unsaid, gradients, refused)
-            self._open |= {(each.worker, shard): request for shard in request.shards}
+            refused = Reason(opened.refused) if opened.refused else None
+            request = _Request(opened.peer, message, self._named(message), opened.unsaid, gradients, refused)
+            self._open |= {(opened.worker, shard): request for shard in request.shards}
 
     def drop(self, worker: int) -> None:
         """Drops a worker's open requests."""

@@ -176,12 +176,12 @@ class Server:
         self.counters.busy_s += perf_counter() - began
 
     def _handle_all(self, messages: Sequence[ReceivedMessage]) -> None:
-        for each in messages:
+        for received in messages:
             try:
-                self._handle(each)
+                self._handle(received)
             except (Replaced, ValueError) as error:
                 # A wrong message ends its sender's connection, and nothing else.
-                self._refuse(each.peer, error)
+                self._refuse(received.peer, error)
             except StepFailed as failed:
                 raise failed.error from None
 
@@ -235,12 +235,12 @@ class Server:
             raise ValueError("a worker joins with its number, its incarnation and its session's")
         if self._members.at(peer) is None:
             member, before = self._members.join(peer, *message.numbers, bool(message.flag))
-            for each in self._members.superseded(member):
-                if each.incarnation < member.incarnation:
-                    self._refuse(each.peer, Replaced(member.worker, member.incarnation))
+            for older in self._members.superseded(member):
+                if older.incarnation < member.incarnation:
+                    self._refuse(older.peer, Replaced(member.worker, member.incarnation))
                 else:
-                    self._forget(each.peer)
-                    self._transport.drop(each.peer)
+                    self._forget(older.peer)
+                    self._transport.drop(older.peer)
             if before >= 0:
                 self._transport.drop(before)
             if not member.observes:
@@ -266,8 +266,8 @@ class Server:
 
     def _lose(self, worker: int, incarnation: int) -> None:
         if self._members.lose(worker, incarnation):
-            for each in self._members.clients(worker):
-                self._refuse(each.peer, Replaced(worker, incarnation))
+            for client in self._members.clients(worker):
+                self._refuse(client.peer, Replaced(worker, incarnation))
             # Also of one that was lost before it had joined.
             self._drop(worker, for_good=True)
 
@@ -363,8 +363,8 @@ class Server:
             self._requests.broadcast(Close(member.worker))
         elif message.kind == Kind.LEAVE:
             # One client of a worker leaves for all of them, or for itself.
-            for each in [member] if message.flag else self._members.clients(member.worker):
-                self._forget(each.peer, for_good=True)
+            for client in [member] if message.flag else self._members.clients(member.worker):
+                self._forget(client.peer, for_good=True)
         elif message.kind == Kind.END:
             self._ended = True
         else:

@@ -183,8 +183,8 @@ class Snapshots:
     def write(self, content: memoryview) -> None:
         """Writes a snapshot to a temporary file, renames it, and deletes old ones; raises OSError if the disk fails."""
         self._storage.prepare()
-        found = _files(self._storage, self._server)
-        number = found[0][0] + 1 if found else 0
+        files = _files(self._storage, self._server)
+        number = files[0][0] + 1 if files else 0
         name = f"server-{self._server}-{number:08}"
         digest = hashlib.blake2b(digest_size=_DIGEST)
         with self._storage.create(f"{name}.part") as file:
@@ -196,8 +196,8 @@ class Snapshots:
             file.sync()
         self._storage.rename(f"{name}.part", name)
         self._storage.sync("")
-        whole = [old for _, old in found if not old.endswith(_PART)]
-        for old in [*whole[_KEPT - 1 :], *(old for _, old in found if old.endswith(_PART))]:
+        whole = [old for _, old in files if not old.endswith(_PART)]
+        for old in [*whole[_KEPT - 1 :], *(old for _, old in files if old.endswith(_PART))]:
             self._storage.delete_file(old)
 
 
@@ -280,8 +280,8 @@ def _around(book: tuple[str, ServerState], others: list[list[tuple[str, ServerSt
     committed = coordinator.leases.committed()
     chosen = []
     for candidates in ([book], *others):
-        settled = [each for each in candidates if each[1].settled == book[1].settled]
-        fitting = [each for each in settled if all(committed <= numbers_in(shard.done) for shard in each[1].shards)]
+        settled = [other for other in candidates if other[1].settled == book[1].settled]
+        fitting = [other for other in settled if all(committed <= numbers_in(shard.done) for shard in other[1].shards)]
         if not fitting:
             return None
         chosen.append(fitting[0])
@@ -297,12 +297,12 @@ def _around(book: tuple[str, ServerState], others: list[list[tuple[str, ServerSt
 
 def _files(storage: Storage, server: int | None = None) -> list[tuple[int, str]]:
     """Returns numbers and names of the files of one server, or of all, whole or not; the newest first."""
-    found = []
+    files = []
     with suppress(FileNotFoundError):
         for count, name in enumerate(storage.entries("")):
             if count == _MOST_ENTRIES:
                 raise OSError(errno.E2BIG, f"the folder of snapshots holds more than {_MOST_ENTRIES:,} entries")
             match = _NAME.fullmatch(name)
             if match and server in (None, int(match[1])):
-                found.append((int(match[2]), name))
-    return sorted(found, reverse=True)
+                files.append((int(match[2]), name))
+    return sorted(files, reverse=True)

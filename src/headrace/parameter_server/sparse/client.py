@@ -52,11 +52,11 @@ class RowClient:
         while missing:
             # Those again that were moved meanwhile.
             asked = torch.cat(missing)
-            places = [asked[own] for own in self.places.split(number, ids[asked])]
-            found = self._pull(number, {server: ids[own] for server, own in enumerate(places) if len(own)})
-            for server, (version, values) in found.items():
+            places = [asked[place] for place in self.places.split(number, ids[asked])]
+            pulled = self._pull(number, {server: ids[place] for server, place in enumerate(places) if len(place)})
+            for server, (version, values) in pulled.items():
                 yield server, places[server], version, values
-            missing = [own for server, own in enumerate(places) if len(own) and server not in found]
+            missing = [place for server, place in enumerate(places) if len(place) and server not in pulled]
 
     def note(self, server: int, version: int) -> None:
         """Notes that rows of a server were read, which it had with this version."""
@@ -72,38 +72,36 @@ class RowClient:
             if self._servers == 1:
                 by_server[0].append((ids, gradient))
             else:
-                for own, place in zip(by_server, self.places.split(number, ids), strict=True):
-                    own.append((ids.index_select(0, place), gradient.index_select(0, place)))
+                for rows, place in zip(by_server, self.places.split(number, ids), strict=True):
+                    rows.append((ids.index_select(0, place), gradient.index_select(0, place)))
             if self._moves:
                 self._sent.append((ids, gradient, self.places.owners(number, ids)))
         divided = (self.places.map.version,) if self._moves else ()
-        pushed = [
-            ((self.versions[server], *divided), encode_push(self._tables, own)) for server, own in enumerate(by_server)
-        ]
+        pushed = [((self.versions[at], *divided), encode_push(self._tables, rows)) for at, rows in enumerate(by_server)]
         self.moved_bytes += sum(len(blob) for _, blob in pushed)
         return pushed
 
     def finish(self, lease: int, weight: float, share: float) -> None:
         """Sends the rest of a push, which is answered: the gradients of rows that were moved while it was under way."""
         servers, sent = self._client.servers, self._sent
-        while moved := [server for server, each in enumerate(servers) if each.moved]:
+        while moved := [server for server, link in enumerate(servers) if link.moved]:
             before = self.places.map.version
             for server in moved:
                 servers[server].moved = False
                 (answer,) = self.ask_move(MoveKind.MAP, self.places.map.version, servers=[server])
                 self.adopt(from_json(MoveAnswer, answer).changes)
-            sent = [self._left(number, each, moved, before) for number, each in enumerate(sent)]
+            sent = [self._left(number, rows, moved, before) for number, rows in enumerate(sent)]
             head = Message(Kind.PUSH_ROWS, 0, 1, lease, weight, share)
             rested = []
-            for server, each in enumerate(servers):
+            for server, link in enumerate(servers):
                 rows = [(ids[owners == server], gradient[owners == server]) for ids, gradient, owners in sent]
                 if any(len(ids) for ids, _ in rows):
                     blob = encode_push(self._tables, rows)
                     self.moved_bytes += len(blob)
-                    each.push_rows(head, (0, self.places.map.version, 1), blob)
-                    rested.append(each)
-            for each in rested:
-                each.finish(pulls=False)
+                    link.push_rows(head, (0, self.places.map.version, 1), blob)
+                    rested.append(link)
+            for link in rested:
+                link.finish(pulls=False)
 
     def _left(self, number: int, sent: _Sent, moved: Sequence[int], before: int) -> _Sent:
         """Returns what of a push the servers that had a later map have not taken, and where it is now."""
@@ -133,12 +131,12 @@ class RowClient:
         before = self.places.map.version
         if not self.places.adopt(changes):
             return
-        told, servers = to_json(self.places.map.changed_since(before)), list(range(self._servers))
+        described, servers = to_json(self.places.map.changed_since(before)), list(range(self._servers))
         brought: set[tuple[int, int]] = set()
         while servers:
-            asked = self.ask_move(MoveKind.MAP, before, told, servers)
-            answers: list[MoveAnswer] = [from_json(MoveAnswer, each) for each in asked]
-            missing = [(server, each.missing) for server, each in zip(servers, answers, strict=True) if each.missing]
+            asked = self.ask_move(MoveKind.MAP, before, described, servers)
+            answers: list[MoveAnswer] = [from_json(MoveAnswer, answer) for answer in asked]
+            missing = [(to, answer.missing) for to, answer in zip(servers, answers, strict=True) if answer.missing]
             for server, moves in missing:
                 for number in moves:
                     self._bring(number, server, brought)
@@ -146,7 +144,7 @@ class RowClient:
 
     def _bring(self, number: int, server: int, brought: set[tuple[int, int]]) -> None:
         """Brings a server the rows of a move, whose worker has not yet done so."""
-        copies = [each for each in self.ask_move(MoveKind.KEPT, number) if each]
+        copies = [copy for copy in self.ask_move(MoveKind.KEPT, number) if copy]
         if copies:
             self.ask_move(MoveKind.INSTALL, number, copies[0], [server])
         elif (number, server) in brought:
@@ -159,9 +157,9 @@ class RowClient:
         if not self._moves:
             return 0
         asked = self.ask_move(MoveKind.MAP, self.places.map.version)
-        answers: list[MoveAnswer] = [from_json(MoveAnswer, each) for each in asked]
-        self.adopt(max((each.changes for each in answers), key=lambda each: each.version))
-        return max(each.seen for each in answers)
+        answers: list[MoveAnswer] = [from_json(MoveAnswer, answer) for answer in asked]
+        self.adopt(max((answer.changes for answer in answers), key=lambda answer: answer.version))
+        return max(answer.seen for answer in answers)
 
     # ----- all rows
 
@@ -185,8 +183,8 @@ class RowClient:
         for server, place in enumerate(self.places.split(number, block.ids)):
             state = {key: value[place] for key, value in block.state.items()}
             uses = None if block.uses is None else block.uses[place]
-            own = RowBlock(block.ids[place], block.values[place], state, block.steps, uses)
-            blob = pack({piece.name: piece.value for piece in to_pieces(spec.name, 0, own)})
+            part = RowBlock(block.ids[place], block.values[place], state, block.steps, uses)
+            blob = pack({piece.name: piece.value for piece in to_pieces(spec.name, 0, part)})
             self._client.ask(server, Message(Kind.LOAD_ROWS, number), blob)
 
     def clear(self) -> None:
@@ -200,15 +198,15 @@ class RowClient:
             blob = encode_pull(number, spec, ids)
             servers[server].tell(Message(Kind.PULL_ROWS, lease=self.places.map.version), blob)
             self.moved_bytes += len(blob)
-        found, maps = {}, []
+        pulled, maps = {}, []
         for server, ids in wanted.items():
             answer = servers[server].answer()
             if self._moves and (map_ := moved_to(answer)) is not None:
                 maps.append(from_json(RowMap, map_))
                 continue
-            found[server] = decode_rows(spec, len(ids), answer)
-            self.note(server, found[server][0])
+            pulled[server] = decode_rows(spec, len(ids), answer)
+            self.note(server, pulled[server][0])
             self.moved_bytes += len(answer)
-        for each in maps:
-            self.adopt(each)
-        return found
+        for changes in maps:
+            self.adopt(changes)
+        return pulled

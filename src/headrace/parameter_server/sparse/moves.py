@@ -103,7 +103,7 @@ class ServedMoves:
         if kind == MoveKind.LOAD:
             return self._load()
         if kind == MoveKind.KEPT:
-            moving = self.machine.kept.get(number)
+            moving = self.machine.gone.get(number)
             return b"" if moving is None else self._packed(moving, *self._blocks[number])
         done, changes, missing = True, RowMap(), list[int]()
         if kind == MoveKind.MAP and len(blob):
@@ -164,8 +164,8 @@ class ServedMoves:
         if done:
             self._blocks[number] = table, block
             if before:
-                placed = tuple(Placed(each.rows, self._server, number) for each in moving.rows)
-                self._adopt(before[0], RowMap(number, tuple(sorted(placed, key=lambda each: each.rows))))
+                placed = tuple(Placed(part.rows, self._server, number) for part in moving.rows)
+                self._adopt(before[0], RowMap(number, tuple(sorted(placed, key=lambda entry: entry.rows))))
         return done
 
     def _packed(self, moving: Moving, table: int, block: RowBlock) -> bytes:
@@ -207,14 +207,14 @@ class ServedMoves:
         )
 
     def _forget_blocks(self) -> None:
-        live = self.machine.aside.keys() | self.machine.kept.keys()
+        live = self.machine.aside.keys() | self.machine.gone.keys()
         self._blocks = {number: block for number, block in self._blocks.items() if number in live}
 
     # ----- the state, for a backup
 
     def state(self) -> dict[str, Tensor]:
         """Returns the state, with rows that may come here and copies of those that have left, as tensors."""
-        every = self.machine.aside | self.machine.kept
+        every = self.machine.aside | self.machine.gone
         blobs = {f"{_BLOCK}{number}": self._packed(every[number], *rows) for number, rows in self._blocks.items()}
         blobs[_STATE] = to_json(self.machine.state())
         return {name: torch.frombuffer(bytearray(blob), dtype=torch.uint8) for name, blob in blobs.items()}
@@ -253,23 +253,23 @@ class ServedMoves:
         """Counts the rest of a push; returns what to update."""
         here = self._chosen(rows, (), without=True)
         touched = [
-            each.rows
-            for each in self.machine.here
-            if lease in each.lack
-            and each.rows.table in here
-            and bool(_within(here[each.rows.table][0], each.rows.table, [each.rows]).any())
+            moved.rows
+            for moved in self.machine.here
+            if lease in moved.lack
+            and moved.rows.table in here
+            and bool(_within(here[moved.rows.table][0], moved.rows.table, [moved.rows]).any())
         ]
         return self._chosen(here, self.machine.rest(lease, touched))
 
     def _chosen(self, rows: Mapping[int, Rows], ranges: Iterable[RowRange], without: bool = False) -> dict[int, Rows]:
         """Returns the gradients of rows that are here: those in some ranges, or `without` those."""
         ranges = list(ranges)
-        found: dict[int, Rows] = {}
+        chosen: dict[int, Rows] = {}
         for number, (ids, gradient) in rows.items():
             mask = self._places.owners(number, ids) == self._server
             mask &= _within(ids, number, ranges) ^ without
-            found[number] = (ids, gradient) if bool(mask.all()) else (ids[mask], gradient[mask])
-        return found
+            chosen[number] = (ids, gradient) if bool(mask.all()) else (ids[mask], gradient[mask])
+        return chosen
 
 
 def _now() -> float:
@@ -282,10 +282,10 @@ def _now() -> float:
 
 def _within(ids: Tensor, number: int, ranges: Sequence[RowRange]) -> Tensor:
     """Tells of each row whether it is in one of some ranges, which do not overlap."""
-    own = sorted((each.start, each.stop) for each in ranges if each.table == number)
-    if not own:
+    spans = sorted((part.start, part.stop) for part in ranges if part.table == number)
+    if not spans:
         return torch.zeros(len(ids), dtype=torch.bool)
-    starts, stops = torch.tensor(own).T.contiguous()
+    starts, stops = torch.tensor(spans).T.contiguous()
     at = torch.searchsorted(starts, ids, right=True) - 1
     within: Tensor = (at >= 0) & (ids < stops[at.clamp(min=0)])
     return within

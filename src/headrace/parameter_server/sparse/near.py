@@ -133,13 +133,13 @@ class RowCopies:
 
 @dataclass(frozen=True)
 class _Asked:
-    """One request; `own` pushes of this worker were applied before it since the first of its flight."""
+    """One request; `steps` of this worker were applied before it since the first of its flight."""
 
     server: int
     table: int
     ids: Tensor
-    told: int
-    own: int
+    request: int
+    steps: int
 
 
 @dataclass
@@ -149,7 +149,7 @@ class _Flight:
     version: int
     ids: Sequence[Tensor]
     asked: list[_Asked]
-    own: int = 0
+    steps: int = 0
 
 
 class RowsAhead:
@@ -163,8 +163,8 @@ class RowsAhead:
     def ask(self, lease: int, ids: Sequence[Tensor]) -> None:
         """Asks for the rows of a lease: distinct and ascending, by table."""
         flight = _Flight(self._rows.places.map.version, ids, [])
-        for number, each in enumerate(ids):
-            self._ask(flight, number, each)
+        for number, wanted in enumerate(ids):
+            self._ask(flight, number, wanted)
         self._flights[lease] = flight
 
     def pushed(self, ids: Sequence[Tensor], applied: bool) -> None:
@@ -172,9 +172,9 @@ class RowsAhead:
         for flight in self._flights.values():
             if flight.version == self._rows.places.map.version:
                 # All other rows are as they were: this step changes nothing of them.
-                flight.own += applied
-                for number, (asked, own) in enumerate(zip(flight.ids, ids, strict=True)):
-                    self._ask(flight, number, asked[torch.isin(asked, own, assume_unique=True)])
+                flight.steps += applied
+                for number, (asked, changed) in enumerate(zip(flight.ids, ids, strict=True)):
+                    self._ask(flight, number, asked[torch.isin(asked, changed, assume_unique=True)])
 
     def land(self, lease: int) -> list[NearRows] | None:
         """Waits for the rows of a lease; None if none were asked for, or rows have moved since."""
@@ -184,15 +184,15 @@ class RowsAhead:
         near = [NearRows(spec, ids) for spec, ids in zip(self._tables, flight.ids, strict=True)]
         maps: list[RowMap] = []
         for asked in flight.asked:
-            answer = self._client.servers[asked.server].answer(asked.told)
+            answer = self._client.servers[asked.server].answer(asked.request)
             self._rows.moved_bytes += len(answer)
             if (map_ := moved_to(answer)) is not None:
                 maps.append(from_json(RowMap, map_))
                 continue
             version, rows = decode_rows(self._tables[asked.table], len(asked.ids), answer)
-            near[asked.table].put(asked.ids, rows, asked.server, version + flight.own - asked.own)
-        for each in maps:
-            self._rows.adopt(each)
+            near[asked.table].put(asked.ids, rows, asked.server, version + flight.steps - asked.steps)
+        for changes in maps:
+            self._rows.adopt(changes)
         return near if flight.version == self._rows.places.map.version else None
 
     def _ask(self, flight: _Flight, number: int, ids: Tensor) -> None:
@@ -200,6 +200,6 @@ class RowsAhead:
             if len(place):
                 blob = encode_pull(number, self._tables[number], ids[place])
                 asks = Message(Kind.PULL_ROWS, lease=self._rows.places.map.version)
-                told = self._client.servers[server].tell(asks, blob, early=True)
+                request = self._client.servers[server].tell(asks, blob, early=True)
                 self._rows.moved_bytes += len(blob)
-                flight.asked.append(_Asked(server, number, ids[place], told, flight.own))
+                flight.asked.append(_Asked(server, number, ids[place], request, flight.steps))

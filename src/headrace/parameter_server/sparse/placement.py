@@ -74,8 +74,8 @@ class RowPlaces:
         by_table: dict[int, list[Placed]] = {}
         for placed in self.map.placed:
             by_table.setdefault(placed.rows.table, []).append(placed)
-        for number, own in by_table.items():
-            columns = zip(*((each.rows.start, each.rows.stop, each.server, each.since) for each in own), strict=True)
+        for number, entries in by_table.items():
+            columns = zip(*((at.rows.start, at.rows.stop, at.server, at.since) for at in entries), strict=True)
             starts, stops, servers, since = (torch.tensor(column) for column in columns)
             self._moved[number] = starts, stops, servers, since
         return True
@@ -117,9 +117,9 @@ class RowPlaces:
         parts = [] if base is None else [base]
         moved = self.map.placed[overlapping(self.map.placed, rows)]
         for placed in moved:
-            parts = [left for each in parts for left in each.without(placed.rows)]
-        own = [placed.rows.within(rows) for placed in moved if placed.server == server]
-        return sorted([*parts, *(each for each in own if each is not None)])
+            parts = [left for part in parts for left in part.without(placed.rows)]
+        here = [placed.rows.within(rows) for placed in moved if placed.server == server]
+        return sorted([*parts, *(part for part in here if part is not None)])
 
     def _moved_at(self, number: int, ids: Tensor) -> tuple[Tensor | None, Tensor]:
         """Returns for each row the last moved range that begins before it, and whether the row is in that range."""

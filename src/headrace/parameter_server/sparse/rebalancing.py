@@ -37,8 +37,8 @@ class RowMover:
 
     def rebalance(self) -> int:
         """Compares the loads since the last time, and moves rows; returns how many moves there were."""
-        loads: list[ServerLoad] = [from_json(ServerLoad, each) for each in self._client.ask_move(MoveKind.LOAD)]
-        if unevenness([each.load for each in loads]) <= EVEN or not self._claim():
+        loads: list[ServerLoad] = [from_json(ServerLoad, answer) for answer in self._client.ask_move(MoveKind.LOAD)]
+        if unevenness([server.load for server in loads]) <= EVEN or not self._claim():
             return 0
         moves = 0
         for rows, source, target in grouped(choose_moves(loads), self._most):
@@ -51,7 +51,7 @@ class RowMover:
         """Makes this worker the one that moves rows; False if another one is quicker."""
         self._seen = max(self._seen, self._client.gather_map()) + 1
         answers = self._client.ask_move(MoveKind.CLAIM, self._seen)
-        if not all(from_json(MoveAnswer, each).done for each in answers):
+        if not all(from_json(MoveAnswer, answer).done for answer in answers):
             return False
         # From now on there are no moves but this worker's; those of others until now must be known everywhere.
         self._client.gather_map()

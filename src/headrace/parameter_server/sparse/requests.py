@@ -206,8 +206,8 @@ def _mean(requests: Sequence[OpenPush]) -> dict[int, Rows]:
     mean: dict[int, Rows] = {}
     for number in sorted({number for request in requests for number in request.rows}):
         those = [request for request in requests if number in request.rows]
-        own = [request.rows[number][1] * (request.message.weight / weight) for request in those]
-        mean[number] = combine([request.rows[number][0] for request in those], own)
+        gradients = [request.rows[number][1] * (request.message.weight / weight) for request in those]
+        mean[number] = combine([request.rows[number][0] for request in those], gradients)
     return mean
 
 

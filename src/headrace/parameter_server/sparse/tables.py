@@ -124,11 +124,11 @@ class ServedTables:
         self.load_settings(json.loads(state.settings))
         for number, table in enumerate(self.tables):
             front = f"table/{number}/state/"
-            own = {name.removeprefix(front): value for name, value in tensors.items() if name.startswith(front)}
+            slots = {name.removeprefix(front): value for name, value in tensors.items() if name.startswith(front)}
             ids, values, uses = (tensors.get(f"table/{number}/{name}") for name in ("ids", "values", "uses"))
             if ids is None or values is None:
                 raise KeyError(f"the rows of table {number}")
-            table.load(RowBlock(ids, values, own, state.steps[number], uses))
+            table.load(RowBlock(ids, values, slots, state.steps[number], uses))
         self._round, self._done = state.round, state.done
 
     def _advance(self, done: int) -> None:

@@ -49,7 +49,7 @@ class RowTraffic:
             return
         ids, counts = torch.unique(torch.cat(self._window[number]), return_counts=True)
         scale = self._asked[number] / self._length[number]
-        each = int(counts.sum()) / _PIECES
+        portion = int(counts.sum()) / _PIECES
         spec = self._places.tables[number]
         if self._places.placement.range_of(spec, self._server, self._places.servers) is None:
             hottest = counts.topk(min(_PIECES, len(counts))).indices
@@ -58,7 +58,7 @@ class RowTraffic:
             # A row that is hot enough ends the piece before it and is one by itself.
             rows, start, load = [], int(ids[0]), 0
             for row, count in zip(ids.tolist(), counts.tolist(), strict=True):
-                if load and (load + count > each):
+                if load and (load + count > portion):
                     rows.append((start, row, load))
                     start, load = row, 0
                 load += count

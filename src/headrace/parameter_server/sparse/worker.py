@@ -112,8 +112,8 @@ class RowReader:
         """Drops all rows that are near if some have moved: a version is that of the server where the row was."""
         if self._map != self._client.places.map.version:
             self._map, self._landed = self._client.places.map.version, []
-            for each in self._copies:
-                each.forget()
+            for copy in self._copies:
+                copy.forget()
 
     def _read_near(self, number: int, ids: Tensor, rows: Tensor) -> Tensor:
         """Reads what is near; returns where in `ids` the other rows are."""
@@ -195,7 +195,7 @@ class WorkerRows:
         reads, foresight = self._reader.reads if self._options.near else (), self._foresight
         if foresight is None:
             return reads
-        return tuple(replace(each, unforeseen=foresight.unknown(number)) for number, each in enumerate(reads))
+        return tuple(replace(read, unforeseen=foresight.unknown(number)) for number, read in enumerate(reads))
 
     def begin(self, lease: int = -1) -> None:
         """Begins a step, that of a lease."""

@@ -156,12 +156,12 @@ def parse_json(content: bytes) -> dict[str, Any]:
             413, f"more than {_MOST_CONTAINERS:,} lists, objects and texts; send tensors flat, or as binary data"
         )
     try:
-        found = orjson.loads(content)
+        document = orjson.loads(content)
     except orjson.JSONDecodeError as error:
         raise RequestError(400, f"the body is not JSON: {error!s:.200}") from None
-    if not isinstance(found, dict):
-        raise RequestError(400, f"expected a JSON object, got a {_TYPES.get(type(found), type(found).__name__)}")
-    return found
+    if not isinstance(document, dict):
+        raise RequestError(400, f"expected a JSON object, got a {_TYPES.get(type(document), type(document).__name__)}")
+    return document
 
 
 def expect(document: Mapping[str, Any], key: str, kind: type, where: str, default: Any = None) -> Any:

@@ -91,22 +91,22 @@ def read_request(
     request_id = expect(document, "id", str, "the request")
     parameters = expect(document, "parameters", dict, "the request", {})
     given = _objects(document, "inputs")
-    names = [expect(each, "name", str, "an input", "") for each in given]
+    names = [expect(tensor, "name", str, "an input", "") for tensor in given]
     try:
         check_names(names, forms)
     except DataError as error:
         raise RequestError(400, str(error)) from None
-    found, used = {}, 0
+    arrays, used = {}, 0
     wanted = {form.name: form for form in forms}
-    for name, each in zip(names, given, strict=True):
-        array, count = _read_input(each, wanted[name], binary[used:])
-        found[name] = array
+    for name, tensor in zip(names, given, strict=True):
+        array, count = _read_input(tensor, wanted[name], binary[used:])
+        arrays[name] = array
         used += count
     if used != len(binary):
         raise RequestError(400, f"{len(binary)} bytes of binary data, the inputs' binary_data_size add up to {used}")
     # The JSON text is not needed any more, and what is in flight should not hold it.
     asked = _outputs(document, outputs, parameters.get("binary_data_output") is True)
-    return InferenceRequest({form.name: found[form.name] for form in forms}, request_id, asked)
+    return InferenceRequest({form.name: arrays[form.name] for form in forms}, request_id, asked)
 
 
 def write_reply(version: LoadedVersion, request: InferenceRequest, outputs: Sequence[Array]) -> HttpAnswer:
@@ -142,10 +142,10 @@ def _tensor_metadata(form: TensorForm) -> dict[str, Any]:
 
 
 def _objects(document: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
-    found = expect(document, key, list, "the request", [])
-    if any(type(each) is not dict for each in found):
+    items = expect(document, key, list, "the request", [])
+    if any(type(item) is not dict for item in items):
         raise RequestError(400, f"{key} is a list of objects")
-    return list(found)
+    return list(items)
 
 
 def _read_input(given: Mapping[str, Any], form: TensorForm, binary: memoryview) -> tuple[Array, int]:
@@ -197,13 +197,13 @@ def _outputs(document: Mapping[str, Any], forms: Sequence[TensorForm], binary: b
     if not asked:
         return [(form.name, binary) for form in forms]
     known = {form.name for form in forms}
-    found: list[tuple[str, bool]] = []
-    for each in asked:
-        name = expect(each, "name", str, "an output", "")
-        if name not in known or name in (other for other, _ in found):
+    chosen: list[tuple[str, bool]] = []
+    for output in asked:
+        name = expect(output, "name", str, "an output", "")
+        if name not in known or name in (other for other, _ in chosen):
             raise RequestError(
                 400, f"output {name[:40]!r} is unknown or named twice; expected {', '.join(map(form_text, forms))}"
             )
-        wanted = expect(expect(each, "parameters", dict, f"output {name}", {}), "binary_data", bool, f"output {name}")
-        found.append((name, binary if wanted is None else wanted))
-    return found
+        wanted = expect(expect(output, "parameters", dict, f"output {name}", {}), "binary_data", bool, f"output {name}")
+        chosen.append((name, binary if wanted is None else wanted))
+    return chosen

@@ -29,7 +29,7 @@ Document = dict[str, Any]
 
 def openapi_document(catalog: Catalog, version: str, with_token: bool) -> Document:
     """Returns the document of OpenAPI 3.1."""
-    models = [each for _, each in sorted(catalog.models.items()) if each.versions]
+    models = [model for _, model in sorted(catalog.models.items()) if model.versions]
     paths: Document = {}
     for model in models:
         for path, operations in _paths(model):
@@ -84,10 +84,10 @@ def _post(summary: str, body: Document, schema: Document) -> Document:
 
 
 def _responses(schema: Document, statuses: Sequence[str], kind: str) -> Document:
-    found: Document = {"200": {"description": "answered", "content": {kind: {"schema": schema}}}}
+    responses: Document = {"200": {"description": "answered", "content": {kind: {"schema": schema}}}}
     for status in sorted({*statuses, *_EVERY}):
-        found[status] = {"description": _STATUS[status], "content": {"application/json": {"schema": _ERROR}}}
-    return found
+        responses[status] = {"description": _STATUS[status], "content": {"application/json": {"schema": _ERROR}}}
+    return responses
 
 
 def _object(required: Sequence[str] | None = None, /, **properties: Any) -> Document:
@@ -138,11 +138,11 @@ def _predict(version: LoadedVersion) -> Document:
 
 
 def _nested(form: TensorForm, shape: Sequence[int]) -> Document:
-    found = _number(form)
+    schema = _number(form)
     for length in reversed(shape):
         bounds = {} if length < 0 else {"minItems": length, "maxItems": length}
-        found = {"type": "array", "items": found, **bounds}
-    return found
+        schema = {"type": "array", "items": schema, **bounds}
+    return schema
 
 
 def _values(form: TensorForm, depth: int) -> Document:

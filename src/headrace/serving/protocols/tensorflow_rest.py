@@ -56,16 +56,16 @@ def read_predict(body: bytes, forms: Sequence[TensorForm]) -> tuple[dict[str, Ar
 
 def write_predictions(version: LoadedVersion, outputs: Sequence[Array], in_rows: bool) -> HttpAnswer:
     """Returns `{"predictions": [...]}`, a value or an object for each example, or `{"outputs": ...}`."""
-    found = {
+    arrays = {
         form.name: np.ascontiguousarray(output if output.dtype != np.float16 else output.astype(np.float32))
         for form, output in zip(version.facts.outputs, outputs, strict=True)
     }
-    whole: Any = next(iter(found.values())) if len(found) == 1 else found
+    whole: Any = next(iter(arrays.values())) if len(arrays) == 1 else arrays
     if not in_rows or not version.batched:
         return json_reply({"outputs": whole})
-    if len(found) > 1:
-        columns = [each.tolist() for each in found.values()]
-        whole = [dict(zip(found, row, strict=True)) for row in zip(*columns, strict=True)]
+    if len(arrays) > 1:
+        columns = [array.tolist() for array in arrays.values()]
+        whole = [dict(zip(arrays, row, strict=True)) for row in zip(*columns, strict=True)]
     return json_reply({"predictions": whole})
 
 

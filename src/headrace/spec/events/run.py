@@ -79,8 +79,8 @@ def _decode(line: bytes | str) -> Event:
         raise
     except msgspec.DecodeError:
         # It may hold what JSON lacks.
-        found = json.loads(line if isinstance(line, str) else line.decode())
-        return msgspec.convert(found, _decoder().type)
+        document = json.loads(line if isinstance(line, str) else line.decode())
+        return msgspec.convert(document, _decoder().type)
 
 
 class RunStarted(Event, frozen=True, tag="run_started"):

@@ -236,7 +236,7 @@ class RowsRead(Event, frozen=True, tag="rows_read"):
     @property
     def line(self) -> str:
         """What could not be pulled early, as a sentence for the user; "" if there is nothing."""
-        names = ", ".join(repr(each.name) for each in self.tables if each.unforeseen)
+        names = ", ".join(repr(table.name) for table in self.tables if table.unforeseen)
         return names and (
             f"prefetch pulls no rows of the sparse embedding {names} early: its indices are no part of a batch, and "
             "forward computes them; compute them in the data, as with .map(...)"

@@ -141,15 +141,15 @@ def _accelerators(item: Mapping[str, Any], where: str, kind: str) -> tuple[str, 
 
 
 def _links(document: Mapping[str, Any], names: Sequence[str]) -> tuple[Link, ...]:
-    found: dict[tuple[str, str], str] = {}
+    places: dict[tuple[str, str], str] = {}
     links = []
     for place, item in enumerate(tables(document, "links")):
         where = f"links[{place}]"
         check_keys(item, _LINK, where)
         for ends in _ends(item, where, names):
-            if ends in found:
-                raise UsageError(f"{where} and {found[ends]} both say what is from {ends[0]!r} to {ends[1]!r}")
-            found[ends] = where
+            if ends in places:
+                raise UsageError(f"{where} and {places[ends]} both say what is from {ends[0]!r} to {ends[1]!r}")
+            places[ends] = where
             links.append(Link(*ends, *_rate_and_latency(item, where), text(item, "shared", where, "")))
     return tuple(links)
 

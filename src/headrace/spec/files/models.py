@@ -43,13 +43,13 @@ def _written(document: Mapping[str, Any]) -> ModelSpec:
         for place, item in enumerate(items)
     ]
     first: dict[str, int] = {}
-    for place, each in enumerate(named):
-        if first.setdefault(each.name, place) != place:
-            raise UsageError(f"layers[{first[each.name]}] and layers[{place}] have one name, {each.name!r}")
-    parameters = tuple(each for each in named if each.elements) or (
+    for place, parameter in enumerate(named):
+        if first.setdefault(parameter.name, place) != place:
+            raise UsageError(f"layers[{first[parameter.name]}] and layers[{place}] have one name, {parameter.name!r}")
+    parameters = tuple(parameter for parameter in named if parameter.elements) or (
         ParameterSpec("parameters", (_elements(document, "", dtype),), dtype),
     )
-    if not any(each.elements for each in parameters):
+    if not any(parameter.elements for parameter in parameters):
         raise UsageError("the model has no parameter; parameter_mb is in millions of bytes")
     flops = number(document, "flops_per_example", "", 0.0, most=_MOST_FLOPS)
     compute = _compute(document, named)
@@ -81,10 +81,10 @@ def _compute(document: Mapping[str, Any], named: list[ParameterSpec]) -> Compute
         number(document, key, "", 0.0) / 1e3 for key in ("optimizer_ms", "fixed_ms", "accumulate_ms")
     )
     besides_s = optimizer_s + fixed_s
-    own = _own_batch(document, named, besides_s)
-    batches = [] if own is None else [own]
+    first = _own_batch(document, named, besides_s)
+    batches = [] if first is None else [first]
     for place, item in enumerate(tables(document, "measured")):
-        batches.append(_another_batch(item, f"measured[{place}]", besides_s, own))
+        batches.append(_another_batch(item, f"measured[{place}]", besides_s, first))
     if not batches:
         return None
     batches.sort(key=lambda batch: batch.examples)
@@ -101,33 +101,33 @@ def _own_batch(document: Mapping[str, Any], named: list[ParameterSpec], besides_
     if not items:
         saved = round(number(document, "activation_mb", "", 0.0) * 1e6)
         return BatchProfile(size, *_times(document, "", size, besides_s), saved)
-    layers = tuple(_layer(each, place, spec) for place, (each, spec) in enumerate(zip(items, named, strict=True)))
-    times = sum(each.forward_s for each in layers), sum(each.backward_s for each in layers)
-    return BatchProfile(size, *times, sum(each.saved_bytes for each in layers), layers)
+    layers = tuple(_layer(item, place, spec) for place, (item, spec) in enumerate(zip(items, named, strict=True)))
+    times = sum(layer.forward_s for layer in layers), sum(layer.backward_s for layer in layers)
+    return BatchProfile(size, *times, sum(layer.saved_bytes for layer in layers), layers)
 
 
-def _another_batch(item: Mapping[str, Any], where: str, besides_s: float, own: BatchProfile | None) -> BatchProfile:
+def _another_batch(item: Mapping[str, Any], where: str, besides_s: float, first: BatchProfile | None) -> BatchProfile:
     """Returns a batch of [[measured]]; what it does not say of bytes and layers is in proportion to the file's own."""
     check_keys(item, _STEP, where)
     size = whole(item, "batch_size", where)
     forward_s, backward_s = _times(item, where, size, besides_s)
-    if own is None:
+    if first is None:
         return BatchProfile(size, forward_s, backward_s, round(number(item, "activation_mb", where, 0.0) * 1e6))
-    larger = size / own.examples
-    saved = round(number(item, "activation_mb", where, own.saved_bytes * larger / 1e6) * 1e6)
+    larger = size / first.examples
+    saved = round(number(item, "activation_mb", where, first.saved_bytes * larger / 1e6) * 1e6)
 
     def part(whole_s: float, layer_s: float, own_s: float) -> float:
         return whole_s * layer_s / own_s if own_s else 0.0
 
     layers = tuple(
         replace(
-            each,
-            forward_s=part(forward_s, each.forward_s, own.forward_s),
-            backward_s=part(backward_s, each.backward_s, own.backward_s),
-            saved_bytes=round(part(saved, each.saved_bytes, own.saved_bytes)),
-            crossing_bytes=round(each.crossing_bytes * larger),
+            layer,
+            forward_s=part(forward_s, layer.forward_s, first.forward_s),
+            backward_s=part(backward_s, layer.backward_s, first.backward_s),
+            saved_bytes=round(part(saved, layer.saved_bytes, first.saved_bytes)),
+            crossing_bytes=round(layer.crossing_bytes * larger),
         )
-        for each in own.layers
+        for layer in first.layers
     )
     return BatchProfile(size, forward_s, backward_s, saved, layers)
 

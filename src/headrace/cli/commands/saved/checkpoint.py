@@ -118,11 +118,11 @@ def _look(folder: CheckpointFolder, step: int) -> dict[str, Any]:
     """Returns a checkpoint's description, without reading its tensors."""
     row: dict[str, Any] = dict.fromkeys(("bytes", "strategy", "workers", "saved_at", "wrong"))
     try:
-        found = folder.open(step)
+        saved = folder.open(step)
     except CorruptCheckpoint as error:
         return {"step": step, **row, "wrong": f"{Path(error.path).name}: {error.reason}"}
-    facts = {key: found.description.get(key) for key in ("strategy", "workers", "saved_at")}
-    return {"step": step, **row, **facts, "bytes": _size(found)}
+    facts = {key: saved.description.get(key) for key in ("strategy", "workers", "saved_at")}
+    return {"step": step, **row, **facts, "bytes": _size(saved)}
 
 
 def _cell(key: str, value: Any) -> str:
@@ -142,9 +142,9 @@ def _verify(answer: Answer, folder: CheckpointFolder, steps: Sequence[int]) -> b
     for step in steps:
         row: dict[str, Any] = {"step": step, "sound": True, "path": None, "reason": None}
         try:
-            found = folder.open(step)
-            found.verify()
-            line = f"sound, {byte_count(_size(found))}"
+            saved = folder.open(step)
+            saved.verify()
+            line = f"sound, {byte_count(_size(saved))}"
         except CorruptCheckpoint as error:
             row |= {"sound": False, "path": str(error.path), "reason": error.reason}
             line = f"damaged: {error.path}: {error.reason}"
@@ -170,30 +170,30 @@ def _newest(folder: CheckpointFolder, steps: Sequence[int]) -> Checkpoint:
     return folder.open(steps[0])
 
 
-def _show(answer: Answer, found: Checkpoint) -> None:
-    tensors = _tensors(found)
-    description = _readable(found.description)
+def _show(answer: Answer, saved: Checkpoint) -> None:
+    tensors = _tensors(saved)
+    description = _readable(saved.description)
     if answer.as_json:
-        files = [asdict(record) for record in found.manifest.files]
-        facts = {"path": str(found.path), "step": found.step, "bytes": _size(found), "files": files}
+        files = [asdict(record) for record in saved.manifest.files]
+        facts = {"path": str(saved.path), "step": saved.step, "bytes": _size(saved), "files": files}
         answer.document({**facts, "description": description, "tensors": tensors})
         return
-    answer.text(f"checkpoint  {clean(str(found.path))}")
-    for name, words in _facts(found, description):
+    answer.text(f"checkpoint  {clean(str(saved.path))}")
+    for name, words in _facts(saved, description):
         for line in wrapped(words, f"{name:<12}", " " * 12):
             answer.text(line)
-    rows = [(each["name"], _shape(each), each["dtype"], byte_count(each["bytes"])) for each in tensors[:_SHOWN]]
+    rows = [(row["name"], _shape(row), row["dtype"], byte_count(row["bytes"])) for row in tensors[:_SHOWN]]
     answer.text("\n" + _columns([("tensors, largest first", "shape", "type", "size"), *rows], right=(3,)))
     if rest := tensors[_SHOWN:]:
-        answer.text(f"... and {len(rest)} more, {byte_count(sum(each['bytes'] for each in rest))}; --json has all")
+        answer.text(f"... and {len(rest)} more, {byte_count(sum(tensor['bytes'] for tensor in rest))}; --json has all")
 
 
-def _tensors(found: Checkpoint) -> list[dict[str, Any]]:
+def _tensors(saved: Checkpoint) -> list[dict[str, Any]]:
     """Returns names, shapes, types and sizes, the largest first."""
     from headrace.checkpoint.header import BYTES, NAMES
 
     element = {**{NAMES[code]: size for code, size in BYTES.items()}, "complex128": 16}
-    several = len(found.ranks) > 1
+    several = len(saved.ranks) > 1
     tensors = [
         {
             # What a rank has of its own is called alike in every rank's file.
@@ -203,20 +203,20 @@ def _tensors(found: Checkpoint) -> list[dict[str, Any]]:
             "dtype": dtype,
             "bytes": prod(shape) * element[dtype],
         }
-        for rank in found.ranks
-        for name, (shape, dtype) in found.shapes(rank).items()
+        for rank in saved.ranks
+        for name, (shape, dtype) in saved.shapes(rank).items()
     ]
-    return sorted(tensors, key=lambda each: -int(str(each["bytes"])))
+    return sorted(tensors, key=lambda tensor: -int(str(tensor["bytes"])))
 
 
-def _facts(found: Checkpoint, description: Any) -> list[tuple[str, str]]:
+def _facts(saved: Checkpoint, description: Any) -> list[tuple[str, str]]:
     """Returns names and values as text."""
-    count = len(found.manifest.files)
+    count = len(saved.manifest.files)
     versions, job, plan = (_items(_of(description, key)) for key in ("versions", "job", "plan"))
     rows = [
-        ("step", f"{found.step}, epoch {_word(_of(description, 'epoch'))}"),
+        ("step", f"{saved.step}, epoch {_word(_of(description, 'epoch'))}"),
         ("saved", f"{_cell('saved_at', _of(description, 'saved_at'))} by {versions or MISSING}"),
-        ("size", f"{byte_count(_size(found))} in {count} file{'s' * (count != 1)}"),
+        ("size", f"{byte_count(_size(saved))} in {count} file{'s' * (count != 1)}"),
         ("strategy", f"{_word(_of(description, 'strategy'))}, workers: {_word(_of(description, 'workers'))}"),
         ("job", job),
         ("plan", plan),
@@ -284,8 +284,8 @@ def _shape(tensor: Mapping[str, Any]) -> str:
     return " × ".join(map(str, tensor["shape"])) or "scalar"
 
 
-def _size(found: Checkpoint) -> int:
-    return sum(record.bytes for record in found.manifest.files)
+def _size(saved: Checkpoint) -> int:
+    return sum(record.bytes for record in saved.manifest.files)
 
 
 def _columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:

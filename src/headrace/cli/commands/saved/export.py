@@ -123,10 +123,10 @@ def export(
 def _lines(folder: Path, signature: Signature) -> list[str]:
     lines = [f"{folder}: {signature.task or 'model'}, trained under {signature.strategy}"]
     for word, forms in (("takes", signature.inputs), ("returns", signature.outputs)):
-        told = ", ".join(
+        listed = ", ".join(
             f"{form.name} {form.dtype} ({', '.join('any' if n < 0 else str(n) for n in form.shape)})" for form in forms
         )
-        lines.append(f"  {word:8}{told}")
+        lines.append(f"  {word:8}{listed}")
     for name, file in signature.files.items():
         same = "" if file.difference is None else f"   differs by at most {file.difference:.1e} from the trained model"
         lines.append(f"  {name:28}{byte_count(file.bytes):>10}{same}")

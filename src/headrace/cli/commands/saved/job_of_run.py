@@ -30,9 +30,9 @@ def job_of_run(run: Path, job_file: Path | None, settings: Sequence[str] | None,
             f"{otherwise}"
         )
     check_file(path, "job file")
-    own = source.settings if source and not job_file else ()
-    given = {_key(each) for each in settings or ()}
-    return load_job(path, [*(each for each in own if _key(each) not in given), *(settings or ())])
+    run_settings = source.settings if source and not job_file else ()
+    given = {_key(setting) for setting in settings or ()}
+    return load_job(path, [*(setting for setting in run_settings if _key(setting) not in given), *(settings or ())])
 
 
 def _key(setting: str) -> str:

@@ -50,39 +50,39 @@ def predict(
     if disk.exists(run / NAME):
         if step is not None or job_file is not None or settings:
             raise UsageError(f"{run} is an exported model; --step, --job and --set are for the directory of a run")
-        task, found = predict_with_folder(run, data)
+        task, outputs = predict_with_folder(run, data)
     else:
         job = job_of_run(run, job_file, settings, otherwise="call run.predict(...) in the program")
-        task, found = job.task.name if job.task else "", predict_file(job, run, data, step)
-    count = max(map(len, found.values()))
+        task, outputs = job.task.name if job.task else "", predict_file(job, run, data, step)
+    count = max(map(len, outputs.values()))
     if output is not None:
-        _write(output, task, found)
+        _write(output, task, outputs)
         answer.give({"output": str(output), "examples": count}, f"{output}: {count} examples")
     elif answer.as_json:
-        answer.document({"predictions": list(_rows(task, found))})
+        answer.document({"predictions": list(_rows(task, outputs))})
     else:
-        answer.text("\n".join(_lines(task, found)))
+        answer.text("\n".join(_lines(task, outputs)))
 
 
-def _write(path: Path, task: str, found: Mapping[str, Array]) -> None:
+def _write(path: Path, task: str, outputs: Mapping[str, Array]) -> None:
     # Lazily: `--help` need not wait for it.
     import numpy as np
 
     with writing("the file", path, "--output"), path.open("xb") as file:
         if path.suffix == _ARRAYS:
-            np.savez(file, allow_pickle=False, **found)
+            np.savez(file, allow_pickle=False, **outputs)
         else:
-            file.writelines(f"{line}\n".encode() for line in _lines(task, found))
+            file.writelines(f"{line}\n".encode() for line in _lines(task, outputs))
 
 
-def _lines(task: str, found: Mapping[str, Array]) -> Iterator[str]:
-    return (json.dumps(row) for row in _rows(task, found))
+def _lines(task: str, outputs: Mapping[str, Array]) -> Iterator[str]:
+    return (json.dumps(row) for row in _rows(task, outputs))
 
 
-def _rows(task: str, found: Mapping[str, Array]) -> Iterator[dict[str, Any]]:
+def _rows(task: str, outputs: Mapping[str, Array]) -> Iterator[dict[str, Any]]:
     """Yields the outputs of each example, and the class of the largest where the task is one of several classes."""
-    for values in zip(*found.values(), strict=True):
+    for values in zip(*outputs.values(), strict=True):
         row: dict[str, Any] = {}
         if task.startswith("multiclass") and values[0].ndim == 1:
             row["class"] = int(values[0].argmax())
-        yield row | {name: value.tolist() for name, value in zip(found, values, strict=True)}
+        yield row | {name: value.tolist() for name, value in zip(outputs, values, strict=True)}

@@ -84,22 +84,22 @@ def verify(
             # Lazily: it imports torch.
             from headrace.api.verification.verify import verify as verified
 
-            found = verified(
+            verification = verified(
                 job, chosen, rounds=rounds, double=double, examples=examples, run_dir=run_dir, engine=engine, say=say
             )
     else:
         given = answer.given("--strategy", "--servers", "--double", "--examples", "--set", "--run-dir")
         refuse_idle(given, "for a job, and this file is a script, which has its own; leave it out")
         with stdout_for_results(keep_clean=True):
-            found = _of_script(path, arguments or (), workers, rounds)
+            verification = _of_script(path, arguments or (), workers, rounds)
     from headrace.api.verification.page import write_page
     from headrace.api.verification.verification import plain_values, table
 
     if html:
         with writing("the page", html, "--html"):
-            write_page(html, found, job_name(path))
-    answer.give(plain_values(found), "\n".join([*table(found), *([f"page: {html}"] if html else [])]))
-    if not found.equal:
+            write_page(html, verification, job_name(path))
+    answer.give(plain_values(verification), "\n".join([*table(verification), *([f"page: {html}"] if html else [])]))
+    if not verification.equal:
         raise typer.Exit(ExitCode.RUN_FAILED)
 
 
@@ -126,13 +126,13 @@ def _of_script(script: Path, arguments: Sequence[str], workers: int | None, roun
     with temporary_folder() as folder:
         say(f"{script.name}, alone")
         _run_recorded(alone, script, folder / "alone", rounds)
-        found = script_alone.read_verification(folder / "alone")
-        if found is not None:
-            return found
+        verification = script_alone.read_verification(folder / "alone")
+        if verification is not None:
+            return verification
         say(f"{script.name}, launched")
         _run_recorded(lambda: launch_script(script, arguments, count), script, folder / "launched", rounds)
-        found = compare_scripts(script, folder / "alone", folder / "launched", count)
-        return replace(found, seconds=perf_counter() - began)
+        verification = compare_scripts(script, folder / "alone", folder / "launched", count)
+        return replace(verification, seconds=perf_counter() - began)
 
 
 def _run_recorded(run: Callable[[], int], script: Path, folder: Path, rounds: int) -> None:
