@@ -57,7 +57,14 @@ NETWORKS: Mapping[str, Callable[[Any], nn.Module]] = {
 
 def networks(effort: Effort, ends: float, saved: MachineFigures) -> Iterator[Figure | Gap]:
     """Measures both, unless they are kept; after `ends`, by the monotonic clock, no other number is begun."""
-    settings = _settings(effort)
+    *_, cpu = processor_settings()
+    settings = [replace(cpu, name="CPU")]
+    if effort.compiled:
+        settings.append(replace(cpu, name="CPU, compiled", compiled=True))
+    for gpu in gpu_settings():
+        settings += [replace(gpu, name=f"{GPU}, no cuDNN", cudnn=False), gpu]
+        if effort.compiled:
+            settings.append(replace(gpu, name=f"{GPU}, compiled", compiled=True))
     columns = [setting.name for setting in settings]
     try:
         models = import_models()
@@ -75,19 +82,6 @@ def networks(effort: Effort, ends: float, saved: MachineFigures) -> Iterator[Fig
             yield from missing(part, ["CPU, compiled"], "left out by --quick")
         if not gpu_settings():
             yield from missing(part, [f"{GPU}, no cuDNN", GPU, f"{GPU}, compiled"], NO_GPU)
-
-
-def _settings(effort: Effort) -> list[Setting]:
-    """Returns the columns that this machine has."""
-    *_, cpu = processor_settings()
-    settings = [replace(cpu, name="CPU")]
-    if effort.compiled:
-        settings.append(replace(cpu, name="CPU, compiled", compiled=True))
-    for gpu in gpu_settings():
-        settings += [replace(gpu, name=f"{GPU}, no cuDNN", cudnn=False), gpu]
-        if effort.compiled:
-            settings.append(replace(gpu, name=f"{GPU}, compiled", compiled=True))
-    return settings
 
 
 class _Batch:

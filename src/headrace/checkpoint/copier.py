@@ -87,7 +87,12 @@ class CheckpointCopier:
         except (HeadraceError, OSError) as error:
             if isinstance(error, CorruptCheckpoint) and step is not None and self._is_gone(step):
                 return False
-            self._tell_problem(step, error)
+            if not self._problem and not self._is_over:
+                self._lines.append(
+                    f"the checkpoint of step {step} was not copied: {error}. Training goes on, and the next checkpoint "
+                    "is tried again"
+                )
+            self._problem = str(error)
             return True
         if self._problem and not self._is_over:
             self._lines.append(f"checkpoints are copied to {self._remote.url} again, from step {step} on")
@@ -99,11 +104,3 @@ class CheckpointCopier:
             return step not in self._folder.steps()
         except (HeadraceError, OSError):
             return False
-
-    def _tell_problem(self, step: int | None, error: Exception) -> None:
-        if not self._problem and not self._is_over:
-            self._lines.append(
-                f"the checkpoint of step {step} was not copied: {error}. Training goes on, and the next checkpoint is "
-                "tried again"
-            )
-        self._problem = str(error)

@@ -133,24 +133,20 @@ def run(arguments: Sequence[str]) -> int:
         # Between commands' bodies, which take it with a message.
         return ExitCode.TERMINATED
     except _TyperError as error:
-        return _refuse(error, as_json="--json" in arguments)
+        # The suggestion in its message is typer's.
+        message = error.format_message()
+        if "--json" in arguments:
+            facts = {"type": "UsageError", "message": message, "exit_code": ExitCode.USAGE}
+            write_document(sys.stdout, {"error": facts})
+        where = "headrace" if error.ctx is None else error.ctx.command_path
+        typer.echo(f"error: {message}\nsee: {where} --help", err=True)
+        return ExitCode.USAGE
     except (OSError, RuntimeError) as error:
         if (problem := explained(error)) is error:
             raise
         typer.echo(f"error: {problem}", err=True)
         return ExitCode.ENVIRONMENT
     return code if isinstance(code, int) else 0
-
-
-def _refuse(error: Any, as_json: bool) -> int:
-    """Shows a usage error as every other error; the suggestion in its message is typer's."""
-    message = error.format_message()
-    if as_json:
-        facts = {"type": "UsageError", "message": message, "exit_code": ExitCode.USAGE}
-        write_document(sys.stdout, {"error": facts})
-    where = "headrace" if error.ctx is None else error.ctx.command_path
-    typer.echo(f"error: {message}\nsee: {where} --help", err=True)
-    return ExitCode.USAGE
 
 
 def _open_streams() -> None:
@@ -161,14 +157,6 @@ def _open_streams() -> None:
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115  (until the end)
-
-
-def _close_stdout() -> None:
-    """Writes what is buffered; where stdout takes no more, an error was shown, and the interpreter shall add none."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def main() -> NoReturn:
@@ -182,5 +170,9 @@ def main() -> NoReturn:
     if "--json" in sys.argv:
         answer_with(json.dumps(error_document(Terminated(), ExitCode.TERMINATED), indent=2).encode() + b"\n")
     code = run(sys.argv[1:])
-    _close_stdout()
+    # Where stdout takes no more, an error was shown, and the interpreter shall add none.
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(code)

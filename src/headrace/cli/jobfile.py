@@ -201,21 +201,17 @@ def _value(key: str, text: str, default: Any) -> Any:
 
 
 def _defines_no_job(path: Path, module: types.ModuleType) -> str:
-    names = _own_names(vars(module))
-    jobs = [name for name in names if isinstance(vars(module)[name], Job)]
-    near = jobs or [name for name in names if difflib.get_close_matches(name.lower(), ["job"])]
-    hint = f"rename `{near[0]}` to `job`" if near else "end it with `job = hr.Job(...)`"
-    return f"the job file {path} defines no `job`; it defines {', '.join(names) or 'nothing'}; {hint}"
-
-
-def _own_names(namespace: Mapping[str, Any]) -> list[str]:
-    return [
+    names = [
         name
-        for name, value in namespace.items()
+        for name, value in vars(module).items()
         if not name.startswith("_")
         and not isinstance(value, types.ModuleType)
         and (not isinstance(value, type | types.FunctionType) or value.__module__ == MODULE)
     ]
+    jobs = [name for name in names if isinstance(vars(module)[name], Job)]
+    near = jobs or [name for name in names if difflib.get_close_matches(name.lower(), ["job"])]
+    hint = f"rename `{near[0]}` to `job`" if near else "end it with `job = hr.Job(...)`"
+    return f"the job file {path} defines no `job`; it defines {', '.join(names) or 'nothing'}; {hint}"
 
 
 def _kind(value: Any) -> str:

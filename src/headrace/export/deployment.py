@@ -70,7 +70,11 @@ def _triton(folder: Path, facts: Signature) -> tuple[Path, str]:
     version.mkdir(parents=True)
     for name in facts.files:
         if name.startswith(_ONNX):
-            _link(folder / name, version / name)
+            try:
+                os.link(folder / name, version / name)
+            except OSError:
+                # The file system has no second names.
+                shutil.copyfile(folder / name, version / name)
     (version.parent / "config.pbtxt").write_text(triton_config(facts), encoding="utf-8")
     return repository, f"tritonserver --model-repository {repository}"
 
@@ -121,14 +125,6 @@ def _docker(folder: Path, facts: Signature) -> tuple[Path, str]:
         encoding="utf-8",
     )
     return path, f"docker build -t {facts.name.lower()} {folder} && docker run -p 8000:8000 {facts.name.lower()}"
-
-
-def _link(file: Path, to: Path) -> None:
-    """Gives a file a second name, or copies it where the file system has none."""
-    try:
-        os.link(file, to)
-    except OSError:
-        shutil.copyfile(file, to)
 
 
 _WRITERS: Mapping[str, Callable[[Path, Signature], tuple[Path, str]]] = {

@@ -33,7 +33,14 @@ def explained(error: BaseException) -> BaseException:
             "log says of it (dmesg), and name a run_dir on another disk"
         )
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        return _too_many_files(error)
+        most, what = resource.getrlimit(resource.RLIMIT_NOFILE)[0], error.filename or error.strerror
+        whose = (
+            f"of which a process may have {most:,} (ulimit -n)" if error.errno == errno.EMFILE else "for any process"
+        )
+        return UnfitMachine(
+            f"the system opens no further file or socket ({what}), {whose}; raise that limit, or close what your own "
+            "code leaves open"
+        )
     if not isinstance(error, RuntimeError):
         return error
     if _NO_KERNEL in str(error):
@@ -42,15 +49,6 @@ def explained(error: BaseException) -> BaseException:
             "precision='bf16', use 'fp32': without AVX-512 there is none for an LSTM or a GRU in bf16"
         )
     return too_many_threads() if any(said in str(error) for said in _NO_THREAD) else error
-
-
-def _too_many_files(error: OSError) -> UnfitMachine:
-    most, what = resource.getrlimit(resource.RLIMIT_NOFILE)[0], error.filename or error.strerror
-    whose = f"of which a process may have {most:,} (ulimit -n)" if error.errno == errno.EMFILE else "for any process"
-    return UnfitMachine(
-        f"the system opens no further file or socket ({what}), {whose}; raise that limit, or close what your own code "
-        "leaves open"
-    )
 
 
 def too_many_threads() -> UnfitMachine:

@@ -238,7 +238,11 @@ class ViewAgreement:
         if self.view is None:
             return []
         if isinstance(message, AskToJoin):
-            return self._take_in(sender)
+            assert self.view is not None
+            if sender in self.view.members:
+                return [Send(sender, Decided(self.view))]
+            self._joining.add(sender)
+            return self._begin()
         if isinstance(message, Prepare | Accept):
             number = message.base.number
             actions = self._install(message.base) if number > self.view.number else []
@@ -318,13 +322,6 @@ class ViewAgreement:
         self.done += 1
         return [CommitStep(self.done - 1)]
 
-    def _take_in(self, sender: Member) -> list[Action]:
-        assert self.view is not None
-        if sender in self.view.members:
-            return [Send(sender, Decided(self.view))]
-        self._joining.add(sender)
-        return self._begin()
-
     def _begin(self) -> list[Action]:
         """Lets the first member that can be reached begin the change."""
         first = self._reachable()[:1] == [self.me]
@@ -366,7 +363,10 @@ class ViewAgreement:
         if self.view is not None and view.number <= self.view.number:
             return []
         if self.view is not None and self.me in view.left:
-            return self._go(self.view, view)
+            counts = self._holds and view.number == self.view.number + 1 and view.done == self.done + 1
+            self.done += counts
+            self.view, self.ended = view, True
+            return [*([CommitStep(self.done - 1)] if counts else []), Depart()]
         if self.me not in view.members:
             # One that joins has not been heard yet.
             return (
@@ -387,13 +387,6 @@ class ViewAgreement:
         self._reset()
         actions.append(Enter(view))
         return actions + (self._begin() if self._wants_change() else [])
-
-    def _go(self, before: MemberView, view: MemberView) -> list[Action]:
-        """Leaves the others; the step that this member holds may be done, if the view is the next one."""
-        counts = self._holds and view.number == before.number + 1 and view.done == self.done + 1
-        self.done += counts
-        self.view, self.ended = view, True
-        return [*([CommitStep(self.done - 1)] if counts else []), Depart()]
 
     def _end(self, why: str) -> list[Action]:
         self.ended = True

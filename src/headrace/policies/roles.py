@@ -37,7 +37,15 @@ def worker_roles(strategy: str, workers: int | None, cluster: Cluster, spread: b
     the number contradicts the launcher or the machine.
     """
     if len(cluster.hosts) > 1:
-        return _spread_roles(strategy, workers, cluster, spread)
+        if not spread or cluster.ranks is None:
+            names = ", ".join(host.name for host in cluster.hosts)
+            remedy = "start a process on each by a launcher" if spread else "use mirrored or parameter_averaging there"
+            raise InfeasiblePlan(
+                f"{strategy} works on one host, this cluster has {len(cluster.hosts)}: {names}; {remedy}"
+            )
+        _count(strategy, workers, cluster)
+        roles = [role for host in cluster.hosts for role in _roles_on(strategy, host, host.ranks, cluster)]
+        return _with_own_devices(strategy, roles, cluster)
     (host,) = cluster.hosts
     count = _count(strategy, workers, cluster)
     return _with_own_devices(strategy, _roles_on(strategy, host, range(count), cluster), cluster)
@@ -190,16 +198,6 @@ def _require_table_memory(strategy: str, roles: Sequence[Role], model: ModelSpec
                 f"table is {largest.name!r}, {largest.rows:,} rows of {largest.width}; use parameter_server, with "
                 "servers on several hosts, or with rows=hr.RowOptions(expected=1000) where fewer rows are ever changed"
             )
-
-
-def _spread_roles(strategy: str, workers: int | None, cluster: Cluster, spread: bool) -> tuple[Role, ...]:
-    if not spread or cluster.ranks is None:
-        names = ", ".join(host.name for host in cluster.hosts)
-        remedy = "start a process on each by a launcher" if spread else "use mirrored or parameter_averaging there"
-        raise InfeasiblePlan(f"{strategy} works on one host, this cluster has {len(cluster.hosts)}: {names}; {remedy}")
-    _count(strategy, workers, cluster)
-    roles = [role for host in cluster.hosts for role in _roles_on(strategy, host, host.ranks, cluster)]
-    return _with_own_devices(strategy, roles, cluster)
 
 
 def _with_own_devices(strategy: str, roles: Sequence[Role], cluster: Cluster) -> tuple[Role, ...]:

@@ -147,7 +147,15 @@ class ServedModel:
 
     def state(self, number: int) -> tuple[int, ...]:
         """Returns what changes when the files of a version's folder do."""
-        return _state(self.path(number))
+        folder = self.path(number)
+        try:
+            return tuple(
+                number
+                for path in sorted(folder.iterdir())
+                for number in (path.lstat().st_mtime_ns, path.lstat().st_size)
+            )
+        except OSError:
+            return ()
 
     def refuse(self, number: int, state: tuple[int, ...]) -> None:
         """Remembers that a version's folder cannot be used as it was in some `state`."""
@@ -268,13 +276,3 @@ def _served_model(folder: Path) -> ServedModel:
 
 def _is_version(path: Path) -> bool:
     return bool(_NUMBER.fullmatch(path.name)) and not path.is_symlink() and disk.exists(path / NAME)
-
-
-def _state(folder: Path) -> tuple[int, ...]:
-    """Returns what changes when a folder's files do."""
-    try:
-        return tuple(
-            number for path in sorted(folder.iterdir()) for number in (path.lstat().st_mtime_ns, path.lstat().st_size)
-        )
-    except OSError:
-        return ()

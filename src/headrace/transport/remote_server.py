@@ -237,22 +237,18 @@ class RemoteServerTransport(ServerTransport):
                 routing = self._socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            parts = self._parts()
+            # One part too many, if there are more than a frame has.
+            parts: list[memoryview] = []
+            while self._socket.rcvmore:
+                part = self._socket.recv(copy=False)
+                if len(parts) <= frames.MOST_PARTS:
+                    parts.append(part.buffer)
             peer = self._routes.get(routing.bytes)
             if peer is None:
                 self._greet(routing, parts)
             elif peer.until is None:
                 received += self._take(peer, parts)
         return received
-
-    def _parts(self) -> list[memoryview]:
-        """Returns the other parts of a frame; one too many, if there are more than a frame has."""
-        parts: list[memoryview] = []
-        while self._socket.rcvmore:
-            part = self._socket.recv(copy=False)
-            if len(parts) <= frames.MOST_PARTS:
-                parts.append(part.buffer)
-        return parts
 
     def _take(self, peer: _Peer, parts: Sequence[memoryview]) -> list[ReceivedMessage]:
         peer.connection.taken += sum(wire_bytes(len(part)) for part in parts)

@@ -289,7 +289,15 @@ class InputCounters:
             for stage, seconds in enumerate(new):
                 sums[stage] += seconds
         if read.skipped:
-            self._skip(epoch, read.skipped)
+            self.shown += read.skipped[: _SHOWN - len(self.shown)]
+            self.skipped += len(read.skipped)
+            self._skips[epoch] += len(read.skipped)
+            if self._skips[epoch] > self._most_skipped:
+                count = f"{self._skips[epoch]} example{'s' * (self._skips[epoch] != 1)}"
+                raise DataError(
+                    f"{count} of epoch {epoch} could not be had, and on_error('skip', most={self._most_skipped}) lets "
+                    f"{self._most_skipped} be left out; repair them, or allow more. The first: {'; '.join(self.shown)}"
+                )
         if self._tell is not None and self._last - self._told >= _TELL_EVERY_S:
             self._told = self._last
             self._tell(self)
@@ -310,17 +318,6 @@ class InputCounters:
             skipped=self.skipped,
             stages=tuple(map(InputStageStats, self._names, self._busy, self._waiting)),
         )
-
-    def _skip(self, epoch: int, reasons: Sequence[str]) -> None:
-        self.shown += reasons[: _SHOWN - len(self.shown)]
-        self.skipped += len(reasons)
-        self._skips[epoch] += len(reasons)
-        if self._skips[epoch] > self._most_skipped:
-            count = f"{self._skips[epoch]} example{'s' * (self._skips[epoch] != 1)}"
-            raise DataError(
-                f"{count} of epoch {epoch} could not be had, and on_error('skip', most={self._most_skipped}) lets "
-                f"{self._most_skipped} be left out; repair them, or allow more. The first: {'; '.join(self.shown)}"
-            )
 
 
 def batches(pipeline: InputPipeline, *, epoch: int = 0, seed: int = 0, start: int = 0) -> Iterator[Any]:

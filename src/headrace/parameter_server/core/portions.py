@@ -166,28 +166,22 @@ class PortionTable:
             self._holders.pop(part, None)
             self._counts[event.worker] += 1
             if len(self._done) == self._portions:
-                self._results += self._mean()
+                # Summed in the order of the portions.
+                every = [self._done[part] for part in range(self._portions)]
+                weight = sum(portion for _, portion in every)
+                self._results += (sum(loss * portion for loss, portion in every) / weight if weight else 0.0), weight
         elif self._steers:
             if len(event.report) != 1:
                 raise ValueError(f"steering is committed with one number, got {len(event.report)}")
-            self._next(ends=not event.report[0])
-
-    def _next(self, ends: bool) -> None:
-        """Begins the next evaluation, of the same round or of the next one."""
-        self._serial += 1
-        self._evaluation = 0 if ends else self._evaluation + 1
-        self._done.clear()
-        self._holders.clear()
-        self._counts.clear()
-        if ends:
-            self._round += 1
-            self._results.clear()
-
-    def _mean(self) -> tuple[float, float]:
-        """Returns loss and weight of the whole batch, summed in the order of the portions."""
-        every = [self._done[part] for part in range(self._portions)]
-        weight = sum(portion for _, portion in every)
-        return (sum(loss * portion for loss, portion in every) / weight if weight else 0.0), weight
+            ends = not event.report[0]
+            self._serial += 1
+            self._evaluation = 0 if ends else self._evaluation + 1
+            self._done.clear()
+            self._holders.clear()
+            self._counts.clear()
+            if ends:
+                self._round += 1
+                self._results.clear()
 
     @property
     def _steers(self) -> bool:

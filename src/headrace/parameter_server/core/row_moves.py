@@ -270,7 +270,12 @@ class RowMoves:
             return {}, missing
         base, came = set(done), {number: self.aside[number] for number in numbers}
         for number, moving in came.items():
-            self._come(number, moving, base)
+            theirs = numbers_in(moving.done)
+            more, less = theirs - base, base - theirs
+            for part in moving.rows:
+                besides, lack = set(part.besides), set(part.lack)
+                moved = MovedRows(part.rows, number, (more | besides - base) - lack, (less - besides) | (lack & base))
+                self.here.insert(overlapping(self.here, part.rows).start, moved)
         self.map = map_
         self.seen = max(self.seen, map_.version)
         self.aside = {number: moving for number, moving in self.aside.items() if number > map_.version}
@@ -289,7 +294,7 @@ class RowMoves:
             owed = [moved for moved in self.here if lease in moved.lack and version >= moved.since]
             for moved in owed:
                 moved.lack.discard(lease)
-            return [], [each.rows for each in owed]
+            return [], [moved.rows for moved in owed]
         skipped: list[RowRange] = []
         for moved in self.here if is_done else ():
             if lease in moved.besides:
@@ -323,15 +328,6 @@ class RowMoves:
             moved.lack.clear()
         self.aside = {number: _settled(moving) for number, moving in self.aside.items()}
         self.gone = {number: _settled(moving) for number, moving in self.gone.items()}
-
-    def _come(self, number: int, moving: Moving, base: set[int]) -> None:
-        """Counts the rows of a move as being here; `base` are the leases of this server."""
-        theirs = numbers_in(moving.done)
-        more, less = theirs - base, base - theirs
-        for part in moving.rows:
-            besides, lack = set(part.besides), set(part.lack)
-            moved = MovedRows(part.rows, number, (more | besides - base) - lack, (less - besides) | (lack & base))
-            self.here.insert(overlapping(self.here, part.rows).start, moved)
 
 
 def _settled(moving: Moving) -> Moving:

@@ -121,7 +121,11 @@ class ReplicatedTransport:
                     self._receive_while_filling()
                     return
                 self._fill_at = None
-            self._report_ends()
+            # An ended connection is reported a second time when its grace is over.
+            while self._ends and self._ends[0][0] <= monotonic():
+                peer = self._ends.popleft()[1]
+                if peer in self._links.ends:
+                    self._append(LogEntry(ReceivedMessage(peer, b"")))
             if not self._inbox:
                 self._inbox.extend(map(self._capture, self._own.receive(0.0 if self._due else timeout_s)))
             while self._inbox and self._fill_at is None:
@@ -179,13 +183,6 @@ class ReplicatedTransport:
             pushed = {slot: self._own.pushed(mail.peer, slot) for slot in slots}
             self._own.release(mail.peer, slots)
         return LogEntry(mail, pushed)
-
-    def _report_ends(self) -> None:
-        """Reports ended connections a second time when their grace is over."""
-        while self._ends and self._ends[0][0] <= monotonic():
-            peer = self._ends.popleft()[1]
-            if peer in self._links.ends:
-                self._append(LogEntry(ReceivedMessage(peer, b"")))
 
     def _append(self, entry: LogEntry) -> None:
         self._links.note(entry.mail)

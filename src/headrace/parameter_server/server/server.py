@@ -329,13 +329,6 @@ class Server:
             blob = b"answered"
         self._transport.send(received.peer, encode(Message(Kind.DONE, number=message.number)), blob=blob)
 
-    def _settle(self, done: int) -> None:
-        """Handles the number of rounds done, which every worker reports at a sync point, some after new pushes."""
-        if done > self._settled:
-            self._settled = done
-            self._optimizer.settle(done)
-            self._requests.broadcast(Settle())
-
     def _do(self, member: Member, received: ReceivedMessage, message: Message) -> None:
         if message.kind in _LEASED:
             self._leasing().handle(member.worker, message)
@@ -347,7 +340,11 @@ class Server:
         elif message.kind == Kind.AVERAGE:
             self._requests.swap_weights(bool(message.flag))
         elif message.kind == Kind.SETTLE:
-            self._settle(message.lease)
+            # Every worker reports it at a sync point, some after new pushes.
+            if message.lease > self._settled:
+                self._settled = message.lease
+                self._optimizer.settle(message.lease)
+                self._requests.broadcast(Settle())
         elif message.kind == Kind.BEGIN:
             self._begun |= message.flag == 1
         elif message.kind == Kind.REST:

@@ -95,7 +95,16 @@ class RowCopies:
         """Begins a step; now and then it chooses the hottest rows anew."""
         self._step += 1
         if self._window and (self._step in _FIRST or self._step % _EVERY == 0):
-            self._choose()
+            ids, counts = torch.unique(torch.cat(tuple(self._window)), return_counts=True)
+            # What was asked for once is not worth a copy.
+            often = (counts > 1).nonzero().view(-1)
+            hottest = often[counts[often].topk(min(self._most, len(often))).indices]
+            before, pulled = self.held, self._pulled
+            self.held = NearRows(self._spec, ids[hottest].sort().values)
+            self._pulled = torch.zeros(len(self.held.ids), dtype=torch.int64)
+            where, at = before.find(self.held.ids)
+            self.held.put(before.ids[at], before.rows[at], before.servers[at], before.versions[at])
+            self._pulled[where] = pulled[at]
 
     def count(self, ids: Tensor) -> None:
         """Counts one request for distinct rows."""
@@ -117,18 +126,6 @@ class RowCopies:
     def forget(self) -> None:
         """Drops all copies."""
         self.held.versions.fill_(-1)
-
-    def _choose(self) -> None:
-        ids, counts = torch.unique(torch.cat(tuple(self._window)), return_counts=True)
-        # What was asked for once is not worth a copy.
-        often = (counts > 1).nonzero().view(-1)
-        hottest = often[counts[often].topk(min(self._most, len(often))).indices]
-        before, pulled = self.held, self._pulled
-        self.held = NearRows(self._spec, ids[hottest].sort().values)
-        self._pulled = torch.zeros(len(self.held.ids), dtype=torch.int64)
-        where, at = before.find(self.held.ids)
-        self.held.put(before.ids[at], before.rows[at], before.servers[at], before.versions[at])
-        self._pulled[where] = pulled[at]
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,16 @@ class RowRequests:
     def _carry_out(self, actions: Sequence[events.Action]) -> None:
         for action in actions:
             if isinstance(action, events.ApplyStep):
-                self._step(action)
+                began = perf_counter()
+                requests = [self.open[worker] for worker in action.workers]
+                steps = max(request.message.steps for request in requests)
+                try:
+                    rows = requests[0].rows if len(requests) == 1 else _mean(requests)
+                    self._tables.apply(rows, action.share, action.staleness, steps)
+                except Exception as error:
+                    raise StepFailed(error) from error
+                worker = action.workers[0] if len(action.workers) == 1 else -1
+                self._counters.stepped_rows(worker, action.staleness, perf_counter() - began)
             elif isinstance(action, events.Ack | events.Refuse):
                 request = self.open.pop(action.worker, None)
                 if isinstance(action, events.Refuse) and action.lease >= 0:
@@ -179,18 +188,6 @@ class RowRequests:
                 if request is not None:
                     reason = action.reason.value if isinstance(action, events.Refuse) else 0
                     self._answer(request, reason)
-
-    def _step(self, step: events.ApplyStep) -> None:
-        began = perf_counter()
-        requests = [self.open[worker] for worker in step.workers]
-        steps = max(request.message.steps for request in requests)
-        try:
-            rows = requests[0].rows if len(requests) == 1 else _mean(requests)
-            self._tables.apply(rows, step.share, step.staleness, steps)
-        except Exception as error:
-            raise StepFailed(error) from error
-        worker = step.workers[0] if len(step.workers) == 1 else -1
-        self._counters.stepped_rows(worker, step.staleness, perf_counter() - began)
 
     def _answer(self, request: OpenPush, reason: int) -> None:
         asked = request.message

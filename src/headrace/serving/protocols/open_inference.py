@@ -120,7 +120,10 @@ def write_reply(version: LoadedVersion, request: InferenceRequest, outputs: Sequ
             blocks.append(np.ascontiguousarray(output).tobytes())
             tensor["parameters"] = {"binary_data_size": len(blocks[-1])}
         else:
-            tensor["data"] = _plain(output)
+            # orjson writes these types itself, float16 not.
+            tensor["data"] = np.ascontiguousarray(
+                output.ravel() if output.dtype != np.float16 else output.ravel().astype(np.float32)
+            )
         described.append(tensor)
     document: dict[str, Any] = {"model_name": version.name, "model_version": str(version.number)}
     if request.id is not None:
@@ -130,11 +133,6 @@ def write_reply(version: LoadedVersion, request: InferenceRequest, outputs: Sequ
         return HttpAnswer(text)
     headers = [(b"content-type", b"application/octet-stream"), (JSON_LENGTH, str(len(text)).encode())]
     return HttpAnswer(b"".join([text, *blocks]), 200, headers)
-
-
-def _plain(output: Array) -> Any:
-    # orjson writes these types itself, float16 not.
-    return np.ascontiguousarray(output.ravel() if output.dtype != np.float16 else output.ravel().astype(np.float32))
 
 
 def _tensor_metadata(form: TensorForm) -> dict[str, Any]:

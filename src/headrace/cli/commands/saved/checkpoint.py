@@ -64,7 +64,13 @@ def checkpoint(
         folder, steps = _found(path)
         match action:
             case _Action.LIST:
-                _list(answer, folder, steps)
+                rows = [_look(folder, step) for step in steps]
+                heads = ("step", "size", "strategy", "workers", "saved", "manifest, sizes")
+                keys = ("step", "bytes", "strategy", "workers", "saved_at", "wrong")
+                cells = [[_cell(key, row[key]) for key in keys] for row in rows]
+                answer.give(
+                    {"folder": str(folder.path), "checkpoints": rows}, _columns([heads, *cells], right=(0, 1, 3))
+                )
             case _Action.VERIFY:
                 sound = _verify(answer, folder, steps)
             case _Action.SHOW:
@@ -104,14 +110,6 @@ def _found(path: Path) -> tuple[CheckpointFolder, tuple[int, ...]]:
             "at its end, and every 10 minutes or as --checkpoint-every says"
         )
     return folder, steps
-
-
-def _list(answer: Answer, folder: CheckpointFolder, steps: Sequence[int]) -> None:
-    rows = [_look(folder, step) for step in steps]
-    heads = ("step", "size", "strategy", "workers", "saved", "manifest, sizes")
-    keys = ("step", "bytes", "strategy", "workers", "saved_at", "wrong")
-    cells = [[_cell(key, row[key]) for key in keys] for row in rows]
-    answer.give({"folder": str(folder.path), "checkpoints": rows}, _columns([heads, *cells], right=(0, 1, 3)))
 
 
 def _look(folder: CheckpointFolder, step: int) -> dict[str, Any]:
