@@ -36,7 +36,7 @@ def test_the_last_message_of_one_that_has_ended_is_read() -> None:
         there.close()
     try:
         # The end of the connection is known before what came by it is read.
-        assert select.select([here._listener._guard.ended_fd], [], [], 20)[0]
+        assert select.select([here._listener.guard.ended_fd], [], [], 20)[0]
         assert until(lambda: has_come("last"), 20)
         assert (THERE, "last", "why it ends") in told
     finally:

@@ -117,7 +117,7 @@ def test_the_end_of_the_store_is_noticed() -> None:
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(client.get, "nothing")
         served.server.close()
-        with pytest.raises(ConnectionError, match=r"is lost: it has closed the connection"):
+        with pytest.raises(ConnectionError, match=r"is lost: the connection was closed"):
             asked.result(WITHIN_S)
     client.close()
 

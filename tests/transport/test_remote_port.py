@@ -138,7 +138,7 @@ def test_a_peer_that_knows_the_server_alone_is_refused(
         worker.curve_serverkey = keys._public[0]
 
     monkeypatch.setattr(Keys, "protect_client", present)
-    with pytest.raises(ConnectionError, match="does not let this worker's key in"):
+    with pytest.raises(ConnectionError, match="does not know this process's key"):
         join(port, lambda: RemoteClientTransport(port.address, SLOTS, SLOTS, secret=SECRET))
     still_served(port, link)
 
@@ -147,7 +147,7 @@ def test_a_peer_that_does_not_encrypt_is_refused(
     port: RemoteServerTransport, link: ClientTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Keys, "protect_client", lambda keys, worker: None)
-    with pytest.raises(ConnectionError, match="no server of headrace"):
+    with pytest.raises(ConnectionError, match="no process of headrace"):
         join(port, lambda: RemoteClientTransport(port.address, SLOTS, SLOTS, secret=SECRET))
     still_served(port, link)
 
@@ -157,7 +157,7 @@ def test_a_link_speaks_to_no_other_server() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     server = context.socket(zmq.ROUTER)
     number = server.bind_to_random_port("tcp://127.0.0.1")
-    with pytest.raises(ConnectionError, match="no server of headrace"):
+    with pytest.raises(ConnectionError, match="no process of headrace"):
         RemoteClientTransport(f"tcp://127.0.0.1:{number}", SLOTS, SLOTS, secret=SECRET)
     server.close(0)
     context.term()

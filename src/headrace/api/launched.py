@@ -25,8 +25,7 @@ from typing import Any
 
 from headrace.api.checks import JobInfo
 from headrace.api.resume import ResumeRequest, begin_attempt
-from headrace.api.supervision import begin_and_end, console_of, copier_of, copying, follow_run, write_end
-from headrace.checkpoint.copier import CheckpointCopier
+from headrace.api.supervision import Follower, begin_and_end, copying, follow_run, write_end
 from headrace.data.cache.fingerprint import fingerprint
 from headrace.data.loading.loader import as_pipeline
 from headrace.data.pipeline.source import ArraySource
@@ -41,11 +40,9 @@ from headrace.errors import HeadraceError, LeftBehind, UnfitMachine, UsageError
 from headrace.machine import disk
 from headrace.machine.identity import versions
 from headrace.parameter_server.server.snapshots import SnapshotSet
-from headrace.report.model.events import Tail
 from headrace.report.trackers.listeners import Listeners
-from headrace.report.views.live import Console
 from headrace.spec.cluster import Cluster
-from headrace.spec.events import LAUNCHER, Saved
+from headrace.spec.events import LAUNCHER
 from headrace.spec.plain import from_plain
 from headrace.strategies import Strategy
 from headrace.worker.attributes import SameBuild
@@ -63,6 +60,7 @@ class Launched:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
+        self._group: LaunchedGroup | None = None
 
     def begin(self, run_dir: Path | None, timeout_s: float) -> None:
         """Finds who leads a run that is under way, which this process may come back to."""
@@ -85,24 +83,25 @@ class Launched:
         """Returns what rank 0 has measured."""
         return of_first(measured) if self._ranks > 1 else measured()
 
-    def engine(self, timeout_s: float, encrypt: bool) -> AbstractContextManager[LaunchedEngine]:
+    def engine(self, timeout_s: float, encrypt: bool) -> AbstractContextManager[Engine]:
         """Returns what runs this rank."""
-        return closing(LaunchedEngine(join_group(timeout_s, encrypt)))
+        self._group = join_group(timeout_s, encrypt)
+        return closing(LaunchedEngine(self._group))
 
     def supervise(
         self, spec: RunSpec, info: JobInfo, engine: Engine, request: ResumeRequest, listeners: Listeners
     ) -> str:
         """Runs to the end; returns "ok", "interrupted", "terminated" or "left"."""
-        assert isinstance(engine, LaunchedEngine)
-        leads = (engine.group.rank, engine.group.incarnation) == (0, 0)
-        status = _lead(spec, info, engine, request, listeners) if leads else _join(spec, info, engine)
-        engine.group.agree("read")
+        group = self._group
+        assert group
+        first = (group.rank, group.incarnation) == (0, 0)
+        status = _lead(spec, info, engine, group, request, listeners) if first else _join(spec, info, engine, group)
+        group.agree("read")
         return status
 
 
-def _join(spec: RunSpec, info: JobInfo, engine: LaunchedEngine) -> str:
+def _join(spec: RunSpec, info: JobInfo, engine: Engine, group: LaunchedGroup) -> str:
     """Runs as one of the launcher's processes besides rank 0; those of one host write to one directory."""
-    group = engine.group
     begin = json.loads(group.agree(""))
     if "refused" in begin:
         raise first_failed(group.hosts[0], begin["refused"])
@@ -168,8 +167,9 @@ def _resume_point(plain: Mapping[str, Any]) -> ResumePoint:
     return ResumePoint(Path(plain["folder"]), plain["step"], plain["same"], plain["reset_optimizer"], snapshots)
 
 
-def _lead(spec: RunSpec, info: JobInfo, engine: LaunchedEngine, request: ResumeRequest, listeners: Listeners) -> str:
-    group = engine.group
+def _lead(
+    spec: RunSpec, info: JobInfo, engine: Engine, group: LaunchedGroup, request: ResumeRequest, listeners: Listeners
+) -> str:
     with ExitStack() as stack:
         try:
             begun, notices = stack.enter_context(begin_attempt(spec, info, request))
@@ -199,10 +199,8 @@ class _Successor:
     def __init__(self, spec: RunSpec, info: JobInfo, group: LaunchedGroup) -> None:
         self.status = "failed"
         self._spec, self._info, self._group = spec, info, group
-        self._shown: tuple[Tail, Console] | None = None
-        self._copier: CheckpointCopier | None = None
+        self._follower: Follower | None = None
         self._closing = ExitStack()
-        self._follow: Callable[[RunProgress | None], None] = self._show
 
     def __enter__(self) -> _Successor:
         return self
@@ -213,33 +211,19 @@ class _Successor:
         self._closing.close()
         with closing(EventWriter(self._spec.run_dir, LAUNCHER, self._spec.started)) as events:
             write_end(events, LEFT if isinstance(error, LeftBehind) else self.status)
-        if self._shown:
-            self.follow(None)
-            self._shown[1].close()
+        if self._follower:
+            self._follower.close()
 
     def follow(self, progress: RunProgress | None) -> None:
         """Shows what is new, if this rank leads."""
         if not self._group.leads:
             return
-        if self._shown is None:
-            tail = Tail(self._spec.run_dir, skip=("stepped",), new_only=True)
-            console = console_of(self._spec, self._info)
-            self._shown = tail, console
-            console.line(f"rank {self._group.rank} leads from now on, because rank 0 was lost")
-            self._copier = copier_of(self._spec)
-            self._follow = self._closing.enter_context(copying(self._copier, console.line, self._show))
+        if self._follower is None:
+            self._follower = Follower(self._spec, self._info, Listeners(None))
+            say = self._follower.console.line
+            say(f"rank {self._group.rank} leads from now on, because rank 0 was lost")
+            self._follow = self._closing.enter_context(copying(self._follower.copier, say, self._follower))
         self._follow(progress)
-
-    def _show(self, progress: RunProgress | None) -> None:
-        if self._shown is None:
-            return
-        tail, show = self._shown
-        if progress:
-            show.update(progress.step, progress.loss, progress.examples)
-        for event in tail.read():
-            show.event(event)
-            if self._copier and isinstance(event, Saved):
-                self._copier.wake()
 
 
 def require_alike(info: JobInfo, strategy: Strategy, encrypt: bool) -> None:

@@ -92,54 +92,71 @@ def write_end(writer: EventWriter, status: str) -> None:
         writer.write(RunEnded(LAUNCHER, writer.now(), "interrupted" if status == TERMINATED else status))
 
 
-def follow_run(spec: RunSpec, info: JobInfo, notices: tuple[str, ...], engine: Engine, listeners: Listeners) -> str:
-    tail = Tail(spec.run_dir, skip=listeners.skips, new_only=True)
-    show = console_of(spec, info)
+class Follower:
+    """Shows a run, tells its listeners of events and copies its checkpoints, as often as it is called.
 
-    served: dict[int, ServerStats] = {}
-    log = LogTail(log_path(spec.run_dir, 0), until=LAST_LOG_LINE, new_only=True)
-    monitor = DiskMonitor(spec.run_dir, show.line)
-    copier = copier_of(spec)
+    Attributes:
+        console: what shows it.
+        served: what each server has told last.
+        copier: of its checkpoints; None where none are copied.
+    """
 
-    def follow(progress: RunProgress | None = None) -> None:
+    def __init__(self, spec: RunSpec, info: JobInfo, listeners: Listeners) -> None:
+        plain, show_html = not can_paint(sys.stderr), notebook_display()
+        self.console = Console(spec.plan.strategy, _rounds(spec, info), plain, told=info.told, show_html=show_html)
+        self.served: dict[int, ServerStats] = {}
+        self._listeners = listeners
+        self._tail = Tail(spec.run_dir, skip=listeners.skips, new_only=True)
+        self._log = LogTail(log_path(spec.run_dir, 0), until=LAST_LOG_LINE, new_only=True)
+        self._disk = DiskMonitor(spec.run_dir, self.console.line)
+        self.copier = _copier_of(spec)
+
+    def __call__(self, progress: RunProgress | None = None) -> None:
         if progress:
-            show.update(progress.step, progress.loss, progress.examples)
-        monitor.check()
-        for line in log.read():
-            show.line(line)
-        for event in tail.read():
-            show.event(event)
+            self.console.update(progress.step, progress.loss, progress.examples)
+        self._disk.check()
+        for line in self._log.read():
+            self.console.line(line)
+        for event in self._tail.read():
+            self.console.event(event)
             if isinstance(event, ServerStats):
-                served[event.rank] = event
-            if copier and isinstance(event, Saved):
-                copier.wake()
-            listeners(event)
-        for line in listeners.lines():
-            show.line(line)
+                self.served[event.rank] = event
+            if self.copier and isinstance(event, Saved):
+                self.copier.wake()
+            self._listeners(event)
+        for line in self._listeners.lines():
+            self.console.line(line)
 
+    def close(self) -> None:
+        """Shows the rest."""
+        self()
+        for line in self._listeners.close():
+            self.console.line(line)
+        self.console.close()
+
+
+def follow_run(spec: RunSpec, info: JobInfo, notices: tuple[str, ...], engine: Engine, listeners: Listeners) -> str:
+    follower = Follower(spec, info, listeners)
     try:
         with begin_and_end(spec, info) as events:
             plan = spec.plan
             for line in (_first_line(spec, info), *replica_lines(plan), *stage_lines(plan), *info.notices, *notices):
                 events.note(line)
-            with copying(copier, events.note, follow) as follow_both:
-                status = engine.run(spec, follow_both)
+            with copying(follower.copier, events.note, follower) as follow:
+                status = engine.run(spec, follow)
             events.status = status
-            follow()
-            for uneven in imbalances(plan, served):
+            follower()
+            for uneven in imbalances(plan, follower.served):
                 events.note(uneven)
         return status
     except (PeerLost, PeersApart, ForkServerLost) as lost:
         lost.remedy = _remedy(spec)
         raise
     finally:
-        follow()
-        for line in listeners.close():
-            show.line(line)
-        show.close()
+        follower.close()
 
 
-def copier_of(spec: RunSpec) -> CheckpointCopier | None:
+def _copier_of(spec: RunSpec) -> CheckpointCopier | None:
     when = spec.checkpoints
     if when is None or when.copy_to is None:
         return None
@@ -173,11 +190,6 @@ def copying(
         except KeyboardInterrupt:
             say("the last checkpoint was not copied to its end; resume=True (--resume) copies it")
         follow_both(None)
-
-
-def console_of(spec: RunSpec, info: JobInfo) -> Console:
-    plain, show_html = not can_paint(sys.stderr), notebook_display()
-    return Console(spec.plan.strategy, _rounds(spec, info), plain, told=info.told, show_html=show_html)
 
 
 def _remedy(spec: RunSpec) -> str:

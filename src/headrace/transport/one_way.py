@@ -19,7 +19,7 @@ import zmq
 
 from headrace.transport.connections import AcceptLimiter
 from headrace.transport.frames import PART_BYTES
-from headrace.transport.zeromq import ConnectionEvents, any_port, connect, listen, make_socket
+from headrace.transport.zeromq import ENDS, ConnectionEvents, any_port, connect, listen, make_socket
 
 T = TypeVar("T")
 
@@ -39,14 +39,6 @@ _TOKEN = b"token "
 
 _ADDED_BYTES = 1 << 10
 """More than the encryption of a part adds."""
-_ENDS = {
-    zmq.EVENT_CLOSED: "no process listens there, or no packet comes there",
-    zmq.EVENT_CONNECT_RETRIED: "no process listens there, or no packet comes there",
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not let this process in",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the process that listens there is not of this run",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the process that listens there is not of this run",
-    zmq.EVENT_DISCONNECTED: "the connection was closed",
-}
 
 
 @dataclass(frozen=True)
@@ -141,7 +133,7 @@ class PushEnd(_End):
         self._address = address
         self._established = False
         self._end = ""
-        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(event.value for event in _ENDS)
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | sum(event.value for event in ENDS)
         super().__init__(context, zmq.PUSH, replace(limits, slots=limits.slots + 1), events, check)
         if not key.startswith(_TOKEN):
             self.socket.curve_publickey, self.socket.curve_secretkey = zmq.curve_keypair()
@@ -174,7 +166,7 @@ class PushEnd(_End):
     def ended(self) -> str:
         for event, _ in self.events.read():
             self._established |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            self._end = self._end or _ENDS.get(event, "")
+            self._end = self._end or ENDS.get(event, "")
         return self._end
 
 

@@ -13,21 +13,11 @@ from torch import Tensor
 from headrace.transport import frames
 from headrace.transport.base import LARGEST_ANSWER, ClientTransport, Slots, TransportLayout
 from headrace.transport.frames import FrameKind, Payload, Reassembler
-from headrace.transport.zeromq import Keys, connect, make_client
+from headrace.transport.zeromq import ENDS, Keys, connect, make_client
 
 _STALL_S = 60.0
 _FAREWELL_MS = 2_000
 """How long the last messages may take."""
-
-_STRANGER = "it has another secret than this run's, or is no server of headrace"
-_ENDS = {
-    zmq.EVENT_CLOSED: "no process listens there",
-    zmq.EVENT_CONNECT_RETRIED: "no process listens there",
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not let this worker's key in; is it of another run?",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: _STRANGER,
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: _STRANGER,
-    zmq.EVENT_DISCONNECTED: "it has gone",
-}
 
 
 class RemoteClientTransport(ClientTransport):
@@ -159,7 +149,7 @@ class RemoteClientTransport(ClientTransport):
     def _read(self) -> None:
         """Receives all that has arrived; first checks whether the connection has ended, as earlier frames count."""
         for event, _ in self._events.read():
-            self._end = self._end or _ENDS.get(event, "")
+            self._end = self._end or ENDS.get(event, "")
         while True:
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)

@@ -25,9 +25,10 @@ from headrace.errors import UsageError
 from headrace.shared_memory.segment import SharedSegment, memory_file
 from headrace.transport import frames
 from headrace.transport.base import Blob, ReceivedMessage, ServerTransport, Slots, TransportLayout
-from headrace.transport.connections import Connection, ConnectionGuard, wire_bytes
+from headrace.transport.connections import Connection, wire_bytes
 from headrace.transport.frames import Frame, FrameKind, Reassembler, control_frame
-from headrace.transport.zeromq import Keys, is_loopback, listen, make_socket, waits
+from headrace.transport.messages import MessageListener
+from headrace.transport.zeromq import Keys, is_loopback, waits
 
 _AGAIN_S = 0.005
 _FAREWELL_S = 2.0
@@ -89,7 +90,6 @@ class RemoteServerTransport(ServerTransport):
                 "strangers; make one with secrets.token_bytes(32) and give it to every process of the run"
             )
         self.secret = secret if secret is not None else secrets.token_bytes(32)
-        keys = Keys(self.secret)
         self.moved_bytes = 0
         self._layout = TransportLayout(parameters, pushes, replies, rows_bytes)
         self._region = torch.zeros(parameters.nbytes, dtype=torch.uint8) if region is None else region
@@ -100,21 +100,15 @@ class RemoteServerTransport(ServerTransport):
         self._routes: dict[bytes, _Peer] = {}
         self._by_connection: dict[Connection, _Peer] = {}
         self._reported: list[_Peer] = []
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = make_socket(self._context, zmq.ROUTER)
+        self._listener = MessageListener(address, Keys(self.secret))
+        self.address, self._socket, self._guard = self._listener.address, self._listener.socket, self._listener.guard
         self._socket.router_mandatory = True
-        self._guard = ConnectionGuard(self._socket, keys)
         # Shows other programs, such as `headrace doctor`, that this process is a server.
         self._mark = memory_file("port")
         self._poll = epoll()
         for descriptor in (self._socket.FD, self._guard.ended_fd):
             self._poll.register(descriptor, EPOLLIN)
         self.descriptor, self.rest_s = self._poll.fileno(), inf
-        try:
-            self.address = listen(self._socket, address)
-        except BaseException:
-            self._free(0)
-            raise
 
     def parameters(self, slot: int) -> Tensor:
         return self._layout.parameters.of(self._region, slot)
@@ -198,16 +192,12 @@ class RemoteServerTransport(ServerTransport):
 
     def close(self) -> None:
         deadline = monotonic() + _FAREWELL_S
-        while not self._context.closed and self._flush_all() and monotonic() < deadline:
+        while not self._poll.closed and self._flush_all() and monotonic() < deadline:
             self._part(self._guard.take_ended())
             self._poll.poll(_AGAIN_S)
-        self._free(int(_FAREWELL_S * 1000))
-
-    def _free(self, linger_ms: int) -> None:
-        self._poll.close()
-        if not self._context.closed:
-            self._guard.close(linger_ms)
-            self._context.term()
+        if not self._poll.closed:
+            self._poll.close()
+            self._listener.close(int(_FAREWELL_S * 1000))
             os.close(self._mark)
 
     def _part(self, ended: Sequence[Connection]) -> list[_Peer]:

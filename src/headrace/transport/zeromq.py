@@ -35,15 +35,18 @@ _HEARTBEAT_MS, _TIMEOUT_MS = 5_000, 20_000
 _HANDSHAKE_MS = 30_000
 _NEVER_MS = 24 * 3_600_000
 _CUT_S = 1.0
-ENDS = (
-    zmq.EVENT_CLOSED,
-    zmq.EVENT_CONNECT_RETRIED,
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
-    zmq.EVENT_DISCONNECTED,
-)
-"""The events by which a connection ends, or is not established."""
+
+_ABSENT = "no process listens there, or no packet comes there"
+_STRANGER = "it has another secret than this run's, or is no process of headrace"
+ENDS = {
+    zmq.EVENT_CLOSED: _ABSENT,
+    zmq.EVENT_CONNECT_RETRIED: _ABSENT,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know this process's key",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: _STRANGER,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: _STRANGER,
+    zmq.EVENT_DISCONNECTED: "the connection was closed",
+}
+"""The events by which a connection ends, or is not established, and what they say of it."""
 
 _OPENED = (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED)
 _watches = count()

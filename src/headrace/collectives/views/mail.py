@@ -21,7 +21,7 @@ import zmq
 
 from headrace.policies.views import Member
 from headrace.spec.plain import from_plain
-from headrace.transport.messages import MessageListener
+from headrace.transport.messages import MessageListener, tell_stranger
 from headrace.transport.zeromq import ENDS, ConnectionEvents, Keys, any_port, connect, make_client
 
 _WAITING = 1_000
@@ -33,17 +33,14 @@ Mail = tuple[Member, str, Any]
 
 
 class MemberMail:
-    """One process's messages; it listens at a port of `host`.
-
-    `tell` is called once for each address from which a process has connected that has not authenticated itself; with ""
-    for those whose connection ended before its address was read.
+    """One process's messages; it listens at a port of `host`. For `tell` see `MessageListener`.
 
     Attributes:
         address: where it listens.
         gone: the members to which a connection has ended.
     """
 
-    def __init__(self, me: Member, secret: bytes, host: str, tell: Callable[[str], None]) -> None:
+    def __init__(self, me: Member, secret: bytes, host: str, tell: Callable[[str], None] = tell_stranger) -> None:
         self.gone: set[Member] = set()
         self._me = me
         self._keys = Keys(secret)

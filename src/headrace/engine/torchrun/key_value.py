@@ -25,7 +25,7 @@ import zmq
 
 from headrace.errors import WorkerFailed
 from headrace.transport.frames import PART_BYTES
-from headrace.transport.zeromq import Keys, connect, make_client, waits
+from headrace.transport.zeromq import ENDS, Keys, connect, make_client, waits
 
 SET, GET, ADD, LEAVE, MEET, LOSE, END, COPY = b"s", b"g", b"a", b"e", b"m", b"l", b"r", b"c"
 CAME, LOST = b"+", b""
@@ -40,12 +40,6 @@ _SHOWN_S = 1.0
 _GREETING_BYTES = 64
 
 _REFUSED = (zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED)
-_ENDS = {
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know this process's key",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it has ended the handshake",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak the protocol",
-    zmq.EVENT_DISCONNECTED: "it has closed the connection",
-}
 
 
 class Failure(TypedDict):
@@ -217,8 +211,8 @@ class StoreClient:
         for event, _ in self._events.read():
             if event in _REFUSED:
                 raise ConnectionRefusedError(f"no process listens at {self.address}")
-            if event in _ENDS:
-                raise ConnectionResetError(f"the store at {self.address} is lost: {_ENDS[event]}")
+            if event in ENDS:
+                raise ConnectionResetError(f"the store at {self.address} is lost: {ENDS[event]}")
 
 
 def copy_of(store: StoreClient) -> dict[bytes, bytes]:

@@ -360,14 +360,8 @@ def _at_master(rank: int, secret: bytes) -> Callable[[], str]:
 
 
 def _serve(address: str, secret: bytes) -> str:
-    def tell(peer: str) -> None:
-        sys.stderr.write(
-            f"headrace: a process at {peer or 'an address that was gone too soon'} wanted to join the run without its "
-            "secret; it was refused, and the run goes on. If that is one of its hosts, the secret there is another\n"
-        )
-
     try:
-        server = StoreServer(address, secret, tell)
+        server = StoreServer(address, secret)
     except UsageError as error:
         raise UsageError(
             f"rank 0 on {host_name()} cannot listen at {address.removeprefix('tcp://')} (MASTER_ADDR:MASTER_PORT): "

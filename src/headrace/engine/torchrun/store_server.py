@@ -29,7 +29,7 @@ from headrace.engine.torchrun.key_value import (
     failure_of,
 )
 from headrace.transport.connections import Connection
-from headrace.transport.messages import MessageListener
+from headrace.transport.messages import MessageListener, tell_stranger
 from headrace.transport.zeromq import Keys
 
 _Caller = TypeVar("_Caller")
@@ -91,16 +91,15 @@ class Meetings(Generic[_Caller]):
 class StoreServer:
     """Serves a store at "tcp://host:port", port 0 for any that is free; `address` is where it listens.
 
-    `tell` is called once for each address from which a process has connected that has not authenticated itself; with
-    "" for those whose connection ended before its address was read.
-    It begins with `values`, of another store. Raises UsageError if it cannot listen there.
+    It begins with `values`, of another store; for `tell` see `MessageListener`. Raises UsageError if it cannot listen
+    there.
     """
 
     def __init__(
         self,
         address: str,
         secret: bytes,
-        tell: Callable[[str], None],
+        tell: Callable[[str], None] = tell_stranger,
         values: Mapping[bytes, bytes] = MappingProxyType({}),
     ) -> None:
         self._values = dict(values)

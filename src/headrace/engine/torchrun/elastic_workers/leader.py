@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from time import monotonic
 
@@ -40,7 +40,6 @@ class StorePlace:
 
     address: str
     secret: bytes
-    tell_stranger: Callable[[str], None]
     values: Mapping[bytes, bytes]
 
 
@@ -138,7 +137,7 @@ class ViewLeader:
     def _serve(self, place: StorePlace, relay: HeartbeatRelay) -> None:
         """Serves a store, from what the first one held, and decides about those that are lost or come back."""
         rank, incarnation = self._views.me
-        self._server = StoreServer(any_port(place.address), place.secret, place.tell_stranger, place.values)
+        self._server = StoreServer(any_port(place.address), place.secret, values=place.values)
         for member, now in self._views.seen:
             record = self._page.ranks[member]
             record.restarts = max(record.restarts, now)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 
 from headrace.collectives.base import HostMap
@@ -41,7 +40,7 @@ def join_views(
         check_run: raises where the run has failed.
     """
     store, address = launched_store(), own_address() if relay else "127.0.0.1"
-    mail = MemberMail(me, launched_secret(), address, _tell_stranger)
+    mail = MemberMail(me, launched_secret(), address)
     rank, incarnation = me
     store.set(f"{prefix}/members/{rank}/{incarnation}", mail.address)
     workers = range(spec.plan.workers)
@@ -62,14 +61,7 @@ def join_views(
     view = first or MemberView(-1, (me,))
     views = HostViews(membership, page, me, view, home, spec.plan.min_workers, spec.timeout_s)
     # Now all have set what one that comes back asks for.
-    place = StorePlace(address, launched_secret(), _tell_stranger, copy_of(store)) if relay and given_secret() else None
+    place = StorePlace(address, launched_secret(), copy_of(store)) if relay and given_secret() else None
     if me == (0, 0):
         store.add(TRAINS, 1)
     return views, ViewLeader(spec, page, views, prefix, store.address, mail.address, relay, place)
-
-
-def _tell_stranger(peer: str) -> None:
-    sys.stderr.write(
-        f"headrace: a process at {peer or 'an address that was gone too soon'} connected to a worker without the run's "
-        "secret; it was refused, and the run goes on\n"
-    )
