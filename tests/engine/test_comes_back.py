@@ -65,7 +65,7 @@ def test_others_are_not_silent_while_the_store_does_not_answer() -> None:
         _hosts=["a", "b"],
         _timeout_s=10.0,
         _probes={1: probe},
-        _relay=SimpleNamespace(told_s=monotonic() - 4.0),
+        _relay=SimpleNamespace(told_s=monotonic() - 4.0, severed=set(), left=set()),
     )
     for _ in range(9):
         silent_s = LivenessWatch._look_at(cast("LivenessWatch", watch), 1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
+from headrace import internals
 from headrace.errors import in_one_line
 from headrace.hooks import silenced
 from headrace.modules import evaluating, same_values, set_train_modes, stateful_modules
@@ -136,7 +137,10 @@ def _require_same(recording: Recording, module: nn.Module, args: tuple[Any, ...]
         except Exception as error:  # whatever a user's forward raises, of one example more
             raise Untraceable(module, f"{_NUMBER}: {in_one_line(error)}") from error
 
+    before = [internals.version(each) for each in trained]
     one, of_one = results(forward)
+    if before != [internals.version(each) for each in trained]:
+        return  # a forward that writes to what is trained is refused by that name; here it is another model each time
     other, of_other = results(lambda: _verify(recording, module, args, kwargs, _NUMBER, gradients=True))
     if _apart(one, other):
         raise Untraceable(module, "it computes something else than was seen of it, as where Python asks for a type")
